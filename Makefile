@@ -1,0 +1,67 @@
+# Every target sets itself up: on a machine with Python 3.11 or newer, git and make, `make demo` is all there is to do.
+#
+#   PYTHON=python3.13     the interpreter for the virtual environment
+#   DEMO_ARGS="…"         options for `gradserver demo`
+#   TEST_ARGS="…"         options for pytest
+
+PYTHON ?= python3
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(subst /,-,$(PYTHON))
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-long check format clean
+
+help: ## Show this list
+	@echo "gradserver: make TARGET"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## Create .venv and install everything, pinned (the other targets do this by themselves)
+
+demo: $(STAMP) ## Train a small language model with two workers and a coordinator on this machine
+	@$(BIN)/gradserver demo $(DEMO_ARGS)
+
+test: $(STAMP) ## Run the tests, apart from the long ones
+	$(BIN)/pytest -m "not long" $(TEST_ARGS)
+
+test-long: $(STAMP) ## Run the long tests
+	$(BIN)/pytest -m long $(TEST_ARGS)
+
+check: $(STAMP) ## Check style, types, who imports whom, and what the wheel contains
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/pytest --quiet tests/test_packaging.py -k "wheel or sdist or versions"
+
+format: $(STAMP) ## Rewrite the sources in the project's style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## Remove all that the other targets made, .venv included
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find gradserver protocol worker tests -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# Hatchling goes first: the project is then built with the pinned one. The stamp bears the interpreter's name, so that
+# naming another one is noticed, and an environment made for another version is emptied first.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "make: there is no '$(PYTHON)' here. Install Python 3.11 or newer (Debian, Ubuntu: apt install" \
+	    "python3 python3-venv), or name yours: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: gradserver needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	    "Install a newer one (Debian, Ubuntu: apt install python3.11 python3.11-venv, where there is one)" \
+	    "and name it: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "make: '$(PYTHON)' cannot create virtual environments. Debian, Ubuntu: apt install" \
+	    "$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"; exit 1; }
+	@echo "Setting up $(VENV), once: PyTorch and the other pinned packages. Takes one to five minutes, mostly download."
+	@[ "$$($(BIN)/python --version 2>&1)" = "$$($(PYTHON) --version)" ] || clear=--clear; \
+	  $(PYTHON) -m venv $$clear $(VENV)
+	@$(PIP) install -c constraints.txt hatchling
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,demo]'
+	@touch $@

@@ -1,0 +1,117 @@
+"""gradserver keeps the replicas of a data-parallel training job in step over ordinary networks.
+
+This package is the one place to import from:
+
+    import gradserver
+
+    worker = gradserver.connect("tcp://coordinator:7411")
+    model = gradserver.DistributedDataParallel(model, worker)
+
+The names below are imported when they are first used, so that `import gradserver` stays light and the
+coordinator runs on a machine that has no PyTorch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from gradserver._siblings import check_siblings
+
+if TYPE_CHECKING:
+    from gradserver.local import LocalCluster as LocalCluster
+    from protocol.errors import (
+        BackendUnavailableError as BackendUnavailableError,
+        ClosedError as ClosedError,
+        CollectiveMismatchError as CollectiveMismatchError,
+        ConnectionLostError as ConnectionLostError,
+        CoordinatorError as CoordinatorError,
+        CoordinatorStoppedError as CoordinatorStoppedError,
+        CoordinatorUnreachableError as CoordinatorUnreachableError,
+        DeadlineError as DeadlineError,
+        DisagreementError as DisagreementError,
+        DTypeError as DTypeError,
+        GradServerError as GradServerError,
+        InvalidArgumentError as InvalidArgumentError,
+        InvalidRankError as InvalidRankError,
+        InvalidWorldSizeError as InvalidWorldSizeError,
+        JoinRefusedError as JoinRefusedError,
+        JoinTimeoutError as JoinTimeoutError,
+        LayoutError as LayoutError,
+        LimitExceededError as LimitExceededError,
+        MalformedMessageError as MalformedMessageError,
+        NonFiniteError as NonFiniteError,
+        OutOfStepError as OutOfStepError,
+        PeerError as PeerError,
+        PlanMismatchError as PlanMismatchError,
+        ProtocolError as ProtocolError,
+        SendToSelfError as SendToSelfError,
+        SizeMismatchError as SizeMismatchError,
+        UnexpectedMessageError as UnexpectedMessageError,
+        UnsupportedOperationError as UnsupportedOperationError,
+        UsageError as UsageError,
+        VersionMismatchError as VersionMismatchError,
+        WorkerLeftError as WorkerLeftError,
+        WorkerLostError as WorkerLostError,
+    )
+    from worker.blocks import GradientExchange as GradientExchange
+    from worker.client import Worker as Worker
+    from worker.connect import connect as connect
+    from worker.ddp import DistributedDataParallel as DistributedDataParallel
+    from worker.flatten import flatten as flatten, unflatten as unflatten
+    from worker.sampler import ShardSampler as ShardSampler
+    from worker.session import Handle as Handle
+    from worker.sharding import shard_batches as shard_batches
+
+__version__ = "0.1.0"
+
+check_siblings(__version__)
+
+_HOME = {
+    "connect": "worker.connect",
+    "Worker": "worker.client",
+    "Handle": "worker.session",
+    "DistributedDataParallel": "worker.ddp",
+    "GradientExchange": "worker.blocks",
+    "flatten": "worker.flatten",
+    "unflatten": "worker.flatten",
+    "shard_batches": "worker.sharding",
+    "ShardSampler": "worker.sampler",
+    "LocalCluster": "gradserver.local",
+}
+"""Where each lazy name lives. The error classes are not listed: `protocol.errors` says which there are."""
+
+
+def _error_classes() -> dict[str, object]:
+    errors = import_module("protocol.errors")
+    return {name: getattr(errors, name) for name in errors.__all__ if name.endswith("Error")}
+
+
+def _load(name: str) -> object:
+    """The object behind a lazy name."""
+    try:
+        return getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "torch":
+            raise
+        raise ImportError(
+            f"gradserver.{name} needs PyTorch, which is not installed here: pip install 'gradserver[torch]'",
+            name="torch",
+        ) from error
+
+
+if not TYPE_CHECKING:  # type checkers go by the imports above, and so report a name that does not exist
+
+    def __getattr__(name: str) -> object:
+        if name in _HOME:
+            value = _load(name)
+        elif not name.startswith("_") and name in (errors := _error_classes()):
+            value = errors[name]
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_error_classes()})

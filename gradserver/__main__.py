@@ -1,0 +1,7 @@
+"""``python -m gradserver`` is the same as ``gradserver``."""
+
+import sys
+
+from gradserver.cli import main
+
+sys.exit(main())

@@ -1,0 +1,121 @@
+"""The command line: ``gradserver serve | status | demo``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import gradserver
+from protocol.errors import GradServerError
+
+N = TypeVar("N", int, float)
+
+DEFAULT_BIND = "tcp://127.0.0.1:7411"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. Errors of the user's get one line, and status 1 or 2."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except GradServerError as error:
+        print(f"gradserver: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradserver",
+        description="Keeps the replicas of a data-parallel training job in step over ordinary networks.",
+        epilog="A first look, about a minute on two cores: gradserver demo",
+    )
+    parser.add_argument("--version", action="version", version=f"gradserver {gradserver.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_serve(commands.add_parser("serve", help="run a coordinator", description=_serve.__doc__))
+    _add_status(commands.add_parser("status", help="show what a coordinator sees", description=_status.__doc__))
+    demo = commands.add_parser("demo", help="train a small GPT across processes of this machine")
+    from gradserver import demo as demonstration
+
+    demonstration.add_arguments(demo)
+    demo.set_defaults(run=demonstration.run)
+    return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--bind",
+        default=DEFAULT_BIND,
+        metavar="URL",
+        help=f"tcp://HOST:PORT to listen on (default {DEFAULT_BIND}: this machine only; "
+        "tcp://0.0.0.0:7411 is reachable from others; port 0 picks a free one)",
+    )
+    parser.add_argument(
+        "--workers", type=_count, metavar="N", help="workers in the group; without it each worker says world_size"
+    )
+    parser.add_argument(
+        "--group", default="default", metavar="NAME", help="the group that --workers speaks of (default: default)"
+    )
+    parser.add_argument(
+        "--credit", type=_mebibytes, metavar="MIB", help="MiB that one worker may have in flight (default 16)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="log warnings only")
+    parser.set_defaults(run=_serve)
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", nargs="?", default=DEFAULT_BIND, metavar="URL", help=f"default {DEFAULT_BIND}")
+    parser.add_argument("--json", action="store_true", help="print one snapshot as JSON")
+    parser.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds over which rates are measured (default 1)"
+    )
+    parser.set_defaults(run=_status)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    """Run a coordinator until SIGTERM or SIGINT. Prints `listening on tcp://HOST:PORT` when it is ready."""
+    from gradserver.daemon import serve
+
+    logging.basicConfig(
+        level=logging.WARNING if arguments.quiet else logging.INFO, format="%(asctime)s %(levelname).1s %(message)s"
+    )
+    worlds = {arguments.group: arguments.workers} if arguments.workers else {}
+    return serve(arguments.bind, worlds, arguments.credit)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    """Show the groups of a coordinator: members, round, rates, and who is being waited for."""
+    from gradserver.status import show
+
+    return show(arguments.url, arguments.interval, arguments.json)
+
+
+def _count(text: str) -> int:
+    return _number(text, int, 1, 1024, "a number of workers")
+
+
+def _mebibytes(text: str) -> int:
+    return _number(text, int, 2, 1 << 20, "a number of MiB") << 20
+
+
+def _seconds(text: str) -> float:
+    return _number(text, float, 0.05, 3600, "a number of seconds")
+
+
+def _number(text: str, kind: Callable[[str], N], low: float, high: float, what: str) -> N:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: {what} is {low:g} to {high:g}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Joins the engine with channels and a clock. It has no loop of its own: channel servers call it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from gradserver.engine import Engine
+from gradserver.engine.events import (
+    Close,
+    Command,
+    Disconnected,
+    Event,
+    Garbled,
+    Log,
+    Received,
+    Reduce,
+    Reduced,
+    Send,
+    Stop,
+    Tick,
+)
+from gradserver.reducer import reduce
+from protocol.channel import Channel
+from protocol.errors import ClosedError, GradServerError
+from protocol.messages import Message
+from protocol.wire import Buffer
+
+log = logging.getLogger("gradserver")
+
+
+class Coordinator:
+    """Feeds events to the engine and carries out what it commands.
+
+    Safe to call from several threads: the engine runs under a lock, reductions and sends outside of it,
+    so that threads of a local cluster reduce side by side. In the daemon one thread does it all.
+
+    Args:
+        engine: the mind.
+        on_deadline: called after an event with the time of the next deadline, when that has come nearer.
+    """
+
+    def __init__(self, engine: Engine, on_deadline: Callable[[float], None] | None = None) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._channels: dict[int, Channel] = {}
+        self._connections = 0
+        self._on_deadline = on_deadline
+        self._announced: float | None = None
+        self.started = time.monotonic()
+
+    # ── what channel servers call ─────────────────────────────────────────────────────────────────────
+
+    def connect(self, channel: Channel) -> int:
+        """Register a channel; messages that come in on it are handed over with the number returned."""
+        with self._lock:
+            self._connections += 1
+            self._channels[self._connections] = channel
+            return self._connections
+
+    def receive(self, connection: int, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        """A message came in."""
+        self._handle(Received(connection, message, payloads))
+
+    def garbled(self, connection: int, error: GradServerError) -> None:
+        """Something came in that is no message."""
+        self._handle(Garbled(connection, error))
+
+    def lost(self, connection: int, reason: str) -> None:
+        """A connection broke."""
+        if self._channels.pop(connection, None) is not None:
+            self._handle(Disconnected(connection, reason))
+
+    def tick(self) -> None:
+        """Time passed."""
+        self._announced = None
+        self._handle(Tick())
+
+    def stop(self, reason: str) -> None:
+        """Tell every worker that the coordinator stops."""
+        self._handle(Stop(reason))
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is due, on `time.monotonic`'s scale; None when nothing waits."""
+        with self._lock:
+            return self._engine.next_deadline()
+
+    def snapshot(self) -> dict[str, object]:
+        """What the coordinator sees, as plain JSON values. ``uptime`` in seconds."""
+        with self._lock:
+            now = time.monotonic()
+            return {"uptime": round(now - self.started, 3), **self._engine.snapshot(now)}
+
+    # ── carrying out ──────────────────────────────────────────────────────────────────────────────────
+
+    def _handle(self, event: Event) -> None:
+        with self._lock:
+            commands = self._engine.handle(event, time.monotonic())
+            deadline = self._engine.next_deadline() if self._on_deadline else None
+        for command in commands:
+            self._carry_out(command)
+        if deadline is not None and self._on_deadline and (self._announced is None or deadline < self._announced):
+            self._announced = deadline
+            self._on_deadline(deadline)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Send(connection, message, payloads):
+                self._send(connection, message, payloads)
+            case Reduce(group, epoch, key, index):
+                self._handle(Reduced(group, epoch, key, index, reduce(command)))
+            case Close(connection):
+                channel = self._channels.pop(connection, None)
+                if channel is not None:
+                    channel.close()
+            case Log(text, warning):
+                log.log(logging.WARNING if warning else logging.INFO, "%s", text)
+
+    def _send(self, connection: int, message: Message, payloads: Sequence[Buffer]) -> None:
+        channel = self._channels.get(connection)
+        if channel is None:
+            return
+        try:
+            channel.send(message, payloads)
+        except (ClosedError, ConnectionError) as error:
+            self.lost(connection, str(error))

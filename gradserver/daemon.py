@@ -1,0 +1,40 @@
+"""The daemon: a coordinator behind a TCP server, in the foreground, until a signal stops it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from types import FrameType
+
+from gradserver.coordinator import Coordinator
+from gradserver.engine import Engine
+from gradserver.tcp import TcpServer
+from protocol.limits import CREDIT_BYTES
+
+log = logging.getLogger("gradserver")
+
+
+def serve(bind: str, worlds: dict[str, int], credit: int | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status.
+
+    Args:
+        bind: ``tcp://HOST:PORT``; port 0 picks a free one.
+        worlds: world size by group, for groups whose size is fixed here.
+        credit: bytes that one worker may have in flight; None for the default.
+    """
+    coordinator = Coordinator(Engine(worlds, CREDIT_BYTES if credit is None else credit))
+    server = TcpServer(coordinator, bind)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.request_stop(f"it received {signal.Signals(number).name}")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        print(f"listening on {server.url}", flush=True)
+        server.run()
+        log.info("stopped")
+    finally:
+        server.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0

@@ -1,0 +1,96 @@
+"""The text that the demo trains on: the source of Python's own standard library, which every machine has."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+CAP = 6 * 2**20  # bytes; more than a short run ever samples, and read in a tenth of a second
+HELD_OUT = 1 / 32  # share of the text, at its end, that is never trained on
+MINIMUM = 64 * 2**10  # bytes; below this the library is not there as source (a zipped or stripped Python)
+
+# Installed packages differ from machine to machine; tests and generated tables are not the prose we want to learn.
+SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data", "lib2to3"}
+)
+
+
+class CorpusError(Exception):
+    """The standard library's source is not there to be read."""
+
+
+class Corpus:
+    """Bytes to train on and held-out bytes, with samples that depend on nothing but (seed, step, row)."""
+
+    def __init__(self, text: bytes, context: int, seed: int) -> None:
+        if len(text) * HELD_OUT < context + 1:
+            raise CorpusError(f"{len(text)} bytes of text are too few for sequences of {context}")
+        cut = len(text) - int(len(text) * HELD_OUT)
+        self.text = text
+        self.context = context
+        self.seed = seed
+        self.train = torch.frombuffer(bytearray(text[:cut]), dtype=torch.uint8)
+        self.held_out = torch.frombuffer(bytearray(text[cut:]), dtype=torch.uint8)
+
+    @classmethod
+    def standard_library(cls, context: int, seed: int, root: Path | None = None) -> Corpus:
+        """The corpus of this interpreter's library; `root` names another folder of Python source."""
+        return cls(read_source(root or Path(sysconfig.get_path("stdlib"))), context, seed)
+
+    @property
+    def sha256(self) -> str:
+        """The text's fingerprint, by which the processes of a run check that they read the same."""
+        return hashlib.sha256(self.text).hexdigest()
+
+    def batch(self, step: int, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the named rows of the global batch of `step`: two [rows, context] int64 tensors.
+
+        Row i of a step is the same sequence for whoever asks, however the batch is divided.
+        """
+        span = len(self.train) - self.context
+        return self._windows(self.train, [_draw(self.seed, step, row) % span for row in rows])
+
+    def validation(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of `rows` sequences spread evenly over the held-out text, as `batch` gives them."""
+        span = len(self.held_out) - self.context
+        return self._windows(self.held_out, [row * span // rows for row in range(rows)])
+
+    def _windows(self, text: Tensor, starts: list[int]) -> tuple[Tensor, Tensor]:
+        both = torch.stack([text[start : start + self.context + 1] for start in starts]).long()
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+
+def read_source(root: Path, cap: int = CAP) -> bytes:
+    """The .py files under `root` one after the other, sorted by path, `cap` bytes at most."""
+    pieces: list[bytes] = []
+    left = cap
+    for path in _source_files(root):
+        if left <= 0:
+            break
+        try:
+            piece = path.read_bytes()[:left]
+        except OSError:
+            continue  # an unreadable file is unreadable for every process of this run alike
+        pieces.append(piece)
+        left -= len(piece)
+    text = b"".join(pieces)
+    if len(text) < MINIMUM:
+        raise CorpusError(f"no Python source to train on under {root} ({len(text)} bytes of .py files)")
+    return text
+
+
+def _source_files(root: Path) -> Iterator[Path]:
+    """The .py files under `root`, sorted by their path as text, without the skipped folders."""
+    found = (path.relative_to(root) for path in root.rglob("*.py") if path.is_file())
+    kept = [path for path in found if SKIPPED.isdisjoint(path.parts)]
+    return iter(root / path for path in sorted(kept, key=lambda path: path.as_posix()))
+
+
+def _draw(seed: int, step: int, row: int) -> int:
+    """64 even bits that depend on the three numbers only: the same on every platform and in every version."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=8).digest(), "big")

@@ -1,0 +1,101 @@
+"""The coordinator's mind: ``handle(event, now) -> commands``. No sockets, no clock, no threads.
+
+Laws that this package keeps, whatever order events come in (each has a property test):
+
+- A contribution counts once or not at all (L3). Slices of one worker come in order; a second one for
+  the same place is refused.
+- Contributions are reduced in rank order (L2), when the last one is in, and everybody gets the same result (L1).
+- Everything that waits has a deadline (L5), and its error names who is missing.
+- After a non-finite contribution no result leaves any more (L6).
+- What a member has in flight is bounded by its credit (L7).
+- Whatever one connection sends, others lose nothing but the partner they cannot do without (L8).
+
+Control (`gradserver.engine.control`) knows groups, membership and plans; data (`gradserver.engine.data`)
+holds slices and matches them. They share nothing: orders go one way and reports the other, so that
+several data halves can run elsewhere.
+"""
+
+from __future__ import annotations
+
+from gradserver.engine.control import Control
+from gradserver.engine.data import Data
+from gradserver.engine.events import (
+    Command,
+    Disconnected,
+    Event,
+    Garbled,
+    Order,
+    Received,
+    Reduced,
+    Report,
+    Stop,
+    Tick,
+    Violation,
+)
+from protocol.limits import CREDIT_BYTES
+from protocol.messages import Inquire, Push
+
+
+class Engine:
+    """Both halves in one process.
+
+    Args:
+        worlds: world sizes by group, for groups whose size the coordinator was told.
+        credit: bytes that one worker may have in flight.
+    """
+
+    def __init__(self, worlds: dict[str, int] | None = None, credit: int = CREDIT_BYTES) -> None:
+        self.control = Control(worlds or {}, credit)
+        self.data = Data()
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """What to do about ``event``, in this order. ``now`` in seconds, never decreasing."""
+        commands: list[Command] = []
+        orders: list[Order] = []
+        reports: list[Report] = []
+        match event:
+            case Received(connection, Push() as push, payloads):
+                reports += self.data.push(connection, push, payloads, now, commands)
+            case Received(connection, Inquire() as inquire):
+                reports += self.data.inquire(connection, inquire, commands)
+            case Received(connection, message, payloads):
+                orders += self.control.receive(connection, message, payloads, now, commands)
+            case Garbled(connection, error):
+                reports.append(Violation(connection, error))
+            case Reduced():
+                reports += self.data.reduced(event, now, commands)
+            case Disconnected(connection, reason):
+                orders += self.control.disconnected(connection, reason, commands)
+            case Tick():
+                reports += self.data.tick(now, commands)
+                orders += self.control.tick(now, commands)
+            case Stop(reason):
+                self.control.stop(reason, commands)
+        while orders or reports:
+            for order in orders:
+                self.data.obey(order, now, commands)
+            orders = [order for report in reports for order in self.control.heed(report, commands)]
+            reports = []
+        return commands
+
+    def next_deadline(self) -> float | None:
+        """When a `Tick` is due at the latest; None when nothing waits."""
+        deadlines = [at for at in (self.control.next_deadline(), self.data.next_deadline()) if at is not None]
+        return min(deadlines, default=None)
+
+    def snapshot(self, now: float) -> dict[str, object]:
+        """What the coordinator sees, as plain JSON values."""
+        groups = self.control.snapshot(now)
+        for name, traffic in self.data.snapshot(now).items():
+            groups[name].update(traffic)
+        return {"groups": groups}
+
+    def validate(self) -> None:
+        """Raise AssertionError if the engine's own invariants do not hold. For tests."""
+        self.control.validate()
+        self.data.validate()
+        active = {name for name, group in self.control.groups.items() if group.members}
+        assert active == set(self.data.groups), (active, set(self.data.groups))
+
+
+__all__ = ["Engine"]

@@ -1,0 +1,218 @@
+"""What goes into the engine, what comes out, and what its two halves tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.errors import GradServerError
+from protocol.exchange import ExchangeKey, Operation
+from protocol.messages import Message
+from protocol.plan import Plan
+from protocol.wire import Buffer
+
+# ── events: what happened ─────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message came in on a connection. Connections are numbered by the loop and never reused."""
+
+    connection: int
+    message: Message
+    payloads: Sequence[Buffer] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Garbled:
+    """Bytes came in on a connection that are no message; ``error`` says why not."""
+
+    connection: int
+    error: GradServerError
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A connection is gone; ``reason`` is for people."""
+
+    connection: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """A reduction met NaN or Inf. ``rank`` -1: every contribution was finite, and the mean overflowed."""
+
+    rank: int
+    element: int
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A `Reduce` was carried out. ``outcome`` holds the result's bytes, or says what was wrong."""
+
+    group: str
+    epoch: int
+    key: ExchangeKey
+    slice: int
+    outcome: Buffer | NonFinite
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; deadlines may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The coordinator is being stopped."""
+
+    reason: str
+
+
+Event = Received | Garbled | Disconnected | Reduced | Tick | Stop
+
+# ── commands: what is to be done ──────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message on a connection."""
+
+    connection: int
+    message: Message
+    payloads: Sequence[Buffer] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One worker's slice. ``payload`` None stands for zeros. Weight 0 never gets this far."""
+
+    rank: int
+    weight: float
+    payload: Buffer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Combine contributions, given in rank order; then tell the engine with `Reduced`.
+
+    The outcome must be memory of its own: a contribution's is its worker's again with the first result.
+    ALL_GATHER puts the contributions one behind the other; Op.FIRST copies the only one given.
+    """
+
+    group: str
+    epoch: int
+    key: ExchangeKey
+    slice: int
+    operation: Operation
+    contributions: Sequence[Contribution]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Forget a connection, once what was sent on it has left."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One line for whoever runs the coordinator."""
+
+    text: str
+    warning: bool = False
+
+
+Command = Send | Reduce | Close | Log
+
+# ── orders: what control tells data ───────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A member's place: its connection and its name."""
+
+    connection: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A group is complete. ``seats`` by rank; ``credit`` in bytes for each; ``timeout`` in seconds."""
+
+    group: str
+    epoch: int
+    seats: tuple[Seat, ...]
+    credit: int
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class SetPlan:
+    """All members agreed; ``first_round`` is the first one to be exchanged by this plan."""
+
+    group: str
+    plan: Plan
+    first_round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Depart:
+    """A member is gone: what it has contributed counts, what still needs it fails with ``error``."""
+
+    group: str
+    rank: int
+    error: GradServerError
+
+
+@dataclass(frozen=True, slots=True)
+class CloseGroup:
+    """The last member is gone."""
+
+    group: str
+
+
+Order = OpenGroup | SetPlan | Depart | CloseGroup
+
+# ── reports: what data tells control ──────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """One finished round, for the ledger. Times are the loop's clock, in seconds."""
+
+    round: int
+    weights: tuple[float, ...]
+    opened: float
+    completed: float
+    last: int
+    """The rank whose contribution was the last to come, which the round waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCompleted:
+    """Every bucket of a round was exchanged."""
+
+    group: str
+    record: RoundRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Halted:
+    """The group can exchange nothing more (or no bucket any more); data already failed what was open."""
+
+    group: str
+    error: GradServerError
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A member broke the protocol, and is to lose its connection."""
+
+    connection: int
+    error: GradServerError
+
+
+Report = RoundCompleted | Halted | Violation

@@ -1,0 +1,104 @@
+"""``gradserver status``: what a coordinator sees, for people."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, cast
+
+import zmq
+
+from gradserver.tables import table
+from protocol.errors import CoordinatorUnreachableError, ProtocolError
+from protocol.limits import MAX_FRAME_BYTES
+from protocol.messages import Status, StatusRequest
+from protocol.url import parse_url
+from protocol.wire import decode, encode
+
+_PATIENCE_MS = 3000
+
+
+def show(url: str, interval: float, as_json: bool) -> int:
+    """Print the status of the coordinator at ``url``; rates are taken over ``interval`` seconds."""
+    first = fetch(url)
+    if as_json:
+        print(json.dumps(first, indent=2))
+        return 0
+    if first["groups"]:
+        time.sleep(interval)
+    print("\n".join(render(first, fetch(url))))
+    return 0
+
+
+def fetch(url: str) -> dict[str, Any]:
+    """One snapshot. CoordinatorUnreachableError if none came in time."""
+    parse_url(url)
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    try:
+        dealer.connect(url)
+        dealer.send(encode(StatusRequest()))
+        if not dealer.poll(_PATIENCE_MS):
+            raise CoordinatorUnreachableError(
+                f"no coordinator answered at {url} within {_PATIENCE_MS / 1000:g} s. "
+                f"Is `gradserver serve` running there, and is the port right?"
+            )
+        message, payloads = decode(dealer.recv_multipart())
+        if not isinstance(message, Status):
+            raise ProtocolError(f"{url} answered a StatusRequest with a {type(message).__name__}")
+        return cast(dict[str, Any], json.loads(bytes(payloads[0])))
+    finally:
+        dealer.close()
+        context.term()
+
+
+def render(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Lines that show ``after``, with rates since ``before``."""
+    lines = [f"coordinator at {after['url']}, up {_duration(after['uptime'])}"]
+    if not after["groups"]:
+        return [*lines, "no groups: no worker has joined"]
+    seconds = max(after["uptime"] - before["uptime"], 1e-9)
+    for name, group in after["groups"].items():
+        lines += ["", *_group(name, group, before["groups"].get(name, {}), seconds)]
+    return lines
+
+
+def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: float) -> list[str]:
+    state = group["state"]
+    here = len(group["members"]) or len(group["waiting"])
+    lines = [f"group {name!r}: {state}, {here} of {group['world_size']} workers, epoch {group['epoch']}"]
+    if state == "forming":
+        waits = [[w["rank"] if w["rank"] >= 0 else "any", w["name"], f"{w['waits']:.1f} s"] for w in group["waiting"]]
+        return [*lines, *table(["rank", "worker", "waits"], waits)]
+
+    def rate(counter: str) -> float:
+        return float(group.get(counter, 0) - before.get(counter, group.get(counter, 0))) / seconds
+
+    lines.append(
+        f"  round {group['round']}, {rate('round'):.1f} rounds/s, "
+        f"{rate('bytes_in') / 1e6:.1f} MB/s in, {rate('bytes_out') / 1e6:.1f} MB/s out"
+    )
+    if group["plan"]:
+        lines.append(f"  plan: {group['plan']['buckets']} buckets, {group['plan']['bytes'] / 1e6:.1f} MB a round")
+    flights = group.get("outstanding", [])
+    last = (group["last_round"] or {}).get("last", -1)
+    rows = [
+        [m["rank"], m["name"], f"{flights[m['rank']] / 1e6:.1f} MB", "last to come" if m["rank"] == last else ""]
+        for m in group["members"]
+    ]
+    lines += table(["rank", "worker", "in flight", "last round"], rows)
+    for exchange in group.get("open", []):
+        lines.append(
+            f"  open for {exchange['age']:.1f} s: {exchange['what']}; missing: {', '.join(exchange['missing'])}"
+        )
+    if group["broken"]:
+        lines.append(f"  broken: {group['broken']}")
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,283 @@
+"""The coordinator's end of the tcp channel: one ZeroMQ ROUTER socket, and the daemon's loop.
+
+How a lost worker is noticed: libzmq closes the connection of a process that died at once, and that of
+a frozen or cut-off one when its heartbeats stop (they are answered by libzmq's own thread, so a worker
+whose Python is busy is not taken for dead). Either way the socket's monitor says that *a* connection
+closed; which one shows when a Ping can no longer be routed to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import zmq
+
+from gradserver.coordinator import Coordinator
+from protocol.errors import (
+    ConnectionLostError,
+    CoordinatorError,
+    GradServerError,
+    InvalidArgumentError,
+    UnexpectedMessageError,
+)
+from protocol.limits import MAX_FRAME_BYTES
+from protocol.messages import Failure, Join, Message, Ping, Scope, Status, StatusRequest
+from protocol.url import parse_url
+from protocol.wire import Buffer, decode, encode
+
+log = logging.getLogger("gradserver")
+
+HEARTBEAT_INTERVAL_MS: Final = 700
+HEARTBEAT_TIMEOUT_MS: Final = 1800
+"""Interval plus timeout is how long a frozen worker can go unnoticed."""
+
+_RECEIVE_QUEUE: Final = 16
+"""Messages that libzmq reads ahead of a connection; with the largest frame, 64 MiB for a hostile one."""
+_SEND_QUEUE: Final = 50_000
+"""Replies that may wait for a connection which does not read; credits keep members far below it."""
+_BATCH: Final = 64
+"""Messages taken before timers and the monitor are looked at again."""
+_PROBES: Final = (0.0, 0.02, 0.1, 0.5)
+"""Seconds after a disconnect at which to probe: the monitor may speak before routing has noticed."""
+_ZERO_COPY_BYTES: Final = 32 * 1024
+"""Below this a copy costs less than handing memory over and getting it back."""
+
+
+class TcpServer:
+    """Binds a ROUTER socket and runs the loop.
+
+    Args:
+        coordinator: who is told what comes in.
+        bind: ``tcp://HOST:PORT``; port 0 picks a free one.
+
+    Raises:
+        CoordinatorError: the address cannot be bound; the message says why.
+    """
+
+    def __init__(self, coordinator: Coordinator, bind: str) -> None:
+        self._coordinator = coordinator
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        _configure(self._router)
+        try:
+            self.url = _bind(self._router, bind)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._peers: dict[bytes, _Peer] = {}
+        self._probes: list[float] = []
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._stopping: str | None = None
+
+    # ── the loop ──────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def wake_fd(self) -> int:
+        """A file descriptor to write a byte to when the loop should look around, also from signal handlers."""
+        return self._wake_in.fileno()
+
+    def request_stop(self, reason: str) -> None:
+        """Make `run` tell the workers ``reason`` and return. Safe to call from signal handlers and threads."""
+        self._stopping = reason
+        with contextlib.suppress(BlockingIOError):
+            self._wake_in.send(b"\0")
+
+    def run(self) -> None:
+        """Serve until `request_stop`."""
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._wake_out.fileno(), zmq.POLLIN)
+        while self._stopping is None:
+            ready = dict(poller.poll(self._patience()))
+            if self._router in ready:
+                self._drain()
+            if self._monitor in ready:
+                self._notice_disconnects()
+            if self._wake_out.fileno() in ready:
+                self._wake_out.recv(4096)
+            self._run_timers()
+        self._coordinator.stop(self._stopping)
+
+    def close(self) -> None:
+        """Let go of the port. What was said to workers has a second to leave."""
+        self._router.disable_monitor()
+        self._monitor.close(linger=0)
+        self._router.close(linger=1000)
+        self._context.term()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _patience(self) -> int | None:
+        """Milliseconds until something is due; None for whenever."""
+        deadlines = [*self._probes[:1]]
+        deadline = self._coordinator.next_deadline()
+        if deadline is not None:
+            deadlines.append(deadline)
+        if not deadlines:
+            return None
+        return max(0, math.ceil((min(deadlines) - time.monotonic()) * 1000))
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        deadline = self._coordinator.next_deadline()
+        if deadline is not None and deadline <= now:
+            self._coordinator.tick()
+        if self._probes and self._probes[0] <= now:
+            self._probes = [at for at in self._probes if at > now]
+            self._probe()
+
+    # ── in ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _drain(self) -> None:
+        for _ in range(_BATCH):
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._take(identity.bytes, [frame.buffer for frame in frames])
+
+    def _take(self, identity: bytes, frames: Sequence[memoryview]) -> None:
+        peer = self._peers.get(identity)
+        try:
+            message, payloads = decode(frames)
+        except GradServerError as error:
+            if peer is None:
+                self._turn_away(identity, error)
+            else:
+                self._coordinator.garbled(peer.connection, error)
+            return
+        if isinstance(message, StatusRequest):
+            status = json.dumps({"url": self.url, **self._coordinator.snapshot()}).encode()
+            self._route(identity, Status(), [status])
+        elif peer is not None:
+            self._coordinator.receive(peer.connection, message, payloads)
+        elif isinstance(message, Join):
+            peer = self._peers[identity] = _Peer(self, identity)
+            peer.connection = self._coordinator.connect(peer)
+            self._coordinator.receive(peer.connection, message, payloads)
+        else:
+            what = type(message).__name__
+            self._turn_away(identity, UnexpectedMessageError(f"a {what} from someone who is in no group: join first"))
+
+    def _turn_away(self, identity: bytes, error: GradServerError) -> None:
+        log.info("a stranger was turned away: %s", error)
+        self._route(identity, Failure.of(error, Scope.CONNECTION), ())
+
+    # ── out ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _route(self, identity: bytes, message: Message, payloads: Sequence[Buffer]) -> bool:
+        """Send; False if there is no connection to send on any more, or its queue is full."""
+        try:
+            if payloads:
+                self._router.send_multipart([identity, encode(message)], zmq.NOBLOCK | zmq.SNDMORE)
+                payload = payloads[0]
+                self._router.send(payload, zmq.NOBLOCK, copy=len(payload) < _ZERO_COPY_BYTES)
+            else:
+                self._router.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def forget(self, identity: bytes) -> None:
+        """Drop a peer: what still comes from it is a stranger's."""
+        self._peers.pop(identity, None)
+
+    # ── who is gone ───────────────────────────────────────────────────────────────────────────────────
+
+    def _notice_disconnects(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+        now = time.monotonic()
+        self._probes = sorted({*self._probes, *(now + delay for delay in _PROBES)})[: 4 * len(_PROBES)]
+
+    def _probe(self) -> None:
+        for identity, peer in list(self._peers.items()):
+            if not self._route(identity, Ping(), ()):
+                self.forget(identity)
+                self._coordinator.lost(peer.connection, "its connection closed")
+
+
+class _Peer:
+    """The coordinator's end of one worker's channel."""
+
+    def __init__(self, server: TcpServer, identity: bytes) -> None:
+        self._server = server
+        self._identity = identity
+        self.connection = -1
+
+    def attach(self, receiver: object) -> None:
+        """What comes in goes to the coordinator, always."""
+
+    def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        if not self._server._route(self._identity, message, payloads):
+            self._server.forget(self._identity)
+            raise ConnectionLostError("its connection closed")
+
+    def close(self) -> None:
+        self._server.forget(self._identity)
+
+
+def _configure(router: zmq.Socket[bytes]) -> None:
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    router.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
+    router.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
+    router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    router.setsockopt(zmq.LINGER, 1000)
+    router.setsockopt(zmq.BACKLOG, 1024)
+
+
+def _bind(router: zmq.Socket[bytes], bind: str) -> str:
+    """Bind to the first address that ``bind`` means, and return it with its port filled in."""
+    host, port = parse_url(bind)
+    for address, family in _addresses(host):
+        if family == socket.AF_INET6:
+            router.setsockopt(zmq.IPV6, 1)
+        try:
+            router.bind(f"tcp://{address}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise CoordinatorError(_why_not(bind, error)) from error
+        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
+    raise InvalidArgumentError(f"no address of this machine is called {host!r}")
+
+
+def _addresses(host: str) -> Iterator[tuple[str, int]]:
+    if host in ("*", "0.0.0.0"):
+        yield "*", socket.AF_INET
+        return
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot listen on {host!r}: {error.strerror or error}") from error
+    for family, *_, address in found:
+        yield (f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])), family
+
+
+def _why_not(bind: str, error: zmq.ZMQError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"cannot listen on {bind}: the port is in use, perhaps by another `gradserver serve`. "
+            f"Stop that one, name another port, or use port 0 for any free one"
+        )
+    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+        return f"cannot listen on {bind}: this machine has no such address"
+    if error.errno == errno.EACCES:
+        return f"cannot listen on {bind}: ports below 1024 need privileges; choose a higher one"
+    return f"cannot listen on {bind}: {error.strerror}"

@@ -1,0 +1,77 @@
+"""The channel interface: how messages pass between a worker and the coordinator.
+
+A channel has two ends. Each end sends, and hands what arrives to the one receiver that was attached
+to it. What `send` promises: messages arrive once, whole, in order, or the receiver's ``lost`` is called;
+the payloads' memory is the sender's again once the result that answers them has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from protocol.errors import ClosedError, GradServerError
+from protocol.messages import Message
+from protocol.wire import Buffer
+
+
+class Receiver(Protocol):
+    """Whoever is attached to an end of a channel."""
+
+    def receive(self, message: Message, payloads: Sequence[Buffer]) -> None:
+        """Take one message. ``payloads`` are read-only, and the receiver's for as long as it keeps them."""
+
+    def lost(self, error: GradServerError) -> None:
+        """The channel broke; nothing arrives any more. Called at most once."""
+
+
+class Channel(Protocol):
+    """One end of a channel. Safe to call from any thread."""
+
+    def attach(self, receiver: Receiver) -> None:
+        """From now on what arrives goes to ``receiver``."""
+
+    def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        """Pass a message on; returns without waiting for the other side. ClosedError after `close`."""
+
+    def close(self) -> None:
+        """Let go. What was sent is still delivered; the other side then learns that this one is gone."""
+
+
+class MemoryChannel:
+    """One end of an in-process channel: `send` calls the other end's receiver, with the very same objects.
+
+    There is no queue and no thread: a message is handled in its sender's thread before `send` returns.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._peer: MemoryChannel | None = None
+        self._receiver: Receiver | None = None
+
+    def attach(self, receiver: Receiver) -> None:
+        """From now on what arrives goes to ``receiver``."""
+        self._receiver = receiver
+
+    def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        """Hand ``message`` to the other end's receiver, here and now."""
+        peer = self._peer
+        if peer is None:
+            raise ClosedError(f"{self._name} is closed")
+        if peer._receiver is not None:
+            peer._receiver.receive(message, payloads)
+
+    def close(self) -> None:
+        """Let go of the other end, and tell it."""
+        peer, self._peer = self._peer, None
+        if peer is not None and peer._peer is not None:
+            peer._peer = None
+            if peer._receiver is not None:
+                peer._receiver.lost(ClosedError(f"{self._name} closed the channel"))
+
+
+def memory_pair(name: str = "memory channel") -> tuple[MemoryChannel, MemoryChannel]:
+    """Two ends of one in-process channel: the worker's, and the coordinator's."""
+    worker, coordinator = MemoryChannel(f"{name} (worker)"), MemoryChannel(f"{name} (coordinator)")
+    worker._peer, coordinator._peer = coordinator, worker
+    return worker, coordinator

@@ -1,0 +1,220 @@
+"""Every error that gradserver raises, told apart by whose fault it is.
+
+GradServerError
+├── InvalidArgumentError          the caller's: this call cannot be right (also a ValueError)
+│   ├── InvalidRankError
+│   │   └── SendToSelfError
+│   ├── InvalidWorldSizeError
+│   ├── SizeMismatchError
+│   ├── DTypeError
+│   ├── LayoutError               a device or memory layout that cannot go
+│   └── UnsupportedOperationError
+├── UsageError                    the caller's: the right call at the wrong time (also a RuntimeError)
+│   ├── ClosedError               use after close
+│   └── OutOfStepError            pushed twice, or not the round that is due
+├── JoinRefusedError              the job's: this worker may not enter the group (rank taken, full, …)
+├── DisagreementError             the job's: members of one group want different things
+│   ├── PlanMismatchError
+│   └── CollectiveMismatchError
+├── PeerError                     another worker's
+│   ├── WorkerLostError           died, or its connection did
+│   ├── WorkerLeftError           left politely, but was still needed
+│   └── NonFiniteError            contributed NaN or Inf
+├── DeadlineError                 someone's who did not come in time; it names them (also a TimeoutError)
+│   └── JoinTimeoutError
+├── CoordinatorError              the coordinator's, or the way to it (also a ConnectionError)
+│   ├── CoordinatorUnreachableError
+│   ├── ConnectionLostError
+│   └── CoordinatorStoppedError
+├── ProtocolError                 the bytes are not gradserver's
+│   ├── VersionMismatchError
+│   ├── MalformedMessageError
+│   ├── LimitExceededError
+│   └── UnexpectedMessageError    well formed, but not now or not from this sender
+└── BackendUnavailableError       a fast path that this machine does not have
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import ClassVar
+
+
+class GradServerError(Exception):
+    """Root of the tree. ``fields`` carries the typed facts of an error across the wire.
+
+    A subclass declares its facts as annotated class attributes; they are given by keyword and
+    read as attributes, and one that was not given reads as its default.
+    """
+
+    _FIELDS: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls) -> None:
+        own = {name for name in inspect.get_annotations(cls) if not name.startswith("_")}
+        cls._FIELDS = frozenset(cls._FIELDS | own)
+
+    def __init__(self, message: str, **fields: object) -> None:
+        unknown = fields.keys() - self._FIELDS
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no field {sorted(unknown)}")
+        super().__init__(message)
+        self.fields = fields
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    @property
+    def message(self) -> str:
+        """The text alone."""
+        return str(self.args[0])
+
+    def again(self) -> GradServerError:
+        """A fresh instance that says the same, so that each raise has a traceback of its own."""
+        return type(self)(self.message, **self.fields)
+
+
+class InvalidArgumentError(GradServerError, ValueError):
+    """An argument that can never be right."""
+
+
+class InvalidRankError(InvalidArgumentError):
+    """A rank outside of ``0 … world_size - 1``."""
+
+
+class SendToSelfError(InvalidRankError):
+    """A worker cannot send to, or receive from, itself."""
+
+
+class InvalidWorldSizeError(InvalidArgumentError):
+    """A world size that is not a positive number, or not this group's."""
+
+
+class SizeMismatchError(InvalidArgumentError):
+    """Two lengths that must agree do not."""
+
+
+class DTypeError(InvalidArgumentError):
+    """An element type that cannot travel, or not through this operation."""
+
+
+class LayoutError(InvalidArgumentError):
+    """A tensor on a device, or in a memory layout, that cannot travel."""
+
+
+class UnsupportedOperationError(InvalidArgumentError):
+    """This operation does not exist for this element type."""
+
+
+class UsageError(GradServerError, RuntimeError):
+    """A call that would be right at another time."""
+
+
+class ClosedError(UsageError):
+    """The worker, or the cluster, was closed."""
+
+
+class OutOfStepError(UsageError):
+    """A bucket pushed twice in one round, or a round begun before the last one was exchanged."""
+
+
+class JoinRefusedError(GradServerError):
+    """The coordinator does not let this worker into the group; the message says why."""
+
+
+class DisagreementError(GradServerError):
+    """Members of one group asked for different things; the message shows both sides."""
+
+
+class PlanMismatchError(DisagreementError):
+    """The members' plans differ; the message names the first parameter that does."""
+
+
+class CollectiveMismatchError(DisagreementError):
+    """The members called different collectives, or the same one on different tensors."""
+
+
+class PeerError(GradServerError):
+    """Something that another worker did, or stopped doing."""
+
+    worker: str = ""
+    rank: int = -1
+
+
+class WorkerLostError(PeerError):
+    """A worker died, or the connection to it did."""
+
+
+class WorkerLeftError(PeerError):
+    """A worker closed while others still needed it."""
+
+
+class NonFiniteError(PeerError):
+    """A worker contributed NaN or Inf; nothing of that bucket reached anyone's weights."""
+
+    bucket: str = ""
+    parameter: str = ""
+    round: int = -1
+
+
+class DeadlineError(GradServerError, TimeoutError):
+    """A wait ran out; ``missing`` names the workers that did not come."""
+
+    missing: tuple[str, ...] = ()
+    bucket: str = ""
+    round: int = -1
+
+
+class JoinTimeoutError(DeadlineError):
+    """The group was not complete in time."""
+
+
+class CoordinatorError(GradServerError, ConnectionError):
+    """The coordinator, or the way to it, failed."""
+
+
+class CoordinatorUnreachableError(CoordinatorError):
+    """No coordinator answers at the URL."""
+
+
+class ConnectionLostError(CoordinatorError):
+    """The connection to the coordinator broke."""
+
+
+class CoordinatorStoppedError(CoordinatorError):
+    """The coordinator was stopped and said so."""
+
+
+class ProtocolError(GradServerError):
+    """Bytes or messages that break the protocol."""
+
+
+class VersionMismatchError(ProtocolError):
+    """The other side speaks another version of the protocol."""
+
+
+class MalformedMessageError(ProtocolError):
+    """Bytes that are no message."""
+
+
+class LimitExceededError(ProtocolError):
+    """A message larger than the protocol allows."""
+
+
+class UnexpectedMessageError(ProtocolError):
+    """A well-formed message that this sender may not send now."""
+
+
+class BackendUnavailableError(GradServerError):
+    """A fast path that this machine, or this build, does not have; the message says why."""
+
+
+def _tree(root: type[GradServerError]) -> dict[str, type[GradServerError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+ERRORS: dict[str, type[GradServerError]] = _tree(GradServerError)
+"""Every class of the tree by name: the name is what travels."""
+
+__all__ = ["ERRORS", *ERRORS]  # noqa: PLE0604 - the names are the keys, all of them strings

@@ -1,0 +1,203 @@
+"""What is exchanged, and how it is cut.
+
+Every operation of gradserver, from one gradient bucket to a send, is one **exchange**: it is cut into
+slices, every participant contributes exactly one message to each slice (some of them empty), and
+gets exactly one result for it (some of them empty). What differs between operations is only who has
+bytes to give, who has bytes to get, and what happens to them in between. That is this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+from protocol.dtypes import DType
+from protocol.errors import InvalidArgumentError, UnsupportedOperationError
+from protocol.limits import SLICE_BYTES
+
+
+class Stream(IntEnum):
+    """Which sequence an exchange belongs to; each is matched among workers by its own numbers."""
+
+    BUCKET = 0
+    """``number`` is the round, ``part`` the bucket's place in the plan."""
+    COLLECTIVE = 1
+    """``number`` counts the group's collectives, which all members call in the same order."""
+    TRANSFER = 2
+    """``number`` counts the sends from ``source`` to ``target`` with tag ``part``."""
+
+
+class ExchangeKey(NamedTuple):
+    """Names one exchange within a group. Keys order as tuples; that order is the same for every member."""
+
+    stream: int
+    number: int
+    part: int = 0
+    source: int = -1
+    target: int = -1
+
+
+class Pool(IntEnum):
+    """What credit an exchange draws on. They are apart so that none can starve another into a deadlock."""
+
+    BUCKETS = 0
+    COLLECTIVES = 1
+    SENDS = 2
+    RECEIVES = 3
+
+
+def pool_of(key: ExchangeKey, rank: int) -> Pool:
+    """The pool that ``rank`` draws on to take part in ``key``."""
+    if key.stream == Stream.TRANSFER:
+        return Pool.SENDS if rank == key.source else Pool.RECEIVES
+    return Pool.COLLECTIVES if key.stream == Stream.COLLECTIVE else Pool.BUCKETS
+
+
+class Kind(IntEnum):
+    """What an exchange does with the bytes."""
+
+    ALL_REDUCE = 0
+    BROADCAST = 1
+    ALL_GATHER = 2
+    REDUCE_SCATTER = 3
+    BARRIER = 4
+    TRANSFER = 5
+
+
+class Op(IntEnum):
+    """How contributions become one. MEAN is weighted: ``sum(w·g) / sum(w)``."""
+
+    NONE = 0
+    MEAN = 1
+    SUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+    FIRST = 6
+    """The contribution of the lowest rank whose weight is not zero; buffers are kept alike with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """All that members must agree on before bytes meet.
+
+    Attributes:
+        kind: what is done.
+        op: how contributions are reduced; NONE where nothing is.
+        dtype: element type.
+        numel: elements that one participant gives (REDUCE_SCATTER: all chunks together).
+        root: the rank that broadcasts; -1 elsewhere.
+    """
+
+    kind: Kind
+    op: Op
+    dtype: DType
+    numel: int
+    root: int = -1
+
+    def __str__(self) -> str:
+        what = self.kind.name.lower()
+        if self.op:
+            what += f"({self.op.name.lower()})"
+        if self.kind is Kind.BARRIER:
+            return what
+        of = f" of {self.dtype.name}[{self.numel}]"
+        return what + of + (f" from rank {self.root}" if self.root >= 0 else "")
+
+
+def check_reducible(op: Op, dtype: DType) -> None:
+    """UnsupportedOperationError unless ``op`` is defined for ``dtype``."""
+    if op is Op.MEAN and not dtype.is_floating:
+        raise UnsupportedOperationError(
+            f"the mean of {dtype.name} is not a {dtype.name}: use op='sum', or convert to a floating type"
+        )
+    if op in (Op.MIN, Op.MAX) and dtype.kind == "c":
+        raise UnsupportedOperationError(f"complex numbers have no order: no {op.name.lower()} of {dtype.name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How an operation is cut, the same at every participant: slices do not depend on channel or shards.
+
+    Attributes:
+        count: number of slices; 0 for an empty tensor.
+        step: elements in every slice but the last (of a chunk).
+        chunk: elements in a chunk; slices do not cross chunks. Only REDUCE_SCATTER has more than one.
+        numel: elements in all.
+        itemsize: bytes in an element.
+        replies: how many times larger a reply is than a contribution (all_gather: the world size).
+    """
+
+    count: int
+    step: int
+    chunk: int
+    numel: int
+    itemsize: int
+    replies: int
+
+    def span(self, index: int) -> tuple[int, int]:
+        """First element of slice ``index``, and the one behind its last."""
+        per_chunk = -(-self.chunk // self.step)
+        chunk, within = divmod(index, per_chunk)
+        start = chunk * self.chunk + within * self.step
+        return start, min(start + self.step, (chunk + 1) * self.chunk)
+
+    def owner(self, index: int) -> int:
+        """The rank whose chunk slice ``index`` lies in."""
+        return index // -(-self.chunk // self.step)
+
+    def nbytes(self, index: int) -> int:
+        """Bytes of one contribution to slice ``index``."""
+        start, stop = self.span(index)
+        return (stop - start) * self.itemsize
+
+    def cost(self, index: int) -> int:
+        """Credit that slice ``index`` takes from its push until its result: the larger of the two, in bytes."""
+        return self.nbytes(index) * self.replies
+
+
+@lru_cache(maxsize=4096)
+def layout_of(operation: Operation, world_size: int) -> Layout:
+    """Cut ``operation`` among ``world_size`` participants."""
+    numel, itemsize = operation.numel, operation.dtype.itemsize
+    if operation.kind is Kind.BARRIER:
+        return Layout(count=1, step=1, chunk=1, numel=0, itemsize=0, replies=1)
+    replies = world_size if operation.kind is Kind.ALL_GATHER else 1
+    chunks = world_size if operation.kind is Kind.REDUCE_SCATTER else 1
+    chunk, rest = divmod(numel, chunks)
+    if rest:
+        raise InvalidArgumentError(
+            f"reduce_scatter of {numel} elements among {world_size} workers: "
+            f"the first dimension must be divisible by the world size"
+        )
+    step = max(1, SLICE_BYTES // (itemsize * replies))
+    count = chunks * -(-chunk // step)
+    return Layout(count, step, max(chunk, 1), numel, itemsize, replies)
+
+
+def gives(operation: Operation, rank: int, key: ExchangeKey) -> bool:
+    """Whether ``rank`` has bytes to contribute."""
+    match operation.kind:
+        case Kind.BROADCAST:
+            return rank == operation.root
+        case Kind.TRANSFER:
+            return rank == key.source
+        case Kind.BARRIER:
+            return False
+    return True
+
+
+def gets(operation: Operation, rank: int, key: ExchangeKey, owner: int) -> bool:
+    """Whether ``rank`` is sent bytes for a slice that lies in the chunk of ``owner``."""
+    match operation.kind:
+        case Kind.BROADCAST:
+            return rank != operation.root
+        case Kind.TRANSFER:
+            return rank == key.target
+        case Kind.REDUCE_SCATTER:
+            return rank == owner
+        case Kind.BARRIER:
+            return False
+    return True

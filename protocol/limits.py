@@ -1,0 +1,46 @@
+"""The protocol's limits, in one place: what a peer may send, and so what we must be able to hold.
+
+A message beyond a limit is refused before memory is taken for what it describes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+
+PROTOCOL_VERSION: Final = 1
+"""Goes up when an old peer could misread a new one."""
+
+MAX_HEADER_BYTES: Final = 64 * KIB
+"""One encoded header. msgpack can blow a byte up into an object of 64, so decoding takes 4 MiB at most."""
+
+MAX_FRAME_BYTES: Final = 4 * MIB
+"""Any frame; an encoded plan comes nearest. ZeroMQ drops whoever announces more."""
+
+SLICE_BYTES: Final = 1 * MIB
+"""Largest slice of a bucket or tensor. It is reduced while it is in cache and keeps the pipe full."""
+
+MAX_TEXT: Final = 4 * KIB
+"""Characters in a name or a reason."""
+
+MAX_LIST: Final = 1024
+"""Items of any list in a header."""
+
+MAX_WORLD_SIZE: Final = 1024
+MAX_GROUPS: Final = 256
+MAX_BUCKETS: Final = 16_384
+MAX_COMPONENTS: Final = 65_536
+"""Parameters in a whole plan."""
+MAX_DIMENSIONS: Final = 64
+MAX_NUMEL: Final = 1 << 48
+MAX_COUNTER: Final = 1 << 62
+"""Rounds, sequence numbers and tags."""
+MAX_TIMEOUT: Final = 7 * 24 * 3600.0
+"""Seconds. Every wait ends; a week is for groups that a cluster's queue fills slowly."""
+
+CREDIT_BYTES: Final = 16 * MIB
+"""What one worker may have in flight in one pool by default: pushed, and not yet answered."""
+MIN_CREDIT_BYTES: Final = 2 * SLICE_BYTES
+"""Below two slices a worker could not push one while the reply to another travels."""

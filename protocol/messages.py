@@ -1,0 +1,207 @@
+"""The messages, as frozen dataclasses. What bytes they become is the business of `protocol.wire`.
+
+worker                                  coordinator
+  Join ──────────────────────────────────► waits until the group is complete
+  ◄────────────────────────────────────── Welcome (or Failure)
+  Propose + plan ────────────────────────► compares, when all have proposed
+  ◄────────────────────────────────────── Agreed (or Failure)
+  Push + slice ──────────────────────────►
+  ◄────────────────────────────────────── Result + slice, one for every Push
+  Inquire ───────────────────────────────► "who is missing?", when a wait ran out
+  ◄────────────────────────────────────── Missing
+  Leave ─────────────────────────────────►
+  ◄────────────────────────────────────── Failure at any time; Ping at any time, not answered
+
+anyone
+  StatusRequest ─────────────────────────►
+  ◄────────────────────────────────────── Status + JSON
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from protocol.errors import ERRORS, GradServerError
+from protocol.exchange import ExchangeKey, Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A worker wants in.
+
+    Attributes:
+        group: name of the group.
+        name: what people call this worker.
+        rank: the rank it must have, or -1 for any that is free.
+        world_size: how many workers the group must have, or 0 for what the coordinator was told.
+        timeout: seconds that this worker waits for the group to be complete, and for any one exchange.
+    """
+
+    group: str
+    name: str
+    rank: int
+    world_size: int
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The group is complete. ``credit`` in bytes; ``names`` by rank."""
+
+    group: str
+    rank: int
+    epoch: int
+    credit: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """The plan (in the payload) by which this worker wants to exchange from the next round on."""
+
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """Every member proposed this plan; ``round`` is the first one to be exchanged by it."""
+
+    hash: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One worker's contribution to one slice.
+
+    Attributes:
+        key: which exchange.
+        slice: which piece of it, in order from 0.
+        weight: this worker's weight, constant over an exchange; 0 means that it does not count.
+        present: whether a payload follows. Without one the contribution is all zeros (or not called for).
+        operation: what this worker believes the exchange to be; None for buckets, the plan says it.
+    """
+
+    key: ExchangeKey
+    slice: int
+    weight: float = 1.0
+    present: bool = True
+    operation: Operation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of one slice. ``weight`` is the sum over contributions that counted; 0 if none did."""
+
+    key: ExchangeKey
+    slice: int
+    weight: float
+    present: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inquire:
+    """Who is missing from this exchange?"""
+
+    key: ExchangeKey
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """The workers that have yet to contribute, by name and rank; none when it is not they who are late."""
+
+    key: ExchangeKey
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A goodbye. ``failed`` says that an error is the reason, so that the others hear of a loss."""
+
+    reason: str
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Sent to see whether the connection still stands; nobody answers it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """What does the coordinator see? Anyone may ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The coordinator's snapshot; the payload is JSON."""
+
+
+class Scope(IntEnum):
+    """How much a failure takes with it."""
+
+    EXCHANGE = 0
+    """One exchange; the group goes on."""
+    PROPOSAL = 1
+    """The proposed plan; the worker may propose another."""
+    GROUP = 2
+    """The group cannot exchange any more: everything open and everything later fails with this."""
+    CONNECTION = 3
+    """This worker's connection, which the coordinator forgets after this message."""
+
+
+_MAX_LISTED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error on its way to the worker that has to raise it.
+
+    Attributes:
+        scope: how much fails.
+        error: name of the class in `protocol.errors`.
+        text: the message.
+        fields: the error's typed facts: text, integer, or tuple of text.
+        key: the exchange, for Scope.EXCHANGE.
+    """
+
+    scope: Scope
+    error: str
+    text: str
+    fields: dict[str, str | int | tuple[str, ...]] = field(default_factory=dict)
+    key: ExchangeKey | None = None
+
+    @classmethod
+    def of(cls, error: GradServerError, scope: Scope, key: ExchangeKey | None = None) -> Failure:
+        """The message that carries ``error``."""
+        fields: dict[str, str | int | tuple[str, ...]] = {}
+        for name, value in error.fields.items():
+            if isinstance(value, (str, int)):
+                fields[name] = value
+            elif isinstance(value, (tuple, list)):
+                fields[name] = tuple(str(item) for item in value[:_MAX_LISTED])
+        return cls(scope, type(error).__name__, error.message, fields, key)
+
+    def exception(self) -> GradServerError:
+        """The error to raise. A class or field that this version does not know becomes the nearest it does."""
+        kind = ERRORS.get(self.error, GradServerError)
+        known = {name: value for name, value in self.fields.items() if name in kind._FIELDS}
+        return kind(self.text, **known)
+
+
+Message = (
+    Join
+    | Welcome
+    | Propose
+    | Agreed
+    | Push
+    | Result
+    | Inquire
+    | Missing
+    | Leave
+    | Ping
+    | StatusRequest
+    | Status
+    | Failure
+)

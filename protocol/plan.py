@@ -1,0 +1,241 @@
+"""The plan: which buckets a group exchanges in every round, agreed by all members before the first one."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from math import prod
+
+from protocol.dtypes import BY_CODE, DType
+from protocol.errors import InvalidArgumentError, LimitExceededError, MalformedMessageError, ProtocolError
+from protocol.exchange import Kind, Op, Operation, check_reducible
+from protocol.limits import (
+    MAX_BUCKETS,
+    MAX_COMPONENTS,
+    MAX_DIMENSIONS,
+    MAX_FRAME_BYTES,
+    MAX_NUMEL,
+    MAX_TEXT,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One parameter (or buffer) inside a bucket: its name and shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One flat gradient: ``components`` one behind the other, of one element type.
+
+    Attributes:
+        key: its name in the plan, for example ``block.3`` or ``embedding``.
+        dtype: element type of the flat buffer and of the wire.
+        components: what it is made of, in order. May be empty: such a bucket is never sent.
+        op: how contributions become one; gradients are averaged.
+    """
+
+    key: str
+    dtype: DType
+    components: tuple[Component, ...]
+    op: Op = Op.MEAN
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the flat buffer."""
+        return sum(component.numel for component in self.components)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each component."""
+        return tuple(component.numel for component in self.components)
+
+    @cached_property
+    def operation(self) -> Operation:
+        """The exchange that this bucket takes part in every round."""
+        return Operation(Kind.ALL_REDUCE, self.op, self.dtype, self.numel)
+
+    def component_at(self, element: int) -> Component:
+        """The component that ``element`` (an index into the flat buffer) belongs to."""
+        seen = 0
+        for component in self.components:
+            seen += component.numel
+            if element < seen:
+                return component
+        raise InvalidArgumentError(f"bucket {self.key!r} has {self.numel} elements, there is no element {element}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The table of buckets, in the order in which backward is expected to complete them."""
+
+    buckets: tuple[Bucket, ...]
+
+    def __post_init__(self) -> None:
+        keys = [bucket.key for bucket in self.buckets]
+        if len(set(keys)) != len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise InvalidArgumentError(f"the plan has two buckets called {twice!r}; each needs a name of its own")
+        if not keys or len(keys) > MAX_BUCKETS:
+            raise InvalidArgumentError(f"a plan has 1 to {MAX_BUCKETS} buckets, this one has {len(keys)}")
+        components = sum(len(bucket.components) for bucket in self.buckets)
+        if components > MAX_COMPONENTS:
+            raise InvalidArgumentError(f"a plan has at most {MAX_COMPONENTS} parameters, this one has {components}")
+        for bucket in self.buckets:
+            if bucket.op is Op.NONE:
+                raise InvalidArgumentError(f"bucket {bucket.key!r} says no way to combine contributions")
+            check_reducible(bucket.op, bucket.dtype)
+            if bucket.numel > MAX_NUMEL:
+                raise InvalidArgumentError(f"bucket {bucket.key!r} has {bucket.numel} elements, more than {MAX_NUMEL}")
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The plan as bytes: the same plan gives the same bytes everywhere."""
+        return _encode(self)
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the encoded plan, in hex: equal hashes mean equal plans."""
+        return hashlib.sha256(self.encoded).hexdigest()
+
+    def index(self, key: str) -> int:
+        """The place of the bucket called ``key``."""
+        for index, bucket in enumerate(self.buckets):
+            if bucket.key == key:
+                return index
+        raise InvalidArgumentError(f"the plan has no bucket {key!r}; it has {[b.key for b in self.buckets][:20]}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of gradient that one worker contributes in a round."""
+        return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.buckets)
+
+
+def first_difference(one: Plan, other: Plan) -> tuple[str, str] | None:
+    """The first place where two plans differ, as each side has it; None when they are equal."""
+    for mine, theirs in zip_longest(_rows(one), _rows(other)):
+        if mine != theirs:
+            return mine or "nothing (its plan ends before)", theirs or "nothing (its plan ends before)"
+    return None
+
+
+def _rows(plan: Plan) -> Iterator[str]:
+    for bucket in plan.buckets:
+        for component in bucket.components:
+            shape = "×".join(map(str, component.shape)) or "scalar"
+            yield f"{component.name} ({shape}, {bucket.dtype.name}, {bucket.op.name.lower()}) in bucket {bucket.key!r}"
+        yield f"the end of bucket {bucket.key!r} ({bucket.dtype.name}, {bucket.op.name.lower()})"
+
+
+# The encoding is flat, little-endian columns: reading it allocates in proportion to its length, and
+# nothing in it names a size that is not checked against what is there.
+#   u32 buckets, then per bucket: text key, u8 dtype, u8 op, u32 components,
+#     then per component: text name, u8 dimensions, u64 each;   text: u16 length, UTF-8
+
+
+def _encode(plan: Plan) -> bytes:
+    out = bytearray(struct.pack("<I", len(plan.buckets)))
+    for bucket in plan.buckets:
+        out += _text(bucket.key) + struct.pack("<BBI", bucket.dtype.code, bucket.op, len(bucket.components))
+        for component in bucket.components:
+            shape = component.shape
+            if len(shape) > MAX_DIMENSIONS:
+                raise InvalidArgumentError(f"{component.name} has {len(shape)} dimensions, at most {MAX_DIMENSIONS} go")
+            out += _text(component.name) + struct.pack(f"<B{len(shape)}Q", len(shape), *shape)
+    if len(out) > MAX_FRAME_BYTES:
+        raise LimitExceededError(f"the plan encodes to {len(out)} bytes, the limit is {MAX_FRAME_BYTES}")
+    return bytes(out)
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    if len(data) > MAX_TEXT:
+        raise InvalidArgumentError(f"the name {value[:40]!r}… is {len(data)} bytes long, the limit is {MAX_TEXT}")
+    return struct.pack("<H", len(data)) + data
+
+
+class _Reader:
+    """Takes checked pieces off the front of untrusted bytes."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data).cast("B")
+        self._at = 0
+        self._components = 0
+
+    def unpack(self, layout: str) -> tuple[int, ...]:
+        size = struct.calcsize(layout)
+        return struct.unpack(layout, self._take(size))
+
+    def text(self) -> str:
+        (length,) = self.unpack("<H")
+        if length > MAX_TEXT:
+            raise LimitExceededError(f"a name of {length} bytes in a plan, the limit is {MAX_TEXT}")
+        return str(self._take(length), "utf-8")
+
+    def component_count(self, count: int) -> int:
+        """``count`` more components, refused before they are read when the plan would have too many."""
+        self._components += count
+        if self._components > MAX_COMPONENTS:
+            raise LimitExceededError(f"a plan of {self._components} parameters, the limit is {MAX_COMPONENTS}")
+        return count
+
+    def end(self) -> None:
+        if self._at != len(self._data):
+            raise MalformedMessageError(f"{len(self._data) - self._at} bytes behind the end of a plan")
+
+    def _take(self, size: int) -> memoryview:
+        if self._at + size > len(self._data):
+            raise MalformedMessageError(f"a plan of {len(self._data)} bytes is cut off")
+        piece = self._data[self._at : self._at + size]
+        self._at += size
+        return piece
+
+
+def decode_plan(data: bytes | memoryview) -> Plan:
+    """The plan in ``data``; a ProtocolError says what is wrong with bytes that hold none."""
+    if len(data) > MAX_FRAME_BYTES:
+        raise LimitExceededError(f"a plan of {len(data)} bytes, the limit is {MAX_FRAME_BYTES}")
+    reader = _Reader(data)
+    try:
+        (count,) = reader.unpack("<I")
+        if count > MAX_BUCKETS:
+            raise LimitExceededError(f"a plan of {count} buckets, the limit is {MAX_BUCKETS}")
+        buckets = tuple(_read_bucket(reader) for _ in range(count))
+        reader.end()
+        return Plan(buckets)
+    except ProtocolError:
+        raise
+    except (ValueError, KeyError) as error:  # bad UTF-8, unknown code, or a plan that cannot be
+        raise MalformedMessageError(f"no valid plan: {error}") from error
+
+
+def _read_bucket(reader: _Reader) -> Bucket:
+    key = reader.text()
+    dtype, op, count = reader.unpack("<BBI")
+    components = tuple(_read_component(reader) for _ in range(reader.component_count(count)))
+    return Bucket(key, BY_CODE[dtype], components, Op(op))
+
+
+def _read_component(reader: _Reader) -> Component:
+    name = reader.text()
+    (dimensions,) = reader.unpack("<B")
+    if dimensions > MAX_DIMENSIONS:
+        raise LimitExceededError(f"{dimensions} dimensions in a plan, the limit is {MAX_DIMENSIONS}")
+    return Component(name, reader.unpack(f"<{dimensions}Q"))
+
+
+def simple_plan(sizes: Iterable[tuple[str, int]], dtype: DType, op: Op = Op.MEAN) -> Plan:
+    """A plan of one-component buckets, from ``(key, elements)`` pairs."""
+    return Plan(tuple(Bucket(key, dtype, (Component(key, (size,)),), op) for key, size in sizes))

@@ -1,0 +1,22 @@
+"""Where a coordinator is: ``tcp://HOST:PORT``."""
+
+from __future__ import annotations
+
+from protocol.errors import InvalidArgumentError
+
+
+def parse_url(url: str) -> tuple[str, int]:
+    """Host and port of a coordinator's URL; an IPv6 address keeps its brackets.
+
+    Raises:
+        InvalidArgumentError: ``url`` is something else; the message shows the form.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme != "tcp":
+        raise InvalidArgumentError(f"{url!r} is no coordinator's URL: it looks like tcp://HOST:PORT")
+    host, separator, port = rest.rpartition(":")
+    if not separator or not host or (":" in host and not (host.startswith("[") and host.endswith("]"))):
+        raise InvalidArgumentError(f"{url!r} is no coordinator's URL: tcp://HOST:PORT, IPv6 as tcp://[::1]:PORT")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise InvalidArgumentError(f"{url!r} has the port {port!r}: a port is a number from 0 to 65535")
+    return host, int(port)

@@ -1,0 +1,271 @@
+"""Messages to and from frames.
+
+    frame 0   "GS", one byte of protocol version, then a msgpack array: [type, field, field, …]
+    frame 1…  payloads, raw: slices of tensors, an encoded plan, a status in JSON
+
+Headers are msgpack, tensors never are. Decoding takes any bytes and gives a message or a
+`ProtocolError`; it checks every value against `protocol.limits` before anything is built from it.
+
+The header of a `Failure` keeps its form in every version, so that a peer of another version can be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgpack
+
+from protocol.dtypes import BY_CODE
+from protocol.errors import (
+    LimitExceededError,
+    MalformedMessageError,
+    ProtocolError,
+    VersionMismatchError,
+)
+from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from protocol.limits import (
+    MAX_COUNTER,
+    MAX_FRAME_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_LIST,
+    MAX_NUMEL,
+    MAX_TEXT,
+    MAX_TIMEOUT,
+    MAX_WORLD_SIZE,
+    PROTOCOL_VERSION,
+    SLICE_BYTES,
+)
+from protocol.messages import (
+    Agreed,
+    Failure,
+    Inquire,
+    Join,
+    Leave,
+    Message,
+    Missing,
+    Ping,
+    Propose,
+    Push,
+    Result,
+    Scope,
+    Status,
+    StatusRequest,
+    Welcome,
+)
+
+Buffer = bytes | bytearray | memoryview
+"""Anything contiguous; numpy arrays go as ``array.data``."""
+
+_MAGIC: Final = b"GS"
+_PREFIX: Final = _MAGIC + bytes([PROTOCOL_VERSION])
+_packb = msgpack.Packer(autoreset=True).pack
+
+# ── checks: each takes a value off the wire and gives it back, or raises ─────────────────────────────
+
+
+def _integer(low: int, high: int) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise MalformedMessageError(f"expected an integer from {low} to {high}, got {_brief(value)}")
+        return value
+
+    return check
+
+
+def _number(low: float, high: float) -> Callable[[Any], float]:
+    def check(value: Any) -> float:
+        if type(value) is not float or not low <= value <= high:  # NaN fails both comparisons
+            raise MalformedMessageError(f"expected a number from {low} to {high}, got {_brief(value)}")
+        return value
+
+    return check
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > MAX_TEXT:
+        raise MalformedMessageError(f"expected text of at most {MAX_TEXT} characters, got {_brief(value)}")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise MalformedMessageError(f"expected true or false, got {_brief(value)}")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if type(value) is not list:
+        raise MalformedMessageError(f"expected a list of text, got {_brief(value)}")
+    return tuple(_text(item) for item in value)
+
+
+_rank = _integer(-1, MAX_WORLD_SIZE - 1)
+_counter = _integer(0, MAX_COUNTER)
+_weight = _number(0.0, 1e30)
+_stream = _integer(0, max(Stream))
+
+
+def _key(value: Any) -> ExchangeKey:
+    if type(value) is not list or not 3 <= len(value) <= 5:
+        raise MalformedMessageError(f"expected an exchange's key, got {_brief(value)}")
+    stream, number, part, *peers = value
+    return ExchangeKey(_stream(stream), _counter(number), _counter(part), *map(_rank, peers))
+
+
+def _operation(value: Any) -> Operation | None:
+    if value is None:
+        return None
+    if type(value) is not list or len(value) != 5:
+        raise MalformedMessageError(f"expected an operation, got {_brief(value)}")
+    kind, op, dtype, numel, root = value
+    try:
+        return Operation(Kind(kind), Op(op), BY_CODE[dtype], _numel(numel), _rank(root))
+    except (ValueError, KeyError, TypeError) as error:
+        raise MalformedMessageError(f"no operation: {_brief(value)}") from error
+
+
+_numel = _integer(0, MAX_NUMEL)
+
+
+def _fields(value: Any) -> dict[str, str | int | tuple[str, ...]]:
+    if type(value) is not dict:
+        raise MalformedMessageError(f"expected an error's fields, got {_brief(value)}")
+    return {_text(name): _field(item) for name, item in value.items()}
+
+
+def _field(value: Any) -> str | int | tuple[str, ...]:
+    if type(value) is list:
+        return _texts(value)
+    if type(value) is int:
+        return value
+    return _text(value)
+
+
+def _optional_key(value: Any) -> ExchangeKey | None:
+    return None if value is None else _key(value)
+
+
+def _scope(value: Any) -> Scope:
+    return Scope(_integer(0, max(Scope))(value))
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, (str, bytes, list, dict)):
+        return f"{type(value).__name__} of length {len(value)}"
+    return repr(value)[:60]
+
+
+# ── the table: code, class, the checks for its fields in order, payloads allowed, bytes in one ────────
+
+_TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int, int], ...]] = (
+    # class, fields, fewest and most payloads, most bytes in a payload
+    (Failure, (_scope, _text, _text, _fields, _optional_key), 0, 0, 0),
+    (Join, (_text, _text, _rank, _integer(0, MAX_WORLD_SIZE), _number(0.0, MAX_TIMEOUT)), 0, 0, 0),
+    (Welcome, (_text, _rank, _counter, _counter, _texts), 0, 0, 0),
+    (Propose, (_text,), 1, 1, MAX_FRAME_BYTES),
+    (Agreed, (_text, _counter), 0, 0, 0),
+    (Push, (_key, _counter, _weight, _flag, _operation), 0, 1, SLICE_BYTES),
+    (Result, (_key, _counter, _number(0.0, 1e34), _flag), 0, 1, SLICE_BYTES),
+    (Inquire, (_key,), 0, 0, 0),
+    (Missing, (_key, _texts), 0, 0, 0),
+    (Leave, (_text, _flag), 0, 0, 0),
+    (Ping, (), 0, 0, 0),
+    (StatusRequest, (), 0, 0, 0),
+    (Status, (), 1, 1, MAX_FRAME_BYTES),
+)
+_CODE_OF: Final = {row[0]: code for code, row in enumerate(_TYPES)}
+
+
+def _pack_operation(operation: Operation | None) -> list[int] | None:
+    if operation is None:
+        return None
+    return [operation.kind, operation.op, operation.dtype.code, operation.numel, operation.root]
+
+
+def encode(message: Message) -> bytes:
+    """The header frame of ``message``. Payloads are frames of their own and travel behind it as they are."""
+    values: tuple[Any, ...]
+    match message:
+        case Push(key, index, weight, present, operation):
+            values = (key, index, weight, present, _pack_operation(operation))
+        case Result(key, index, weight, present):
+            values = (key, index, weight, present)
+        case Failure(scope, error, text, fields, key):
+            values = (scope, error, text[:MAX_TEXT], fields, key)
+        case _:
+            values = tuple(getattr(message, name) for name in message.__slots__)
+    header = _PREFIX + bytes(_packb((_CODE_OF[type(message)], *values)))
+    if len(header) > MAX_HEADER_BYTES:
+        raise LimitExceededError(
+            f"a {type(message).__name__} header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}"
+        )
+    return header
+
+
+def decode(frames: Sequence[Buffer]) -> tuple[Message, Sequence[Buffer]]:
+    """The message in ``frames`` and its payloads, which are the very buffers that came in.
+
+    Raises:
+        VersionMismatchError: the header is of another protocol version.
+        LimitExceededError: a frame is larger, or there are more, than the limits allow.
+        MalformedMessageError: anything else that is not a message.
+    """
+    if not frames:
+        raise MalformedMessageError("a message without frames")
+    header = frames[0]
+    if len(header) > MAX_HEADER_BYTES:
+        raise LimitExceededError(f"a header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}")
+    code, values = _unpack(header)
+    kind, checks, fewest, most, largest = _TYPES[code]
+    if len(values) != len(checks):
+        raise MalformedMessageError(f"{kind.__name__} has {len(checks)} fields, got {len(values)}")
+    payloads = frames[1:]
+    if not fewest <= len(payloads) <= most:
+        raise MalformedMessageError(f"{kind.__name__} with {len(payloads)} payloads; {fewest} to {most} go with it")
+    for payload in payloads:
+        if len(payload) > largest:
+            raise LimitExceededError(f"{kind.__name__} with a payload of {len(payload)} bytes, the limit is {largest}")
+    message: Message = kind(*[check(value) for check, value in zip(checks, values, strict=True)])
+    if type(message) is Push and message.present != (len(payloads) == 1):
+        raise MalformedMessageError("a Push that announces a payload without one, or has one without announcing it")
+    return message, payloads
+
+
+def _unpack(header: Buffer) -> tuple[int, list[Any]]:
+    prefix = bytes(header[:3])
+    if prefix[:2] != _MAGIC or len(prefix) < 3:
+        raise MalformedMessageError(f"not a gradserver message: it begins with {bytes(header[:8])!r}")
+    body = header[3:]
+    try:
+        unpacked = msgpack.unpackb(
+            body,
+            use_list=True,
+            raw=False,
+            strict_map_key=True,
+            max_str_len=4 * MAX_TEXT,
+            max_bin_len=0,
+            max_ext_len=0,
+            max_array_len=MAX_LIST,
+            max_map_len=64,
+        )
+    except Exception as error:  # msgpack raises a zoo of types, all of them about these bytes
+        if prefix[2] != PROTOCOL_VERSION:
+            raise _other_version(prefix[2]) from None
+        raise MalformedMessageError(f"a header that is not msgpack: {str(error)[:120]}") from None
+    if type(unpacked) is not list or not unpacked or type(unpacked[0]) is not int:
+        raise MalformedMessageError("a header that is not an array which begins with a message type")
+    code = unpacked[0]
+    is_failure = code == _CODE_OF[Failure]
+    if prefix[2] != PROTOCOL_VERSION and not is_failure:
+        raise _other_version(prefix[2])
+    if not 0 <= code < len(_TYPES):
+        raise MalformedMessageError(f"unknown message type {code}")
+    return code, unpacked[1:]
+
+
+def _other_version(theirs: int) -> ProtocolError:
+    return VersionMismatchError(
+        f"the peer speaks protocol version {theirs}, this side version {PROTOCOL_VERSION}: "
+        f"install the same gradserver on both"
+    )

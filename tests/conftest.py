@@ -1,0 +1,32 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# Many small workers share few cores here: threads of their own would only get in each other's way. The
+# libraries read these when they are first imported, and the processes that a test starts inherit them.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+settings.register_profile("default", deadline=None, max_examples=50)
+# The same examples every time, so that a change is judged by what it changed.
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_tests and not _cuda_available():
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _cuda_available() -> bool:
+    import torch  # here, as most test runs select no such test and torch takes seconds to load
+
+    return torch.cuda.is_available()

@@ -1,0 +1,274 @@
+"""Drives an engine by hand: feeds it events, answers its `Reduce` commands, keeps what it sends to whom."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from gradserver.engine import Engine
+from gradserver.engine.events import (
+    Close,
+    Command,
+    Disconnected,
+    Event,
+    Log,
+    NonFinite,
+    Received,
+    Reduce,
+    Reduced,
+    Send,
+    Stop,
+    Tick,
+)
+from protocol.dtypes import FLOAT32
+from protocol.errors import GradServerError
+from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, layout_of
+from protocol.messages import Agreed, Failure, Join, Leave, Message, Propose, Push, Result, Scope, Welcome
+from protocol.plan import Plan, simple_plan
+from protocol.wire import Buffer
+
+Array = npt.NDArray[np.float32]
+M = TypeVar("M")
+
+TIMEOUT = 10.0
+SEATS = 100
+"""Connection of rank 0; so that nobody mistakes a connection for a rank."""
+
+
+@contextmanager
+def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) -> Iterator[None]:
+    """Slices of ``size`` bytes instead of a mebibyte, and so small credits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("protocol.exchange.SLICE_BYTES", size)
+        patch.setattr("protocol.exchange.MIN_SLICE_COST", smallest_cost)
+        patch.setattr("gradserver.engine.data.SLICE_BYTES", size)
+        patch.setattr("gradserver.engine.control.MIN_CREDIT_BYTES", smallest_credit)
+        layout_of.cache_clear()
+        try:
+            yield
+        finally:
+            layout_of.cache_clear()
+
+
+def reference(reduce: Reduce) -> bytes | NonFinite:
+    """The reduction of float32 contributions, in the order given, in float32: as simple as can be."""
+    arrays = []
+    for given in reduce.contributions:
+        if given.payload is None:
+            continue
+        array = np.frombuffer(given.payload, np.float32)
+        if not np.isfinite(array).all():
+            element = int(np.flatnonzero(~np.isfinite(array))[0])
+            return NonFinite(given.rank, element, str(array[element]))
+        arrays.append((np.float32(given.weight), array))
+    total = np.float32(sum(given.weight for given in reduce.contributions))
+    out = np.zeros_like(arrays[0][1])
+    for weight, array in arrays:
+        out += weight * array
+    return (out / total if reduce.operation.op is Op.MEAN else out).tobytes()
+
+
+@dataclass
+class Harness:
+    """An engine, a clock, and everything that was sent.
+
+    ``lazy``: `Reduce` commands pile up in ``reduces`` instead of being answered at once.
+    """
+
+    worlds: dict[str, int] = field(default_factory=dict)
+    credit: int = 1 << 24
+    lazy: bool = False
+    now: float = 0.0
+    checked: bool = True
+    inbox: dict[int, list[tuple[Message, Sequence[Buffer]]]] = field(default_factory=lambda: defaultdict(list))
+    reduces: list[Reduce] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)
+    logs: list[Log] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.engine = Engine(self.worlds, self.credit)
+
+    # ── events ────────────────────────────────────────────────────────────────────────────────────────
+
+    def feed(self, event: Event) -> list[Command]:
+        """Hand over one event (and the reductions that it leads to); gives all commands."""
+        commands = self.engine.handle(event, self.now)
+        if self.checked:
+            self.engine.validate()
+        reduces = []
+        for command in commands:
+            match command:
+                case Send(connection, message, payloads):
+                    self.inbox[connection].append((message, payloads))
+                case Reduce():
+                    reduces.append(command)
+                case Close(connection):
+                    self.closed.append(connection)
+                case Log():
+                    self.logs.append(command)
+        if self.lazy:
+            self.reduces += reduces
+            return commands
+        return commands + [answer for reduce in reduces for answer in self.answer(reduce)]
+
+    def answer(self, reduce: Reduce, outcome: Buffer | NonFinite | None = None) -> list[Command]:
+        """Carry out one reduction."""
+        done = reference(reduce) if outcome is None else outcome
+        return self.feed(Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, done))
+
+    def receive(self, connection: int, message: Message, *payloads: Buffer) -> list[Command]:
+        return self.feed(Received(connection, message, payloads))
+
+    def lose(self, rank: int, reason: str = "connection reset") -> list[Command]:
+        return self.feed(Disconnected(SEATS + rank, reason))
+
+    def leave(self, rank: int, reason: str = "done") -> list[Command]:
+        return self.receive(SEATS + rank, Leave(reason))
+
+    def wait(self, seconds: float) -> list[Command]:
+        """Let time pass, and the engine know."""
+        self.now += seconds
+        return self.feed(Tick())
+
+    def stop(self, reason: str = "a signal") -> list[Command]:
+        return self.feed(Stop(reason))
+
+    # ── members ───────────────────────────────────────────────────────────────────────────────────────
+
+    def join(
+        self,
+        connection: int,
+        name: str = "",
+        *,
+        rank: int = -1,
+        world: int = 0,
+        group: str = "default",
+        timeout: float = TIMEOUT,
+    ) -> list[Command]:
+        return self.receive(connection, Join(group, name or f"worker {connection}", rank, world, timeout))
+
+    def assemble(self, world: int, plan: Plan | None = None, group: str = "default") -> None:
+        """A complete group: rank r is called ``wr`` and has connection SEATS + r."""
+        for rank in range(world):
+            self.join(SEATS + rank, f"w{rank}", rank=rank, world=world, group=group)
+        self.only(range(world), Welcome)
+        if plan is not None:
+            self.agree(plan, world)
+
+    def agree(self, plan: Plan, world: int) -> list[Agreed]:
+        for rank in range(world):
+            self.propose(rank, plan)
+        return self.only(range(world), Agreed)
+
+    def propose(self, rank: int, plan: Plan) -> list[Command]:
+        return self.receive(SEATS + rank, Propose(plan.hash), plan.encoded)
+
+    def push(
+        self,
+        rank: int,
+        key: ExchangeKey,
+        payload: Buffer | Array | None = None,
+        *,
+        index: int = 0,
+        weight: float = 1.0,
+        operation: Operation | None = None,
+    ) -> list[Command]:
+        """One contribution to one slice."""
+        if isinstance(payload, np.ndarray):
+            payload = payload.tobytes()
+        payloads = () if payload is None else (payload,)
+        return self.receive(SEATS + rank, Push(key, index, weight, payload is not None, operation), *payloads)
+
+    # ── what was sent ─────────────────────────────────────────────────────────────────────────────────
+
+    def sent(self, rank: int) -> list[tuple[Message, Sequence[Buffer]]]:
+        """What came for ``rank`` since this was last asked."""
+        return self.inbox.pop(SEATS + rank, [])
+
+    def only(self, ranks: Sequence[int], kind: type[M]) -> list[M]:
+        """The one message for each of ``ranks``, which must be of this kind."""
+        found = []
+        for rank in ranks:
+            messages = [message for message, _ in self.sent(rank)]
+            assert len(messages) == 1, (rank, messages)
+            assert isinstance(messages[0], kind), (rank, messages)
+            found.append(messages[0])
+        return found
+
+    def failure(self, rank: int, scope: Scope = Scope.EXCHANGE, key: ExchangeKey | None = None) -> GradServerError:
+        """The error that ``rank`` was told, and nothing else."""
+        (failure,) = self.only([rank], Failure)
+        assert failure.scope is scope
+        assert failure.key == key
+        return failure.exception()
+
+    def refusal(self, connection: int) -> GradServerError:
+        """Why ``connection`` was thrown out."""
+        messages = [message for message, _ in self.inbox.pop(connection, [])]
+        assert connection in self.closed
+        assert len(messages) == 1, messages
+        assert isinstance(messages[0], Failure)
+        assert messages[0].scope is Scope.CONNECTION
+        return messages[0].exception()
+
+    def results(self, rank: int) -> dict[tuple[ExchangeKey, int], tuple[Result, Sequence[Buffer]]]:
+        """Results for ``rank``, and nothing else, by exchange and slice; each came once."""
+        found: dict[tuple[ExchangeKey, int], tuple[Result, Sequence[Buffer]]] = {}
+        for message, payloads in self.sent(rank):
+            assert isinstance(message, Result), message
+            assert (message.key, message.slice) not in found, "the same result twice"
+            found[message.key, message.slice] = (message, payloads)
+        return found
+
+    def array(self, rank: int) -> Array:
+        """The payload of the one result that came for ``rank``."""
+        ((result, payloads),) = self.results(rank).values()
+        assert result.present
+        assert len(payloads) == 1
+        return np.frombuffer(payloads[0], np.float32)
+
+    def silent(self, *ranks: int) -> bool:
+        """Whether nothing came for any of them."""
+        return not any(self.inbox.get(SEATS + rank) for rank in ranks)
+
+    # ── looking inside ────────────────────────────────────────────────────────────────────────────────
+
+    def group(self, name: str = "default") -> dict[str, Any]:
+        """The snapshot of one group."""
+        groups: Any = self.engine.snapshot(self.now)["groups"]
+        return dict(groups[name])
+
+    def open_exchanges(self, name: str = "default") -> int:
+        return len(self.engine.data.groups[name].exchanges)
+
+
+def bucket(number: int, part: int = 0) -> ExchangeKey:
+    return ExchangeKey(Stream.BUCKET, number, part)
+
+
+def collective(number: int) -> ExchangeKey:
+    return ExchangeKey(Stream.COLLECTIVE, number)
+
+
+def transfer(number: int, source: int, target: int, tag: int = 0) -> ExchangeKey:
+    return ExchangeKey(Stream.TRANSFER, number, tag, source, target)
+
+
+def all_reduce(numel: int, op: Op = Op.MEAN) -> Operation:
+    return Operation(Kind.ALL_REDUCE, op, FLOAT32, numel)
+
+
+def plan_of(*sizes: int) -> Plan:
+    """Buckets ``b0``, ``b1``, … of float32."""
+    return simple_plan([(f"b{index}", size) for index, size in enumerate(sizes)], FLOAT32)
+
+
+def floats(*values: float) -> Array:
+    return np.array(values, np.float32)

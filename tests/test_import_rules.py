@@ -1,0 +1,98 @@
+"""Each import rule of pyproject.toml is broken once, and the check must name both ends of the import."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradserver
+
+ROOT = Path(gradserver.__file__).resolve().parent.parent
+LINT = Path(sys.executable).with_name("lint-imports")
+
+# Module to add -> what it imports; every single import breaks a rule.
+BREACHES = {
+    "protocol.outward": ["socket", "ssl", "threading", "time", "os", "io", "torch", "zmq", "pickle"],
+    "protocol.upward": ["gradserver", "gradserver.config", "gradserver.engine", "worker", "worker.client"],
+    "gradserver.engine.outward": ["asyncio", "multiprocessing", "random", "selectors", "torch", "zmq"],
+    "gradserver.engine.upward": ["gradserver", "gradserver.coordinator", "worker.client"],
+    "gradserver.aside": ["worker", "worker.client", "torch", "pickle"],
+    "gradserver.upward": ["gradserver.local", "gradserver.cli", "gradserver.demo"],
+    "worker.aside": ["gradserver", "gradserver.engine", "pickle"],
+}
+
+# Module to add -> what it imports; none of it breaks a rule.
+PERMITTED = {
+    "protocol.fine": ["struct", "msgpack", "numpy", "protocol.errors"],
+    "gradserver.engine.fine": ["heapq", "protocol.errors", "gradserver.engine"],
+    "worker.fine": ["torch", "zmq", "threading", "protocol.errors"],
+    "gradserver.fine": ["gradserver", "gradserver.engine", "zmq", "threading", "protocol.errors"],
+    "gradserver.local.fine": ["worker.client"],
+    "gradserver.cli.fine": ["worker.client", "gradserver.local", "gradserver.demo"],
+    "gradserver.demo.fine": ["gradserver", "torch"],
+}
+
+# A skeleton of the project: the rules are about names, and name more modules than a test should depend on.
+MODULES = [
+    *("protocol", "protocol.errors"),
+    *("worker", "worker.client"),
+    *("gradserver", "gradserver.engine", "gradserver.coordinator", "gradserver.config"),
+    *("gradserver.cli", "gradserver.demo", "gradserver.local"),
+]
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(LINT), "--no-logo", "--no-cache"]
+    wide = {**os.environ, "COLUMNS": "500"}  # no line of the report is wrapped
+    return subprocess.run(command, cwd=folder, env=wide, capture_output=True, text=True, check=False)
+
+
+def write_project(folder: Path, extra: dict[str, list[str]]) -> None:
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for module in MODULES:
+        write_module(folder, f"{module}.__init__", [])
+    for module, imports in extra.items():
+        write_module(folder, module, imports)
+
+
+def write_module(folder: Path, module: str, imports: list[str]) -> None:
+    file = folder.joinpath(*module.split(".")).with_suffix(".py")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(f"import {name}\n" for name in imports))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the check says about a project with all the breaches."""
+    folder = tmp_path_factory.mktemp("breached")
+    write_project(folder, BREACHES)
+    result = lint(folder)
+    assert result.returncode == 1, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"), [(module, name) for module, names in BREACHES.items() for name in names]
+)
+def test_breach_is_reported(report: str, module: str, imported: str) -> None:
+    assert f"{module} -> {imported} (l." in report
+
+
+def test_every_rule_is_broken_by_some_breach(report: str) -> None:
+    assert "Contracts: 0 kept, 7 broken." in report
+
+
+def test_what_the_rules_permit_passes(tmp_path: Path) -> None:
+    write_project(tmp_path, PERMITTED)
+    result = lint(tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_project_itself_keeps_the_rules() -> None:
+    result = lint(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr

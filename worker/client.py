@@ -1,0 +1,318 @@
+"""The worker, as its user sees it: collectives on torch tensors and numpy arrays."""
+
+from __future__ import annotations
+
+import math
+from types import TracebackType
+from typing import Any, Literal, Self, overload
+
+import numpy as np
+
+from protocol.dtypes import UINT8
+from protocol.errors import (
+    DTypeError,
+    InvalidArgumentError,
+    InvalidRankError,
+    SendToSelfError,
+    SizeMismatchError,
+    UsageError,
+)
+from protocol.exchange import Kind, Op, Operation, check_reducible
+from protocol.limits import MAX_COUNTER
+from protocol.plan import Plan
+from protocol.wire import Buffer
+from worker.session import Destination, Handle, Session, into
+from worker.tensors import Binding, Bytes, bind, empty, like
+
+_OPS = {op.name.lower(): op for op in (Op.MEAN, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT)}
+_MAX_WEIGHT = 1e30
+
+
+class Worker:
+    """One replica's membership of a group. Made by `gradserver.connect` or `gradserver.LocalCluster`.
+
+    Tensors are torch tensors or numpy arrays of any numeric element type. Collectives must be called
+    by all members in the same order; buckets of a plan are matched by round instead, and transfers by
+    source, target and tag, so that these may interleave freely.
+
+    Attributes:
+        rank: this worker's place, ``0 … world_size - 1``.
+        world_size: number of workers in the group.
+        epoch: number of this membership; each group that becomes complete gets a new one.
+        name: what people call this worker.
+        group: name of the group.
+        timeout: seconds that any one exchange may wait for the others.
+    """
+
+    def __init__(self, session: Session) -> None:
+        welcome = session.membership
+        self._session = session
+        self.rank: int = welcome.rank
+        self.world_size: int = len(welcome.names)
+        self.epoch: int = welcome.epoch
+        self.group: str = welcome.group
+        self.name: str = welcome.names[welcome.rank]
+        self.names: tuple[str, ...] = welcome.names
+        self.timeout: float = session.timeout
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.name!r}: rank {self.rank} of {self.world_size} in group {self.group!r}>"
+
+    # ── collectives ───────────────────────────────────────────────────────────────────────────────────
+
+    @overload
+    def all_reduce(self, tensor: Any, op: str = ..., weight: float = ..., *, async_op: Literal[False] = ...) -> Any: ...
+    @overload
+    def all_reduce(self, tensor: Any, op: str = ..., weight: float = ..., *, async_op: Literal[True]) -> Handle: ...
+    def all_reduce(self, tensor: Any, op: str = "mean", weight: float = 1.0, *, async_op: bool = False) -> Any:
+        """Replace ``tensor`` by its combination over all members, in place.
+
+        Args:
+            tensor: same shape and element type at every member.
+            op: ``mean`` (``sum(w·g) / sum(w)``; floating types), ``sum``, ``min``, ``max`` or ``product``.
+            weight: this member's weight in a mean; with 0 it does not count, and still gets the result.
+            async_op: return a `Handle` at once, whose ``wait()`` returns the tensor.
+
+        Returns:
+            The tensor, or a Handle.
+        """
+        bound = bind(tensor, writes=True)
+        operation = Operation(Kind.ALL_REDUCE, _op(op), bound.dtype, bound.numel)
+        check_reducible(operation.op, bound.dtype)
+        source = bound.data if check_weight(weight) > 0 else None
+        return self._collective(operation, source, into(bound.data), bound, tensor, async_op, weight)
+
+    def broadcast(self, tensor: Any, root: int = 0, *, async_op: bool = False) -> Any:
+        """Overwrite ``tensor`` at every member by that of rank ``root``, in place. Returns it, or a Handle."""
+        self._check_rank(root, "root")
+        gives = root == self.rank
+        bound = bind(tensor, writes=not gives)
+        operation = Operation(Kind.BROADCAST, Op.NONE, bound.dtype, bound.numel, root)
+        destination = None if gives else into(bound.data)
+        return self._collective(operation, bound.data if gives else None, destination, bound, tensor, async_op)
+
+    def all_gather(self, tensor: Any, *, async_op: bool = False) -> Any:
+        """Every member's ``tensor`` (same shape everywhere), stacked by rank: shape ``(world_size, *shape)``."""
+        source = bind(tensor, writes=False)
+        gathered = like(tensor, (self.world_size, *source.shape))
+        bound = bind(gathered, writes=True)
+        operation = Operation(Kind.ALL_GATHER, Op.NONE, source.dtype, source.numel)
+        if self.world_size == 1:
+            bound.data[:] = source.data
+        rows = bound.data.reshape(self.world_size, -1)
+        return self._collective(operation, source.data, _into_rows(rows), bound, gathered, async_op)
+
+    def reduce_scatter(self, tensor: Any, op: str = "mean", weight: float = 1.0, *, async_op: bool = False) -> Any:
+        """Combine ``tensor`` over all members, and get this rank's part of the result.
+
+        ``tensor`` of shape ``(world_size · n, …)`` is left alone; the result has shape ``(n, …)``.
+        """
+        source = bind(tensor, writes=False)
+        if not source.shape or source.shape[0] % self.world_size:
+            raise SizeMismatchError(
+                f"reduce_scatter splits the first dimension among {self.world_size} workers, "
+                f"and that of shape {source.shape} cannot be split evenly"
+            )
+        part = like(tensor, (source.shape[0] // self.world_size, *source.shape[1:]))
+        bound = bind(part, writes=True)
+        operation = Operation(Kind.REDUCE_SCATTER, _op(op), source.dtype, source.numel)
+        check_reducible(operation.op, source.dtype)
+        if self.world_size == 1:
+            bound.data[:] = source.data
+        given = source.data if check_weight(weight) > 0 else None
+        destination = _into_part(bound.data, self.rank * bound.data.size)
+        return self._collective(operation, given, destination, bound, part, async_op, weight)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until every member has come here."""
+        if self.world_size > 1:
+            operation = Operation(Kind.BARRIER, Op.NONE, UINT8, 0)
+            self._session.collective(operation, None, None).wait(timeout)
+
+    def send(self, tensor: Any, target: int, tag: int = 0, *, async_op: bool = False) -> Any:
+        """Send ``tensor`` to rank ``target``; done when that rank has taken it with `recv`. Returns it, or a Handle."""
+        self._check_peer(target, "target", tag)
+        bound = bind(tensor, writes=False)
+        return self._transfer((self.rank, target, tag), bound, True, tensor, async_op)
+
+    def recv(self, tensor: Any, source: int, tag: int = 0, *, async_op: bool = False) -> Any:
+        """Overwrite ``tensor`` by what rank ``source`` sends with the same tag. Returns it, or a Handle.
+
+        Sends from one rank with one tag arrive in the order in which they were sent.
+        """
+        self._check_peer(source, "source", tag)
+        bound = bind(tensor, writes=True)
+        return self._transfer((source, self.rank, tag), bound, False, tensor, async_op)
+
+    # ── rounds of a plan ──────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that all members agreed on last."""
+        return self._session.plan
+
+    @property
+    def round(self) -> int:
+        """The round that is open or next. Rounds count from 0 over the group's life."""
+        return self._session.round
+
+    def agree(self, plan: Plan, timeout: float | None = None) -> None:
+        """Agree with all members on what a round exchanges; returns when everybody proposed the same plan.
+
+        Raises:
+            PlanMismatchError: this worker's plan is not the others'; names the first difference, both sides.
+            DeadlineError: somebody did not propose in time; names them.
+        """
+        self._session.propose(plan, timeout).wait(timeout)
+
+    def push(self, bucket: int, data: Any, *, weight: float = 1.0, present: bool = True) -> Handle:
+        """Contribute to one bucket of the present round.
+
+        Args:
+            bucket: index into the plan.
+            data: one-dimensional and contiguous on the CPU, of the bucket's length and element type. The
+                result is written into it before the handle is done; leave it alone until then.
+            weight: this worker's weight, the same for all buckets of a round. With 0 nothing is sent and
+                the contribution does not count; the result comes all the same.
+            present: with False the contribution is zeros, which counts with its weight and is not sent.
+
+        Raises:
+            OutOfStepError: this bucket was pushed already and the round is not finished.
+            SizeMismatchError, DTypeError, LayoutError: ``data`` is not what the plan says. Nothing was sent.
+        """
+        plan = self._session.plan
+        if plan is None:
+            raise UsageError("no plan was agreed on: call agree(plan) first, on every worker")
+        if not 0 <= bucket < len(plan.buckets):
+            raise InvalidArgumentError(f"there is no bucket {bucket}: the plan has {len(plan.buckets)}")
+        spec = plan.buckets[bucket]
+        bound = bind(data, writes=True)
+        if bound.store is not None:
+            raise UsageError(f"bucket {spec.key!r}: a bucket's memory must be contiguous and on the CPU")
+        if bound.dtype != spec.dtype:
+            raise DTypeError(f"bucket {spec.key!r} was agreed as {spec.dtype.name}, got {bound.dtype.name}")
+        if bound.numel != spec.numel:
+            raise SizeMismatchError(f"bucket {spec.key!r} was agreed with {spec.numel} elements, got {bound.numel}")
+        return self._session.push_bucket(bucket, bound.data, check_weight(weight), present)
+
+    def finish_round(self, timeout: float | None = None) -> None:
+        """Wait for the results of every bucket, and open the next round.
+
+        Raises:
+            OutOfStepError: some buckets were not pushed; names them.
+            GradServerError: whatever made a bucket fail, for example NonFiniteError or WorkerLostError.
+        """
+        if self._session.plan is None:
+            raise UsageError("no plan was agreed on: call agree(plan) first, on every worker")
+        self._session.finish_round(timeout)
+
+    # ── memory, and the end ───────────────────────────────────────────────────────────────────────────
+
+    def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
+        """An uninitialised tensor (torch dtype) or array (numpy dtype, or a name such as ``"float32"``) in
+        memory that the channel reads and writes without a copy."""
+        return empty(shape, dtype)
+
+    def close(self, reason: str = "close() was called") -> None:
+        """Leave the group. Calls that are still waiting fail with ClosedError; closing twice does nothing."""
+        self._session.close(reason)
+
+    def abort(self, reason: str) -> None:
+        """Leave because of an error: the others, who needed this worker, are told ``reason`` at once."""
+        self._session.close(reason, failed=True)
+
+    @property
+    def closed(self) -> bool:
+        """Whether this worker can exchange nothing any more."""
+        return self._session.closed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close("its work was done")
+        else:
+            self.abort(f"it raised {type(error).__name__}: {error}")
+
+    # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _collective(
+        self,
+        operation: Operation,
+        source: Bytes | None,
+        destination: Destination | None,
+        bound: Binding,
+        value: Any,
+        async_op: bool,
+        weight: float = 1.0,
+    ) -> Any:
+        if self.world_size == 1 or operation.numel == 0:  # identities, nothing to exchange
+            handle = finished(value, weight)
+        else:
+            handle = self._session.collective(operation, source, destination, weight, value)
+            handle.then(bound.store)
+        return handle if async_op else handle.wait()
+
+    def _transfer(self, ends: tuple[int, int, int], bound: Binding, gives: bool, tensor: Any, async_op: bool) -> Any:
+        operation = Operation(Kind.TRANSFER, Op.NONE, bound.dtype, bound.numel)
+        if bound.numel == 0:
+            handle = finished(tensor)
+        elif gives:
+            handle = self._session.transfer(operation, ends, bound.data, None, tensor)
+        else:
+            handle = self._session.transfer(operation, ends, None, into(bound.data), tensor)
+            handle.then(bound.store)
+        return handle if async_op else handle.wait()
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise InvalidRankError(f"{what} is {rank!r}, ranks of this group are 0 to {self.world_size - 1}")
+
+    def _check_peer(self, rank: int, what: str, tag: int) -> None:
+        self._check_rank(rank, what)
+        if rank == self.rank:
+            raise SendToSelfError(f"{what} is this worker's own rank, {rank}: there is nothing to send")
+        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag <= MAX_COUNTER:
+            raise InvalidArgumentError(f"a tag is a number from 0 to {MAX_COUNTER}, not {tag!r}")
+
+
+def check_weight(weight: float) -> float:
+    """``weight`` as a float; InvalidArgumentError unless it is finite, not negative and at most 1e30."""
+    value = float(weight)
+    if not math.isfinite(value) or not 0.0 <= value <= _MAX_WEIGHT:
+        raise InvalidArgumentError(f"a weight is a number from 0 to {_MAX_WEIGHT:g}, not {weight!r}")
+    return value
+
+
+def finished(value: Any, weight: float = 1.0) -> Handle:
+    """A handle of something that needed no exchange."""
+    handle = Handle(0.0, value)
+    handle.weight, handle.present = weight, True
+    handle._complete()
+    return handle
+
+
+def _op(name: str) -> Op:
+    try:
+        return _OPS[name]
+    except (KeyError, TypeError):
+        raise InvalidArgumentError(f"op is {name!r}, and must be one of {', '.join(_OPS)}") from None
+
+
+def _into_rows(rows: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Destination:
+    """A slice of an all_gather holds that slice of every rank, one behind the other."""
+
+    def write(start: int, stop: int, payload: Buffer | None) -> None:
+        if payload is not None:
+            rows[:, start:stop] = np.frombuffer(payload, np.uint8).reshape(len(rows), stop - start)
+
+    return write
+
+
+def _into_part(part: Bytes, offset: int) -> Destination:
+    """Slices of this rank's chunk go where they lie in the chunk."""
+    write = into(part)
+    return lambda start, stop, payload: write(start - offset, stop - offset, payload)

@@ -1,0 +1,116 @@
+"""`gradserver.connect`: from a URL, or the environment, to a `Worker`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+
+from protocol.errors import (
+    CoordinatorUnreachableError,
+    InvalidArgumentError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    JoinTimeoutError,
+)
+from protocol.limits import MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
+from protocol.messages import Join
+from worker.client import Worker
+from worker.session import Handle, Session
+from worker.tcp import TcpChannel
+
+_RANK_VARIABLES = ("RANK", "SLURM_PROCID")
+_WORLD_VARIABLES = ("WORLD_SIZE", "SLURM_NTASKS")
+
+
+def connect(
+    url: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    group: str = "default",
+    name: str | None = None,
+    timeout: float = 60.0,
+) -> Worker:
+    """Join a group, and wait until all of its workers have.
+
+    What is not given comes from the environment: ``url`` from GRADSERVER_URL, ``rank`` from RANK or
+    SLURM_PROCID, ``world_size`` from WORLD_SIZE or SLURM_NTASKS (as torchrun and Slurm set them). A rank
+    that is nowhere given is assigned; a world size that is nowhere given is the coordinator's.
+
+    Args:
+        url: ``tcp://HOST:PORT`` of the coordinator.
+        rank: the rank to have, 0 … world_size - 1.
+        world_size: number of workers that the group must have.
+        group: the group to join; a coordinator serves many.
+        name: what to call this worker in messages; host and process id if not given.
+        timeout: seconds to wait for the coordinator and the other workers, and later for any one exchange.
+
+    Raises:
+        CoordinatorUnreachableError: nobody listens at ``url``, or whoever does is no coordinator.
+        JoinTimeoutError: not all workers came in time; names who is missing.
+        JoinRefusedError: the rank is taken, or the group is complete.
+        InvalidRankError, InvalidWorldSizeError: out of range, or not the group's.
+    """
+    url = url or os.environ.get("GRADSERVER_URL")
+    if not url:
+        raise InvalidArgumentError("no coordinator's URL: give connect('tcp://HOST:PORT'), or set GRADSERVER_URL")
+    if not 0 < timeout <= MAX_TIMEOUT:
+        raise InvalidArgumentError(f"timeout is {timeout!r} seconds, and must be above 0 and at most {MAX_TIMEOUT:g}")
+    rank = _from_environment(_RANK_VARIABLES) if rank is None else rank
+    world_size = _from_environment(_WORLD_VARIABLES) if world_size is None else world_size
+    _check(rank, world_size)
+    join = Join(
+        group=_text("group", group),
+        name=_text("name", name or f"{socket.gethostname()}:{os.getpid()}"),
+        rank=-1 if rank is None else rank,
+        world_size=world_size or 0,
+        timeout=float(timeout),
+    )
+    started = time.monotonic()
+    session = Session(TcpChannel(url, timeout), timeout)
+    try:
+        _await_welcome(session.join(join), url, started + timeout - time.monotonic(), timeout)
+        return Worker(session)
+    except BaseException:
+        session.close("it could not join")
+        raise
+
+
+def _await_welcome(joining: Handle, url: str, left: float, timeout: float) -> None:
+    try:
+        # The coordinator's own deadline began later than ours, and its error names who is missing.
+        joining.wait(left + 2.0)
+    except JoinTimeoutError:
+        raise
+    except TimeoutError:
+        raise CoordinatorUnreachableError(
+            f"whatever listens at {url} has not answered as a gradserver coordinator within {timeout:g} s"
+        ) from None
+
+
+def _from_environment(names: tuple[str, ...], environment: Mapping[str, str] = os.environ) -> int | None:
+    for name in names:
+        value = environment.get(name)
+        if value:
+            try:
+                return int(value)
+            except ValueError:
+                raise InvalidArgumentError(f"{name} is {value!r} in the environment, and must be a number") from None
+    return None
+
+
+def _check(rank: int | None, world_size: int | None) -> None:
+    for what, value in (("rank", rank), ("world_size", world_size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise InvalidArgumentError(f"{what} is {value!r}, and must be a whole number")
+    if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise InvalidWorldSizeError(f"world_size is {world_size}, and must be from 1 to {MAX_WORLD_SIZE}")
+    if rank is not None and not 0 <= rank < (world_size or MAX_WORLD_SIZE):
+        raise InvalidRankError(f"rank is {rank}, and must be from 0 to {(world_size or MAX_WORLD_SIZE) - 1}")
+
+
+def _text(what: str, value: str) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT or not value.isprintable():
+        raise InvalidArgumentError(f"{what} is {value!r}, and must be printable text of 1 to {MAX_TEXT} characters")
+    return value

@@ -1,0 +1,192 @@
+"""A torch sampler that gives each worker its own, disjoint part of a data set.
+
+Every rank draws the same permutation for an epoch and takes an interleaved shard of it, so that
+no message is needed to agree on who reads what. For that the permutation has to be the same on
+machines that may differ in processor and in versions of torch and numpy. ``torch.randperm`` and
+numpy's ``Generator.permutation`` may both change their algorithms. So each sample gets a 64-bit
+key from Philox4x64-10, a published counter-based generator whose integer stream numpy promises to
+keep, and the permutation is the stable sort of the keys, of which only one answer can be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from protocol.errors import InvalidArgumentError
+from worker.sharding import check_rank, shard_batches, whole_number
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Indices: TypeAlias = npt.NDArray[np.int64]
+
+_KEY_BITS: Final = 64
+_CHUNK: Final = 4096
+"""Samples turned into Python ints at a time: the whole shard as ints takes five times its memory."""
+
+
+class HasRank(Protocol):
+    """What `ShardSampler.for_worker` reads of a worker."""
+
+    @property
+    def rank(self) -> int:
+        """From 0 to ``world_size - 1``."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers in the group."""
+
+
+def epoch_permutation(length: int, seed: int, epoch: int) -> Indices:
+    """The order of all samples in one epoch: an int64 array of shape (length,), a permutation.
+
+    It depends on nothing but the arguments. ``seed`` and ``epoch`` are integers of 64 bits without
+    sign, together the generator's key, so no two pairs share one. Takes 16 bytes per sample, and a
+    few more while it sorts.
+
+    Raises InvalidArgumentError for an argument outside of its range.
+    """
+    length = whole_number(length, "length")
+    key = np.array([_key_half(seed, "seed"), _key_half(epoch, "epoch")], dtype=np.uint64)
+    keys = np.random.Philox(key=key).random_raw(length)
+    # Two equal keys are next to impossible (length² / 2⁶⁵), and "stable" settles even those.
+    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+
+
+class ShardSampler(Sampler[int]):
+    """The samples of one rank: an interleaved shard of a permutation that all ranks share.
+
+        sampler = ShardSampler(dataset, rank=0, world_size=4, seed=17)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+        for epoch in range(10):
+            sampler.set_epoch(epoch)
+            for batch in loader: ...
+
+    ``dataset_or_length`` is anything with a length, or the number of samples; it must have the same
+    length on every rank, as must ``seed``, ``shuffle`` and ``drop_uneven`` be the same. Shards are
+    disjoint, cover every sample, and differ in size by at most one: no sample is repeated for padding.
+    Some ranks may thus have one batch more than others, or a last batch that is smaller.
+
+    ``shuffle``: draw a new order in each epoch; without it, rank r of n reads r, r + n, r + 2n, ….
+    ``seed``: 0 … 2⁶⁴ - 1, together with the epoch the only source of randomness.
+    ``drop_uneven``: leave out the last ``length % world_size`` samples of the epoch's order, so that
+    all shards are equally long; which samples those are changes with each shuffled epoch.
+
+    ``rank``, ``world_size``, ``epoch`` and ``start`` can be read; `set_epoch` is how the last two change.
+    A worker whose rank or world size changed needs a new sampler.
+
+    Raises InvalidArgumentError for something without a length and a seed out of range,
+    InvalidRankError and InvalidWorldSizeError for a rank that cannot be.
+    """
+
+    def __init__(
+        self,
+        dataset_or_length: Sized | int,
+        rank: int,
+        world_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_uneven: bool = False,
+    ) -> None:
+        self.rank, self.world_size = check_rank(rank, world_size)
+        length = _length_of(dataset_or_length)
+        self._length = length - length % self.world_size if drop_uneven else length
+        self._all_samples = length
+        self._shuffle = shuffle
+        self._seed = _key_half(seed, "seed")
+        self._shard = shard_batches(self._length, self.rank, self.world_size)
+        self.epoch = 0
+        self.start = 0
+
+    @classmethod
+    def for_worker(
+        cls,
+        dataset_or_length: Sized | int,
+        worker: HasRank,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_uneven: bool = False,
+    ) -> ShardSampler:
+        """A sampler for the rank and world size that ``worker`` has now; the rest as the constructor."""
+        return cls(
+            dataset_or_length,
+            worker.rank,
+            worker.world_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_uneven=drop_uneven,
+        )
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the order of the next iteration, and where in this rank's shard it begins.
+
+        Without this call each iteration repeats the same epoch. ``epoch``: 0 … 2⁶⁴ - 1, the same on
+        every rank. ``start``: how many of this rank's own samples, not batches, to skip, which is how
+        many it had consumed in this epoch before it stopped; every iteration and ``len`` leave them
+        out until the next call. It is meant for the same rank and world size as before the stop. An
+        iteration that has begun goes on with what it began with.
+
+        Raises InvalidArgumentError, and changes nothing, when ``epoch`` is out of range or ``start``
+        is not in 0 … the size of this rank's shard.
+        """
+        epoch = _key_half(epoch, "epoch")
+        start = whole_number(start, "start")
+        if start > len(self._shard):
+            raise InvalidArgumentError(
+                f"cannot start at sample {start}: the shard of rank {self.rank} of {self.world_size} "
+                f"has {len(self._shard)} samples"
+            )
+        self.epoch, self.start = epoch, start
+
+    def __len__(self) -> int:
+        """The number of samples that the next iteration gives."""
+        return len(self._shard) - self.start
+
+    def __iter__(self) -> Iterator[int]:
+        """This rank's samples of the epoch, from ``start`` on, as plain ints."""
+        positions = self._shard[self.start :]
+        if not self._shuffle:
+            return iter(positions)
+        # Drawn now, not at the first sample: a set_epoch in between must not change a running epoch.
+        # The order is of all samples, even those that drop_uneven leaves out, so that it picks others
+        # each time; the copy lets go of the other ranks' part.
+        order = epoch_permutation(self._all_samples, self._seed, self.epoch)
+        return _as_ints(order[positions.start : positions.stop : positions.step].copy())
+
+
+def _as_ints(indices: Indices) -> Iterator[int]:
+    for at in range(0, len(indices), _CHUNK):
+        yield from indices[at : at + _CHUNK].tolist()
+
+
+def _key_half(value: int, name: str) -> int:
+    number = whole_number(value, name)
+    if number.bit_length() > _KEY_BITS:
+        raise InvalidArgumentError(f"{name} must be below 2**{_KEY_BITS}, not {number}")
+    return number
+
+
+def _length_of(dataset_or_length: Any) -> int:
+    what = type(dataset_or_length).__name__
+    if isinstance(dataset_or_length, str | bytes):
+        raise InvalidArgumentError(f"need a data set or its length, not the {what} {dataset_or_length!r}")
+    if not hasattr(dataset_or_length, "__len__"):
+        try:
+            return whole_number(dataset_or_length, "the number of samples")
+        except InvalidArgumentError:
+            if isinstance(dataset_or_length, int | float | None):
+                raise
+            raise InvalidArgumentError(
+                f"{what} has no length, so it cannot be sharded by index; "
+                "give a data set with __len__ or the number of samples"
+            ) from None
+    try:
+        return len(dataset_or_length)
+    except (TypeError, NotImplementedError) as error:
+        raise InvalidArgumentError(f"the length of {what} is not known: {error}") from error

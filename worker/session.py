@@ -1,0 +1,516 @@
+"""A worker's side of the protocol: what it has begun, what it may send, and what became of it.
+
+No sockets and no threads of its own: a channel calls `receive` and `lost`, the client calls the rest,
+each from any thread.
+
+Credit. Each pool (`protocol.exchange.Pool`) may have so many bytes in flight. Collectives and transfers
+are sent in the order in which they were called, which all members share. Buckets become ready in an
+order that members do not share, so two of them could each fill their credit with what the other has
+not begun. Therefore the *frontier*, the first slice in the plan's order that was not answered, may
+always be sent: the first unfinished slice of all is everybody's frontier, so something can always move.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import numpy as np
+
+from protocol.channel import Channel
+from protocol.errors import ClosedError, DeadlineError, GradServerError, OutOfStepError, UsageError
+from protocol.exchange import ExchangeKey, Layout, Operation, Pool, Stream, gets, layout_of, pool_of
+from protocol.messages import (
+    Agreed,
+    Failure,
+    Inquire,
+    Join,
+    Leave,
+    Message,
+    Missing,
+    Propose,
+    Push,
+    Result,
+    Scope,
+    Welcome,
+)
+from protocol.plan import Plan
+from protocol.wire import Buffer
+from worker.tensors import Bytes
+
+MAX_REASON = 500
+_VERDICT_SECONDS = 2.0
+"""How long after its own timeout a worker waits for the coordinator to say who was missing."""
+
+
+class Handle:
+    """Something that was begun and will be done: an exchange, or joining.
+
+    Attributes:
+        weight: sum of the weights that counted, known when done; 0.0 when nobody's did.
+        present: whether anybody contributed data, known when done. If not, the result is zeros.
+    """
+
+    __slots__ = ("_ask", "_error", "_finish", "_lock", "_open", "_timeout", "_value", "present", "weight")
+
+    def __init__(self, timeout: float, value: Any = None, ask: Callable[[], Sequence[str]] | None = None) -> None:
+        self.weight = 0.0
+        self.present = False
+        self._timeout = timeout
+        self._value = value
+        self._error: GradServerError | None = None
+        self._finish: Callable[[], None] | None = None
+        self._ask = ask
+        self._open = True
+        self._lock = threading.Lock()  # held until done: cheaper than an Event, and there is one per exchange
+        self._lock.acquire()
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        return not self._open
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait until done, and return the result: the tensor, for collectives.
+
+        Args:
+            timeout: seconds; None for the worker's. Waiting again after a DeadlineError is allowed.
+
+        Raises:
+            DeadlineError: not done in time; names who is missing.
+            GradServerError: whatever made the exchange fail.
+        """
+        if self._open:
+            self._wait(timeout)
+        self.raise_error()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        return self._value
+
+    def then(self, finish: Callable[[], None] | None) -> None:
+        """Have ``finish`` called once, by the first `wait` that finds the result there."""
+        self._finish = finish
+
+    def raise_error(self) -> None:
+        """Raise what made this fail, if it is done and something did."""
+        if self._error is not None:
+            raise self._error.again()
+
+    def _wait(self, timeout: float | None) -> None:
+        # The coordinator's own deadline is as long as the worker's, and its error says more: give it time to come.
+        patience = self._timeout + _VERDICT_SECONDS if timeout is None else timeout
+        if not self._lock.acquire(timeout=min(max(patience, 0), threading.TIMEOUT_MAX)):
+            missing = tuple(self._ask()) if self._ask else ()
+            if self._open:
+                who = f"; still missing: {', '.join(missing)}" if missing else ""
+                raise DeadlineError(f"not done after {patience:g} s{who}", missing=missing)
+            return
+        self._lock.release()
+
+    def _complete(self, error: GradServerError | None = None) -> None:
+        """Mark as done, once. The caller sees to it that no two threads do."""
+        if self._open:
+            self._error = error
+            self._open = False
+            self._lock.release()
+
+
+class Destination(Protocol):
+    """Puts the results of slices where they belong."""
+
+    def __call__(self, start: int, stop: int, payload: Buffer | None) -> None:
+        """Take bytes ``start`` to ``stop`` of the exchange; None stands for zeros."""
+
+
+def into(data: Bytes) -> Destination:
+    """Results go where the contribution came from."""
+
+    def write(start: int, stop: int, payload: Buffer | None) -> None:
+        if payload is None:
+            data[start:stop] = 0
+        else:
+            data[start:stop] = np.frombuffer(payload, np.uint8)
+
+    return write
+
+
+class _Exchange:
+    """One exchange that this worker takes part in and that is not done."""
+
+    __slots__ = ("answered", "destination", "handle", "key", "layout", "operation", "sent", "source", "weight")
+
+    def __init__(
+        self,
+        key: ExchangeKey,
+        operation: Operation,
+        layout: Layout,
+        source: Bytes | None,
+        destination: Destination | None,
+        weight: float,
+        handle: Handle,
+    ) -> None:
+        self.key = key
+        self.operation = operation
+        self.layout = layout
+        self.source = source
+        self.destination = destination
+        self.weight = weight
+        self.handle = handle
+        self.sent = 0
+        self.answered: set[int] = set()
+
+    def push(self) -> tuple[Push, Sequence[Buffer]]:
+        """The next slice's message."""
+        index = self.sent
+        self.sent += 1
+        operation = self.operation if index == 0 and self.key.stream != Stream.BUCKET else None
+        if self.source is None:
+            return Push(self.key, index, self.weight, False, operation), ()
+        start, stop = self.layout.span(index)
+        item = self.layout.itemsize
+        payload = self.source[start * item : stop * item].data
+        return Push(self.key, index, self.weight, True, operation), (payload,)
+
+    def first_unanswered(self) -> int:
+        """The first slice without a result."""
+        index = 0
+        while index in self.answered:
+            index += 1
+        return index
+
+
+class Session:
+    """A worker's membership of one group, over one channel."""
+
+    def __init__(self, channel: Channel, timeout: float) -> None:
+        self.timeout = timeout
+        self.welcome: Welcome | None = None
+        self.plan: Plan | None = None
+        self.round = 0
+        self._channel = channel
+        self._state = threading.Lock()
+        self._pumping = threading.Lock()
+        self._pump_again = False
+        self._exchanges: dict[ExchangeKey, _Exchange] = {}
+        self._unsent: dict[Pool, deque[_Exchange]] = {pool: deque() for pool in Pool}
+        self._in_flight = dict.fromkeys(Pool, 0)
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._joining: Handle | None = None
+        self._proposal: tuple[Plan, Handle] | None = None
+        self._inquiries: dict[ExchangeKey, Handle] = {}
+        self._pushed: dict[int, Handle] = {}
+        self._closed: GradServerError | None = None
+        channel.attach(self)
+
+    # ── joining, agreeing, leaving ────────────────────────────────────────────────────────────────────
+
+    def join(self, join: Join) -> Handle:
+        """Ask to be let in; the handle is done when the group is complete."""
+        self._joining = Handle(join.timeout)
+        self._channel.send(join)
+        return self._joining
+
+    @property
+    def membership(self) -> Welcome:
+        """What the coordinator said when the group was complete."""
+        if self.welcome is None:
+            raise UsageError("this worker has not joined a group yet")
+        return self.welcome
+
+    def propose(self, plan: Plan, timeout: float | None) -> Handle:
+        """Ask all members to exchange by ``plan``."""
+        with self._state:
+            self._check_open()
+            if self._pushed:
+                raise OutOfStepError(f"round {self.round} is not finished: a new plan has to wait until it is")
+            if self._proposal is not None:
+                raise UsageError("this worker waits for the others to agree on another plan")
+            handle = Handle(self.timeout if timeout is None else timeout)
+            self._proposal = (plan, handle)
+        self._channel.send(Propose(plan.hash), (plan.encoded,))
+        return handle
+
+    def close(self, reason: str, failed: bool = False) -> None:
+        """Leave the group; whatever is open fails with ClosedError. ``failed``: because of an error."""
+        error = ClosedError(f"the worker was closed ({reason})")
+        with self._state:
+            still_open, self._closed = self._closed is None, self._closed or error
+        if still_open:
+            with suppress(GradServerError):
+                self._channel.send(Leave(reason[:MAX_REASON], failed))
+        self._channel.close()
+        self._fail_everything(error)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._closed is not None
+
+    # ── exchanging ────────────────────────────────────────────────────────────────────────────────────
+
+    def push_bucket(self, index: int, data: Bytes, weight: float, present: bool) -> Handle:
+        """Contribute to bucket ``index`` of the present round; the result goes into ``data``."""
+        with self._state:
+            self._check_open()
+            assert self.plan is not None
+            if (before := self._pushed.get(index)) is not None:
+                before.raise_error()
+                raise OutOfStepError(
+                    f"bucket {self.plan.buckets[index].key!r} was already pushed in round {self.round}: "
+                    f"finish the round before pushing it again"
+                )
+            key = ExchangeKey(Stream.BUCKET, self.round, index)
+            operation = self.plan.buckets[index].operation
+            handle = self._begin(key, operation, data if present and weight > 0 else None, into(data), weight)
+            self._pushed[index] = handle
+        self._pump()
+        return handle
+
+    def finish_round(self, timeout: float | None) -> None:
+        """Wait for every bucket of the round, and go on to the next one."""
+        assert self.plan is not None
+        missing = [b.key for i, b in enumerate(self.plan.buckets) if b.numel and i not in self._pushed]
+        if missing:
+            raise OutOfStepError(f"round {self.round} cannot be finished: these buckets were not pushed: {missing[:8]}")
+        for handle in self._pushed.values():
+            handle.wait(timeout)
+        with self._state:
+            self._pushed.clear()
+            self.round += 1
+
+    def collective(
+        self,
+        operation: Operation,
+        source: Bytes | None,
+        destination: Destination | None,
+        weight: float = 1.0,
+        value: Any = None,
+    ) -> Handle:
+        """Take part in the group's next collective."""
+        with self._state:
+            self._check_open()
+            key = ExchangeKey(Stream.COLLECTIVE, self._next_number(Stream.COLLECTIVE))
+            handle = self._begin(key, operation, source, destination, weight, value)
+        self._pump()
+        return handle
+
+    def transfer(
+        self,
+        operation: Operation,
+        ends: tuple[int, int, int],
+        source: Bytes | None,
+        destination: Destination | None,
+        value: Any = None,
+    ) -> Handle:
+        """Send or receive: ``ends`` is (source rank, target rank, tag)."""
+        giver, taker, tag = ends
+        with self._state:
+            self._check_open()
+            number = self._next_number(Stream.TRANSFER, giver, taker, tag)
+            key = ExchangeKey(Stream.TRANSFER, number, tag, giver, taker)
+            handle = self._begin(key, operation, source, destination, 1.0, value)
+        self._pump()
+        return handle
+
+    def _next_number(self, *sequence: int) -> int:
+        number = self._numbers.get(sequence, 0)
+        self._numbers[sequence] = number + 1
+        return number
+
+    def _begin(
+        self,
+        key: ExchangeKey,
+        operation: Operation,
+        source: Bytes | None,
+        destination: Destination | None,
+        weight: float,
+        value: Any = None,
+    ) -> Handle:
+        layout = layout_of(operation, len(self.membership.names))
+        handle = Handle(self.timeout, value, lambda: self._ask_who(key))
+        if layout.count == 0:
+            handle.weight, handle.present = weight, source is not None
+            handle._complete()
+            return handle
+        exchange = _Exchange(key, operation, layout, source, destination, weight, handle)
+        self._exchanges[key] = exchange
+        self._unsent[pool_of(key, self.membership.rank)].append(exchange)
+        return handle
+
+    # ── sending, as credit allows ─────────────────────────────────────────────────────────────────────
+
+    def _pump(self) -> None:
+        """Send what may be sent. One thread at a time does it; others leave a note and go on.
+
+        Over memory a send can come back here in the same thread, with a result that frees credit: the
+        note lets the outer call see to it.
+        """
+        self._pump_again = True
+        while self._pump_again and self._pumping.acquire(blocking=False):
+            try:
+                self._pump_again = False
+                while (push := self._next_push()) is not None:
+                    self._channel.send(*push)
+            except (ClosedError, ConnectionError) as error:
+                self.lost(error if isinstance(error, GradServerError) else ClosedError(str(error)))
+            finally:
+                self._pumping.release()
+
+    def _next_push(self) -> tuple[Push, Sequence[Buffer]] | None:
+        with self._state:
+            credit = self.membership.credit
+            for pool, unsent in self._unsent.items():
+                if not unsent:
+                    continue
+                exchange = unsent[0]
+                cost = exchange.layout.cost(exchange.sent)
+                if self._in_flight[pool] + cost > credit:
+                    if pool is not Pool.BUCKETS or (frontier := self._frontier()) is None:
+                        continue
+                    exchange = frontier
+                    cost = exchange.layout.cost(exchange.sent)
+                self._in_flight[pool] += cost
+                push = exchange.push()
+                if exchange.sent == exchange.layout.count:
+                    unsent.remove(exchange)
+                return push
+        return None
+
+    def _frontier(self) -> _Exchange | None:
+        """The exchange whose next slice is the first in the plan's order that was not answered, if it is ready."""
+        assert self.plan is not None
+        for index, bucket in enumerate(self.plan.buckets):
+            handle = self._pushed.get(index)
+            if bucket.numel == 0 or (handle is not None and handle.done()):
+                continue
+            exchange = self._exchanges.get(ExchangeKey(Stream.BUCKET, self.round, index))
+            if exchange is None or exchange.sent == exchange.layout.count:
+                return None
+            return exchange if exchange.sent == exchange.first_unanswered() else None
+        return None
+
+    # ── what the channel calls ────────────────────────────────────────────────────────────────────────
+
+    def receive(self, message: Message, payloads: Sequence[Buffer]) -> None:
+        """Take one message from the coordinator."""
+        match message:
+            case Result():
+                self._take_result(message, payloads)
+            case Failure():
+                self._take_failure(message)
+            case Welcome():
+                self.welcome = message
+                if self._joining is not None:
+                    self._joining._complete()
+            case Agreed(_, first_round):
+                self._take_agreed(first_round)
+            case Missing(key, workers):
+                inquiry = self._inquiries.pop(key, None)
+                if inquiry is not None:
+                    inquiry._value = workers
+                    inquiry._complete()
+
+    def lost(self, error: GradServerError) -> None:
+        """The channel broke: everything open, and everything later, fails with ``error``."""
+        with self._state:
+            if self._closed is None:
+                self._closed = error
+        self._fail_everything(error)
+
+    def _take_result(self, result: Result, payloads: Sequence[Buffer]) -> None:
+        with self._state:
+            exchange = self._exchanges.get(result.key)
+            if exchange is None or result.slice in exchange.answered or result.slice >= exchange.sent:
+                return
+        key, layout, index = exchange.key, exchange.layout, result.slice
+        rank = self.membership.rank
+        if exchange.destination is not None and gets(exchange.operation, rank, key, layout.owner(index)):
+            start, stop = layout.span(index)
+            item = layout.itemsize
+            exchange.destination(start * item, stop * item, payloads[0] if payloads else None)
+        with self._state:
+            self._in_flight[pool_of(key, rank)] -= layout.cost(index)
+            exchange.answered.add(index)
+            exchange.handle.present |= result.present
+            exchange.handle.weight = result.weight
+            done = len(exchange.answered) == layout.count
+            if done:
+                self._exchanges.pop(key, None)
+            more = any(self._unsent.values())
+        if done:
+            exchange.handle._complete()
+        if more:
+            self._pump()
+
+    def _take_failure(self, failure: Failure) -> None:
+        error = failure.exception()
+        match failure.scope:
+            case Scope.EXCHANGE:
+                with self._state:
+                    exchange = self._exchanges.pop(failure.key, None) if failure.key else None
+                    if exchange is not None:
+                        self._write_off(exchange)
+                if exchange is not None:
+                    exchange.handle._complete(error)
+                    self._pump()
+            case Scope.PROPOSAL:
+                proposal, self._proposal = self._proposal, None
+                if proposal is not None:
+                    proposal[1]._complete(error)
+            case Scope.CONNECTION:
+                self.lost(error)
+
+    def _write_off(self, exchange: _Exchange) -> None:
+        """Take back the credit of what will not be answered."""
+        pool = pool_of(exchange.key, self.membership.rank)
+        for index in range(exchange.sent):
+            if index not in exchange.answered:
+                self._in_flight[pool] -= exchange.layout.cost(index)
+        if exchange in self._unsent[pool]:
+            self._unsent[pool].remove(exchange)
+
+    def _take_agreed(self, first_round: int) -> None:
+        proposal, self._proposal = self._proposal, None
+        if proposal is None:
+            return
+        plan, handle = proposal
+        with self._state:
+            self.plan, self.round = plan, first_round
+            self._pushed.clear()
+        handle._complete()
+
+    def _fail_everything(self, error: GradServerError) -> None:
+        with self._state:
+            handles = [exchange.handle for exchange in self._exchanges.values()]
+            handles += self._inquiries.values()
+            handles += [self._joining] if self._joining is not None else []
+            handles += [self._proposal[1]] if self._proposal is not None else []
+            self._exchanges.clear()
+            self._inquiries.clear()
+            self._proposal = None
+            for unsent in self._unsent.values():
+                unsent.clear()
+        for handle in handles:
+            handle._complete(error)
+
+    # ── small things ──────────────────────────────────────────────────────────────────────────────────
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise self._closed.again()
+
+    def _ask_who(self, key: ExchangeKey) -> Sequence[str]:
+        """Names of those who are missing from an exchange, as the coordinator sees it."""
+        handle = Handle(_VERDICT_SECONDS)
+        with self._state:
+            if self._closed is not None or key not in self._exchanges:
+                return ()
+            self._inquiries[key] = handle
+        try:
+            self._channel.send(Inquire(key))
+            return tuple(handle.wait(_VERDICT_SECONDS))
+        except (GradServerError, ConnectionError):
+            return ()

@@ -1,0 +1,57 @@
+"""Which batches belong to which worker: rank r of n takes r, r + n, r + 2n and so on.
+
+Interleaving keeps shards disjoint and complete without any message between workers, and lets
+their sizes differ by at most one. Nothing is padded: a worker whose shard is shorter, or empty,
+simply has fewer batches.
+"""
+
+from __future__ import annotations
+
+from operator import index
+
+from protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
+
+
+def whole_number(
+    value: object, name: str, least: int = 0, error: type[InvalidArgumentError] = InvalidArgumentError
+) -> int:
+    """``value`` as an int of at least ``least``, else ``error`` saying what ``name`` was.
+
+    Takes whatever stands for an integer (numpy's, too). Neither a string such as ``"2"``, which is
+    what an environment variable gives, nor a bool is one.
+    """
+    try:
+        number = None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]  # the check
+    except TypeError:
+        number = None
+    if number is None:
+        raise error(f"{name} must be an integer, not {value!r} ({type(value).__name__})")
+    if number < least:
+        raise error(f"{name} must be at least {least}, not {number}")
+    return number
+
+
+def check_rank(rank: int, world_size: int) -> tuple[int, int]:
+    """Both as plain ints, when ``0 <= rank < world_size``.
+
+    Raises InvalidWorldSizeError when ``world_size`` is not a positive integer, and InvalidRankError
+    when ``rank`` is not one of ``0 … world_size - 1``.
+    """
+    world_size = whole_number(world_size, "world_size", least=1, error=InvalidWorldSizeError)
+    rank = whole_number(rank, "rank", error=InvalidRankError)
+    if rank >= world_size:
+        raise InvalidRankError(f"rank must be below world_size, but {rank} is not below {world_size}")
+    return rank, world_size
+
+
+def shard_batches(num_batches: int, rank: int, world_size: int) -> range:
+    """The batch numbers of one worker: ``rank``, ``rank + world_size``, … below ``num_batches``.
+
+    Over all ranks they cover ``0 … num_batches - 1``, each number once. A range is empty when there
+    are fewer batches than workers and ``rank`` is one of the last.
+
+    Raises InvalidArgumentError for a negative ``num_batches``, InvalidWorldSizeError and
+    InvalidRankError as `check_rank` does.
+    """
+    rank, world_size = check_rank(rank, world_size)
+    return range(rank, whole_number(num_batches, "num_batches"), world_size)

@@ -1,0 +1,139 @@
+"""Tensors as bytes: what of torch and numpy can travel, and how results get back into place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.dtypes import DType, dtype_of, numpy_dtype
+from protocol.errors import DTypeError, LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = npt.NDArray[np.uint8]
+"""A flat, contiguous view of somebody's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A tensor, bound to memory that a channel can read and write.
+
+    Attributes:
+        data: the elements as bytes, in row-major order: the tensor's own memory if it allows, else a copy.
+        dtype: element type.
+        numel: number of elements.
+        shape: the tensor's shape.
+        store: writes ``data`` back into the tensor; None where ``data`` is the tensor's own memory.
+    """
+
+    data: Bytes
+    dtype: DType
+    numel: int
+    shape: tuple[int, ...]
+    store: Callable[[], None] | None
+
+
+def is_torch(value: object) -> bool:
+    """Whether ``value`` is a torch tensor, found without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def wire_dtype(tensor: Any) -> DType:
+    """The wire's name for the element type of a torch tensor or numpy array; DTypeError if it has none."""
+    if is_torch(tensor):
+        return dtype_of(str(tensor.dtype).removeprefix("torch."))
+    if isinstance(tensor, np.ndarray):
+        if tensor.dtype.byteorder == ">" or (tensor.dtype.byteorder == "=" and sys.byteorder == "big"):
+            raise DTypeError(f"{tensor.dtype} is big-endian, and the wire is little-endian: convert it first")
+        return dtype_of(tensor.dtype.name)
+    raise DTypeError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")
+
+
+def bind(tensor: Any, writes: bool) -> Binding:
+    """Bind ``tensor`` for an exchange; with ``writes`` the result is to go back into it.
+
+    Raises:
+        DTypeError: no tensor, or its elements cannot travel.
+        LayoutError: its device or memory layout cannot travel, or it cannot be written to.
+    """
+    dtype = wire_dtype(tensor)
+    if is_torch(tensor):
+        return _bind_torch(tensor, dtype, writes)
+    return _bind_numpy(tensor, dtype, writes)
+
+
+def like(tensor: Any, shape: tuple[int, ...]) -> Any:
+    """An uninitialised tensor of ``shape`` in the same library, element type and device as ``tensor``."""
+    if is_torch(tensor):
+        return tensor.detach().new_empty(shape)
+    return np.empty(shape, tensor.dtype)
+
+
+def empty(shape: tuple[int, ...] | int, dtype: Any) -> Any:
+    """An uninitialised torch tensor if ``dtype`` is torch's, else a numpy array of that dtype (or its name)."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(dtype, torch.dtype):
+        return torch.empty(shape, dtype=dtype)
+    if isinstance(dtype, str):
+        dtype = numpy_dtype(dtype_of(dtype))
+    return np.empty(shape, dtype)
+
+
+def _bind_numpy(array: npt.NDArray[Any], dtype: DType, writes: bool) -> Binding:
+    if writes and not array.flags.writeable:
+        raise LayoutError("the result cannot be written into a read-only array: pass a copy")
+    if writes and _overlaps(array.shape, tuple(stride // array.itemsize for stride in array.strides)):
+        raise LayoutError("several elements of this array share one memory cell (broadcast_to?): pass a copy")
+    if array.flags.c_contiguous:
+        return Binding(array.reshape(-1).view(np.uint8), dtype, array.size, array.shape, None)
+    copy = np.ascontiguousarray(array)
+
+    def store() -> None:
+        array[...] = copy
+
+    return Binding(copy.reshape(-1).view(np.uint8), dtype, array.size, array.shape, store if writes else None)
+
+
+def _bind_torch(tensor: torch.Tensor, dtype: DType, writes: bool) -> Binding:
+    import torch
+
+    if tensor.layout is not torch.strided:
+        raise LayoutError(f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot travel: call .to_dense() first")
+    if tensor.device.type == "meta":
+        raise LayoutError("a tensor on the meta device has no elements that could travel")
+    plain = tensor.detach()
+    if writes and _overlaps(tuple(plain.shape), plain.stride()):
+        raise LayoutError("several elements of this tensor share one memory cell (expand?): pass .clone()")
+    shape, numel = tuple(plain.shape), plain.numel()
+    direct = plain.device.type == "cpu" and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
+    if direct:
+        return Binding(_torch_bytes(plain), dtype, numel, shape, None)
+    copy = plain.to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
+
+    def store() -> None:
+        plain.copy_(copy)
+
+    return Binding(_torch_bytes(copy), dtype, numel, shape, store if writes else None)
+
+
+def _torch_bytes(tensor: torch.Tensor) -> Bytes:
+    """The memory of a contiguous CPU tensor."""
+    import torch
+
+    flat = tensor.reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1) if flat.dtype is not torch.complex32 else flat.view(torch.float16)
+    result: Bytes = flat.view(torch.uint8).numpy()
+    return result
+
+
+def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether an expanded dimension makes elements share memory."""
+    return any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
