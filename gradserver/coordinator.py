@@ -23,7 +23,7 @@ from gradserver.engine.events import (
     Tick,
 )
 from gradserver.reducer import reduce
-from protocol.channel import Channel
+from protocol.channel import Outlet
 from protocol.errors import ClosedError, GradServerError
 from protocol.messages import Message
 from protocol.wire import Buffer
@@ -45,7 +45,7 @@ class Coordinator:
     def __init__(self, engine: Engine, on_deadline: Callable[[float], None] | None = None) -> None:
         self._engine = engine
         self._lock = threading.Lock()
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, Outlet] = {}
         self._connections = 0
         self._on_deadline = on_deadline
         self._announced: float | None = None
@@ -53,7 +53,7 @@ class Coordinator:
 
     # ── what channel servers call ─────────────────────────────────────────────────────────────────────
 
-    def connect(self, channel: Channel) -> int:
+    def connect(self, channel: Outlet) -> int:
         """Register a channel; messages that come in on it are handed over with the number returned."""
         with self._lock:
             self._connections += 1

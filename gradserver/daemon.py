@@ -25,7 +25,7 @@ def serve(bind: str, worlds: dict[str, int], credit: int | None = None) -> int:
     coordinator = Coordinator(Engine(worlds, CREDIT_BYTES if credit is None else credit))
     server = TcpServer(coordinator, bind)
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def stop(number: int, _frame: FrameType | None) -> None:
         server.request_stop(f"it received {signal.Signals(number).name}")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
-from protocol.channel import Channel, memory_pair
+from protocol.channel import Outlet, memory_pair
 from protocol.errors import ClosedError, GradServerError, InvalidArgumentError
 from protocol.limits import CREDIT_BYTES
 from protocol.messages import Join, Message
@@ -61,7 +61,7 @@ class LocalCluster:
         def work(worker: Worker) -> None:
             try:
                 results[worker.rank] = fn(worker, *args, **kwargs)
-            except BaseException as error:  # noqa: BLE001 - it is raised again, in the caller's thread
+            except BaseException as error:  # raised again, in the caller's thread
                 errors.append(error)
                 worker.abort(f"it raised {type(error).__name__}: {error}")
 
@@ -111,7 +111,7 @@ class LocalCluster:
 class _Inbox:
     """Hands what comes in on one channel to the coordinator."""
 
-    def __init__(self, coordinator: Coordinator, channel: Channel) -> None:
+    def __init__(self, coordinator: Coordinator, channel: Outlet) -> None:
         self._coordinator = coordinator
         self._connection = coordinator.connect(channel)
 

@@ -43,10 +43,10 @@ _RECEIVE_QUEUE: Final = 16
 """Messages that libzmq reads ahead of a connection; with the largest frame, 64 MiB for a hostile one."""
 _SEND_QUEUE: Final = 50_000
 """Replies that may wait for a connection which does not read; credits keep members far below it."""
-_BATCH: Final = 64
-"""Messages taken before timers and the monitor are looked at again."""
 _PROBES: Final = (0.0, 0.02, 0.1, 0.5)
 """Seconds after a disconnect at which to probe: the monitor may speak before routing has noticed."""
+_NOBLOCK: Final = int(zmq.NOBLOCK)  # plain numbers: combining zmq's enumeration takes longer than sending
+_NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _ZERO_COPY_BYTES: Final = 32 * 1024
 """Below this a copy costs less than handing memory over and getting it back."""
 
@@ -79,6 +79,7 @@ class TcpServer:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._stopping: str | None = None
+        self._encoded: tuple[Message | None, bytes] = (None, b"")
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -100,14 +101,17 @@ class TcpServer:
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._wake_out.fileno(), zmq.POLLIN)
         while self._stopping is None:
-            ready = dict(poller.poll(self._patience()))
-            if self._router in ready:
-                self._drain()
-            if self._monitor in ready:
-                self._notice_disconnects()
-            if self._wake_out.fileno() in ready:
-                self._wake_out.recv(4096)
-            self._run_timers()
+            due = self._next_timer()
+            wait = None if due is None else max(0, math.ceil((due - time.monotonic()) * 1000))
+            for ready, _ in poller.poll(wait):
+                if ready is self._router:
+                    self._take_one()
+                elif ready is self._monitor:
+                    self._notice_disconnects()
+                else:
+                    self._wake_out.recv(4096)
+            if due is not None and due <= time.monotonic():
+                self._run_timers()
         self._coordinator.stop(self._stopping)
 
     def close(self) -> None:
@@ -119,15 +123,11 @@ class TcpServer:
         self._wake_in.close()
         self._wake_out.close()
 
-    def _patience(self) -> int | None:
-        """Milliseconds until something is due; None for whenever."""
-        deadlines = [*self._probes[:1]]
+    def _next_timer(self) -> float | None:
         deadline = self._coordinator.next_deadline()
-        if deadline is not None:
-            deadlines.append(deadline)
-        if not deadlines:
-            return None
-        return max(0, math.ceil((min(deadlines) - time.monotonic()) * 1000))
+        if self._probes and (deadline is None or self._probes[0] < deadline):
+            return self._probes[0]
+        return deadline
 
     def _run_timers(self) -> None:
         now = time.monotonic()
@@ -140,15 +140,19 @@ class TcpServer:
 
     # ── in ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _drain(self) -> None:
-        for _ in range(_BATCH):
-            try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._take(identity.bytes, [frame.buffer for frame in frames])
+    def _take_one(self) -> None:
+        """Receive one message. Its first frames are small, the others are left where libzmq put them."""
+        receive = self._router.recv
+        identity = receive(_NOBLOCK)
+        frames: list[Buffer] = []
+        more = True
+        while more:
+            frame = receive(_NOBLOCK, copy=False)
+            frames.append(frame.buffer)
+            more = frame.more
+        self._take(identity, frames)
 
-    def _take(self, identity: bytes, frames: Sequence[memoryview]) -> None:
+    def _take(self, identity: bytes, frames: Sequence[Buffer]) -> None:
         peer = self._peers.get(identity)
         try:
             message, payloads = decode(frames)
@@ -179,13 +183,18 @@ class TcpServer:
 
     def _route(self, identity: bytes, message: Message, payloads: Sequence[Buffer]) -> bool:
         """Send; False if there is no connection to send on any more, or its queue is full."""
+        if message is not self._encoded[0]:  # a result goes to every member: encode it once
+            self._encoded = (message, encode(message))
+        header = self._encoded[1]
+        send = self._router.send
         try:
+            send(identity, _NOBLOCK_MORE)
             if payloads:
-                self._router.send_multipart([identity, encode(message)], zmq.NOBLOCK | zmq.SNDMORE)
                 payload = payloads[0]
-                self._router.send(payload, zmq.NOBLOCK, copy=len(payload) < _ZERO_COPY_BYTES)
+                send(header, _NOBLOCK_MORE)
+                send(payload, _NOBLOCK, copy=len(payload) < _ZERO_COPY_BYTES)
             else:
-                self._router.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+                send(header, _NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False

@@ -7,10 +7,10 @@ the payloads' memory is the sender's again once the result that answers them has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from protocol.errors import ClosedError, GradServerError
+from protocol.errors import ClosedError, GradServerError, UsageError
 from protocol.messages import Message
 from protocol.wire import Buffer
 
@@ -25,8 +25,15 @@ class Receiver(Protocol):
         """The channel broke; nothing arrives any more. Called at most once."""
 
 
-class Channel(Protocol):
-    """One end of a channel. Safe to call from any thread."""
+class Lock(Protocol):
+    """As `threading.Lock` has it, which must not be imported here."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Acquire, waiting for up to ``timeout`` seconds; whether it was possible."""
+
+
+class Outlet(Protocol):
+    """One end of a channel, as far as both ends have it in common. Safe to call from any thread."""
 
     def attach(self, receiver: Receiver) -> None:
         """From now on what arrives goes to ``receiver``."""
@@ -38,8 +45,21 @@ class Channel(Protocol):
         """Let go. What was sent is still delivered; the other side then learns that this one is gone."""
 
 
+class Channel(Outlet, Protocol):
+    """The worker's end."""
+
+    def wait(self, done: Lock, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds until ``done`` can be acquired, and acquire it; False if it cannot.
+
+        What lets go of ``done`` is a message that arrives: a channel may use the waiting thread to read.
+        """
+
+    def watch(self, enough: Callable[[], bool]) -> None:
+        """Messages are due that nobody waits for yet: receive them all the same, until ``enough()``."""
+
+
 class MemoryChannel:
-    """One end of an in-process channel: `send` calls the other end's receiver, with the very same objects.
+    """One end (either) of an in-process channel: `send` calls the other end's receiver, with the very same objects.
 
     There is no queue and no thread: a message is handled in its sender's thread before `send` returns.
     """
@@ -58,8 +78,16 @@ class MemoryChannel:
         peer = self._peer
         if peer is None:
             raise ClosedError(f"{self._name} is closed")
-        if peer._receiver is not None:
-            peer._receiver.receive(message, payloads)
+        if peer._receiver is None:
+            raise UsageError(f"nobody is attached to {peer._name} yet")
+        peer._receiver.receive(message, payloads)
+
+    def wait(self, done: Lock, timeout: float) -> bool:
+        """Wait; messages arrive in their senders' threads."""
+        return done.acquire(timeout=timeout)
+
+    def watch(self, enough: Callable[[], bool]) -> None:
+        """Nothing to do: messages arrive in their senders' threads."""
 
     def close(self) -> None:
         """Let go of the other end, and tell it."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # one object for each type, so identity is equality, and quick
 class DType:
     """One element type. ``code`` is what travels; ``itemsize`` in bytes; ``kind`` as numpy's: f i u b c."""
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from protocol.dtypes import DType
 from protocol.errors import InvalidArgumentError, UnsupportedOperationError
-from protocol.limits import SLICE_BYTES
+from protocol.limits import MIN_SLICE_COST, SLICE_BYTES
 
 
 class Stream(IntEnum):
@@ -155,7 +155,7 @@ class Layout:
 
     def cost(self, index: int) -> int:
         """Credit that slice ``index`` takes from its push until its result: the larger of the two, in bytes."""
-        return self.nbytes(index) * self.replies
+        return max(self.nbytes(index) * self.replies, MIN_SLICE_COST)
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,11 @@ PROTOCOL_VERSION: Final = 1
 """Goes up when an old peer could misread a new one."""
 
 MAX_HEADER_BYTES: Final = 64 * KIB
-"""One encoded header. msgpack can blow a byte up into an object of 64, so decoding takes 4 MiB at most."""
+"""One encoded header."""
+
+MAX_DECODING_BYTES: Final = 16 * MIB
+"""Memory that decoding one header takes at most, whatever it says: msgpack can blow a byte up into objects of
+128 bytes (a map in a map), and takes an array's word for its length at each of 1024 levels of nesting."""
 
 MAX_FRAME_BYTES: Final = 4 * MIB
 """Any frame; an encoded plan comes nearest. ZeroMQ drops whoever announces more."""
@@ -24,6 +28,9 @@ SLICE_BYTES: Final = 1 * MIB
 
 MAX_TEXT: Final = 4 * KIB
 """Characters in a name or a reason."""
+
+MAX_NAME_BYTES: Final = 128
+"""UTF-8 of a worker's or a group's name. In large groups names must be shorter: a Welcome carries all of them."""
 
 MAX_LIST: Final = 1024
 """Items of any list in a header."""
@@ -42,5 +49,7 @@ MAX_TIMEOUT: Final = 7 * 24 * 3600.0
 
 CREDIT_BYTES: Final = 16 * MIB
 """What one worker may have in flight in one pool by default: pushed, and not yet answered."""
+MIN_SLICE_COST: Final = 2 * KIB
+"""Credit that a slice takes however short it is: what the coordinator has to keep about it."""
 MIN_CREDIT_BYTES: Final = 2 * SLICE_BYTES
 """Below two slices a worker could not push one while the reply to another travels."""

@@ -24,6 +24,7 @@ from enum import IntEnum
 
 from protocol.errors import ERRORS, GradServerError
 from protocol.exchange import ExchangeKey, Operation
+from protocol.limits import MAX_TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +178,12 @@ class Failure:
         """The message that carries ``error``."""
         fields: dict[str, str | int | tuple[str, ...]] = {}
         for name, value in error.fields.items():
-            if isinstance(value, (str, int)):
+            if isinstance(value, str):
+                fields[name] = value[:MAX_TEXT]
+            elif isinstance(value, int):
                 fields[name] = value
             elif isinstance(value, (tuple, list)):
-                fields[name] = tuple(str(item) for item in value[:_MAX_LISTED])
+                fields[name] = tuple(str(item)[:MAX_TEXT] for item in value[:_MAX_LISTED])
         return cls(scope, type(error).__name__, error.message, fields, key)
 
     def exception(self) -> GradServerError:

@@ -84,12 +84,13 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
     def __post_init__(self) -> None:
-        keys = [bucket.key for bucket in self.buckets]
-        if len(set(keys)) != len(keys):
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise InvalidArgumentError(f"the plan has two buckets called {twice!r}; each needs a name of its own")
-        if not keys or len(keys) > MAX_BUCKETS:
-            raise InvalidArgumentError(f"a plan has 1 to {MAX_BUCKETS} buckets, this one has {len(keys)}")
+        if not 1 <= len(self.buckets) <= MAX_BUCKETS:
+            raise InvalidArgumentError(f"a plan has 1 to {MAX_BUCKETS} buckets, this one has {len(self.buckets)}")
+        keys = set()
+        for key in (bucket.key for bucket in self.buckets):
+            if key in keys:
+                raise InvalidArgumentError(f"the plan has two buckets called {key!r}; each needs a name of its own")
+            keys.add(key)
         components = sum(len(bucket.components) for bucket in self.buckets)
         if components > MAX_COMPONENTS:
             raise InvalidArgumentError(f"a plan has at most {MAX_COMPONENTS} parameters, this one has {components}")

@@ -12,6 +12,8 @@ The header of a `Failure` keeps its form in every version, so that a peer of ano
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Final
 
 import msgpack
@@ -55,11 +57,11 @@ from protocol.messages import (
 )
 
 Buffer = bytes | bytearray | memoryview
-"""Anything contiguous; numpy arrays go as ``array.data``."""
+"""Anything contiguous whose `len` counts bytes; numpy arrays go as ``array.view(np.uint8).data``."""
 
 _MAGIC: Final = b"GS"
 _PREFIX: Final = _MAGIC + bytes([PROTOCOL_VERSION])
-_packb = msgpack.Packer(autoreset=True).pack
+_packb = msgpack.Packer(autoreset=True, unicode_errors="replace").pack
 
 # ── checks: each takes a value off the wire and gives it back, or raises ─────────────────────────────
 
@@ -118,11 +120,16 @@ def _operation(value: Any) -> Operation | None:
         return None
     if type(value) is not list or len(value) != 5:
         raise MalformedMessageError(f"expected an operation, got {_brief(value)}")
-    kind, op, dtype, numel, root = value
     try:
-        return Operation(Kind(kind), Op(op), BY_CODE[dtype], _numel(numel), _rank(root))
+        return _known_operation(*value)
     except (ValueError, KeyError, TypeError) as error:
         raise MalformedMessageError(f"no operation: {_brief(value)}") from error
+
+
+@lru_cache(maxsize=1024)
+def _known_operation(kind: Any, op: Any, dtype: Any, numel: Any, root: Any) -> Operation:
+    """The operation of these numbers; the same object for the same ones, which makes comparing them quick."""
+    return Operation(Kind(kind), Op(op), BY_CODE[dtype], _numel(numel), _rank(root))
 
 
 _numel = _integer(0, MAX_NUMEL)
@@ -184,7 +191,13 @@ def _pack_operation(operation: Operation | None) -> list[int] | None:
 
 
 def encode(message: Message) -> bytes:
-    """The header frame of ``message``. Payloads are frames of their own and travel behind it as they are."""
+    """The header frame of ``message``. Payloads are frames of their own and travel behind it as they are.
+
+    A `Failure` always fits: its text is cut, and its fields are left out if need be.
+
+    Raises:
+        LimitExceededError: another message is too long for a header.
+    """
     values: tuple[Any, ...]
     match message:
         case Push(key, index, weight, present, operation):
@@ -197,6 +210,8 @@ def encode(message: Message) -> bytes:
             values = tuple(getattr(message, name) for name in message.__slots__)
     header = _PREFIX + bytes(_packb((_CODE_OF[type(message)], *values)))
     if len(header) > MAX_HEADER_BYTES:
+        if isinstance(message, Failure) and message.fields:
+            return encode(replace(message, fields={}))
         raise LimitExceededError(
             f"a {type(message).__name__} header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}"
         )
@@ -208,7 +223,7 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, Sequence[Buffer]]:
 
     Raises:
         VersionMismatchError: the header is of another protocol version.
-        LimitExceededError: a frame is larger, or there are more, than the limits allow.
+        LimitExceededError: a frame is larger than the limits allow.
         MalformedMessageError: anything else that is not a message.
     """
     if not frames:
@@ -227,8 +242,10 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, Sequence[Buffer]]:
         if len(payload) > largest:
             raise LimitExceededError(f"{kind.__name__} with a payload of {len(payload)} bytes, the limit is {largest}")
     message: Message = kind(*[check(value) for check, value in zip(checks, values, strict=True)])
-    if type(message) is Push and message.present != (len(payloads) == 1):
-        raise MalformedMessageError("a Push that announces a payload without one, or has one without announcing it")
+    if isinstance(message, (Push, Result)) and message.present != (len(payloads) == 1):
+        raise MalformedMessageError(
+            f"a {kind.__name__} that announces a payload without one, or has one without announcing it"
+        )
     return message, payloads
 
 

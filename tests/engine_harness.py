@@ -194,7 +194,7 @@ class Harness:
 
     def only(self, ranks: Sequence[int], kind: type[M]) -> list[M]:
         """The one message for each of ``ranks``, which must be of this kind."""
-        found = []
+        found: list[M] = []
         for rank in ranks:
             messages = [message for message, _ in self.sent(rank)]
             assert len(messages) == 1, (rank, messages)

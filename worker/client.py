@@ -209,8 +209,10 @@ class Worker:
     # ── memory, and the end ───────────────────────────────────────────────────────────────────────────
 
     def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
-        """An uninitialised tensor (torch dtype) or array (numpy dtype, or a name such as ``"float32"``) in
-        memory that the channel reads and writes without a copy."""
+        """Uninitialised memory that the channel reads and writes without a copy.
+
+        A torch tensor if ``dtype`` is torch's, else a numpy array of that dtype (or name, as ``"bfloat16"``).
+        """
         return empty(shape, dtype)
 
     def close(self, reason: str = "close() was called") -> None:
@@ -252,7 +254,7 @@ class Worker:
         if self.world_size == 1 or operation.numel == 0:  # identities, nothing to exchange
             handle = finished(value, weight)
         else:
-            handle = self._session.collective(operation, source, destination, weight, value)
+            handle = self._session.collective(operation, source, destination, weight, value, background=async_op)
             handle.then(bound.store)
         return handle if async_op else handle.wait()
 
@@ -261,9 +263,9 @@ class Worker:
         if bound.numel == 0:
             handle = finished(tensor)
         elif gives:
-            handle = self._session.transfer(operation, ends, bound.data, None, tensor)
+            handle = self._session.transfer(operation, ends, bound.data, None, tensor, async_op)
         else:
-            handle = self._session.transfer(operation, ends, None, into(bound.data), tensor)
+            handle = self._session.transfer(operation, ends, None, into(bound.data), tensor, async_op)
             handle.then(bound.store)
         return handle if async_op else handle.wait()
 
@@ -289,7 +291,7 @@ def check_weight(weight: float) -> float:
 
 def finished(value: Any, weight: float = 1.0) -> Handle:
     """A handle of something that needed no exchange."""
-    handle = Handle(0.0, value)
+    handle = Handle(0.0, None, value)
     handle.weight, handle.present = weight, True
     handle._complete()
     return handle

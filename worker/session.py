@@ -54,12 +54,19 @@ class Handle:
         present: whether anybody contributed data, known when done. If not, the result is zeros.
     """
 
-    __slots__ = ("_ask", "_error", "_finish", "_lock", "_open", "_timeout", "_value", "present", "weight")
+    __slots__ = ("_ask", "_channel", "_error", "_finish", "_lock", "_open", "_timeout", "_value", "present", "weight")
 
-    def __init__(self, timeout: float, value: Any = None, ask: Callable[[], Sequence[str]] | None = None) -> None:
+    def __init__(
+        self,
+        timeout: float,
+        channel: Channel | None = None,
+        value: Any = None,
+        ask: Callable[[], Sequence[str]] | None = None,
+    ) -> None:
         self.weight = 0.0
         self.present = False
         self._timeout = timeout
+        self._channel = channel
         self._value = value
         self._error: GradServerError | None = None
         self._finish: Callable[[], None] | None = None
@@ -102,7 +109,8 @@ class Handle:
     def _wait(self, timeout: float | None) -> None:
         # The coordinator's own deadline is as long as the worker's, and its error says more: give it time to come.
         patience = self._timeout + _VERDICT_SECONDS if timeout is None else timeout
-        if not self._lock.acquire(timeout=min(max(patience, 0), threading.TIMEOUT_MAX)):
+        assert self._channel is not None
+        if not self._channel.wait(self._lock, min(max(patience, 0.0), threading.TIMEOUT_MAX)):
             missing = tuple(self._ask()) if self._ask else ()
             if self._open:
                 who = f"; still missing: {', '.join(missing)}" if missing else ""
@@ -209,7 +217,7 @@ class Session:
 
     def join(self, join: Join) -> Handle:
         """Ask to be let in; the handle is done when the group is complete."""
-        self._joining = Handle(join.timeout)
+        self._joining = Handle(join.timeout, self._channel)
         self._channel.send(join)
         return self._joining
 
@@ -228,7 +236,7 @@ class Session:
                 raise OutOfStepError(f"round {self.round} is not finished: a new plan has to wait until it is")
             if self._proposal is not None:
                 raise UsageError("this worker waits for the others to agree on another plan")
-            handle = Handle(self.timeout if timeout is None else timeout)
+            handle = Handle(self.timeout if timeout is None else timeout, self._channel)
             self._proposal = (plan, handle)
         self._channel.send(Propose(plan.hash), (plan.encoded,))
         return handle
@@ -267,6 +275,7 @@ class Session:
             handle = self._begin(key, operation, data if present and weight > 0 else None, into(data), weight)
             self._pushed[index] = handle
         self._pump()
+        self._channel.watch(self.idle)
         return handle
 
     def finish_round(self, timeout: float | None) -> None:
@@ -288,13 +297,16 @@ class Session:
         destination: Destination | None,
         weight: float = 1.0,
         value: Any = None,
+        background: bool = False,
     ) -> Handle:
-        """Take part in the group's next collective."""
+        """Take part in the group's next collective; ``background`` if the caller does not wait for it at once."""
         with self._state:
             self._check_open()
             key = ExchangeKey(Stream.COLLECTIVE, self._next_number(Stream.COLLECTIVE))
             handle = self._begin(key, operation, source, destination, weight, value)
         self._pump()
+        if background:
+            self._channel.watch(self.idle)
         return handle
 
     def transfer(
@@ -304,6 +316,7 @@ class Session:
         source: Bytes | None,
         destination: Destination | None,
         value: Any = None,
+        background: bool = False,
     ) -> Handle:
         """Send or receive: ``ends`` is (source rank, target rank, tag)."""
         giver, taker, tag = ends
@@ -313,6 +326,8 @@ class Session:
             key = ExchangeKey(Stream.TRANSFER, number, tag, giver, taker)
             handle = self._begin(key, operation, source, destination, 1.0, value)
         self._pump()
+        if background:
+            self._channel.watch(self.idle)
         return handle
 
     def _next_number(self, *sequence: int) -> int:
@@ -330,7 +345,7 @@ class Session:
         value: Any = None,
     ) -> Handle:
         layout = layout_of(operation, len(self.membership.names))
-        handle = Handle(self.timeout, value, lambda: self._ask_who(key))
+        handle = Handle(self.timeout, self._channel, value, lambda: self._ask_who(key))
         if layout.count == 0:
             handle.weight, handle.present = weight, source is not None
             handle._complete()
@@ -391,6 +406,10 @@ class Session:
                 return None
             return exchange if exchange.sent == exchange.first_unanswered() else None
         return None
+
+    def idle(self) -> bool:
+        """Whether no results are due."""
+        return not self._exchanges
 
     # ── what the channel calls ────────────────────────────────────────────────────────────────────────
 
@@ -504,7 +523,7 @@ class Session:
 
     def _ask_who(self, key: ExchangeKey) -> Sequence[str]:
         """Names of those who are missing from an exchange, as the coordinator sees it."""
-        handle = Handle(_VERDICT_SECONDS)
+        handle = Handle(_VERDICT_SECONDS, self._channel)
         with self._state:
             if self._closed is not None or key not in self._exchanges:
                 return ()

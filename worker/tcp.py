@@ -1,26 +1,30 @@
-"""A worker's end of the tcp channel: one ZeroMQ DEALER socket, and the thread that reads from it.
+"""A worker's end of the tcp channel: one ZeroMQ DEALER socket, shared by the threads that need it.
 
-Sending happens in whichever thread calls `send`, so that a small tensor is on its way without waiting
-for another thread to wake up. The socket is therefore shared, under a lock. Its file descriptor is
-edge-triggered and any call on the socket can swallow the edge, so whoever has called looks whether
-something came in meanwhile, and then wakes the reader.
+A small tensor should be two hops of the network and none between threads. So whoever sends does it in
+his own thread, and whoever waits for a result reads it himself: he becomes the *reader*, if nobody is.
+A thread of our own reads only while results are due that nobody waits for (see `TcpChannel.watch`).
+
+The socket is not safe to share, so every call on it is made under a lock. Its file descriptor is
+edge-triggered, and any call can swallow the edge: therefore a reader first takes what there is and then
+waits, and a sender looks whether something came in under his hands, and if so wakes the reader.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from protocol.channel import Receiver
+from protocol.channel import Lock, Receiver
 from protocol.errors import (
     ClosedError,
     ConnectionLostError,
@@ -42,6 +46,10 @@ _RETRY_SECONDS: Final = 0.1
 _SAY_SO_AFTER: Final = 2.0
 """Seconds without a coordinator after which the log says that this worker is still trying."""
 _LINGER_MS: Final = 1000
+_NOBLOCK: Final = int(zmq.NOBLOCK)  # plain numbers: combining zmq's enumeration takes longer than sending
+_NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
 _ZERO_COPY_BYTES: Final = 32 * 1024
 """Below this a copy costs less than handing memory over and getting it back."""
 
@@ -75,18 +83,29 @@ class TcpChannel:
         self._monitor = self._socket.get_monitor_socket(_GONE)
         self._socket.connect(url)
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._closing = False
+        """Nothing is sent or received any more."""
         self._closed = False
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
+        self._poller = select.poll()
+        self._wake_fd = self._wake_out.fileno()
+        self._monitor_fd = int(self._monitor.get(zmq.FD))
+        for descriptor in (int(self._socket.get(zmq.FD)), self._monitor_fd, self._wake_fd):
+            self._poller.register(descriptor, select.POLLIN)
         self._receiver: Receiver | None = None
-        self._thread = threading.Thread(target=self._run, name="gradserver-tcp", daemon=True)
+        self._enough: Callable[[], bool] = lambda: True
+        self._watched = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._watch, name="gradserver-tcp", daemon=True)
 
     def attach(self, receiver: Receiver) -> None:
-        """Start handing what comes in to ``receiver``, from the reader's thread."""
+        """What comes in goes to ``receiver``, in the thread of whoever reads."""
         self._receiver = receiver
         self._thread.start()
+
+    # ── sending ───────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         """Queue a message; libzmq's own thread sends it. Payloads of some size are not copied."""
@@ -97,94 +116,125 @@ class TcpChannel:
             try:
                 if payloads:
                     payload = payloads[0]
-                    self._socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
-                    self._socket.send(payload, zmq.NOBLOCK, copy=len(payload) < _ZERO_COPY_BYTES)
+                    self._socket.send(header, _NOBLOCK_MORE)
+                    self._socket.send(payload, _NOBLOCK, copy=len(payload) < _ZERO_COPY_BYTES)
                 else:
-                    self._socket.send(header, zmq.NOBLOCK)
+                    self._socket.send(header, _NOBLOCK)
             except zmq.Again:
                 raise ConnectionLostError(self._lost_text("the connection is gone")) from None
-            came_in = self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN
-        if came_in and threading.current_thread() is not self._thread:
+            missed = self._reading.locked() and int(self._socket.get(_EVENTS)) & _POLLIN
+        if missed:
             self._wake()
 
-    def close(self) -> None:
-        """Send what is queued (for a second at most), and let go of everything."""
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-        self._wake()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
-        elif not self._thread.is_alive():
-            self._release()
+    # ── receiving ─────────────────────────────────────────────────────────────────────────────────────
 
-    # ── the reader's thread ───────────────────────────────────────────────────────────────────────────
-
-    def _run(self) -> None:
-        poller = select.poll()
-        poller.register(self._socket.getsockopt(zmq.FD), select.POLLIN)
-        poller.register(self._monitor.getsockopt(zmq.FD), select.POLLIN)
-        poller.register(self._wake_out.fileno(), select.POLLIN)
-        try:
-            while not self._closing:
-                self._drain()
-                gone = self._disconnect_event()
-                if gone is not None:
-                    self._drain()  # what arrived before the end counts
-                    self._report(ConnectionLostError(self._lost_text(gone)))
-                    break
-                if self._closing:
-                    break
-                poller.poll()
-                with contextlib.suppress(BlockingIOError):
-                    self._wake_out.recv(4096)
-        except GradServerError as error:
-            self._report(error)
-        finally:
-            with self._lock:
-                self._closing = True
-            self._release()
-
-    def _drain(self) -> None:
-        while not self._closing:
-            with self._lock:
-                try:
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
-                    return
+    def wait(self, done: Lock, timeout: float) -> bool:
+        """Wait until ``done`` can be acquired: by reading, unless another thread does that already."""
+        until = time.monotonic() + timeout
+        if self._reading.acquire(blocking=False):
             try:
-                message, payloads = decode([frame.buffer for frame in frames])
-            except ProtocolError as error:
-                raise type(error)(f"{self._url} answers, but not as a gradserver coordinator: {error}") from error
-            assert self._receiver is not None
-            self._receiver.receive(message, payloads)
+                while not done.acquire(blocking=False):
+                    left = until - time.monotonic()
+                    if self._closing or left <= 0:
+                        break
+                    self._read(left)
+                else:
+                    return True
+            finally:
+                self._reading.release()
+        else:
+            self.watch(self._enough)  # the present reader may leave before our result is there
+        return done.acquire(timeout=max(until - time.monotonic(), 0.0))
 
-    def _disconnect_event(self) -> str | None:
-        """What the monitor says has ended the connection, if anything has."""
+    def watch(self, enough: Callable[[], bool]) -> None:
+        """Have our own thread read, as soon as nobody else does, until ``enough()``."""
+        self._enough = enough
+        self._watched.release()
+
+    def _watch(self) -> None:
+        """The life of our own thread."""
+        while True:
+            self._watched.acquire()
+            with self._reading:
+                while not self._closing and not self._enough():
+                    self._read(None)
+                if self._closing:
+                    return
+
+    def _read(self, timeout: float | None) -> None:
+        """Take one message; if there is none, wait for something to happen. Only for the one reader.
+
+        Reports a broken connection to the receiver, and then is closing.
+        """
         try:
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
-        except zmq.Again:
-            return None
-        if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-            return "the coordinator died, or the network between us did"
-        return "whatever listens there does not speak ZeroMQ"
-
-    def _report(self, error: GradServerError) -> None:
-        if self._receiver is not None:
-            self._receiver.lost(error)
-
-    def _release(self) -> None:
-        with self._lock:
-            if self._closed:
+            if self._take():
                 return
-            self._closed = True
+            for descriptor, _ in self._poller.poll(None if timeout is None else math.ceil(timeout * 1000)):
+                if descriptor == self._wake_fd:
+                    self._wake_out.recv(4096)
+                elif descriptor == self._monitor_fd:
+                    self._check_connection()
+        except GradServerError as error:
+            self._closing = True
+            if self._receiver is not None:
+                self._receiver.lost(error)
+
+    def _take(self) -> bool:
+        """Hand one message to the receiver; whether there was one."""
+        frames = self._receive()
+        if frames is None:
+            return False
+        try:
+            message, payloads = decode(frames)
+        except ProtocolError as error:
+            raise type(error)(f"{self._url} answers, but not as a gradserver coordinator: {error}") from error
+        assert self._receiver is not None
+        self._receiver.receive(message, payloads)
+        return True
+
+    def _receive(self) -> list[Buffer] | None:
+        with self._lock:
+            if self._closing or not int(self._socket.get(_EVENTS)) & _POLLIN:
+                return None
+            frames: list[Buffer] = []
+            more = True
+            while more:
+                frame = self._socket.recv(_NOBLOCK, copy=False)
+                frames.append(frame.buffer)
+                more = frame.more
+            return frames
+
+    def _check_connection(self) -> None:
+        """Raise ConnectionLostError if the monitor says so, after taking in what arrived before the end."""
+        with self._lock:
+            if self._closing or not int(self._monitor.get(_EVENTS)) & _POLLIN:
+                return
+            event = recv_monitor_message(self._monitor, _NOBLOCK)["event"]
+        while self._take():
+            pass
+        if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
+            raise ConnectionLostError(self._lost_text("the coordinator died, or the network between us did"))
+        raise ConnectionLostError(self._lost_text("whatever listens there does not speak ZeroMQ"))
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Send what is queued (for a second at most), and let go of everything. May be called twice."""
+        with self._lock:
+            self._closing = True
+            closed, self._closed = self._closed, True
+        if closed:
+            return
+        self._wake()
+        self._watched.release()
+        current = threading.current_thread()
+        if self._thread.is_alive() and current is not self._thread:
+            self._thread.join()
+        with self._lock:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=_LINGER_MS)
         self._context.term()
-        self._wake_in.close()
-        self._wake_out.close()
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,13 +48,18 @@ def is_torch(value: object) -> bool:
 
 def wire_dtype(tensor: Any) -> DType:
     """The wire's name for the element type of a torch tensor or numpy array; DTypeError if it has none."""
-    if is_torch(tensor):
-        return dtype_of(str(tensor.dtype).removeprefix("torch."))
-    if isinstance(tensor, np.ndarray):
-        if tensor.dtype.byteorder == ">" or (tensor.dtype.byteorder == "=" and sys.byteorder == "big"):
-            raise DTypeError(f"{tensor.dtype} is big-endian, and the wire is little-endian: convert it first")
-        return dtype_of(tensor.dtype.name)
-    raise DTypeError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")
+    if not isinstance(tensor, np.ndarray) and not is_torch(tensor):
+        raise DTypeError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")
+    return _wire_dtype(tensor.dtype)
+
+
+@cache
+def _wire_dtype(dtype: Any) -> DType:
+    if not isinstance(dtype, np.dtype):
+        return dtype_of(str(dtype).removeprefix("torch."))
+    if dtype.byteorder == ">" or (dtype.byteorder == "=" and sys.byteorder == "big"):
+        raise DTypeError(f"{dtype} is big-endian, and the wire is little-endian: convert it first")
+    return dtype_of(dtype.name)
 
 
 def bind(tensor: Any, writes: bool) -> Binding:

@@ -55,20 +55,20 @@ class Engine:
         reports: list[Report] = []
         match event:
             case Received(connection, Push() as push, payloads):
-                reports += self.data.push(connection, push, payloads, now, commands)
-            case Received(connection, Inquire() as inquire):
-                reports += self.data.inquire(connection, inquire, commands)
-            case Received(connection, message, payloads):
-                orders += self.control.receive(connection, message, payloads, now, commands)
-            case Garbled(connection, error):
-                reports.append(Violation(connection, error))
+                reports = self.data.push(connection, push, payloads, now, commands)
             case Reduced():
-                reports += self.data.reduced(event, now, commands)
+                reports = self.data.reduced(event, now, commands)
+            case Received(connection, Inquire() as inquire):
+                reports = self.data.inquire(connection, inquire, commands)
+            case Received(connection, message, payloads):
+                orders = self.control.receive(connection, message, payloads, now, commands)
+            case Garbled(connection, error):
+                reports = [Violation(connection, error)]
             case Disconnected(connection, reason):
-                orders += self.control.disconnected(connection, reason, commands)
+                orders = self.control.disconnected(connection, reason, commands)
             case Tick():
-                reports += self.data.tick(now, commands)
-                orders += self.control.tick(now, commands)
+                reports = self.data.tick(now, commands)
+                orders = self.control.tick(now, commands)
             case Stop(reason):
                 self.control.stop(reason, commands)
         while orders or reports:
@@ -80,8 +80,10 @@ class Engine:
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due at the latest; None when nothing waits."""
-        deadlines = [at for at in (self.control.next_deadline(), self.data.next_deadline()) if at is not None]
-        return min(deadlines, default=None)
+        control, data = self.control.next_deadline(), self.data.next_deadline()
+        if control is None or data is None:
+            return data if control is None else control
+        return min(control, data)
 
     def snapshot(self, now: float) -> dict[str, object]:
         """What the coordinator sees, as plain JSON values."""

@@ -60,7 +60,7 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.limits import MAX_GROUPS, MAX_WORLD_SIZE, MIN_CREDIT_BYTES
+from protocol.limits import MAX_GROUPS, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_WORLD_SIZE, MIN_CREDIT_BYTES
 from protocol.messages import Agreed, Failure, Join, Leave, Message, Propose, Scope, Welcome
 from protocol.plan import Plan, decode_plan, first_difference
 from protocol.wire import Buffer
@@ -176,6 +176,7 @@ class Control:
     def _join(self, connection: int, join: Join, now: float, commands: list[Command]) -> list[Order]:
         if connection in self._places:
             raise UnexpectedMessageError(f"this connection already joined group {self._places[connection]!r}")
+        _check_length("the group's name", join.group, MAX_NAME_BYTES)
         group = self.groups.get(join.group)
         if group is None:
             group = self._new_group(join)
@@ -332,7 +333,8 @@ class Control:
 
     def next_deadline(self) -> float | None:
         """When the next applicant or proposal runs out of time."""
-        return min((at for group in self.groups.values() for at in _deadlines(group)), default=None)
+        waiting = [group for group in self.groups.values() if group.applicants or group.proposals]
+        return min((at for group in waiting for at in _deadlines(group)), default=None) if waiting else None
 
     def tick(self, now: float, commands: list[Command]) -> list[Order]:
         """Tell those whose time is up."""
@@ -392,8 +394,16 @@ def _check_world(world: int, where: str) -> None:
         raise InvalidWorldSizeError(f"{where}: a world size is 1 to {MAX_WORLD_SIZE}, not {world}")
 
 
+def _check_length(what: str, name: str, limit: int) -> None:
+    length = len(name.encode(errors="replace"))
+    if length > limit:
+        raise InvalidArgumentError(f"{what} {name[:40]!r}… is {length} bytes long, the limit is {limit}")
+
+
 def _check_applicant(group: _Group, join: Join, now: float) -> None:
     """Raise the error that keeps this applicant out, if there is one."""
+    fair_share = (MAX_HEADER_BYTES - 2 * MAX_NAME_BYTES) // group.world - 5  # of a Welcome, with msgpack's own bytes
+    _check_length(f"in a group of {group.world}, the worker's name", join.name, min(MAX_NAME_BYTES, fair_share))
     if join.world_size not in (0, group.world):
         raise InvalidWorldSizeError(
             f"{join.name!r} wants a world size of {join.world_size}, group {group.name!r} has {group.world}"

@@ -179,6 +179,7 @@ class Data:
     def __init__(self) -> None:
         self.groups: dict[str, _Group] = {}
         self._seats: dict[int, tuple[_Group, int]] = {}
+        self._next_check: float | None = None
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -197,8 +198,11 @@ class Data:
             case Depart(name, rank, error):
                 self._depart(self.groups[name], rank, error, commands)
             case CloseGroup(name):
-                for seat in self.groups.pop(name).order.seats:
-                    self._seats.pop(seat.connection, None)
+                group = self.groups.pop(name)
+                for seat in group.order.seats:
+                    if seat.connection in self._seats and self._seats[seat.connection][0] is group:
+                        del self._seats[seat.connection]
+                self._plan_next_check()
 
     def _depart(self, group: _Group, rank: int, error: GradServerError, commands: list[Command]) -> None:
         self._seats.pop(group.order.seats[rank].connection, None)
@@ -244,7 +248,7 @@ class Data:
             operation = self._operation(group, rank, push)
             if exchange is None:
                 exchange = self._open(group, rank, key, operation, now)
-            elif exchange.operation != operation and exchange.failure is None:
+            elif exchange.operation is not operation and exchange.operation != operation and exchange.failure is None:
                 error = self._mismatch(group, exchange, rank, operation)
                 exchange.pushed[rank] = 0
                 self._fail(group, exchange, error, commands)
@@ -284,10 +288,12 @@ class Data:
             return group.plan.buckets[key.part].operation
         if operation is None:
             raise UnexpectedMessageError("the first slice of a collective must say which one it is")
-        _check_operation(key, operation, rank, group.world)
+        if key.stream == Stream.TRANSFER and rank not in (key.source, key.target):
+            raise InvalidRankError(f"rank {rank} cannot take part in a transfer from {key.source} to {key.target}")
         return operation
 
     def _open(self, group: _Group, rank: int, key: ExchangeKey, operation: Operation, now: float) -> _Exchange:
+        _check_operation(key, operation, group.world)
         layout = layout_of(operation, group.world)
         if layout.count == 0:
             raise UnexpectedMessageError("empty tensors are not exchanged")
@@ -299,8 +305,9 @@ class Data:
         exchange.failure = halted or next((group.departed[r] for r in participants if r in group.departed), None)
         if key.stream == Stream.BUCKET:
             group.rounds.setdefault(key.number, _Round(now))
-        deadline = now + group.order.timeout
-        group.next_check = deadline if group.next_check is None else min(group.next_check, deadline)
+        if group.next_check is None:  # else an exchange that began earlier is due earlier
+            group.next_check = now + group.order.timeout
+            self._plan_next_check()
         return exchange
 
     def _mismatch(self, group: _Group, exchange: _Exchange, rank: int, operation: Operation) -> CollectiveMismatchError:
@@ -396,11 +403,12 @@ class Data:
         empty = Result(key, index, weight, False)
         size = sum(len(payload) for payload in payloads)
         acknowledged: list[Command] = []
+        seats, departed, outstanding = group.order.seats, group.departed, group.outstanding
         for rank in exchange.participants:
-            if rank in group.departed:
+            if rank in departed:
                 continue
-            group.outstanding[rank, pool_of(key, rank)] -= cost
-            connection = group.order.seats[rank].connection
+            outstanding[rank, pool_of(key, rank)] -= cost
+            connection = seats[rank].connection
             if payloads and gets(operation, rank, key, owner):
                 commands.append(Send(connection, full, payloads))
                 group.bytes_out += size
@@ -491,7 +499,11 @@ class Data:
 
     def next_deadline(self) -> float | None:
         """The earliest time at which an exchange could be overdue."""
-        return min((g.next_check for g in self.groups.values() if g.next_check is not None), default=None)
+        return self._next_check
+
+    def _plan_next_check(self) -> None:
+        checks = [group.next_check for group in self.groups.values() if group.next_check is not None]
+        self._next_check = min(checks, default=None)
 
     def tick(self, now: float, commands: list[Command]) -> list[Report]:
         """Fail what is overdue: no contribution for as long as the group's timeout."""
@@ -499,6 +511,7 @@ class Data:
         for group in self.groups.values():
             if group.next_check is not None and group.next_check <= now:
                 reports += self._check_deadlines(group, now, commands)
+        self._plan_next_check()
         return reports
 
     def _check_deadlines(self, group: _Group, now: float, commands: list[Command]) -> Iterator[Report]:
@@ -583,14 +596,12 @@ def _sequence(rank: int, key: ExchangeKey) -> tuple[int, ...]:
     return (rank, key.stream, 0 if key.stream == Stream.COLLECTIVE else key.part, key.source, key.target)
 
 
-def _check_operation(key: ExchangeKey, operation: Operation, rank: int, world: int) -> None:
+def _check_operation(key: ExchangeKey, operation: Operation, world: int) -> None:
     """Refuse what no correct client says."""
     transfer = key.stream == Stream.TRANSFER
     if transfer != (operation.kind is Kind.TRANSFER):
         raise UnexpectedMessageError(f"{operation} cannot be exchanged under the key {tuple(key)}")
-    if transfer and (rank not in (key.source, key.target) or key.source == key.target):
-        raise InvalidRankError(f"rank {rank} cannot take part in a transfer from {key.source} to {key.target}")
-    if transfer and not (0 <= key.source < world and 0 <= key.target < world):
+    if transfer and not (0 <= key.source < world and 0 <= key.target < world and key.source != key.target):
         raise InvalidRankError(f"a transfer from {key.source} to {key.target} in a group of {world}")
     if operation.kind is Kind.BROADCAST and not 0 <= operation.root < world:
         raise InvalidRankError(f"root {operation.root} is not in a group of {world}")

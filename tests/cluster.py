@@ -1,0 +1,296 @@
+"""Running systems for tests: coordinators and workers as threads of the test, or as processes of their own.
+
+Whatever a test starts with these ends with its ``with`` block, and whatever it waits for has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any, Generic, Protocol, Self, TypeVar
+
+import gradserver
+from gradserver.coordinator import Coordinator
+from gradserver.engine import Engine
+from gradserver.local import LocalCluster
+from gradserver.status import fetch
+from gradserver.tcp import TcpServer
+from protocol.errors import GradServerError
+from protocol.limits import CREDIT_BYTES
+from worker.client import Worker
+from worker.connect import connect
+
+S = TypeVar("S")
+T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
+
+ROOT = Path(gradserver.__file__).resolve().parent.parent
+PROGRAMS = Path(__file__).with_name("worker_programs.py")
+
+PATIENCE = 30.0
+"""Seconds after which what should have happened by itself will not happen any more."""
+TIMEOUT = 20.0
+"""The workers' own, unless a test is about it. Shorter, so that an error that names somebody comes first."""
+
+# ── calls in threads ──────────────────────────────────────────────────────────────────────────────────
+
+
+class Task(Generic[T]):
+    """A call in a thread of its own."""
+
+    def __init__(self, fn: Callable[..., T], *args: Any) -> None:
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(fn, args), daemon=True)
+        self._thread.start()
+
+    def _run(self, fn: Callable[..., T], args: tuple[Any, ...]) -> None:
+        try:
+            self._value = fn(*args)
+        except BaseException as error:
+            self._error = error
+
+    def ended(self, timeout: float = PATIENCE) -> bool:
+        """Whether the call has returned, or raised, within ``timeout`` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float = PATIENCE) -> T:
+        """What the call returned; raises what it raised."""
+        assert self.ended(timeout), f"not done after {timeout:g} s"
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+    def error(self, kind: type[E], timeout: float = PATIENCE) -> E:
+        """What the call raised, which must be a ``kind``."""
+        try:
+            value = self.result(timeout)
+        except kind as error:
+            return error
+        raise AssertionError(f"returned {value!r} and should have raised {kind.__name__}")
+
+
+def together(subjects: Iterable[S], fn: Callable[..., T], *args: Any) -> list[T]:
+    """Call ``fn(subject, *args)`` for all subjects at once; what each returned. The first one's error is raised."""
+    tasks = [Task(fn, subject, *args) for subject in subjects]
+    return [task.result() for task in tasks]
+
+
+def errors(kind: type[E], subjects: Iterable[S], fn: Callable[..., object], *args: Any) -> list[E]:
+    """Call ``fn(subject, *args)`` for all subjects at once; what each raised, which must be a ``kind``."""
+    tasks = [Task(fn, subject, *args) for subject in subjects]
+    return [task.error(kind) for task in tasks]
+
+
+def wait_until(condition: Callable[[], T], what: str, timeout: float = PATIENCE) -> T:
+    """Wait until ``condition()`` is true, and give its value."""
+    until = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < until, f"after {timeout:g} s still not: {what}"
+        time.sleep(0.001)
+    return value
+
+
+# ── a system in threads ───────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def coordinator(worlds: dict[str, int] | None = None, credit: int = CREDIT_BYTES) -> Iterator[TcpServer]:
+    """A coordinator that listens on a free port, in a thread of the test."""
+    server = TcpServer(Coordinator(Engine(worlds or {}, credit)), "tcp://127.0.0.1:0")
+    task = Task(server.run)
+    try:
+        yield server
+    finally:
+        server.request_stop("the test is over")
+        task.result()
+        server.close()
+
+
+@contextmanager
+def joined(url: str, world_size: int, *, group: str = "default", timeout: float = TIMEOUT) -> Iterator[list[Worker]]:
+    """A complete group at ``url``, its workers by rank; they are called ``w0``, ``w1``, …"""
+
+    def join(rank: int) -> Worker:
+        return connect(url, rank, world_size, group, f"w{rank}", timeout)
+
+    with ExitStack() as stack:
+        yield [stack.enter_context(worker) for worker in together(range(world_size), join)]
+
+
+@contextmanager
+def members(
+    channel: str, world_size: int, *, timeout: float = TIMEOUT, credit: int = CREDIT_BYTES
+) -> Iterator[list[Worker]]:
+    """A group over ``channel``, "memory" or "tcp", all of it in threads of this process."""
+    if channel == "memory":
+        with LocalCluster(world_size, timeout=timeout, credit=credit) as cluster:
+            yield cluster.workers
+    else:
+        with coordinator(credit=credit) as server, joined(server.url, world_size, timeout=timeout) as workers:
+            yield workers
+
+
+class Gather(Protocol):
+    """Makes a group over the channel that a test is run with: the fixture ``gather``."""
+
+    def __call__(self, world_size: int, *, timeout: float = ..., credit: int = ...) -> list[Worker]: ...
+
+
+# ── processes ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Lines:
+    """What a process prints, read by a thread so that no pipe is ever full."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._lines: list[str] = []
+        self._given = 0
+        self._ended = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self._thread.start()
+
+    def _read(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                with self._changed:
+                    self._lines.append(line.rstrip("\n"))
+                    self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def next(self, start: str, timeout: float) -> str | None:
+        """What follows ``start`` in the next line that begins with it; None if none came."""
+        until = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                for index in range(self._given, len(self._lines)):
+                    if self._lines[index].startswith(start):
+                        self._given = index + 1
+                        return self._lines[index].removeprefix(start)
+                left = until - time.monotonic()
+                if self._ended or left <= 0:
+                    return None
+                self._changed.wait(left)
+
+    def all(self) -> list[str]:
+        """Every line so far."""
+        with self._changed:
+            return list(self._lines)
+
+    def rest(self) -> list[str]:
+        """Every line, once the process has ended."""
+        self._thread.join(PATIENCE)
+        return self.all()
+
+
+class Program:
+    """A Python process. Its ``with`` block ends it, whatever it is doing."""
+
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._out, self._err = _Lines(self._process.stdout), _Lines(self._process.stderr)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(PATIENCE)
+        self._out.rest()
+        self._err.rest()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def expect(self, start: str, timeout: float = PATIENCE) -> str:
+        """Wait for the next line on stdout that begins with ``start``; the rest of that line."""
+        line = self._out.next(start, timeout)
+        assert line is not None, f"no line {start!r} within {timeout:g} s\n{self._said()}"
+        return line
+
+    def tell(self, line: str = "") -> None:
+        """Write a line to its stdin."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def end(self, timeout: float = PATIENCE) -> int:
+        """Wait until the process ends by itself; its exit status."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout:g} s\n{self._said()}") from None
+
+    def output(self) -> list[str]:
+        """All lines of stdout; the process has ended."""
+        return self._out.rest()
+
+    def complaints(self) -> list[str]:
+        """All lines of stderr; the process has ended."""
+        return self._err.rest()
+
+    def memory(self, what: str = "VmRSS") -> int:
+        """Bytes of memory that it uses, or (VmHWM) has used at most."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        (line,) = [line for line in status.splitlines() if line.startswith(f"{what}:")]
+        return int(line.split()[1]) * 1024
+
+    def _said(self) -> str:
+        return "\n".join(["stdout:", *self._out.all(), "stderr:", *self._err.all()])
+
+
+class Daemon(Program):
+    """``gradserver serve`` on a free port; ready when it is constructed."""
+
+    def __init__(self, *options: str) -> None:
+        super().__init__("-m", "gradserver", "serve", "--bind", "tcp://127.0.0.1:0", *options)
+        try:
+            self.url = self.expect("listening on ")
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def group(self, name: str = "default") -> dict[str, Any]:
+        """What it sees of one group; empty if there is none."""
+        group: dict[str, Any] = fetch(self.url)["groups"].get(name, {})
+        return group
+
+
+def worker_program(url: str, name: str, /, rank: int = 0, world_size: int = 1, **arguments: Any) -> Program:
+    """A process that joins the group at ``url`` and runs the function ``name`` of `worker_programs`."""
+    return Program(str(PROGRAMS), name, url, str(rank), str(world_size), json.dumps(arguments))

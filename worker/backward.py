@@ -1,0 +1,306 @@
+"""Follows backward through a module, and has each bucket pushed as soon as its last gradient is there.
+
+    state      event                                   next       what happens
+    ─────────  ──────────────────────────────────────  ─────────  ───────────────────────────────────────────
+    IDLE       first hook, inside no_sync or eval      LOCAL
+    IDLE       first hook                              EXCHANGE
+    LOCAL      end of backward                         IDLE       gradients stay where they are
+    EXCHANGE   last gradient of a bucket               EXCHANGE   the bucket is pushed
+    EXCHANGE   end of backward                         IDLE       the others are pushed, all results awaited
+    EXCHANGE   the exchange raises                     BROKEN     the error goes to the caller of backward()
+    LOCAL      backward fails                          IDLE
+    EXCHANGE   backward fails, nothing was pushed      IDLE
+    EXCHANGE   backward fails, something was pushed    BROKEN
+    BROKEN     forward, first hook                     BROKEN     OutOfStepError, which says what broke it
+
+Hooks run in the thread that computes a gradient: the caller's for a module on the CPU, and one for each
+CUDA device.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from protocol.errors import OutOfStepError, UsageError
+from worker.buckets import Slot
+from worker.client import Worker
+from worker.rounds import Options, Rounds
+
+_MAX_NAMED = 8
+
+
+class State(Enum):
+    """Where in a backward we are."""
+
+    IDLE = "idle"
+    LOCAL = "local"
+    EXCHANGE = "exchange"
+    BROKEN = "broken"
+
+
+class Backward:
+    """Follows one module's backwards.
+
+    Attributes:
+        rounds: the exchange.
+        syncs: whether gradients are exchanged (not inside `no_sync`).
+        training: whether the wrapper is in training mode.
+    """
+
+    def __init__(self, module: nn.Module, worker: Worker, options: Options, rounds: Rounds) -> None:
+        self.rounds = rounds
+        self.syncs = True
+        self.training = True
+        self._worker = worker
+        self._options = options
+        self._state = State.IDLE
+        self._broken = ""
+        """What broke the exchange."""
+        self._lock = threading.RLock()
+        self._waiting: list[int] = []
+        """For each bucket, how many of its parameters are still to come."""
+        self._pending = 0
+        """Backwards whose gradients were accumulated since the last exchange."""
+        self._learned = False
+        self._warned = False
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._hook_parameters()
+
+    # ── hooks ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hook_parameters(self) -> None:
+        me = weakref.ref(self)  # parameters outlive their wrapper, and must not keep it alive
+
+        def hook(bucket: int, slot: Slot) -> Callable[[Tensor], None]:
+            def on_gradient(_: Tensor) -> None:
+                if (self := me()) is not None:
+                    self._on_gradient(bucket, slot)
+
+            return on_gradient
+
+        handles = []
+        for index, bucket in enumerate(self.rounds.gradients):
+            for slot in bucket.slots:
+                parameter: Any = slot.parameter  # torch has not typed the method
+                handles.append(parameter.register_post_accumulate_grad_hook(hook(index, slot)))
+        weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+
+    def watch(self, outputs: Iterable[Any]) -> None:
+        """Learn of a backward when it reaches one of ``outputs``, tensors.
+
+        That is before any parameter's hook and, unlike these, never inside the nested backward of a
+        re-entrant checkpoint, whose end is not the end of the whole.
+        """
+
+        def on_output(_: Tensor) -> None:
+            with self._lock:
+                self._begin()
+
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(on_output)
+
+    def check(self) -> None:
+        """Before a forward. OutOfStepError if an exchange broke; UsageError for parameters thawed since wrapping."""
+        if self._broken:
+            raise self._out_of_step()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"parameter {name!r} was frozen when the module was wrapped and requires a gradient now, which "
+                    f"would not be exchanged: wrap the module again after unfreezing it"
+                )
+
+    # ── one backward ──────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self) -> None:
+        """The first hook of a backward, or a later one."""
+        if self._state in (State.LOCAL, State.EXCHANGE):
+            return
+        if self._state is State.BROKEN:
+            raise self._out_of_step()
+        self._start(State.EXCHANGE if self.syncs and self.training else State.LOCAL)
+        self.rounds.begin(self._pending + 1, foreseen=self._learned)
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(_Ending(self))
+
+    def _start(self, state: State) -> None:
+        self._state = state
+        if self._pending and all(slot.parameter.grad is None for slot in self.rounds.slots):
+            self._pending = 0  # what had been accumulated was thrown away
+        for slot in self.rounds.slots:
+            slot.fired = 0
+        self._waiting = [sum(slot.expected > 0 for slot in bucket.slots) for bucket in self.rounds.gradients]
+
+    @torch.no_grad()
+    def _on_gradient(self, index: int, slot: Slot) -> None:
+        """The gradient of one parameter is ready."""
+        with self._lock:
+            self._begin()
+            slot.fired += 1
+            slot.touched = True
+            as_view = self._options.gradient_as_bucket_view
+            if self._state is State.LOCAL:
+                if as_view:
+                    slot.take(as_view)
+                return
+            with self._failing():
+                slot.take(as_view)
+                if not self._all_at_end:
+                    self._count(index, slot)
+
+    @property
+    def _all_at_end(self) -> bool:
+        """Whether nothing is pushed before the end of backward."""
+        return self._options.delay_all_reduce or (self._options.static_graph and not self._learned)
+
+    def _count(self, index: int, slot: Slot) -> None:
+        if slot.fired > slot.expected:
+            raise self._graph_changed(slot) if self._options.static_graph else _twice(slot)
+        if slot.fired == slot.expected:
+            self._waiting[index] -= 1
+            if not self._waiting[index]:
+                self.rounds.push(index)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """The end of backward."""
+        fired = any(slot.fired for slot in self.rounds.slots)
+        if self._state is State.LOCAL:
+            self._state = State.IDLE
+            if self.training:
+                self._pending += fired
+            elif fired:
+                self._warn_of_eval()
+        elif not fired:  # torch.autograd.grad, say
+            self._state = State.IDLE
+        else:
+            with self._failing():
+                self._check_graph()
+                self._finish()
+
+    def _finish(self) -> bool:
+        took_part = self.rounds.finish()
+        self._pending = 0
+        for slot in self.rounds.slots:
+            slot.touched = False
+        self._state = State.IDLE
+        return took_part
+
+    def shadow(self) -> bool:
+        """Take part in a round without a backward; whether anybody else did with one.
+
+        Gradients that were accumulated inside `no_sync` and not exchanged yet count in it.
+        """
+        if self._broken:
+            raise self._out_of_step()
+        with torch.no_grad(), self._failing():
+            self._start(State.EXCHANGE)
+            if self._pending:
+                self._check_all_touched()
+            self.rounds.begin(self._pending, leaves=not self._pending)
+            anybody = self._finish()
+        if not anybody:
+            for slot in self.rounds.slots:
+                slot.parameter.grad = None
+        return anybody
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Whatever is raised in here breaks the exchange for good."""
+        try:
+            yield
+        except BaseException as error:
+            self._state = State.BROKEN
+            self._broken = self._broken or f"an exchange failed ({type(error).__name__}: {error})"
+            raise
+
+    def fail(self) -> None:
+        """A backward ended with an error."""
+        if self._state is State.EXCHANGE and self.rounds.begun:
+            self._state = State.BROKEN
+            left = ", ".join(self.rounds.unpushed[:_MAX_NAMED]) or "nothing"
+            self._broken = f"a backward failed when it had begun to push round {self._worker.round} (left was: {left})"
+        elif self._state is not State.BROKEN:
+            self._state = State.IDLE
+
+    def _out_of_step(self) -> OutOfStepError:
+        return OutOfStepError(
+            f"{self._broken}. This replica is out of step with the others: close the worker and start again"
+        )
+
+    # ── is the graph what it was said to be? ──────────────────────────────────────────────────────────
+
+    def _check_graph(self) -> None:
+        if not self._options.static_graph:
+            self._check_all_touched()
+        elif not self._learned:
+            for slot in self.rounds.slots:
+                slot.expected = slot.fired
+            self._learned = True
+        else:
+            changed = next((slot for slot in self.rounds.slots if slot.fired != slot.expected), None)
+            if changed is not None:
+                raise self._graph_changed(changed)
+
+    def _check_all_touched(self) -> None:
+        if self._options.tracks_used:
+            return
+        unused = [slot.name for slot in self.rounds.slots if not slot.touched]
+        if unused:
+            more = f" and {len(unused) - _MAX_NAMED} more" if len(unused) > _MAX_NAMED else ""
+            raise UsageError(
+                f"no gradient came for {', '.join(map(repr, unused[:_MAX_NAMED]))}{more} of "
+                f"{len(self.rounds.slots)} parameters, so the buckets that they belong to were not pushed. If the loss "
+                f"does not always depend on them, pass find_unused_parameters=True (or static_graph=True, if it is "
+                f"the same ones in every step)"
+            )
+
+    def _graph_changed(self, slot: Slot) -> UsageError:
+        return UsageError(
+            f"static_graph=True, but the graph changed: the gradient of {slot.name!r} became ready {slot.fired} times "
+            f"in this backward, and {slot.expected} times in the first. If the loss does not always depend on the same "
+            f"parameters, pass find_unused_parameters=True instead"
+        )
+
+    def _warn_of_eval(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "backward in eval mode: the gradients stay with this worker, and replicas that apply them will differ. "
+                "To train, call train() on the wrapper; the modules inside may stay in eval mode",
+                stacklevel=2,
+            )
+
+
+class _Ending:
+    """Told of the end of a backward by the autograd engine, which drops it untold when backward fails."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward: Backward | None = backward
+
+    def __call__(self) -> None:
+        backward, self._backward = self._backward, None
+        if backward is not None:
+            backward.end()
+
+    def __del__(self) -> None:
+        if self._backward is not None:
+            self._backward.fail()
+
+
+def _twice(slot: Slot) -> UsageError:
+    return UsageError(
+        f"the gradient of {slot.name!r} became ready a second time in one backward, as it does when a re-entrant "
+        f"checkpoint holds a part that is used twice: pass static_graph=True (or delay_all_reduce=True), or checkpoint "
+        f"with use_reentrant=False"
+    )

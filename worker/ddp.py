@@ -1,0 +1,282 @@
+"""DistributedDataParallel: a module whose gradients are averaged with those of its replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from protocol.errors import InvalidArgumentError, UsageError
+from protocol.limits import MIB
+from protocol.plan import Plan
+from worker.backward import Backward
+from worker.client import Worker, check_weight
+from worker.rounds import Options, Rounds
+
+Step = Callable[[], object] | Optimizer
+"""What a training loop does after backward: an optimizer, or a function that steps one."""
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps a module so that ``backward()`` returns with the replicas' averaged gradients in every ``.grad``.
+
+    Example::
+
+        worker = gradserver.connect("tcp://coordinator:29400")
+        model = gradserver.DistributedDataParallel(model, worker)
+        with model.join(optimizer):                 # workers may have different numbers of batches
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                loss(model(inputs), targets).backward()
+                optimizer.step()
+
+    Construction agrees with all other workers on what is exchanged, and then overwrites parameters and
+    buffers by those of rank 0. From then on the gradients live in one flat buffer per bucket, last transformer
+    block first, and each bucket is exchanged as soon as backward has completed it. The gradient that every
+    worker gets is ``sum(w·g) / sum(w)`` over the workers' gradients ``g`` and weights ``w`` (see `set_weight`), the
+    same bytes everywhere. It is the worker's own to change, by clipping for example.
+
+    Exchanged is what backward computes while the wrapper is in training mode and outside of `no_sync`.
+    In eval mode gradients stay local; modules inside may be in eval mode at any time.
+
+    A worker whose backward raises does not complete its round. The others do not apply anything of it: they
+    get an error that names this worker when it leaves the group, or when their wait runs out.
+
+    Wrap a module once it is on its device, in its final element type, loaded and with its parameters frozen.
+    Outputs should be tensors, or tuples, lists, dicts or dataclasses of them; with others only re-entrant
+    checkpoints do not work.
+
+    Args:
+        module: floating or complex parameters on the CPU or on CUDA devices; those that require no gradient
+            now are not exchanged. Sparse gradients are not supported.
+        worker: from `connect` or `LocalCluster`; one for each wrapped module.
+        blocks: the transformer blocks, first to last, each of which becomes a bucket. None takes the ModuleList
+            with the most parameters; an empty sequence means none.
+        bucket_cap_mb: size in MiB of the buckets of a module, or part of one, that has no blocks.
+        find_unused_parameters: allow parameters that the loss does not depend on. To the average they
+            contribute zeros; where nobody has a gradient ``.grad`` stays None, and optimizers leave the
+            parameter alone. Without it they are an error.
+        static_graph: the loss depends on the same parameters in every step, equally often. The first step
+            learns which these are and exchanges after backward; later ones exchange during it, also where parameters
+            are unused, or used several times by re-entrant checkpoints. A change is an error.
+        gradient_as_bucket_view: ``.grad`` is a view of the flat buffer. Otherwise it is a tensor of its own,
+            copied in and out.
+        delay_all_reduce: exchange after backward instead of during it.
+        broadcast_buffers: keep buffers alike, too: after each exchange all have those of the lowest rank that
+            took part with a batch. Otherwise they are never exchanged.
+        accumulation: what becomes of gradients accumulated inside `no_sync`: their ``sum``, as torch has it,
+            or their ``mean`` over the number of backwards. A mean expects gradients to be zeroed after each
+            exchange.
+        timeout: seconds that one exchange may wait for others; None takes the worker's.
+
+    Attributes:
+        module: the wrapped module.
+        worker: the worker.
+
+    Raises:
+        PlanMismatchError: the workers' modules differ; names the first parameter that does. Nothing was overwritten.
+        InvalidArgumentError: a module or an option that cannot be; LayoutError and DTypeError among them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        worker: Worker,
+        *,
+        blocks: Iterable[nn.Module] | None = None,
+        bucket_cap_mb: float = 25.0,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        delay_all_reduce: bool = False,
+        broadcast_buffers: bool = True,
+        accumulation: Literal["sum", "mean"] = "sum",
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__()
+        if accumulation not in ("sum", "mean"):
+            raise InvalidArgumentError(f"accumulation is 'sum' or 'mean', not {accumulation!r}")
+        options = Options(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            delay_all_reduce=delay_all_reduce,
+            broadcast_buffers=broadcast_buffers,
+            accumulation=accumulation,
+            timeout=timeout,
+        )
+        self.module = module
+        self.worker = worker
+        self._rounds = Rounds(module, worker, options, blocks, bucket_cap_mb)
+        self._backward = Backward(module, worker, options, self._rounds)
+        tensors = [*module.parameters(), *(module.buffers() if broadcast_buffers else ())]
+        broadcast_tensors(worker, tensors, int(bucket_cap_mb * MIB))
+        self.train(module.training)
+
+    # ── training ──────────────────────────────────────────────────────────────────────────────────────
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns.
+
+        Raises:
+            OutOfStepError: an exchange, or a backward in the midst of one, failed before. In training mode only.
+        """
+        if not self.training or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        self._backward.check()
+        output = self.module(*args, **kwargs)
+        self._backward.watch(_tensors_in(output))
+        return output
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        """Set training mode, in which gradients are exchanged, or eval mode, in which they are not."""
+        super().train(mode)
+        self._backward.training = mode
+        return self
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: gradients of backwards inside add up in ``.grad``, and go into the next exchange outside.
+
+        What counts is where ``backward()`` runs; the forward may be inside or outside.
+        """
+        before, self._backward.syncs = self._backward.syncs, False
+        try:
+            yield
+        finally:
+            self._backward.syncs = before
+
+    def set_weight(self, weight: float) -> None:
+        """Let this worker's gradients count ``weight`` times from the next exchange on.
+
+        With the number of samples (or tokens) that its mean loss was taken over, the average is that over
+        all samples of all workers, however they are spread. A worker with weight 0 has no say, not even
+        with NaN, but gets the others' average; if all have 0 it is zeros.
+
+        Raises:
+            InvalidArgumentError: ``weight`` is negative, not finite, or above 1e30.
+        """
+        self._rounds.weight = check_weight(weight)
+
+    @contextmanager
+    def join(self, step: Step | Sequence[Step]) -> Iterator[None]:
+        """Train with a different number of batches on each worker: wrap the loop over them, on every worker.
+
+        A worker that comes to the end of the block while others still have batches takes part in their
+        exchanges with weight 0 and steps as they do, so that weights and optimizer states stay identical. When
+        nobody has a batch any more, all leave the block, with every ``.grad`` None. Gradients still
+        accumulated inside `no_sync` count in one more exchange. An exception is passed on at once.
+
+        Args:
+            step: what the loop does after each backward (outside of `no_sync`) to the weights: an optimizer, or a
+                function that steps optimizers, schedulers and so on, or several of these.
+        """
+        steps = list(step) if isinstance(step, Sequence) else [step]
+        yield
+        while self._backward.shadow():
+            for one in steps:
+                if isinstance(one, Optimizer):
+                    one.step()
+                else:
+                    one()
+
+    # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Time that the thread which calls ``backward()`` has spent pushing and waiting so far, in seconds.
+
+        (On CUDA the pushes are made beside it and do not count.)
+        """
+        return self._rounds.seconds
+
+    @property
+    def plan(self) -> Plan:
+        """What each round exchanges."""
+        return self._rounds.plan
+
+    def describe(self) -> str:
+        """A table of what is exchanged: a line for each bucket with its key, element type, elements and MiB."""
+        rows = [("bucket", "type", "elements", "MiB")]
+        rows += [
+            (b.key, b.dtype.name, f"{b.numel:,}", f"{b.numel * b.dtype.itemsize / MIB:.2f}") for b in self.plan.buckets
+        ]
+        rows.append((f"{len(self.plan.buckets)} in all", "", "", f"{self.plan.nbytes / MIB:.2f}"))
+        key, kind, numel, size = (max(map(len, column)) for column in zip(*rows, strict=True))
+        return "\n".join(f"{a:<{key}}  {b:<{kind}}  {c:>{numel}}  {d:>{size}}" for a, b, c, d in rows)
+
+    # ── state ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self, *args: Any, unwrapped: bool = False, **kwargs: Any) -> Any:
+        """The module's state. Keys begin with ``module.``, as torch's wrapper has it; ``unwrapped`` leaves that off."""
+        owner = self.module.state_dict if unwrapped else super().state_dict
+        return owner(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state whose keys begin with ``module.``, or those of the module by itself.
+
+        All workers must load the same state: it is not exchanged.
+
+        Raises:
+            InvalidArgumentError: ``assign`` is true, which would take the place of the parameters that are exchanged.
+        """
+        if assign:
+            raise InvalidArgumentError("assign=True would replace the parameters: load into the module, then wrap it")
+        bare, prefixed = self.module.state_dict().keys(), super().state_dict().keys()
+        if len(bare & state_dict.keys()) > len(prefixed & state_dict.keys()):
+            return self.module.load_state_dict(state_dict, strict)
+        return super().load_state_dict(state_dict, strict)
+
+    def __getstate__(self) -> object:
+        raise UsageError("a wrapper holds a connection, and cannot be copied or pickled: do that with its .module")
+
+
+@torch.no_grad()
+def broadcast_tensors(worker: Worker, tensors: Iterable[Tensor], chunk_bytes: int) -> None:
+    """Overwrite ``tensors`` at every worker by those of rank 0; small ones travel together, in chunks."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for alike in by_kind.values():
+        chunk: list[Tensor] = []
+        room = chunk_bytes
+        for tensor in alike:
+            size = tensor.numel() * tensor.element_size()
+            if size > room and chunk:
+                _broadcast_chunk(worker, chunk)
+                chunk, room = [], chunk_bytes
+            chunk.append(tensor)
+            room -= size
+        _broadcast_chunk(worker, chunk)
+
+
+def _broadcast_chunk(worker: Worker, tensors: list[Tensor]) -> None:
+    if len(tensors) == 1:
+        worker.broadcast(tensors[0])
+        return
+    packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    worker.broadcast(packed)
+    if worker.rank != 0:
+        for tensor, part in zip(tensors, torch.split(packed, [t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a forward returned."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors_in(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from _tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors_in(getattr(output, field.name))

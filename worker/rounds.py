@@ -1,0 +1,178 @@
+"""Exchanges a module's buckets, one round at a time: gradients, buffers, and who uses what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import nn
+
+from protocol.errors import UsageError
+from protocol.plan import Plan
+from worker.buckets import BufferBucket, FlatBucket, GradientBucket, buffer_buckets, group_parameters, used_spec
+from worker.client import Worker
+from worker.flatten import local_mean
+from worker.session import Handle
+from worker.staging import Staging
+
+_NO_SAMPLES: Final = 1e-300
+"""The weight of a worker that takes part in a round without a sample of its own.
+
+Not 0: with that a worker says that it has no more batches, and a round in which all say so ends `join`.
+Beside any other weight it vanishes (1 + 1e-300 is 1), and no gradient is sent with it.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are exchanged; see `DistributedDataParallel`."""
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+    delay_all_reduce: bool = False
+    broadcast_buffers: bool = True
+    accumulation: Literal["sum", "mean"] = "sum"
+    timeout: float | None = None
+
+    @property
+    def tracks_used(self) -> bool:
+        """Whether parameters may be without a gradient, so that workers tell each other which have one."""
+        return self.find_unused_parameters or self.static_graph
+
+
+class Rounds:
+    """The exchange of one module's gradients. Constructing it agrees on the plan with all other workers.
+
+    Attributes:
+        plan: what a round exchanges: gradients first, then buffers, then which parameters have a gradient.
+        gradients: the buckets of gradients.
+        slots: all parameters that are exchanged, in the plan's order.
+        weight: this worker's weight, from the next round on.
+        seconds: time that the caller's thread has spent in exchanges so far.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        worker: Worker,
+        options: Options,
+        blocks: Iterable[nn.Module] | None,
+        bucket_cap_mb: float,
+    ) -> None:
+        self._worker = worker
+        self._options = options
+        self.gradients = [GradientBucket(group) for group in group_parameters(module, blocks, bucket_cap_mb)]
+        self._buffers: list[BufferBucket] = buffer_buckets(module) if options.broadcast_buffers else []
+        self.slots = [slot for bucket in self.gradients for slot in bucket.slots]
+        buckets: list[FlatBucket] = [*self.gradients, *self._buffers]
+        specs = [bucket.spec for bucket in buckets]
+        self.plan = Plan((*specs, used_spec(len(self.slots))) if options.tracks_used else tuple(specs))
+        worker.agree(self.plan, options.timeout)
+        self._staging = Staging(worker, options.timeout)
+        for bucket in buckets:
+            bucket.place(self._staging.new_memory(bucket.spec.numel, bucket.dtype, bucket.device))
+        self._used = self._staging.new_memory(len(self.slots), torch.uint8, torch.device("cpu"))
+        self.weight = 1.0
+        self.seconds = 0.0
+        self._unpushed: set[int] = set()
+        self._round_weight: float | None = None
+        self._leaves = False
+        self._count = 1
+        self._foreseen = False
+
+    def begin(self, count: int, foreseen: bool = False, leaves: bool = False) -> None:
+        """Before anything of a round is pushed.
+
+        Args:
+            count: how many local backwards the gradients are the sum of.
+            foreseen: whether each slot's ``expected`` already tells if it will have a gradient.
+            leaves: this worker has no more batches: it takes part with weight 0.
+        """
+        self._unpushed = set(range(len(self.gradients)))
+        self._round_weight = None
+        self._count, self._foreseen, self._leaves = count, foreseen, leaves
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything of this round was pushed, so that only its end can follow."""
+        return self._staging.pushed
+
+    @property
+    def unpushed(self) -> list[str]:
+        """Keys of the buckets of gradients that were not pushed yet."""
+        return [self.gradients[index].spec.key for index in sorted(self._unpushed)]
+
+    def push(self, index: int) -> None:
+        """Contribute one bucket of gradients: all that its parameters have accumulated."""
+        with self._timed():
+            weight = self._open()
+            bucket = self.gradients[index]
+            present = weight > _NO_SAMPLES
+            if present:
+                as_view = self._options.gradient_as_bucket_view
+                # What became ready in this backward was taken then; every other slot is brought up to date here.
+                have = [slot.fired > 0 or slot.take(as_view) for slot in bucket.slots]
+                present = any(have)
+                if self._options.accumulation == "mean":
+                    local_mean(bucket.flat, max(self._count, 1))
+            self._staging.push(index, bucket.flat, weight, present)
+            self._unpushed.discard(index)
+
+    def finish(self) -> bool:
+        """Push what was not, wait for every result and hand them out; whether anybody took part with a weight."""
+        for index in sorted(self._unpushed):
+            self.push(index)
+        with self._timed():
+            if self._options.tracks_used and not self._foreseen:
+                self._push_used()
+            handles = self._staging.finish()
+            self._hand_out(handles)
+        return handles[0].weight > 0.0
+
+    def _open(self) -> float:
+        """This worker's weight in the round. What does not wait for gradients is pushed with the first of them."""
+        if self._round_weight is None:
+            if self._worker.plan is None or self._worker.plan.hash != self.plan.hash:
+                raise UsageError(
+                    "the worker agreed on another plan after this module was wrapped: each module that is "
+                    "trained needs a worker (and group) of its own"
+                )
+            self._round_weight = 0.0 if self._leaves else max(self.weight, _NO_SAMPLES)
+            for index, buffers in enumerate(self._buffers, start=len(self.gradients)):
+                if self._round_weight:
+                    buffers.pack()
+                self._staging.push(index, buffers.flat, self._round_weight)
+            if self._options.tracks_used and self._foreseen:
+                self._push_used()
+        return self._round_weight
+
+    def _push_used(self) -> None:
+        for number, slot in enumerate(self.slots):
+            will_have = self._foreseen and slot.expected > 0
+            self._used[number] = will_have or slot.parameter.grad is not None
+        self._staging.push(len(self.plan.buckets) - 1, self._used, self._open())
+
+    def _hand_out(self, handles: dict[int, Handle]) -> None:
+        for index, buffers in enumerate(self._buffers, start=len(self.gradients)):
+            if handles[index].present:
+                buffers.unpack()
+        # Where nobody has a gradient nobody shall get one, not even zeros: optimizers tell these from none.
+        used = self._used.tolist() if self._options.tracks_used else [1] * len(self.slots)
+        for slot, anybody in zip(self.slots, used, strict=True):
+            if anybody:
+                slot.give(self._options.gradient_as_bucket_view)
+            else:
+                slot.parameter.grad = None
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began

@@ -1,0 +1,139 @@
+"""Brings buckets to the worker and their results back, wherever their memory is.
+
+A bucket on the CPU is pushed from, and received into, its own memory. One on a CUDA device has a copy in
+pinned memory of the host. Copies run on a stream of their own beside the computation:
+
+    compute stream   … backward of block 3 ┐ backward of block 2 …                      ┌ optimizer
+    side stream                            └► to the host ┐                 ┌► to the device
+    staging thread                                        └► push … result ─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protocol.errors import DeadlineError
+from worker.client import Worker
+from worker.session import Handle
+
+_cuda: Any = torch.cuda  # torch has not typed its constructors
+# How much longer than an exchange a push may take to begin, in seconds: the copy to the host comes before it.
+_COPY_SECONDS = 60.0
+
+
+class Staging:
+    """Exchanges the buckets of one plan for one worker.
+
+    Args:
+        worker: has agreed on the plan.
+        timeout: seconds that a round may take beyond the end of backward; None for the worker's.
+    """
+
+    def __init__(self, worker: Worker, timeout: float | None) -> None:
+        self._worker = worker
+        self._timeout = timeout
+        self._devices: dict[torch.device, _DeviceCopier] = {}
+        self._handles: dict[int, Handle] = {}
+        self._staged: dict[int, tuple[Tensor, Future[Handle]]] = {}
+
+    def new_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros for a bucket: on the CPU where the channel reads and writes without a copy."""
+        if device.type != "cpu":
+            return torch.zeros(numel, dtype=dtype, device=device)
+        flat: Tensor = self._worker.empty((numel,), dtype)
+        return flat.zero_()
+
+    @property
+    def pushed(self) -> bool:
+        """Whether anything of the present round was pushed."""
+        return bool(self._handles or self._staged)
+
+    def push(self, index: int, flat: Tensor, weight: float, present: bool = True) -> None:
+        """Contribute ``flat`` to bucket ``index``; it holds the result after `finish`. See `Worker.push`."""
+        if flat.device.type == "cpu":
+            self._handles[index] = self._worker.push(index, flat, weight=weight, present=present)
+            return
+        copier = self._devices.get(flat.device)
+        if copier is None:
+            copier = self._devices[flat.device] = _DeviceCopier(self._worker, flat.device)
+        self._staged[index] = (flat, copier.push(index, flat, weight, present))
+
+    def finish(self) -> dict[int, Handle]:
+        """Wait until every result is in its bucket; gives the handles, by bucket, and opens the next round.
+
+        On a CUDA device the results are there for whatever is queued on the current stream from now on.
+        """
+        handles = self._handles
+        for index, (flat, pushing) in self._staged.items():
+            handles[index] = handle = _begun(pushing, self._timeout or self._worker.timeout)
+            handle.wait(self._timeout)
+            self._devices[flat.device].to_device(index, flat)
+        for copier in self._devices.values():
+            copier.join()
+        self._worker.finish_round(self._timeout)
+        self._handles, self._staged = {}, {}
+        return handles
+
+
+def _begun(pushing: Future[Handle], timeout: float) -> Handle:
+    """The handle of a push that the staging thread makes; raises what that raised."""
+    try:
+        return pushing.result(timeout + _COPY_SECONDS)
+    except DeadlineError:
+        raise
+    except TimeoutError:
+        raise DeadlineError(
+            f"the gradients were not copied off the device within {timeout + _COPY_SECONDS:g} s: "
+            f"what computes them on it has not ended"
+        ) from None
+
+
+class _DeviceCopier:
+    """The pinned copies, the side stream and the staging thread of one CUDA device."""
+
+    def __init__(self, worker: Worker, device: torch.device) -> None:
+        self._worker = worker
+        self._device = device
+        self._stream = _cuda.Stream(device)
+        self._host: dict[int, Tensor] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"gradserver-staging-{device}")
+
+    def push(self, index: int, flat: Tensor, weight: float, present: bool) -> Future[Handle]:
+        """Copy ``flat`` to the host when the current stream is done with it, and push it from there."""
+        host = self._host.get(index)
+        if host is None:
+            host = self._host[index] = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=True)
+            flat.record_stream(self._stream)  # the allocator shall not reuse it while a copy is under way
+        copied = _cuda.Event(blocking=True)
+        with self._beside():
+            if present and weight > 0:
+                host.copy_(flat, non_blocking=True)
+            # The event also when nothing is copied: the result of the last round may still be on its way from there.
+            copied.record(self._stream)
+        return self._thread.submit(self._push, index, host, weight, present, copied)
+
+    def _push(self, index: int, host: Tensor, weight: float, present: bool, copied: torch.cuda.Event) -> Handle:
+        copied.synchronize()
+        return self._worker.push(index, host, weight=weight, present=present)
+
+    def to_device(self, index: int, flat: Tensor) -> None:
+        """Copy the result of bucket ``index`` into ``flat``."""
+        with torch.cuda.stream(self._stream):
+            flat.copy_(self._host[index], non_blocking=True)
+
+    def join(self) -> None:
+        """Let the current stream wait for the copies."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On the side stream, behind what is queued on the current one."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
