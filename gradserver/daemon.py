@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 from types import FrameType
@@ -30,6 +31,8 @@ def serve(bind: str, worlds: dict[str, int], credit: int | None = None) -> int:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
+        gc.collect()
+        gc.freeze()  # what start-up made stays: collections need not look at it again
         print(f"listening on {server.url}", flush=True)
         server.run()
         log.info("stopped")

@@ -8,7 +8,9 @@ contribution is its own mean, bit by bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -77,7 +79,7 @@ def _mean(contributions: Sequence[Contribution], dtype: DType) -> Buffer | NonFi
 
 def _is_finite(values: Array) -> bool:
     """Whether every element is. A finite sum proves it in one pass without a temporary."""
-    return bool(np.isfinite(np.add.reduce(values))) or bool(np.isfinite(values).all())
+    return math.isfinite(abs(np.add.reduce(values))) or bool(np.isfinite(values).all())
 
 
 def _blame(given: Sequence[Contribution], dtype: DType) -> NonFinite:
@@ -94,6 +96,7 @@ def _blame(given: Sequence[Contribution], dtype: DType) -> NonFinite:
     return NonFinite(-1, 0, "Inf")
 
 
+@cache
 def _number_type(dtype: DType, op: Op) -> np.dtype[Any]:
     """What to compute in. Complex numbers add as pairs of real ones, and multiply as themselves."""
     if dtype.kind in "iub":

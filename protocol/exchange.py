@@ -139,8 +139,10 @@ class Layout:
 
     def span(self, index: int) -> tuple[int, int]:
         """First element of slice ``index``, and the one behind its last."""
-        per_chunk = -(-self.chunk // self.step)
-        chunk, within = divmod(index, per_chunk)
+        if self.chunk == self.numel:
+            start = index * self.step
+            return start, min(start + self.step, self.numel)
+        chunk, within = divmod(index, -(-self.chunk // self.step))
         start = chunk * self.chunk + within * self.step
         return start, min(start + self.step, (chunk + 1) * self.chunk)
 

@@ -34,6 +34,7 @@ from protocol.limits import (
     MAX_NUMEL,
     MAX_TEXT,
     MAX_TIMEOUT,
+    MAX_WEIGHT,
     MAX_WORLD_SIZE,
     PROTOCOL_VERSION,
     SLICE_BYTES,
@@ -104,8 +105,10 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 _rank = _integer(-1, MAX_WORLD_SIZE - 1)
 _counter = _integer(0, MAX_COUNTER)
-_weight = _number(0.0, 1e30)
-_stream = _integer(0, max(Stream))
+_weight = _number(0.0, MAX_WEIGHT)
+_MAX_TOTAL = MAX_WORLD_SIZE * MAX_WEIGHT
+_LAST_STREAM = int(max(Stream))
+_stream = _integer(0, _LAST_STREAM)
 
 
 def _key(value: Any) -> ExchangeKey:
@@ -173,7 +176,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Propose, (_text,), 1, 1, MAX_FRAME_BYTES),
     (Agreed, (_text, _counter), 0, 0, 0),
     (Push, (_key, _counter, _weight, _flag, _operation), 0, 1, SLICE_BYTES),
-    (Result, (_key, _counter, _number(0.0, 1e34), _flag), 0, 1, SLICE_BYTES),
+    (Result, (_key, _counter, _number(0.0, _MAX_TOTAL), _flag), 0, 1, SLICE_BYTES),
     (Inquire, (_key,), 0, 0, 0),
     (Missing, (_key, _texts), 0, 0, 0),
     (Leave, (_text, _flag), 0, 0, 0),
@@ -191,30 +194,20 @@ def _pack_operation(operation: Operation | None) -> list[int] | None:
 
 
 def encode(message: Message) -> bytes:
-    """The header frame of ``message``. Payloads are frames of their own and travel behind it as they are.
-
-    A `Failure` always fits: its text is cut, and its fields are left out if need be.
-
-    Raises:
-        LimitExceededError: another message is too long for a header.
-    """
+    """The header frame of ``message``. Payloads are frames of their own and travel behind it as they are."""
     values: tuple[Any, ...]
-    match message:
-        case Push(key, index, weight, present, operation):
-            values = (key, index, weight, present, _pack_operation(operation))
-        case Result(key, index, weight, present):
-            values = (key, index, weight, present)
-        case Failure(scope, error, text, fields, key):
-            values = (scope, error, text[:MAX_TEXT], fields, key)
-        case _:
-            values = tuple(getattr(message, name) for name in message.__slots__)
-    header = _PREFIX + bytes(_packb((_CODE_OF[type(message)], *values)))
+    kind = type(message)
+    if kind is Push:
+        values = (message.key, message.slice, message.weight, message.present, _pack_operation(message.operation))
+    elif kind is Result:
+        values = (message.key, message.slice, message.weight, message.present)
+    elif kind is Failure:
+        values = (message.scope, message.error, message.text[:MAX_TEXT], message.fields, message.key)
+    else:
+        values = tuple(getattr(message, name) for name in message.__slots__)
+    header: bytes = _PREFIX + _packb((_CODE_OF[kind], *values))
     if len(header) > MAX_HEADER_BYTES:
-        if isinstance(message, Failure) and message.fields:
-            return encode(replace(message, fields={}))
-        raise LimitExceededError(
-            f"a {type(message).__name__} header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}"
-        )
+        raise LimitExceededError(f"a {kind.__name__} header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}")
     return header
 
 
@@ -241,12 +234,57 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, Sequence[Buffer]]:
     for payload in payloads:
         if len(payload) > largest:
             raise LimitExceededError(f"{kind.__name__} with a payload of {len(payload)} bytes, the limit is {largest}")
-    message: Message = kind(*[check(value) for check, value in zip(checks, values, strict=True)])
+    quick = _quick_push if kind is Push else _quick_result if kind is Result else None
+    message: Message | None = quick(values) if quick is not None else None
+    if message is None:
+        message = kind(*[check(value) for check, value in zip(checks, values, strict=True)])
     if isinstance(message, (Push, Result)) and message.present != (len(payloads) == 1):
         raise MalformedMessageError(
             f"a {kind.__name__} that announces a payload without one, or has one without announcing it"
         )
     return message, payloads
+
+
+# The two messages of the data path, checked as the table says, in one expression each: a small tensor is
+# mostly overhead. None means that something is unusual; the table then finds out what.
+
+
+def _quick_push(values: list[Any]) -> Push | None:
+    key, index, weight, present, operation = values
+    exchange = _quick_key(key)
+    if exchange is None or not (
+        type(index) is int and 0 <= index <= MAX_COUNTER and type(weight) is float and 0.0 <= weight <= MAX_WEIGHT
+    ):
+        return None
+    if type(present) is not bool:
+        return None
+    return Push(exchange, index, weight, present, None if operation is None else _operation(operation))
+
+
+def _quick_result(values: list[Any]) -> Result | None:
+    key, index, weight, present = values
+    exchange = _quick_key(key)
+    if exchange is None or not (
+        type(index) is int and 0 <= index <= MAX_COUNTER and type(weight) is float and 0.0 <= weight <= _MAX_TOTAL
+    ):
+        return None
+    return Result(exchange, index, weight, present) if type(present) is bool else None
+
+
+def _quick_key(value: Any) -> ExchangeKey | None:
+    if type(value) is not list or len(value) != 5:
+        return None
+    stream, number, part, source, target = value
+    if (
+        type(stream) is type(number) is type(part) is type(source) is type(target) is int
+        and 0 <= stream <= _LAST_STREAM
+        and 0 <= number <= MAX_COUNTER
+        and 0 <= part <= MAX_COUNTER
+        and -1 <= source < MAX_WORLD_SIZE
+        and -1 <= target < MAX_WORLD_SIZE
+    ):
+        return ExchangeKey(stream, number, part, source, target)
+    return None
 
 
 def _unpack(header: Buffer) -> tuple[int, list[Any]]:

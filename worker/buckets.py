@@ -327,7 +327,9 @@ class BufferBucket(FlatBucket):
     def unpack(self) -> None:
         """Copy what the bucket holds into the buffers."""
         for packed, buffer in self._pairs():
-            buffer.copy_(packed)
+            # Like BatchNorm itself, past autograd's check for changes in place: a buffer that another forward saved
+            # may change before its backward.
+            buffer.data.copy_(packed)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         # Looked up anew: modules assign to their buffers.
@@ -341,7 +343,7 @@ class BufferBucket(FlatBucket):
                     f"buffer {name!r} had shape {component.shape} when the module was wrapped and is {now}; "
                     f"with broadcast_buffers=False it is not exchanged"
                 )
-            yield place.view(component.shape), buffer.detach()
+            yield place.view(component.shape), buffer
 
 
 def buffer_buckets(module: nn.Module) -> list[BufferBucket]:

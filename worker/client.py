@@ -18,14 +18,13 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.exchange import Kind, Op, Operation, check_reducible
-from protocol.limits import MAX_COUNTER
+from protocol.limits import MAX_COUNTER, MAX_WEIGHT
 from protocol.plan import Plan
 from protocol.wire import Buffer
 from worker.session import Destination, Handle, Session, into
 from worker.tensors import Binding, Bytes, bind, empty, like
 
 _OPS = {op.name.lower(): op for op in (Op.MEAN, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT)}
-_MAX_WEIGHT = 1e30
 
 
 class Worker:
@@ -284,8 +283,8 @@ class Worker:
 def check_weight(weight: float) -> float:
     """``weight`` as a float; InvalidArgumentError unless it is finite, not negative and at most 1e30."""
     value = float(weight)
-    if not math.isfinite(value) or not 0.0 <= value <= _MAX_WEIGHT:
-        raise InvalidArgumentError(f"a weight is a number from 0 to {_MAX_WEIGHT:g}, not {weight!r}")
+    if not math.isfinite(value) or not 0.0 <= value <= MAX_WEIGHT:
+        raise InvalidArgumentError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight!r}")
     return value
 
 
@@ -315,6 +314,11 @@ def _into_rows(rows: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Destina
 
 
 def _into_part(part: Bytes, offset: int) -> Destination:
-    """Slices of this rank's chunk go where they lie in the chunk."""
+    """Slices of this rank's chunk go where they lie in the chunk; those of others are not for us."""
     write = into(part)
-    return lambda start, stop, payload: write(start - offset, stop - offset, payload)
+
+    def write_own(start: int, stop: int, payload: Buffer | None) -> None:
+        if offset <= start < offset + part.size:
+            write(start - offset, stop - offset, payload)
+
+    return write_own

@@ -22,7 +22,7 @@ import numpy as np
 
 from protocol.channel import Channel
 from protocol.errors import ClosedError, DeadlineError, GradServerError, OutOfStepError, UsageError
-from protocol.exchange import ExchangeKey, Layout, Operation, Pool, Stream, gets, layout_of, pool_of
+from protocol.exchange import ExchangeKey, Layout, Operation, Pool, Stream, layout_of, pool_of
 from protocol.messages import (
     Agreed,
     Failure,
@@ -127,7 +127,7 @@ class Handle:
 
 
 class Destination(Protocol):
-    """Puts the results of slices where they belong."""
+    """Puts the results of slices where they belong. Called for every slice, also those that others get."""
 
     def __call__(self, start: int, stop: int, payload: Buffer | None) -> None:
         """Take bytes ``start`` to ``stop`` of the exchange; None stands for zeros."""
@@ -148,11 +148,12 @@ def into(data: Bytes) -> Destination:
 class _Exchange:
     """One exchange that this worker takes part in and that is not done."""
 
-    __slots__ = ("answered", "destination", "handle", "key", "layout", "operation", "sent", "source", "weight")
+    __slots__ = ("answered", "destination", "handle", "key", "layout", "operation", "pool", "sent", "source", "weight")
 
     def __init__(
         self,
         key: ExchangeKey,
+        pool: Pool,
         operation: Operation,
         layout: Layout,
         source: Bytes | None,
@@ -161,6 +162,7 @@ class _Exchange:
         handle: Handle,
     ) -> None:
         self.key = key
+        self.pool = pool
         self.operation = operation
         self.layout = layout
         self.source = source
@@ -204,6 +206,8 @@ class Session:
         self._pump_again = False
         self._exchanges: dict[ExchangeKey, _Exchange] = {}
         self._unsent: dict[Pool, deque[_Exchange]] = {pool: deque() for pool in Pool}
+        self._waiting = 0
+        """How many exchanges are in ``_unsent``."""
         self._in_flight = dict.fromkeys(Pool, 0)
         self._numbers: dict[tuple[int, ...], int] = {}
         self._joining: Handle | None = None
@@ -344,15 +348,18 @@ class Session:
         weight: float,
         value: Any = None,
     ) -> Handle:
-        layout = layout_of(operation, len(self.membership.names))
+        welcome = self.membership
+        layout = layout_of(operation, len(welcome.names))
         handle = Handle(self.timeout, self._channel, value, lambda: self._ask_who(key))
         if layout.count == 0:
             handle.weight, handle.present = weight, source is not None
             handle._complete()
             return handle
-        exchange = _Exchange(key, operation, layout, source, destination, weight, handle)
+        pool = pool_of(key, welcome.rank)
+        exchange = _Exchange(key, pool, operation, layout, source, destination, weight, handle)
         self._exchanges[key] = exchange
-        self._unsent[pool_of(key, self.membership.rank)].append(exchange)
+        self._unsent[pool].append(exchange)
+        self._waiting += 1
         return handle
 
     # ── sending, as credit allows ─────────────────────────────────────────────────────────────────────
@@ -376,6 +383,8 @@ class Session:
 
     def _next_push(self) -> tuple[Push, Sequence[Buffer]] | None:
         with self._state:
+            if not self._waiting:
+                return None
             credit = self.membership.credit
             for pool, unsent in self._unsent.items():
                 if not unsent:
@@ -391,6 +400,7 @@ class Session:
                 push = exchange.push()
                 if exchange.sent == exchange.layout.count:
                     unsent.remove(exchange)
+                    self._waiting -= 1
                 return push
         return None
 
@@ -415,9 +425,10 @@ class Session:
 
     def receive(self, message: Message, payloads: Sequence[Buffer]) -> None:
         """Take one message from the coordinator."""
+        if type(message) is Result:
+            self._take_result(message, payloads)
+            return
         match message:
-            case Result():
-                self._take_result(message, payloads)
             case Failure():
                 self._take_failure(message)
             case Welcome():
@@ -440,27 +451,27 @@ class Session:
         self._fail_everything(error)
 
     def _take_result(self, result: Result, payloads: Sequence[Buffer]) -> None:
+        index = result.slice
         with self._state:
             exchange = self._exchanges.get(result.key)
-            if exchange is None or result.slice in exchange.answered or result.slice >= exchange.sent:
+            if exchange is None or index in exchange.answered or index >= exchange.sent:
                 return
-        key, layout, index = exchange.key, exchange.layout, result.slice
-        rank = self.membership.rank
-        if exchange.destination is not None and gets(exchange.operation, rank, key, layout.owner(index)):
+        layout, handle = exchange.layout, exchange.handle
+        if exchange.destination is not None:
             start, stop = layout.span(index)
             item = layout.itemsize
             exchange.destination(start * item, stop * item, payloads[0] if payloads else None)
         with self._state:
-            self._in_flight[pool_of(key, rank)] -= layout.cost(index)
+            self._in_flight[exchange.pool] -= layout.cost(index)
             exchange.answered.add(index)
-            exchange.handle.present |= result.present
-            exchange.handle.weight = result.weight
+            handle.present |= result.present
+            handle.weight = result.weight
             done = len(exchange.answered) == layout.count
             if done:
-                self._exchanges.pop(key, None)
-            more = any(self._unsent.values())
+                self._exchanges.pop(result.key, None)
+            more = self._waiting > 0
         if done:
-            exchange.handle._complete()
+            handle._complete()
         if more:
             self._pump()
 
@@ -484,12 +495,12 @@ class Session:
 
     def _write_off(self, exchange: _Exchange) -> None:
         """Take back the credit of what will not be answered."""
-        pool = pool_of(exchange.key, self.membership.rank)
         for index in range(exchange.sent):
             if index not in exchange.answered:
-                self._in_flight[pool] -= exchange.layout.cost(index)
-        if exchange in self._unsent[pool]:
-            self._unsent[pool].remove(exchange)
+                self._in_flight[exchange.pool] -= exchange.layout.cost(index)
+        if exchange.sent < exchange.layout.count:
+            self._unsent[exchange.pool].remove(exchange)
+            self._waiting -= 1
 
     def _take_agreed(self, first_round: int) -> None:
         proposal, self._proposal = self._proposal, None
@@ -512,6 +523,7 @@ class Session:
             self._proposal = None
             for unsent in self._unsent.values():
                 unsent.clear()
+            self._waiting = 0
         for handle in handles:
             handle._complete(error)
 

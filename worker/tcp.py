@@ -230,10 +230,12 @@ class TcpChannel:
         current = threading.current_thread()
         if self._thread.is_alive() and current is not self._thread:
             self._thread.join()
-        with self._lock:
+        with self._reading, self._lock:  # whoever still reads has been woken, and leaves
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=_LINGER_MS)
+            self._wake_in.close()
+            self._wake_out.close()
         self._context.term()
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────

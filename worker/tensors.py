@@ -93,6 +93,9 @@ def empty(shape: tuple[int, ...] | int, dtype: Any) -> Any:
 
 
 def _bind_numpy(array: npt.NDArray[Any], dtype: DType, writes: bool) -> Binding:
+    if isinstance(array, np.ma.MaskedArray):
+        raise LayoutError("a masked array cannot travel: call .filled(…) first")
+    array = np.asarray(array)  # a subclass such as numpy.matrix has its own idea of reshape
     if writes and not array.flags.writeable:
         raise LayoutError("the result cannot be written into a read-only array: pass a copy")
     if writes and _overlaps(array.shape, tuple(stride // array.itemsize for stride in array.strides)):

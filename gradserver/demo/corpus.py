@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -16,7 +17,17 @@ MINIMUM = 64 * 2**10  # bytes; below this the library is not there as source (a 
 
 # Installed packages differ from machine to machine; tests and generated tables are not the prose we want to learn.
 SKIPPED = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data", "lib2to3"}
+    {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "__pycache__",
+        "encodings",
+        "pydoc_data",
+        "lib2to3",
+    }
 )
 
 
@@ -84,11 +95,13 @@ def read_source(root: Path, cap: int = CAP) -> bytes:
     return text
 
 
-def _source_files(root: Path) -> Iterator[Path]:
+def _source_files(root: Path) -> list[Path]:
     """The .py files under `root`, sorted by their path as text, without the skipped folders."""
-    found = (path.relative_to(root) for path in root.rglob("*.py") if path.is_file())
-    kept = [path for path in found if SKIPPED.isdisjoint(path.parts)]
-    return iter(root / path for path in sorted(kept, key=lambda path: path.as_posix()))
+    found: list[Path] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED]  # os.walk goes into what is left
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _draw(seed: int, step: int, row: int) -> int:

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradserver.demo.settings import Settings
-
-VOCABULARY = 256  # every byte value is a token
+from gradserver.demo.settings import VOCABULARY, Settings
 
 
 class Attention(nn.Module):
@@ -77,16 +75,16 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The sum of the learned vectors of a byte, of the two bytes before it, and of its position.
+    """The sum of the learned vectors of a byte, of the `history` bytes before it, and of its position.
 
-    A single byte says little. Given the two before it as well, the model need not first learn to look back by
-    one, which costs a run this short most of its steps.
+    A single byte says little. Given those before it as well, the model need not first learn to look back by
+    one, which would cost a run this short most of its steps.
     """
 
-    def __init__(self, context: int, width: int) -> None:
+    def __init__(self, context: int, width: int, history: int) -> None:
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, width)
-        self.history = nn.ModuleList(nn.Embedding(VOCABULARY, width) for _ in range(2))
+        self.history = nn.ModuleList(nn.Embedding(VOCABULARY, width) for _ in range(history))
         self.position = nn.Embedding(context, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -117,7 +115,7 @@ class GPT(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.context = settings.context
-        self.embedding = Embedding(settings.context, settings.width)
+        self.embedding = Embedding(settings.context, settings.width, settings.history)
         self.blocks = nn.ModuleList(
             Block(settings.width, settings.heads, settings.hidden) for _ in range(settings.blocks)
         )
@@ -148,7 +146,7 @@ class GPT(nn.Module):
         return logits
 
     @torch.no_grad()
-    def generate(self, prompt: bytes, count: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
+    def generate(self, prompt: bytes, count: int, *, temperature: float = 0.7, seed: int = 0) -> bytes:
         """`count` bytes that continue the non-empty `prompt`, drawn with a fixed seed."""
         generator = torch.Generator().manual_seed(seed)
         tokens = list(prompt)

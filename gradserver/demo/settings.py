@@ -5,13 +5,29 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+VOCABULARY = 256
+"""Every byte value is a token."""
+
+TOLERANCE = 1e-3
+"""Largest relative difference of two loss curves that still counts as the same training.
+
+A sum in another order changes a gradient by a few parts in ten million, and training passes that on, enlarged
+by now and then a factor of ten. An exchange that averages wrongly is off by several per cent.
+"""
+
+PROMPT = "def __init__(self, "
+"""What the trained model is asked to continue."""
+
+_FLOPS_PER_CORE = 40e9  # what training gets out of an ordinary core, for a guess at the duration
+_STARTUP_SECONDS = 6.0  # to import torch and read the text; twice in a run
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """One training run. Equal settings give equal samples and equal initial weights in every process.
 
     The defaults are tuned so that both runs together (workers, then one process) take about a minute on two
-    ordinary cores: a small model, small steps and a high learning rate show the most learning for that time.
+    ordinary cores: a small model and small steps show the most learning for that time.
     """
 
     workers: int = 2
@@ -23,10 +39,17 @@ class Settings:
     heads: int = 6
     blocks: int = 4
     hidden: int = 512  # width of the gated MLP
+    history: int = 2  # earlier bytes that a position's embedding includes
     learning_rate: float = 4e-3
-    warmup: int = 10  # steps in which the learning rate rises from 0 to its peak
+    warmup: int = 10  # steps in which the learning rate rises to its peak
+    clip_norm: float = 0.5  # largest norm of a step's gradient
     validation_rows: int = 64  # sequences of held-out text
-    sample_bytes: int = 320  # length of the continuation
+    sample_bytes: int = 280  # length of the continuation
+
+    @classmethod
+    def quick(cls, *, workers: int, batch: int, steps: int, seed: int) -> Settings:
+        """A model so small that it shows that everything works, and learns little."""
+        return cls(workers, batch, steps, seed, context=64, width=64, heads=2, blocks=2, hidden=128, sample_bytes=80)
 
     @property
     def global_batch(self) -> int:
@@ -38,15 +61,28 @@ class Settings:
         """Bytes predicted in one step, over all workers."""
         return self.global_batch * self.context
 
+    @property
+    def parameters(self) -> int:
+        """Number of the model's trainable scalars."""
+        block = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
+        tables = VOCABULARY * (2 + self.history) + self.context  # bytes in, bytes out, positions
+        return self.blocks * block + self.width * (tables + 1)
+
     def rows_of(self, rank: int) -> range:
-        """The rows of every global batch that worker `rank` trains on: rank, rank + N, rank + 2N, …"""
+        """The rows of every global batch that worker `rank` trains on: rank, rank + N, rank + 2N and so on."""
         return range(rank, self.global_batch, self.workers)
 
     def learning_rate_at(self, step: int) -> float:
-        """Learning rate of 0-based `step`: a linear warm-up, then linearly down to zero after the last step."""
-        rise = (step + 1) / self.warmup if self.warmup else 1.0
+        """Learning rate of 0-based `step`: linearly up to the peak, then linearly down to zero at the end."""
+        rise = (step + 1) / self.warmup
         fall = (self.steps - step) / max(1, self.steps - self.warmup)
         return self.learning_rate * min(1.0, rise, fall)
+
+    def expected_seconds(self, cores: int) -> float:
+        """A guess at how long both runs take together."""
+        useful = min(cores, 8)  # matrices this small do not keep more busy
+        work = 2 * self.steps * self.tokens_per_step * 6 * self.parameters
+        return 2 * _STARTUP_SECONDS + work / (_FLOPS_PER_CORE * useful)
 
     def to_json(self) -> str:
         """One line of JSON that `from_json` turns back into equal settings."""

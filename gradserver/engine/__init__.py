@@ -73,7 +73,7 @@ class Engine:
                 self.control.stop(reason, commands)
         while orders or reports:
             for order in orders:
-                self.data.obey(order, now, commands)
+                reports += self.data.obey(order, commands)
             orders = [order for report in reports for order in self.control.heed(report, commands)]
             reports = []
         return commands

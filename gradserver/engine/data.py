@@ -5,13 +5,15 @@ An exchange lives from the first push for it to the last result:
     state      event                               next       what happens
     ─────────  ──────────────────────────────────  ─────────  ─────────────────────────────────────────
     (none)     push of slice 0                     OPEN       the deadline starts
-    (none)     push of slice 0, group halted       FAILED     the sender is told
+    (none)     push of slice 0, group halted       (none)     the sender is told
+    (none)     push of a later slice               (none)     dropped, if the exchange has been
     OPEN       push, slice incomplete              OPEN       kept, at its sender's credit
     OPEN       push, slice complete                OPEN       Reduce, or results at once
     OPEN       last slice's results sent           (none)     a bucket counts towards its round
     OPEN       push of another operation           FAILED     every contributor is told both sides
     OPEN       a missing participant departs       FAILED     every contributor is told who
     OPEN       non-finite, deadline                FAILED     every contributor is told who
+    OPEN       a new plan, for a bucket            FAILED     every contributor is told
     FAILED     push of slice 0                     FAILED     the sender is told
     FAILED     push of a later slice               FAILED     dropped
     FAILED     every participant told or departed  (none)
@@ -21,7 +23,7 @@ A failed bucket halts its group; a failed collective or transfer fails alone.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -70,13 +72,16 @@ from protocol.exchange import (
     layout_of,
     pool_of,
 )
-from protocol.limits import SLICE_BYTES
+from protocol.limits import MAX_TRANSFERS, SLICE_BYTES
 from protocol.messages import Failure, Inquire, Missing, Push, Result, Scope
 from protocol.plan import Plan
 from protocol.wire import Buffer
 
 _WEIGHED = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER})
 """Contributions of weight 0 are left out, and absent ones are zeros."""
+
+_MAX_FAILED = 1024
+"""Failed exchanges that are kept for those who come late; whoever is later still waits for its deadline."""
 
 
 @dataclass(slots=True)
@@ -140,6 +145,10 @@ class _Group:
     outstanding: Counter[tuple[int, Pool]] = field(default_factory=Counter)
     """Bytes in flight, by rank and pool."""
     departed: dict[int, GradServerError] = field(default_factory=dict)
+    transfers: Counter[int] = field(default_factory=Counter)
+    """Sequences of transfers that each rank takes part in."""
+    failed: deque[ExchangeKey] = field(default_factory=deque)
+    """Exchanges that failed, the latest ones; some of them not everybody has heard of yet."""
     halted: GradServerError | None = None
     buckets_halted: GradServerError | None = None
     next_check: float | None = None
@@ -163,6 +172,8 @@ class _Group:
         """How to speak of an exchange."""
         if key.stream == Stream.BUCKET and self.plan is not None and key.part < len(self.plan.buckets):
             return f"bucket {self.plan.buckets[key.part].key!r} of round {key.number}"
+        if key.stream == Stream.BUCKET:
+            return f"bucket {key.part} of round {key.number}"
         if key.stream == Stream.TRANSFER:
             return f"transfer {key.number} from rank {key.source} to rank {key.target} (tag {key.part})"
         return f"collective {key.number}" + (f", {operation}," if operation else "")
@@ -183,7 +194,7 @@ class Data:
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────
 
-    def obey(self, order: Order, now: float, commands: list[Command]) -> None:
+    def obey(self, order: Order, commands: list[Command]) -> list[Report]:
         """Carry out what control says."""
         match order:
             case OpenGroup(name, _, seats):
@@ -191,10 +202,7 @@ class Data:
                 for rank, seat in enumerate(seats):
                     self._seats[seat.connection] = (group, rank)
             case SetPlan(name, plan, first_round):
-                group = self.groups[name]
-                group.plan, group.first_round = plan, first_round
-                group.full_buckets = sum(bucket.numel > 0 for bucket in plan.buckets)
-                group.due = {key: due for key, due in group.due.items() if key[1] != Stream.BUCKET}
+                return self._set_plan(self.groups[name], plan, first_round, commands)
             case Depart(name, rank, error):
                 self._depart(self.groups[name], rank, error, commands)
             case CloseGroup(name):
@@ -203,6 +211,21 @@ class Data:
                     if seat.connection in self._seats and self._seats[seat.connection][0] is group:
                         del self._seats[seat.connection]
                 self._plan_next_check()
+        return []
+
+    def _set_plan(self, group: _Group, plan: Plan, first_round: int, commands: list[Command]) -> list[Report]:
+        """From ``first_round`` on, buckets are this plan's. A round that was begun by another one is given up."""
+        reports: list[Report] = []
+        for exchange in list(group.exchanges.values()):
+            if exchange.key.stream == Stream.BUCKET and exchange.failure is None:
+                error = OutOfStepError(f"{group.describe(exchange.key)} was open when a new plan was agreed on")
+                self._fail(group, exchange, error, commands)
+                reports.append(Halted(group.order.group, error))
+        group.plan, group.first_round = plan, first_round
+        group.full_buckets = sum(bucket.numel > 0 for bucket in plan.buckets)
+        group.due = {key: due for key, due in group.due.items() if key[1] != Stream.BUCKET}
+        group.rounds.clear()
+        return reports
 
     def _depart(self, group: _Group, rank: int, error: GradServerError, commands: list[Command]) -> None:
         self._seats.pop(group.order.seats[rank].connection, None)
@@ -269,13 +292,24 @@ class Data:
     def _check_due(self, group: _Group, rank: int, key: ExchangeKey) -> None:
         """Numbers of a sequence come without gaps; that is how members' exchanges are matched."""
         sequence = _sequence(rank, key)
-        due = group.due.get(sequence, group.first_round if key.stream == Stream.BUCKET else 0)
+        due = group.due.get(sequence)
+        if due is None:
+            due = self._first_due(group, rank, key)
         if key.number != due:
             what = "round" if key.stream == Stream.BUCKET else "number"
             raise OutOfStepError(
                 f"{group.describe(key)} from {group.call(rank)}: {what} {due} is due, {key.number} came"
             )
         group.due[sequence] = due + 1
+
+    def _first_due(self, group: _Group, rank: int, key: ExchangeKey) -> int:
+        if key.stream == Stream.TRANSFER:
+            group.transfers[rank] += 1
+            if group.transfers[rank] > MAX_TRANSFERS:
+                raise LimitExceededError(
+                    f"{group.call(rank)} has used {MAX_TRANSFERS} different combinations of peer and tag: use tags again"
+                )
+        return group.first_round if key.stream == Stream.BUCKET else 0
 
     def _is_past(self, group: _Group, rank: int, key: ExchangeKey) -> bool:
         return key.number < group.due.get(_sequence(rank, key), 0)
@@ -300,9 +334,11 @@ class Data:
         transfer = key.stream == Stream.TRANSFER
         participants = (key.source, key.target) if transfer else tuple(range(group.world))
         exchange = _Exchange(key, operation, layout, participants, rank, now, now)
-        group.exchanges[key] = exchange
         halted = group.halted or (group.buckets_halted if key.stream == Stream.BUCKET else None)
         exchange.failure = halted or next((group.departed[r] for r in participants if r in group.departed), None)
+        if exchange.failure is not None:  # for the others too, when they come: there is nothing to remember
+            return exchange
+        group.exchanges[key] = exchange
         if key.stream == Stream.BUCKET:
             group.rounds.setdefault(key.number, _Round(now))
         if group.next_check is None:  # else an exchange that began earlier is due earlier
@@ -325,10 +361,14 @@ class Data:
                 f"{group.describe(exchange.key)} from {group.call(rank)}: slice {index} came, "
                 f"{exchange.pushed.get(rank, 0)} of {exchange.layout.count} is due"
             )
-        expected = exchange.layout.nbytes(index) if gives(exchange.operation, rank, exchange.key) else 0
+        has_to_give = gives(exchange.operation, rank, exchange.key)
+        expected = exchange.layout.nbytes(index) if has_to_give else 0
         size = 0 if payload is None else len(payload)
-        may_be_absent = exchange.operation.kind in _WEIGHED
-        if size != expected and not (payload is None and may_be_absent):
+        if payload is None:
+            is_right = not has_to_give or exchange.operation.kind in _WEIGHED
+        else:
+            is_right = has_to_give and size == expected
+        if not is_right:
             raise SizeMismatchError(
                 f"{group.describe(exchange.key)} from {group.call(rank)}: slice {index} has {size} "
                 f"bytes, {expected} were agreed"
@@ -379,11 +419,11 @@ class Data:
         if group is None or group.order.epoch != event.epoch:
             return []
         exchange = group.exchanges.get(event.key)
-        if exchange is None or exchange.failure is not None:
+        if exchange is None or event.slice not in exchange.reducing:
             return []
-        exchange.reducing.discard(event.slice)
         if isinstance(event.outcome, NonFinite):
             return self._halt(group, exchange, event.slice, event.outcome, commands)
+        exchange.reducing.remove(event.slice)
         return self._answer(group, exchange, event.slice, (event.outcome,), now, commands)
 
     def _answer(
@@ -482,6 +522,9 @@ class Data:
             group.buckets_halted = error
         for rank in exchange.pushed:
             self._tell(group, exchange, rank, commands)
+        group.failed.append(exchange.key)
+        if len(group.failed) > _MAX_FAILED:
+            group.exchanges.pop(group.failed.popleft(), None)
         self._forget_if_over(group, exchange)
 
     def _tell(self, group: _Group, exchange: _Exchange, rank: int, commands: list[Command]) -> None:
@@ -528,9 +571,10 @@ class Data:
     def _overdue(self, group: _Group, exchange: _Exchange, timeout: float) -> DeadlineError:
         missing = exchange.missing()
         have = [rank for rank in exchange.participants if rank not in missing]
+        whom = group.calls(missing) if missing else "the coordinator to reduce it"
         return DeadlineError(
-            f"{group.describe(exchange.key, exchange.operation)} waited {timeout:g} s for {group.calls(missing)}; "
-            f"{group.calls(have)} had come",
+            f"{group.describe(exchange.key, exchange.operation)} waited {timeout:g} s for {whom}"
+            + (f"; {group.calls(have)} had come" if have else ""),
             missing=tuple(group.call(rank) for rank in missing),
             bucket=group.bucket_name(exchange.key),
             round=exchange.key.number if exchange.key.stream == Stream.BUCKET else -1,
@@ -599,6 +643,9 @@ def _sequence(rank: int, key: ExchangeKey) -> tuple[int, ...]:
 def _check_operation(key: ExchangeKey, operation: Operation, world: int) -> None:
     """Refuse what no correct client says."""
     transfer = key.stream == Stream.TRANSFER
+    part = key.part if key.stream == Stream.BUCKET else 0
+    if not transfer and key != (key.stream, key.number, part, -1, -1):
+        raise UnexpectedMessageError(f"no exchange has the key {tuple(key)}")
     if transfer != (operation.kind is Kind.TRANSFER):
         raise UnexpectedMessageError(f"{operation} cannot be exchanged under the key {tuple(key)}")
     if transfer and not (0 <= key.source < world and 0 <= key.target < world and key.source != key.target):

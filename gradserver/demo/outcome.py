@@ -1,0 +1,95 @@
+"""What came out of a run, and whether it is what was promised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradserver.demo.reports import Done, Step
+from gradserver.demo.settings import TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalStep:
+    """One step of all replicas together."""
+
+    step: int  # from 0
+    loss: float  # mean over the replicas, and so over all samples of the step; nats per byte
+    seconds: float  # of the slowest replica
+    exchange_share: float  # of the step's time, 0 to 1, averaged over the replicas
+
+    @classmethod
+    def of(cls, parts: Sequence[Step]) -> GlobalStep:
+        """Joins what each replica did in the same step. All have equally many samples, so a plain mean is right."""
+        total = sum(part.seconds for part in parts)
+        waited = sum(part.exchange_seconds for part in parts)
+        loss = math.fsum(part.loss for part in parts) / len(parts)
+        return cls(parts[0].step, loss, max(part.seconds for part in parts), waited / total if total else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One training run, seen from outside."""
+
+    steps: list[GlobalStep]
+    done: list[Done]  # by rank
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of each step."""
+        return [step.loss for step in self.steps]
+
+    @property
+    def seconds(self) -> float:
+        """Time in training, without the processes' start."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def exchange_share(self) -> float:
+        """Share of the training time that went into the exchange, 0 to 1."""
+        spent = sum(step.exchange_share * step.seconds for step in self.steps)
+        return spent / self.seconds if self.seconds else 0.0
+
+    @property
+    def validation_loss(self) -> float:
+        """Loss on held-out text, by rank 0."""
+        loss = self.done[0].validation_loss
+        return math.nan if loss is None else loss
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The workers' run against the reference."""
+
+    hashes: tuple[str, ...]  # of each replica's weights, by rank
+    distance: float  # largest relative difference of the two runs' losses, over all steps
+    worst_step: int  # where it is, from 0
+
+    @property
+    def identical(self) -> bool:
+        """Whether all replicas hold the same weights, bit for bit."""
+        return len(set(self.hashes)) == 1
+
+    @property
+    def close(self) -> bool:
+        """Whether the loss curves agree within the tolerance."""
+        return self.distance <= TOLERANCE
+
+    @property
+    def passed(self) -> bool:
+        """Whether the run did what was promised."""
+        return self.identical and self.close
+
+
+def judge(group: Result, reference: Result) -> Verdict:
+    """Compares the runs step by step."""
+    gaps = distances(group.losses, reference.losses)
+    worst = max(range(len(gaps)), key=gaps.__getitem__)
+    return Verdict(tuple(done.sha256 for done in group.done), gaps[worst], worst)
+
+
+def distances(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """|a - b| / |b| for each step; infinite where a loss is not a finite number."""
+    pairs = zip(losses, reference, strict=True)
+    return [abs(a - b) / abs(b) if math.isfinite(a) and math.isfinite(b) and b else math.inf for a, b in pairs]

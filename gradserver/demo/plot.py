@@ -1,0 +1,66 @@
+"""The picture of a run: both loss curves, and how far they are apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gradserver.demo.outcome import Result, distances
+from gradserver.demo.settings import TOLERANCE, Settings
+
+_GROUP, _REFERENCE, _GREY = "#f2a03d", "#1f3a5f", "#6b7280"
+
+
+def save_plot(path: Path, settings: Settings, group: Result, reference: Result) -> None:
+    """Writes the picture to `path` as a PNG."""
+    # A Figure made without pyplot draws into memory (Agg): no display is needed, and no state is left behind.
+    figure = Figure(figsize=(9, 6.2), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.15])
+    _draw_losses(upper, settings, group, reference)
+    _draw_distance(lower, distances(group.losses, reference.losses))
+    for axes in (upper, lower):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.tick_params(colors=_GREY)
+    figure.savefig(path, dpi=130, format="png")
+
+
+def _draw_losses(axes: Axes, settings: Settings, group: Result, reference: Result) -> None:
+    steps = range(1, settings.steps + 1)
+    many = f"{settings.workers} workers" if settings.workers > 1 else "1 worker"
+    axes.plot(steps, group.losses, color=_GROUP, linewidth=4.5, label=f"{many} through the coordinator")
+    label = f"one process, batch {settings.global_batch}"
+    axes.plot(steps, reference.losses, color=_REFERENCE, linewidth=1.3, label=label)
+    axes.axhline(group.validation_loss, color=_GREY, linewidth=1, linestyle=(0, (4, 3)))
+    axes.annotate(
+        f"held-out text: {group.validation_loss:.2f}",
+        (1, group.validation_loss),
+        xytext=(4, -4),
+        textcoords="offset points",
+        va="top",
+        color=_GREY,
+    )
+    axes.set_ylabel("loss (nats per byte)")
+    axes.set_ylim(bottom=0)
+    axes.set_title(
+        f"{many}, {settings.batch} sequences each, train as one process with {settings.global_batch}",
+        loc="left",
+        fontsize=13,
+        fontweight="bold",
+        pad=24,
+    )
+    model = f"byte-level GPT of {settings.parameters / 1e6:.1f} M parameters on Python's standard library"
+    axes.text(0, 1.025, f"{model}, seed {settings.seed}", transform=axes.transAxes, color=_GREY)
+    axes.legend(frameon=False, loc="upper right")
+
+
+def _draw_distance(axes: Axes, gaps: list[float]) -> None:
+    floor = 1e-9  # a logarithmic axis has no zero: equal losses are drawn here
+    axes.semilogy(range(1, len(gaps) + 1), [max(gap, floor) for gap in gaps], color=_REFERENCE, linewidth=1)
+    axes.axhline(TOLERANCE, color="#b91c1c", linewidth=1, linestyle=(0, (4, 3)))
+    axes.annotate("tolerance", (1, TOLERANCE), xytext=(4, -4), textcoords="offset points", va="top", color="#b91c1c")
+    axes.set_ylim(floor, max(TOLERANCE * 10, *(gap * 3 for gap in gaps if gap < float("inf")), floor))
+    axes.set_ylabel("relative\ndifference")
+    axes.set_xlabel("step")

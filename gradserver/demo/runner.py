@@ -1,0 +1,216 @@
+"""The demo's own process: starts the others, follows them, compares, and ends them whatever happens."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from gradserver.demo.outcome import GlobalStep, Result, distances, judge
+from gradserver.demo.processes import Child, ProcessError, Processes
+from gradserver.demo.reports import Done, Ready, Step, from_line
+from gradserver.demo.screen import RED, Screen
+from gradserver.demo.settings import Settings
+from gradserver.demo.view import Table, View
+
+SILENCE_SECONDS = 120.0  # longer than any one step takes, and than importing torch from a slow disk
+_LISTENING = "listening on "
+
+
+def run_demo(settings: Settings, out: Path) -> int:
+    """Runs the demo and prints it to standard output. Returns the exit status, as `gradserver.demo.run` has it."""
+    screen = Screen(sys.stdout)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        view = View(screen, settings, available_cores(), out)
+        view.introduce()
+        with _ended_by_signals(), Processes(out) as processes:
+            return _Demo(settings, out, view, processes).run()
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # nobody reads any more, as behind `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        print(f"gradserver demo: {error}", file=sys.stderr)
+        return 2
+    except ProcessError as error:
+        screen.line()
+        screen.line(f"{screen.style('FAIL', RED)}  {error}")
+        return 1
+    except KeyboardInterrupt:
+        screen.line()
+        screen.line("Interrupted. All processes of the demo have been ended.")
+        return 130
+
+
+class _Demo:
+    """One run, from the first process to the verdict."""
+
+    def __init__(self, settings: Settings, out: Path, view: View, processes: Processes) -> None:
+        self.settings = settings
+        self.out = out
+        self.view = view
+        self.processes = processes
+
+    def run(self) -> int:
+        """Both trainings, and what came of them. Returns the exit status."""
+        view = self.view
+        group = self.train_group()
+        reference = self.train_reference(group)
+        verdict = judge(group, reference)
+
+        view.heading(3, "The two compared")
+        view.verdict(group, reference, verdict)
+        view.sample(group.done[0].sample or "")
+        self.save(group, reference)
+        view.close(verdict, ["loss.png", "losses.csv", "model.pt", "*.log"])
+        return 0 if verdict.passed else 1
+
+    def train_group(self) -> Result:
+        """The coordinator and its workers."""
+        settings, view = self.settings, self.view
+        url = self.start_coordinator()
+        view.heading(1, f"{settings.workers} workers, averaged by the coordinator at {url}")
+        threads = max(1, view.cores // settings.workers)
+        workers = []
+        for rank in range(settings.workers):
+            arguments = ["--url", url, "--rank", str(rank)]
+            if rank == 0:
+                arguments += ["--save", str(self.out / "model.pt")]
+            workers.append(self.start_trainer(f"worker {rank}", threads, *arguments))
+        result = self.follow(workers)
+        self.processes.stop()
+        return result
+
+    def train_reference(self, group: Result) -> Result:
+        """The same training in one process, beside the losses of the group."""
+        self.view.heading(2, f"One process, {self.settings.global_batch} sequences per step")
+        trainer = self.start_trainer("one process", self.view.cores)
+        return self.follow([trainer], group.losses)
+
+    def start_coordinator(self) -> str:
+        """Starts the daemon, and returns the URL at which it listens."""
+        arguments = ["serve", "--bind", "tcp://127.0.0.1:0", "--workers", str(self.settings.workers)]
+        coordinator = self.processes.start("coordinator", "-m", "gradserver", *arguments)
+        while True:
+            _, line = self.processes.next_line(SILENCE_SECONDS)
+            if line is None:
+                raise ProcessError(f"the coordinator ended before it listened; its log is {coordinator.log}")
+            if line.startswith(_LISTENING):
+                return line.removeprefix(_LISTENING).strip()
+
+    def start_trainer(self, name: str, threads: int, *arguments: str) -> Child:
+        """Starts one training process."""
+        common = ["--settings", self.settings.to_json(), "--threads", str(threads)]
+        return self.processes.start(name, "-m", "gradserver.demo.worker", *common, *arguments)
+
+    def follow(self, children: list[Child], reference: list[float] | None = None) -> Result:
+        """Shows the steps of `children` until all have reported the end."""
+        self.view.screen.live("  starting: importing torch, reading the text")
+        table = Table(self.view, reference)
+        progress = _Progress(children)
+        while not progress.complete:
+            child, line = self.processes.next_line(SILENCE_SECONDS)
+            step = progress.take(child, line)
+            if step is not None:
+                table.add(step)
+        self.view.screen.clear()
+        return progress.result()
+
+    def save(self, group: Result, reference: Result) -> None:
+        """Writes numbers and picture."""
+        from gradserver.demo.plot import save_plot  # here, as loading matplotlib may take seconds
+
+        self.view.screen.live("  drawing")
+        gaps = distances(group.losses, reference.losses)
+        with (self.out / "losses.csv").open("w", newline="", encoding="utf-8") as stream:
+            table = csv.writer(stream)
+            table.writerow(["step", "workers", "one_process", "relative_difference"])
+            rows = zip(group.losses, reference.losses, gaps, strict=True)
+            table.writerows((step, *row) for step, row in enumerate(rows, start=1))
+        save_plot(self.out / "loss.png", self.settings, group, reference)
+        self.view.screen.clear()
+
+
+class _Progress:
+    """Puts the reports of several replicas together."""
+
+    def __init__(self, children: list[Child]) -> None:
+        self._children = children
+        self._ready: dict[Child, Ready] = {}
+        self._parts: dict[int, dict[Child, Step]] = {}  # of steps that not all have reported yet
+        self._steps: list[GlobalStep] = []
+        self._done: dict[Child, Done] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have reported their end."""
+        return len(self._done) == len(self._children)
+
+    def take(self, child: Child, line: str | None) -> GlobalStep | None:
+        """Takes a line that `child` printed. Returns a step if this completes it."""
+        if child not in self._children:
+            if line is None:
+                raise ProcessError(f"the {child.name} ended in the midst of the training; its log is {child.log}")
+            return None
+        if line is None:
+            if child not in self._done:
+                raise ProcessError(f"{child.name} ended without a result; its log is {child.log}")
+            return None
+        try:
+            report = from_line(line)
+        except ValueError as error:
+            raise ProcessError(f"{child.name} sent what is {error}") from error
+        if isinstance(report, Step):
+            return self._join(child, report)
+        if isinstance(report, Ready):
+            self._ready[child] = report
+            if len({one.corpus_sha256 for one in self._ready.values()}) > 1:
+                raise ProcessError(f"{child.name} read another text than the others: was Python being updated?")
+        else:
+            self._done[child] = report
+        return None
+
+    def _join(self, child: Child, part: Step) -> GlobalStep | None:
+        parts = self._parts.setdefault(part.step, {})
+        parts[child] = part
+        if len(parts) < len(self._children):
+            return None
+        del self._parts[part.step]
+        step = GlobalStep.of([parts[one] for one in self._children])
+        self._steps.append(step)
+        return step
+
+    def result(self) -> Result:
+        """The whole run, once it is complete."""
+        return Result(self._steps, [self._done[child] for child in self._children])
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Lets a request to end, or a closed terminal, end the run in order, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
+        yield
+        return
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,81 @@
+"""A terminal, or whatever standard output is: plain lines anywhere, colour and a live line where they work."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TextIO
+
+WIDTH = 79  # columns; a longer live line would wrap and could not be taken back
+
+BOLD, DIM, RED, GREEN, CYAN = "1", "2", "31;1", "32;1", "36;1"
+
+_LIVE_SECONDS = 0.1  # between two drawings of the live line
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+class Screen:
+    """Writes to `stream`. Control codes are used only if it is a terminal that understands them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_terminal = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._colour = self._is_terminal and not os.environ.get("NO_COLOR")
+        self._encoding = stream.encoding or "ascii"
+        self._live = False
+        self._drawn = 0.0
+
+    def line(self, text: str = "") -> None:
+        """Prints a line for good."""
+        self._write(f"{self._cleared()}{text}\n")
+
+    def live(self, text: str) -> None:
+        """Shows a line that the next one replaces. Does nothing where that is impossible."""
+        now = time.monotonic()
+        if self._is_terminal and (not self._live or now - self._drawn >= _LIVE_SECONDS):
+            self._write(f"{self._cleared()}{self.style(text[:WIDTH], DIM)}")
+            self._live, self._drawn = True, now
+
+    def clear(self) -> None:
+        """Takes back the live line."""
+        self._write(self._cleared())
+
+    def style(self, text: str, code: str) -> str:
+        """`text` in a colour or weight, where there are any."""
+        return f"\x1b[{code}m{text}\x1b[0m" if self._colour and text else text
+
+    def bar(self, share: float, width: int) -> str:
+        """A bar over `share` (0 to 1) of `width` columns, padded to that width."""
+        share = min(1.0, max(0.0, share)) if share == share else 0.0
+        if not self._can_print(_EIGHTHS):
+            return ("#" * round(share * width)).ljust(width)
+        full, rest = divmod(round(share * width * 8), 8)
+        return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
+
+    def _can_print(self, text: str) -> bool:
+        try:
+            text.encode(self._encoding)
+        except (LookupError, UnicodeEncodeError):
+            return False
+        return True
+
+    def _cleared(self) -> str:
+        was, self._live = self._live, False
+        return "\r\x1b[2K" if was else ""
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text.encode(self._encoding, "replace").decode(self._encoding))
+        self._stream.flush()
+
+
+def duration(seconds: float) -> str:
+    """A rough duration in words: ``20 s``, ``a minute``, ``5 minutes``."""
+    if seconds < 45:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    minutes = round(seconds / 60)
+    return "a minute" if minutes <= 1 else f"{minutes} minutes"
+
+
+def harmless(text: str) -> str:
+    """`text` without anything that a terminal would act upon, apart from line ends."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text.expandtabs(4))

@@ -1,0 +1,179 @@
+"""What a run looks like: its announcement, its tables while it trains, and its verdict."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradserver.demo.outcome import GlobalStep, Result, Verdict
+from gradserver.demo.screen import BOLD, CYAN, DIM, GREEN, RED, WIDTH, Screen, duration, harmless
+from gradserver.demo.settings import PROMPT, TOLERANCE, VOCABULARY, Settings
+
+_ROWS = 10  # of a table; the steps between them show up in the live line only
+_BAR = 22  # columns
+_SAMPLE_LINES = 9
+
+
+class View:
+    """Everything that a run prints."""
+
+    def __init__(self, screen: Screen, settings: Settings, cores: int, out: Path) -> None:
+        self.screen = screen
+        self.settings = settings
+        self.cores = cores
+        self.out = out
+
+    def introduce(self) -> None:
+        """What is going to happen, and how long it will take."""
+        s, version = self.settings, sys.version_info
+        self.screen.line(self.screen.style("gradserver demo", BOLD))
+        self.screen.line()
+        self._facts(
+            ("model", f"byte-level GPT, {_count(s.parameters)} parameters, {s.blocks} blocks, context {s.context}"),
+            ("text", f"the source of Python {version.major}.{version.minor}'s own standard library"),
+            ("first", f"{_workers(s)} and a coordinator, each a process of its own, train it"),
+            ("", f"{s.steps:,} steps of {s.workers} x {s.batch} sequences; gradients averaged in every step"),
+            ("then", f"one process trains it with {s.workers} times the batch: same seed, same samples"),
+            ("promise", "all replicas are bit-identical, and both loss curves are the same"),
+            ("time", f"about {duration(s.expected_seconds(self.cores))} on {_cores(self.cores)}"),
+            ("files", str(self.out)),
+        )
+
+    def heading(self, number: int, text: str) -> None:
+        """Opens one of the parts of the run."""
+        self.screen.line()
+        self.screen.line(self.screen.style(f"[{number}/3]", CYAN) + " " + self.screen.style(text, BOLD))
+
+    def verdict(self, group: Result, reference: Result, verdict: Verdict) -> None:
+        """The comparison, in the end."""
+        hashes = [f"worker {rank} {digest[:24]}" for rank, digest in enumerate(verdict.hashes)]
+        same = f"SHA-256 {verdict.hashes[0][:32]}..."
+        replicas = "identical" if verdict.identical else "DIFFERENT"
+        curve = "same" if verdict.close else "DIFFERENT"
+        distance = f"{verdict.distance:.1e} apart at most, in step {verdict.worst_step + 1}"
+        self.screen.line()
+        self._mark(verdict.identical, "weights", replicas, same if verdict.identical else "SHA-256 of the replicas:")
+        for line in [] if verdict.identical else hashes:
+            self.screen.line(f"  {'':31}{line}")
+        self._mark(verdict.close, "loss curve", curve, f"{distance} (tolerance {TOLERANCE:.0e})")
+        self.screen.line()
+        self._facts(
+            ("", f"{'':24}{'workers':>12}{'one process':>14}"),
+            ("loss", _pair("first step", group.losses[0], reference.losses[0], ".4f")),
+            ("", _pair(*_last_steps(group, reference), ".4f")),
+            ("", _pair("held-out text", group.validation_loss, reference.validation_loss, ".4f")),
+            ("speed", _pair("tokens per second", self._rate(group), self._rate(reference), ",.0f")),
+            ("", f"{'exchanging gradients':24}{group.exchange_share:>12.1%}{'-':>14}"),
+        )
+
+    def sample(self, text: str) -> None:
+        """What the trained model writes, beside a rule."""
+        self.screen.line()
+        self.screen.line(f"  The model continues {self.screen.style(repr(PROMPT), BOLD)}:")
+        self.screen.line()
+        lines = [line[: WIDTH - 6] for line in harmless(PROMPT + text).splitlines()]
+        for line in lines[:_SAMPLE_LINES]:
+            self.screen.line(self.screen.style(f"    | {line}".rstrip(), DIM))
+
+    def close(self, verdict: Verdict, files: Sequence[str]) -> None:
+        """Pass or fail in one line, and where to go from here."""
+        s = self.settings
+        self.screen.line()
+        if verdict.passed:
+            what = f"{_workers(s)} trained as one process with {s.workers} times the batch does."
+            self.screen.line(f"{self.screen.style('PASS', GREEN)}  {what}")
+        else:
+            wrong = [] if verdict.identical else ["the replicas' weights differ"]
+            wrong += [] if verdict.close else ["the loss curves are apart by more than the tolerance"]
+            self.screen.line(f"{self.screen.style('FAIL', RED)}  {', and '.join(wrong)}.")
+        self.screen.line()
+        self._facts(("files", f"{self.out}: {', '.join(files)}"))
+        if verdict.passed:
+            more = f"gradserver demo --workers {2 * s.workers}" if s.workers <= 4 else "gradserver demo"
+            self.screen.line()
+            self.screen.line("Next")
+            self._facts(
+                ("more", more),
+                ("your own", "gradserver serve --bind tcp://0.0.0.0:7411 --workers 2"),
+                ("", "and in your training script, on every machine:"),
+                ("", '  worker = gradserver.connect("tcp://COORDINATOR:7411")'),
+                ("", "  model = gradserver.DistributedDataParallel(model, worker)"),
+            )
+
+    def _rate(self, result: Result) -> float:
+        return self.settings.tokens_per_step * len(result.steps) / (result.seconds or math.inf)
+
+    def _mark(self, good: bool, what: str, how: str, more: str) -> None:
+        sign = self.screen.style("ok", GREEN) if good else self.screen.style("NO", RED)
+        self.screen.line(f"  {sign}  {what:12}{how:11}  {more}")
+
+    def _facts(self, *facts: tuple[str, str]) -> None:
+        for name, text in facts:
+            self.screen.line(f"  {self.screen.style(f'{name:10}', DIM)}{text}".rstrip())
+
+
+class Table:
+    """The steps of one training run, of which every so many are kept as a row."""
+
+    def __init__(self, view: View, reference: Sequence[float] | None = None) -> None:
+        """`reference` are the losses to compare with; without them a bar shows the loss."""
+        self._view = view
+        self._reference = reference
+        self._begun = 0.0  # seconds in training until now
+        self._window: list[GlobalStep] = []  # since the last row
+        last = " one process      workers  difference" if reference is not None else f"  {'loss':<{_BAR + 8}}"
+        last += "  tokens/s" + ("" if reference is not None else "  exchange")
+        view.screen.line()
+        view.screen.line(view.screen.style(f"  {'step':>8}{last}    time    left", DIM))
+
+    def add(self, step: GlobalStep) -> None:
+        """Shows one more step."""
+        steps = self._view.settings.steps
+        self._begun += step.seconds
+        self._window.append(step)
+        row = self._row(step)
+        if step.step == 0 or (step.step + 1) * _ROWS // steps > step.step * _ROWS // steps:
+            self._view.screen.line(row)
+            self._window.clear()
+        else:
+            self._view.screen.live(row)
+
+    def _row(self, step: GlobalStep) -> str:
+        settings, done = self._view.settings, step.step + 1
+        seconds = sum(one.seconds for one in self._window) or math.inf
+        rate = settings.tokens_per_step * len(self._window) / seconds
+        left = self._begun / done * (settings.steps - done)
+        if self._reference is None:
+            bar = self._view.screen.bar(step.loss / math.log(VOCABULARY), _BAR)
+            share = sum(one.exchange_share * one.seconds for one in self._window) / seconds
+            middle = f"  {step.loss:6.3f}  {bar}{rate:>10,.0f}{share:>10.1%}"
+        else:
+            other = self._reference[step.step]
+            gap = abs(other - step.loss) / step.loss if step.loss else math.inf
+            middle = f"{step.loss:>12.6f}{other:>13.6f}{gap:>12.1e}{rate:>10,.0f}"
+        return f"  {done:>8,}{middle}{self._begun:>7.1f}s{left:>7.1f}s"
+
+
+def _last_steps(group: Result, reference: Result) -> tuple[str, float, float]:
+    """The mean loss of the last tenth of the steps: one step's samples are too few to go by."""
+    count = max(1, len(group.losses) // 10)
+    means = [math.fsum(losses[-count:]) / count for losses in (group.losses, reference.losses)]
+    return (f"last {count} steps" if count > 1 else "last step", *means)  # type: ignore[return-value]
+
+
+def _pair(what: str, workers: float, one: float, form: str) -> str:
+    return f"{what:24}{workers:>12{form}}{one:>14{form}}"
+
+
+def _workers(settings: Settings) -> str:
+    return f"{settings.workers} workers" if settings.workers > 1 else "1 worker"
+
+
+def _cores(cores: int) -> str:
+    return f"{cores} cores" if cores > 1 else "one core"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number / 1e3:.0f} K"

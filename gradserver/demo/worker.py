@@ -1,0 +1,84 @@
+"""One process of a demo run: a worker that exchanges gradients, or without a coordinator the reference.
+
+Started by the runner as ``python -m gradserver.demo.worker``. Reports go to standard output, one line each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+import gradserver
+from gradserver.demo.corpus import Corpus
+from gradserver.demo.model import GPT, state_sha256
+from gradserver.demo.reports import Done, Ready, Report, Step, to_line
+from gradserver.demo.settings import PROMPT, Settings
+from gradserver.demo.train import train, validation_loss
+
+
+def main() -> int:
+    """Trains as the arguments say."""
+    parser = argparse.ArgumentParser(prog="gradserver.demo.worker")
+    parser.add_argument("--settings", type=Settings.from_json, required=True, help="as Settings.to_json writes")
+    parser.add_argument("--threads", type=int, required=True, help="threads that torch may use in training")
+    parser.add_argument("--url", help="the coordinator; without it this process trains on all rows, alone")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--save", type=Path, help="file for the trained weights")
+    arguments = parser.parse_args()
+    settings: Settings = arguments.settings
+
+    tell = take_stdout()
+    torch.set_num_threads(arguments.threads)
+    corpus = Corpus.standard_library(settings.context, settings.seed)
+    model = GPT(settings)
+    tell(Ready(len(corpus.text), corpus.sha256))
+    if arguments.url is None:
+        steps = train(model, corpus, settings, range(settings.global_batch))
+    else:
+        steps = train_in_group(model, corpus, settings, arguments.url, arguments.rank)
+    for step in steps:
+        tell(step)
+    if arguments.save is not None:
+        torch.save(model.state_dict(), arguments.save)
+    tell(assess(model, corpus, settings, arguments.rank, sample=arguments.url is not None))
+    return 0
+
+
+def train_in_group(model: GPT, corpus: Corpus, settings: Settings, url: str, rank: int) -> Iterator[Step]:
+    """Trains on this rank's rows, with gradients that are averaged over the group. All it takes is two lines."""
+    with gradserver.connect(url, rank=rank, world_size=settings.workers, name=f"worker-{rank}") as worker:
+        replica = gradserver.DistributedDataParallel(model, worker)
+        yield from train(replica, corpus, settings, settings.rows_of(rank), lambda: replica.exchange_seconds)
+
+
+def assess(model: GPT, corpus: Corpus, settings: Settings, rank: int, *, sample: bool) -> Done:
+    """What became of the model. Its replicas are alike, so that rank 0 speaks for all, but for the hash."""
+    digest = state_sha256(model)
+    if rank != 0:
+        return Done(digest)
+    model.eval()
+    loss = validation_loss(model, corpus, settings)
+    if not sample:
+        return Done(digest, loss)
+    continuation = model.generate(PROMPT.encode(), settings.sample_bytes, seed=settings.seed)
+    return Done(digest, loss, continuation.decode("utf-8", "replace"))
+
+
+def take_stdout() -> Callable[[Report], None]:
+    """Keeps standard output for reports: whatever else prints in this process goes to standard error."""
+    reports = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def tell(report: Report) -> None:
+        print(to_line(report), file=reports, flush=True)
+
+    return tell
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,309 @@
+"""From a module to buckets: grouping, order, and memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from models import Block, Convolutional, Transformer
+from torch import nn
+
+from gradserver.demo.model import GPT
+from gradserver.demo.settings import Settings
+from protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError
+from protocol.exchange import Op
+from worker.buckets import GradientBucket, Group, buffer_buckets, find_blocks, group_parameters, memory_order
+
+torch.set_num_threads(1)
+
+
+def keys(module: nn.Module, blocks: Any = None, cap_mb: float = 25.0) -> list[str]:
+    return [group.key for group in group_parameters(module, blocks, cap_mb)]
+
+
+def members(module: nn.Module, **options: Any) -> dict[str, list[str]]:
+    groups = group_parameters(module, options.get("blocks"), options.get("cap_mb", 25.0))
+    return {group.key: [name for name, _ in group.parameters] for group in groups}
+
+
+class Seq2Seq(nn.Module):
+    """Two stacks: the larger one is the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))})
+        self.decoder = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(3, 3) for _ in range(2))})
+        self.head = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+# ── which parameters belong together ──────────────────────────────────────────────────────────────────
+
+
+def test_transformer_in_the_order_of_backward() -> None:
+    found = members(Transformer())
+    assert list(found) == ["lm_head", "final_norm", "block.3", "block.2", "block.1", "block.0", "embedding"]
+    assert found["embedding"] == ["position", "token.weight"]
+    assert found["final_norm"] == ["final_norm.weight", "final_norm.bias"]
+    assert found["block.2"] == [f"blocks.2.{name}" for name, _ in Block().named_parameters()]
+
+
+def test_model_of_the_demo() -> None:
+    settings = Settings()
+    expected = ["lm_head", "final_norm", *(f"block.{i}" for i in reversed(range(settings.blocks))), "embedding"]
+    assert keys(GPT(settings)) == expected
+
+
+def test_every_parameter_is_in_one_bucket_once() -> None:
+    for module in (Transformer(tied=True, branch=True), Convolutional(), Seq2Seq(), nn.Transformer(8, 2, 2, 2, 16)):
+        names = [name for group in members(module, cap_mb=0.0005).values() for name in group]
+        assert sorted(names) == sorted(name for name, _ in module.named_parameters())
+
+
+def test_tied_weight_lives_where_backward_ends() -> None:
+    found = members(Transformer(tied=True))
+    assert "lm_head" not in found
+    assert found["embedding"] == ["position", "token.weight"]
+
+
+def test_weight_shared_by_blocks_lives_in_the_first() -> None:
+    shared = nn.Linear(2, 2)
+    module = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), shared, nn.Linear(2, 2), shared])})
+    assert list(members(module)) == ["block.2", "block.1", "block.0"]
+    assert members(module)["block.1"] == ["layers.1.weight", "layers.1.bias"]
+
+
+def test_weight_shared_by_a_block_and_the_head_lives_in_the_block() -> None:
+    module = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)})
+    module["head"].weight = module["layers"][1].weight  # type: ignore[index]
+    assert members(module)["lm_head"] == ["head.bias"]
+    assert members(module)["block.1"] == ["layers.1.weight", "layers.1.bias"]
+
+
+def test_blocks_are_the_list_with_most_parameters() -> None:
+    module = Seq2Seq()
+    assert find_blocks(module) == list(module.decoder["layers"])  # type: ignore[call-overload]
+    assert members(module) == {
+        "lm_head": ["head.0.weight", "head.0.bias", "head.2.weight", "head.2.bias"],
+        "block.1": ["decoder.layers.1.weight", "decoder.layers.1.bias"],
+        "block.0": ["decoder.layers.0.weight", "decoder.layers.0.bias"],
+        "bucket.0": [f"encoder.layers.{i}.{kind}" for i in range(2) for kind in ("weight", "bias")],
+    }
+
+
+def test_blocks_may_be_named() -> None:
+    module = Seq2Seq()
+    stacks = [*module.encoder["layers"], *module.decoder["layers"]]  # type: ignore[misc]
+    assert keys(module, blocks=stacks) == ["lm_head", "block.3", "block.2", "block.1", "block.0"]
+    assert keys(Transformer(), blocks=nn.ModuleList())[0] == "bucket.0"
+
+
+def test_blocks_must_be_of_the_module() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"block 0 \(Linear\) is no part"):
+        keys(Transformer(), blocks=[nn.Linear(2, 2)])
+
+
+def test_stack_behind_the_blocks_is_cut_into_runs() -> None:
+    module = Seq2Seq()
+    first, second = keys(module, blocks=module.encoder["layers"])[:2]  # type: ignore[index]
+    assert (first, second) == ("lm_head", "bucket.0")
+
+
+def test_module_without_blocks_is_cut_last_parameters_first() -> None:
+    linear = OrderedDict((f"l{i}", nn.Linear(256, 256, bias=False)) for i in range(5))  # 256 KiB each
+    found = members(nn.Sequential(linear), cap_mb=0.5)
+    assert found == {
+        "bucket.0": ["l3.weight", "l4.weight"],
+        "bucket.1": ["l1.weight", "l2.weight"],
+        "bucket.2": ["l0.weight"],
+    }
+
+
+def test_parameter_above_the_cap_travels_alone() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(512, 512, bias=False), nn.Linear(2, 2))
+    assert list(members(module, cap_mb=0.1).values()) == [
+        ["2.weight", "2.bias"],
+        ["1.weight"],
+        ["0.weight", "0.bias"],
+    ]
+
+
+def test_mixed_element_types_are_split() -> None:
+    module = Transformer()
+    module.blocks[1].up.to(torch.bfloat16)
+    found = members(module)
+    assert found["block.1.bfloat16"] == ["blocks.1.up.weight", "blocks.1.up.bias"]
+    assert len(found["block.1"]) == 6
+
+
+def test_frozen_and_empty_parameters_are_left_out() -> None:
+    module = Transformer()
+    module.token.requires_grad_(False)
+    module.empty = nn.Parameter(torch.empty(0, 3))
+    assert members(module)["embedding"] == ["position"]
+    assert "empty" not in sum(members(module).values(), [])
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "match"),
+    [
+        (nn.ReLU(), InvalidArgumentError, "no parameter that requires a gradient"),
+        (nn.Linear(2, 2).requires_grad_(False), InvalidArgumentError, "no parameter that requires a gradient"),
+        (nn.LazyLinear(2), InvalidArgumentError, "'weight' has no shape yet"),
+        (nn.Linear(2, 2, device="meta"), LayoutError, "'weight' is on meta"),
+    ],
+)
+def test_module_that_cannot_be_exchanged(module: nn.Module, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        keys(module)
+
+
+@pytest.mark.parametrize("cap_mb", [0, -1.0, float("nan")])
+def test_cap_must_be_positive(cap_mb: float) -> None:
+    with pytest.raises(InvalidArgumentError, match="bucket_cap_mb"):
+        keys(nn.Linear(2, 2), cap_mb=cap_mb)
+
+
+# ── the memory they live in ───────────────────────────────────────────────────────────────────────────
+
+
+def bucket_of(*parameters: nn.Parameter) -> GradientBucket:
+    bucket = GradientBucket(Group("b", tuple((f"p{i}", p) for i, p in enumerate(parameters))))
+    bucket.place(torch.zeros(bucket.spec.numel, dtype=parameters[0].dtype))
+    return bucket
+
+
+def test_gradient_becomes_a_view_of_the_bucket() -> None:
+    first, second = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))
+    bucket = bucket_of(first, second)
+    first.grad, second.grad = torch.full((2, 3), 1.0), torch.full((4,), 2.0)
+    assert [slot.take(as_view=True) for slot in bucket.slots] == [True, True]
+    assert bucket.flat.tolist() == [1.0] * 6 + [2.0] * 4
+    bucket.flat.fill_(7.0)
+    assert first.grad.tolist() == [[7.0] * 3] * 2
+    assert second.grad.tolist() == [7.0] * 4
+
+
+def test_gradient_of_its_own_is_copied_in_and_out() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    (slot,) = (bucket := bucket_of(parameter)).slots
+    parameter.grad = own = torch.ones(2)
+    slot.take(as_view=False)
+    bucket.flat.mul_(3.0)
+    assert parameter.grad is own
+    assert own.tolist() == [1.0, 1.0]
+    slot.give(as_view=False)
+    assert own.tolist() == [3.0, 3.0]
+    parameter.grad = None
+    slot.give(as_view=False)
+    assert parameter.grad.tolist() == [3.0, 3.0]
+    assert parameter.grad.data_ptr() != bucket.flat.data_ptr()
+
+
+def test_missing_gradient_is_zeros() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    (slot,) = (bucket := bucket_of(parameter)).slots
+    bucket.flat.fill_(5.0)
+    assert slot.take(as_view=True) is False
+    assert bucket.flat.tolist() == [0.0, 0.0]
+    assert parameter.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_element_types(dtype: torch.dtype) -> None:
+    bucket = bucket_of(parameter := nn.Parameter(torch.zeros(3, dtype=dtype)))
+    parameter.grad = torch.ones(3, dtype=dtype)
+    bucket.slots[0].take(as_view=True)
+    assert bucket.flat.tolist() == [1.0] * 3
+    assert bucket.spec.dtype.name == str(dtype).removeprefix("torch.")
+
+
+def test_gradient_has_the_strides_of_its_parameter() -> None:
+    # Fused optimizers walk parameter and gradient side by side, whatever their strides say.
+    start = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    parameter = nn.Parameter(start.to(memory_format=torch.channels_last))
+    bucket = bucket_of(parameter)
+    assert bucket.spec.components[0].shape == (4, 2, 2, 3)
+    gradient = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(1))
+    parameter.grad = gradient.clone()
+    bucket.slots[0].take(as_view=True)
+    assert parameter.grad.stride() == parameter.stride()
+    assert torch.equal(parameter.grad, gradient)
+    torch.optim.SGD([parameter], lr=0.1, fused=True).step()
+    assert torch.allclose(parameter, start - 0.1 * gradient)
+
+
+def test_memory_order() -> None:
+    assert memory_order(torch.empty(2, 3, 4)) == (0, 1, 2)
+    assert memory_order(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)) == (0, 2, 3, 1)
+    assert memory_order(torch.empty(2, 3).t()) == (1, 0)
+    assert memory_order(torch.empty(4, 6)[:, ::2]) == (0, 1)
+    assert memory_order(torch.empty(1).expand(3)) == (0,)
+    assert memory_order(torch.tensor(1.0)) == ()
+
+
+def test_gradient_whose_memory_was_swapped_is_taken_anew() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    (slot,) = (bucket := bucket_of(parameter)).slots
+    parameter.grad = torch.ones(2)
+    slot.take(as_view=True)
+    parameter.grad.data = torch.full((2,), 9.0)  # as Module.to() does it
+    slot.take(as_view=True)
+    assert bucket.flat.tolist() == [9.0, 9.0]
+    assert parameter.grad.data_ptr() == bucket.flat.data_ptr()
+
+
+def test_module_converted_after_wrapping_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    bucket = bucket_of(module.weight)
+    module.weight.grad = torch.ones(2, 2)
+    bucket.slots[0].take(as_view=True)
+    module.to(torch.float64)
+    with pytest.raises(DTypeError, match="'p0' is torch.float64.*before wrapping"):
+        bucket.slots[0].take(as_view=True)
+
+
+def test_sparse_gradient_is_refused() -> None:
+    bucket = bucket_of(parameter := nn.Parameter(torch.zeros(2, 2)))
+    parameter.grad = torch.eye(2).to_sparse()
+    with pytest.raises(LayoutError, match="'p0' is sparse_coo"):
+        bucket.slots[0].take(as_view=True)
+
+
+# ── buffers ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_buffers_are_packed_by_element_type() -> None:
+    module = Convolutional()
+    floats, counts = buffer_buckets(module)
+    assert [bucket.spec.key for bucket in (floats, counts)] == ["buffers.float32", "buffers.int64"]
+    assert [c.name for c in floats.spec.components] == ["norm.running_mean", "norm.running_var"]
+    assert floats.spec.op is counts.spec.op is Op.FIRST
+    floats.place(torch.empty(8))
+    floats.pack()
+    assert floats.flat.tolist() == [0.0] * 4 + [1.0] * 4
+    floats.flat.fill_(3.0)
+    floats.unpack()
+    assert module.norm.running_var.tolist() == [3.0] * 4  # type: ignore[union-attr]
+
+
+def test_buffer_that_was_assigned_to_is_found() -> None:
+    module = nn.Module()
+    module.register_buffer("table", torch.zeros(2))
+    (bucket,) = buffer_buckets(module)
+    bucket.place(torch.empty(2))
+    module.table = torch.ones(2)
+    bucket.pack()
+    assert bucket.flat.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("value", [None, torch.zeros(3)])
+def test_buffer_that_changed_its_shape_is_named(value: torch.Tensor | None) -> None:
+    module = nn.Sequential(nn.Module())
+    module[0].register_buffer("table", torch.zeros(2))
+    (bucket,) = buffer_buckets(module)
+    bucket.place(torch.empty(2))
+    module[0].table = value  # type: ignore[assignment]
+    with pytest.raises(SizeMismatchError, match=r"'0.table' had shape \(2,\)"):
+        bucket.pack()

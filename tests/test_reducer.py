@@ -1,0 +1,273 @@
+"""Contributions are combined in rank order, in fp32 or wider, exactly; and nothing but finite means comes out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from gradserver.engine.events import Contribution, NonFinite, Reduce
+from gradserver.reducer import reduce
+from protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
+from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from protocol.wire import Buffer
+from tests.reference import OPS, REDUCTIONS, expected, samples, wide
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+Array = np.ndarray[Any, Any]
+
+
+def command(
+    op: Op,
+    name: str,
+    payloads: Sequence[Buffer | None],
+    weights: Sequence[float] | None = None,
+    kind: Kind = Kind.ALL_REDUCE,
+) -> Reduce:
+    """Contributions of ranks 0, 2, 4, …"""
+    given = [
+        Contribution(2 * place, 1.0 if weights is None else weights[place], payload)
+        for place, payload in enumerate(payloads)
+    ]
+    size = next(len(payload) for payload in payloads if payload is not None)
+    dtype = BY_NAME[name]
+    operation = Operation(kind, op, dtype, size // dtype.itemsize)
+    return Reduce("group", 1, ExchangeKey(Stream.BUCKET, 0), 0, operation, given)
+
+
+def combine(op: Op, arrays: Sequence[Array | None], weights: Sequence[float] | None = None) -> Array | NonFinite:
+    """Reduce arrays of one type (None stands for zeros)."""
+    dtype = next(array.dtype for array in arrays if array is not None)
+    payloads = [None if array is None else array.tobytes() for array in arrays]
+    outcome = reduce(command(op, dtype.name, payloads, weights))
+    return outcome if isinstance(outcome, NonFinite) else np.frombuffer(outcome, dtype)
+
+
+def mean(*values: float, weights: Sequence[float] | None = None, dtype: str = "float32") -> float:
+    """The mean of numbers, one of each worker."""
+    result = combine(Op.MEAN, [np.array([value], numpy_dtype(BY_NAME[dtype])) for value in values], weights)
+    assert not isinstance(result, NonFinite), result
+    return float(result[0])
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    if tensor.dtype is torch.complex32:
+        tensor = tensor.view(torch.float16)
+    return tensor.view(torch.uint8).numpy().tobytes()
+
+
+# ── every type, every operation ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("name", "op"), REDUCTIONS)
+def test_reduction_is_what_wide_arithmetic_gives(name: str, op: Op) -> None:
+    tensors = samples(name, 4, 257)
+
+    outcome = reduce(command(op, name, [bits(tensor) for tensor in tensors]))
+
+    assert not isinstance(outcome, NonFinite)
+    result = torch.frombuffer(bytearray(outcome), dtype=tensors[0].dtype)
+    np.testing.assert_array_equal(wide(result), expected(tensors, op))
+
+
+@pytest.mark.parametrize("name", [name for name, dtype in BY_NAME.items() if dtype.is_floating])
+def test_single_contribution_is_its_own_mean_bit_by_bit(name: str) -> None:
+    (tensor,) = samples(name, 1, 100)
+    payload = bits(tensor)
+    memory = bytearray(payload)
+
+    outcome = reduce(command(Op.MEAN, name, [memory], [0.37]))
+    memory[:] = bytes(len(memory))
+
+    assert outcome == payload
+
+
+@pytest.mark.parametrize(("name", "op"), REDUCTIONS)
+def test_outcome_is_memory_of_its_own(name: str, op: Op) -> None:
+    contributions = [bytearray(bits(tensor)) for tensor in samples(name, 2, 16)]
+    before = [bytes(contribution) for contribution in contributions]
+
+    outcome = reduce(command(op, name, contributions))
+    assert not isinstance(outcome, NonFinite)
+    result = bytes(outcome)
+
+    assert [bytes(contribution) for contribution in contributions] == before
+    for contribution in contributions:
+        contribution[:] = b"\x01" * len(contribution)
+    assert bytes(outcome) == result
+
+
+@pytest.mark.parametrize(("name", "op"), REDUCTIONS)
+def test_result_does_not_depend_on_how_a_tensor_is_cut(name: str, op: Op) -> None:
+    tensors = [uneven(tensor) for tensor in samples(name, 3, 99)]
+
+    def reduced(start: int, stop: int) -> bytes:
+        parts = [bits(tensor[start:stop].clone()) for tensor in tensors]
+        outcome = reduce(command(op, name, parts, [0.3, 1.7, 11.0]))
+        assert not isinstance(outcome, NonFinite)
+        return bytes(outcome)
+
+    whole = reduced(0, 99)
+    for cut in (1, 2, 7, 13, 32, 50, 97, 98):
+        assert reduced(0, cut) + reduced(cut, 99) == whole
+
+
+def uneven(tensor: torch.Tensor) -> torch.Tensor:
+    """Floating numbers with more digits than a sum or product can keep."""
+    if BY_NAME[str(tensor.dtype).removeprefix("torch.")].kind == "c":
+        return (tensor.to(torch.complex128) * (0.37 + 0.21j)).to(tensor.dtype)
+    return tensor * 0.37 if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
+
+
+# ── means ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_sum_runs_in_rank_order() -> None:
+    large, small = np.array([2.0**30], np.float32), np.array([1.0], np.float32)
+
+    in_order = combine(Op.SUM, [large, small, -large])
+    swapped = combine(Op.SUM, [large, -large, small])
+
+    assert (in_order, swapped) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("name", "large"), [("bfloat16", 256.0), ("float16", 2048.0), ("float8_e4m3fn", 16.0)])
+def test_narrow_types_are_summed_in_float32(name: str, large: float) -> None:
+    # 1 is lost when it is added to `large` in the type itself
+    assert mean(large, 1.0, 1.0, -large, dtype=name) == 0.5
+
+
+def test_float64_is_summed_in_float64() -> None:
+    assert mean(2.0**50, 1.0, -(2.0**50), 0.0, dtype="float64") == 0.25
+
+
+def test_mean_is_weighted() -> None:
+    assert mean(1.0, 2.0, weights=[1, 3]) == 1.75
+
+
+@given(
+    values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=5),
+    weights=st.lists(st.floats(0.5, 1e5, width=32), min_size=5, max_size=5),
+)
+def test_weighted_mean_is_exact_but_for_rounding(values: list[float], weights: list[float]) -> None:
+    weights = weights[: len(values)]
+
+    exact = math.fsum(w * g for w, g in zip(weights, values, strict=True)) / math.fsum(weights)
+
+    slack = max(abs(value) for value in values) * 2**-24 * (len(values) + 2) * max(weights) * len(weights)
+    assert mean(*values, weights=weights) == pytest.approx(exact, rel=0, abs=slack / sum(weights) + 1e-37)
+
+
+@given(
+    values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=2, max_size=5),
+    weight=st.floats(1e-30, 1e30),
+)
+def test_equal_weights_are_the_plain_mean(values: list[float], weight: float) -> None:
+    assert mean(*values, weights=[weight] * len(values)) == mean(*values)
+
+
+@pytest.mark.parametrize("scale", [1e-45, 1e-30, 1e-6, 1e6, 1e29])
+def test_only_the_ratio_of_weights_counts(scale: float) -> None:
+    assert mean(1e9, 3e9, weights=[scale, 2 * scale]) == pytest.approx(7e9 / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_absent_contribution_counts_as_zeros(op: Op) -> None:
+    given = np.array([4.0, -8.0], np.float32)
+    zeros = np.zeros(2, np.float32)
+
+    for arrays in ([given, None], [None, given], [given, None, 2 * given]):
+        explicit = [zeros if array is None else array for array in arrays]
+        weights = [1.0, 3.0, 2.0][: len(arrays)]
+        np.testing.assert_array_equal(combine(op, arrays, weights), combine(op, explicit, weights))
+
+
+# ── what is not finite ────────────────────────────────────────────────────────────────────────────────
+
+BAD = {"NaN": math.nan, "Inf": math.inf, "-Inf": -math.inf}
+HAVE_NAN = [name for name, dtype in BY_NAME.items() if dtype.is_floating]
+
+
+@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1.0, 2.0, 3.0]])
+def test_mean_blames_the_first_rank_and_element_that_is_not_finite(what: str, weights: list[float]) -> None:
+    arrays = [np.ones(5, np.float32) for _ in range(3)]
+    arrays[1][3] = arrays[1][4] = arrays[2][0] = BAD[what]
+
+    assert combine(Op.MEAN, arrays, weights) == NonFinite(2, 3, what)
+
+
+@pytest.mark.parametrize("name", HAVE_NAN)
+def test_mean_finds_nan_in_every_type(name: str) -> None:
+    tensors = [tensor.clone() for tensor in samples(name, 3, 50)]
+    tensors[2][17] = math.nan
+
+    assert reduce(command(Op.MEAN, name, [bits(tensor) for tensor in tensors])) == NonFinite(4, 17, "NaN")
+
+
+def test_mean_finds_an_imaginary_part_that_is_not_finite() -> None:
+    arrays = [np.ones(5, np.complex64) for _ in range(2)]
+    arrays[0][3] = complex(1, math.inf)
+
+    assert combine(Op.MEAN, arrays) == NonFinite(0, 3, "Inf")
+
+
+def test_mean_of_one_contribution_must_be_finite_too() -> None:
+    assert combine(Op.MEAN, [np.array([1.0, math.nan], np.float32)]) == NonFinite(0, 1, "NaN")
+
+
+def test_infinities_that_cancel_are_found() -> None:
+    arrays = [np.array([math.inf, -math.inf], np.float32), np.ones(2, np.float32)]
+
+    assert combine(Op.MEAN, arrays) == NonFinite(0, 0, "Inf")
+
+
+def test_mean_that_overflows_blames_nobody() -> None:
+    largest = np.full(3, np.finfo(np.float32).max)
+
+    assert combine(Op.MEAN, [largest, largest]) == NonFinite(-1, 0, "Inf")
+
+
+def test_sum_of_finite_elements_may_overflow_in_the_check_itself() -> None:
+    many = np.full(1000, np.finfo(np.float32).max / 2)
+
+    np.testing.assert_array_equal(combine(Op.MEAN, [many, many]), many)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op is not Op.MEAN])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_other_reductions_let_nan_through(name: str, op: Op) -> None:
+    arrays = [np.array([1.0, math.nan], numpy_dtype(BY_NAME[name])), np.ones(2, numpy_dtype(BY_NAME[name]))]
+
+    result = combine(op, arrays)
+
+    assert not isinstance(result, NonFinite)
+    assert np.isnan(result.astype(np.float64)).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(("op", "result"), [(Op.SUM, math.inf), (Op.MAX, math.inf), (Op.MIN, 1.0)])
+def test_other_reductions_let_infinity_through(op: Op, result: float) -> None:
+    assert combine(op, [np.array([math.inf], np.float32), np.ones(1, np.float32)]) == result
+
+
+# ── what is not a reduction ───────────────────────────────────────────────────────────────────────────
+
+
+def test_gathering_puts_contributions_one_behind_the_other() -> None:
+    assert reduce(command(Op.NONE, "uint8", [b"abc", b"def"], kind=Kind.ALL_GATHER)) == b"abcdef"
+
+
+def test_first_is_the_first_contribution_whatever_its_bits() -> None:
+    nan = np.array([math.nan], np.float32).tobytes()
+    memory = bytearray(nan)
+
+    outcome = reduce(command(Op.FIRST, FLOAT32.name, [memory]))
+    memory[:] = bytes(4)
+
+    assert outcome == nan

@@ -1,0 +1,250 @@
+"""The exchange below DistributedDataParallel, for trainers that own their gradients and push them by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from protocol.dtypes import dtype_of
+from protocol.errors import (
+    DisagreementError,
+    InvalidArgumentError,
+    LayoutError,
+    OutOfStepError,
+    SizeMismatchError,
+    UsageError,
+)
+from protocol.plan import Bucket, Component, Plan
+from worker.client import Worker
+from worker.flatten import (
+    COMPONENT_NAMES,
+    NON_BLOCK_COMPONENTS,
+    BlockShape,
+    flatten as flatten,
+    local_mean as local_mean,
+    unflatten as unflatten,
+)
+from worker.session import Handle
+from worker.sharding import whole_number
+from worker.tensors import is_torch
+
+LM_HEAD: Final = NON_BLOCK_COMPONENTS.index("lm_head")
+FINAL_NORM: Final = NON_BLOCK_COMPONENTS.index("final_norm")
+EMBEDDING: Final = NON_BLOCK_COMPONENTS.index("embedding")
+
+Sizes = BlockShape | Sequence[int]
+"""Elements of each component of a block, in order."""
+
+
+class GradientExchange:
+    """Averages the gradients of a transformer among all workers, block by block.
+
+    A whole training step::
+
+        exchange = GradientExchange(worker, num_blocks, BlockShape(hidden, kv_dim, intermediate),
+                                    lm_head=lm_head.size, final_norm=final_norm.size, embedding=embedding.size)
+        for step in range(steps):
+            count = forward_and_backward(shard)             # 1. sums over this worker's `count` valid sequences
+            for gradient in (*blocks, lm_head, final_norm, embedding):
+                local_mean(gradient, count)                 # 2. means over them
+            for index in reversed(range(num_blocks)):
+                exchange.push_block(step, index, blocks[index])             # 3. last block first
+            for component, gradient in enumerate((lm_head, final_norm, embedding)):
+                exchange.push_non_block(step, component, gradient)          # 4.
+            exchange.finish()                               # the workers' mean is in all of them
+            count = 1                                       # 5. and nothing is divided twice
+            optimizer_step()                                # 6.
+
+    Every worker pushes every bucket that is not empty, in any order, and then calls `finish`. A push returns at
+    once, so that the next block's backward can run beside it. Steps are matched strictly.
+
+    A flat gradient is a one-dimensional numpy array or torch tensor. One that is contiguous and on the CPU is
+    exchanged where it lies: leave it alone until `finish` (or the handle's ``wait``) has returned. Anything else goes
+    through a copy, which is written back then.
+
+    Args:
+        worker: from `connect` or `LocalCluster`; a new plan is agreed on with all others.
+        num_blocks: number of blocks; may be 0.
+        component_sizes: elements of each component of a block, in order; or one such sequence for each block.
+        lm_head: elements of the head's gradient; 0 if there is none.
+        final_norm: elements of the final norm's gradient.
+        embedding: elements of the embedding's gradient.
+        dtype: name of the element type.
+        step: the first step, the same on all workers.
+        timeout: seconds that others may be waited for; None takes the worker's.
+
+    Attributes:
+        step: the step that is open.
+        plan: what a step exchanges.
+
+    Raises:
+        PlanMismatchError: the workers' sizes differ; names the first component that does.
+        DisagreementError: the workers begin at different steps.
+        InvalidArgumentError: a number or a size that cannot be.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        num_blocks: int,
+        component_sizes: Sizes | Sequence[Sizes],
+        *,
+        lm_head: int = 0,
+        final_norm: int = 0,
+        embedding: int = 0,
+        dtype: str = "float32",
+        step: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        self._worker = worker
+        self._timeout = timeout
+        self._num_blocks = whole_number(num_blocks, "num_blocks")
+        self._sizes = _per_block(component_sizes, self._num_blocks)
+        self.step = whole_number(step, "step")
+        wire = dtype_of(dtype)
+        buckets = [
+            Bucket(f"block.{index}", wire, _components(index, self._sizes[index]))
+            for index in reversed(range(self._num_blocks))
+        ]
+        for name, size in zip(NON_BLOCK_COMPONENTS, (lm_head, final_norm, embedding), strict=True):
+            buckets.append(Bucket(name, wire, (Component(name, (whole_number(size, name),)),)))
+        self.plan = Plan(tuple(buckets))
+        worker.agree(self.plan, timeout)
+        self._check_first_step()
+
+    def _check_first_step(self) -> None:
+        steps = self._worker.all_gather(np.array([self.step])).reshape(-1).tolist()
+        if len(set(steps)) > 1:
+            each = ", ".join(f"{name!r} at {step}" for name, step in zip(self._worker.names[:16], steps, strict=False))
+            raise DisagreementError(f"the workers begin at different steps: {each}")
+
+    def push_block(
+        self,
+        step: int,
+        index: int,
+        gradient: Any,
+        *,
+        component_sizes: Sizes | None = None,
+        weight: float = 1.0,
+    ) -> Handle:
+        """Contribute the gradient of block ``index``.
+
+        Args:
+            step: the step that is open.
+            index: 0 to num_blocks - 1.
+            gradient: flat, or a list of the components, of any shapes; either gets the mean.
+            component_sizes: how ``gradient`` is made up; checked against what was agreed on.
+            weight: this worker's weight (its number of samples, say), the same for the whole step. With 0 its
+                gradient does not count, and still becomes the mean of the others.
+
+        Returns:
+            A handle; `finish` waits for all of them.
+
+        Raises:
+            OutOfStepError: another step is open, or this block was pushed already.
+            SizeMismatchError, DTypeError, LayoutError: the gradient is not what was agreed on. Nothing was sent.
+        """
+        self._check_step(step, f"block {index}")
+        if not 0 <= index < self._num_blocks:
+            raise InvalidArgumentError(f"there is no block {index}: this exchange has {self._num_blocks}")
+        if component_sizes is not None:
+            _check_sizes(_sizes_of(component_sizes), self._sizes[index], gradient, index)
+        return self._push(f"block.{index}", gradient, weight)
+
+    def push_non_block(self, step: int, component: int, gradient: Any, *, weight: float = 1.0) -> Handle:
+        """Contribute the gradient of lm head (component 0), final norm (1) or embedding (2); see `push_block`."""
+        if component not in range(len(NON_BLOCK_COMPONENTS)):
+            raise InvalidArgumentError(f"component is 0 (lm head), 1 (final norm) or 2 (embedding), not {component!r}")
+        self._check_step(step, NON_BLOCK_COMPONENTS[component])
+        return self._push(NON_BLOCK_COMPONENTS[component], gradient, weight)
+
+    def finish(self, timeout: float | None = None) -> None:
+        """Wait until every gradient of the step is its mean, and open the next step.
+
+        Args:
+            timeout: seconds; None takes the exchange's.
+
+        Raises:
+            OutOfStepError: some buckets were not pushed; names them.
+            GradServerError: whatever made a bucket fail, for example NonFiniteError or WorkerLostError.
+        """
+        self._worker.finish_round(self._timeout if timeout is None else timeout)
+        self.step += 1
+
+    def _check_step(self, step: int, what: str) -> None:
+        if step != self.step:
+            raise OutOfStepError(f"{what} came for step {step}, but step {self.step} is due")
+
+    def _push(self, key: str, gradient: Any, weight: float) -> Handle:
+        if self._worker.plan is None or self._worker.plan.hash != self.plan.hash:
+            raise UsageError("the worker agreed on another plan since: each exchange needs a worker of its own")
+        bucket = self.plan.index(key)
+        parts = list(gradient) if isinstance(gradient, (list, tuple)) else None
+        if parts is not None:
+            flat, sizes = flatten(parts)
+            if sizes != self.plan.buckets[bucket].sizes:
+                raise SizeMismatchError(
+                    f"the components of {key} have {sizes} elements, agreed were {self.plan.buckets[bucket].sizes}"
+                )
+        else:
+            flat, parts = gradient, [gradient]
+        if not all(is_torch(part) or part.flags.writeable for part in parts):
+            raise LayoutError(f"the mean of {key} cannot be written into a read-only array")
+        data = _exchangeable(flat)
+        handle = self._worker.push(bucket, data, weight=weight)
+        if data is not gradient:
+            handle.then(lambda: _write_back(data, parts))
+        return handle
+
+
+def _sizes_of(sizes: Sizes) -> tuple[int, ...]:
+    if isinstance(sizes, BlockShape):
+        return sizes.component_sizes
+    return tuple(whole_number(size, f"size of component {i}") for i, size in enumerate(sizes))
+
+
+def _per_block(sizes: Sizes | Sequence[Sizes], num_blocks: int) -> list[tuple[int, ...]]:
+    """The component sizes of every block, from one for all or one for each."""
+    if isinstance(sizes, BlockShape) or not any(isinstance(each, (BlockShape, Sequence)) for each in sizes):
+        return [_sizes_of(sizes)] * num_blocks  # type: ignore[arg-type]  # plain numbers, as was just seen
+    if len(sizes) != num_blocks:
+        raise InvalidArgumentError(f"there are component sizes for {len(sizes)} blocks, but {num_blocks} blocks")
+    return [_sizes_of(each) for each in sizes]  # type: ignore[arg-type]
+
+
+def _components(index: int, sizes: tuple[int, ...]) -> tuple[Component, ...]:
+    names: Iterable[object] = COMPONENT_NAMES if len(sizes) == len(COMPONENT_NAMES) else range(len(sizes))
+    return tuple(Component(f"block.{index}.{name}", (size,)) for name, size in zip(names, sizes, strict=True))
+
+
+def _check_sizes(given: tuple[int, ...], agreed: tuple[int, ...], gradient: Any, index: int) -> None:
+    length = sum(map(_numel, gradient)) if isinstance(gradient, (list, tuple)) else _numel(gradient)
+    if sum(given) != length:
+        raise SizeMismatchError(
+            f"component sizes of block {index} sum to {sum(given)}, but its gradient has {length} elements"
+        )
+    if given != agreed:
+        raise SizeMismatchError(f"block {index} has component sizes {given}, agreed were {agreed}")
+
+
+def _exchangeable(flat: Any) -> Any:
+    """``flat``, if the worker can exchange it where it lies, else a copy."""
+    if not is_torch(flat):
+        return np.ascontiguousarray(flat)
+    if flat.device.type == "cpu" and flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
+        return flat
+    return flat.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
+
+
+def _numel(array: Any) -> int:
+    return int(array.numel() if is_torch(array) else array.size)
+
+
+def _write_back(data: Any, parts: list[Any]) -> None:
+    for part, mean in zip(parts, unflatten(data, [_numel(part) for part in parts]), strict=True):
+        if is_torch(part):
+            part.detach().copy_(mean.view(part.shape))
+        else:
+            part[...] = mean.reshape(part.shape)
