@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from worker.connect import connect as connect
     from worker.ddp import DistributedDataParallel as DistributedDataParallel
     from worker.flatten import flatten as flatten, unflatten as unflatten
+    from worker.handle import Handle as Handle
     from worker.sampler import ShardSampler as ShardSampler
-    from worker.session import Handle as Handle
     from worker.sharding import shard_batches as shard_batches
 
 __version__ = "0.1.0"
@@ -70,7 +70,7 @@ check_siblings(__version__)
 _HOME = {
     "connect": "worker.connect",
     "Worker": "worker.client",
-    "Handle": "worker.session",
+    "Handle": "worker.handle",
     "DistributedDataParallel": "worker.ddp",
     "GradientExchange": "worker.blocks",
     "flatten": "worker.flatten",

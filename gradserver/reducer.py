@@ -50,9 +50,22 @@ def _fold(contributions: Sequence[Contribution], op: Op, dtype: DType) -> Buffer
             values = np.zeros(size // dtype.itemsize, elements)
         else:
             values = _widen(contribution.payload, dtype, elements)
-        result = values.copy() if result is None else _UFUNCS[op](result, values, out=result)
+        if result is None:
+            result = values.copy()
+        elif dtype.kind == "c" and op is Op.PRODUCT:
+            result = _multiply(result, values)
+        else:
+            result = _UFUNCS[op](result, values, out=result)
     assert result is not None
     return _narrow(result, dtype)
+
+
+def _multiply(left: Array, right: Array) -> Array:
+    """The product of complex numbers: numpy's own rounds otherwise at the edge of an array than in its middle."""
+    result = np.empty_like(left)
+    result.real = left.real * right.real - left.imag * right.imag
+    result.imag = left.real * right.imag + left.imag * right.real
+    return result
 
 
 def _mean(contributions: Sequence[Contribution], dtype: DType) -> Buffer | NonFinite:
@@ -63,11 +76,16 @@ def _mean(contributions: Sequence[Contribution], dtype: DType) -> Buffer | NonFi
         return payload if _is_finite(_widen(payload, dtype, elements)) else _blame(given, dtype)
     weights = [c.weight for c in contributions]
     equal = min(weights) == max(weights)
+    if not equal:  # a power of two changes no bits, and keeps w·g from leaving the range of g
+        scale = -math.frexp(max(weights))[1]
+        weights = [math.ldexp(weight, scale) for weight in weights]
     total: Array | None = None
-    for contribution in given:
-        values = _widen(contribution.payload or b"", dtype, elements)
+    for contribution, weight in zip(contributions, weights, strict=True):
+        if contribution.payload is None:
+            continue
+        values = _widen(contribution.payload, dtype, elements)
         if not equal:
-            values = values * elements.type(contribution.weight)
+            values = values * elements.type(weight)
         if total is not None:
             np.add(total, values, out=total)
         else:

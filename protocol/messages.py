@@ -184,7 +184,7 @@ class Failure:
                 fields[name] = value
             elif isinstance(value, (tuple, list)):
                 fields[name] = tuple(str(item)[:MAX_TEXT] for item in value[:_MAX_LISTED])
-        return cls(scope, type(error).__name__, error.message, fields, key)
+        return cls(scope, type(error).__name__, error.message[:MAX_TEXT], fields, key)
 
     def exception(self) -> GradServerError:
         """The error to raise. A class or field that this version does not know becomes the nearest it does."""

@@ -106,7 +106,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 _rank = _integer(-1, MAX_WORLD_SIZE - 1)
 _counter = _integer(0, MAX_COUNTER)
 _weight = _number(0.0, MAX_WEIGHT)
-_MAX_TOTAL = MAX_WORLD_SIZE * MAX_WEIGHT
+_MAX_TOTAL = 2 * MAX_WORLD_SIZE * MAX_WEIGHT  # sums round
 _LAST_STREAM = int(max(Stream))
 _stream = _integer(0, _LAST_STREAM)
 
@@ -196,19 +196,19 @@ def _pack_operation(operation: Operation | None) -> list[int] | None:
 def encode(message: Message) -> bytes:
     """The header frame of ``message``. Payloads are frames of their own and travel behind it as they are."""
     values: tuple[Any, ...]
-    kind = type(message)
-    if kind is Push:
+    if isinstance(message, Push):
         values = (message.key, message.slice, message.weight, message.present, _pack_operation(message.operation))
-    elif kind is Result:
+    elif isinstance(message, Result):
         values = (message.key, message.slice, message.weight, message.present)
-    elif kind is Failure:
-        values = (message.scope, message.error, message.text[:MAX_TEXT], message.fields, message.key)
     else:
         values = tuple(getattr(message, name) for name in message.__slots__)
-    header: bytes = _PREFIX + _packb((_CODE_OF[kind], *values))
-    if len(header) > MAX_HEADER_BYTES:
-        raise LimitExceededError(f"a {kind.__name__} header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}")
-    return header
+    header: bytes = _PREFIX + _packb((_CODE_OF[type(message)], *values))
+    if len(header) <= MAX_HEADER_BYTES:
+        return header
+    if isinstance(message, Failure) and (message.fields or len(message.text) > MAX_TEXT):
+        return encode(replace(message, text=message.text[:MAX_TEXT], fields={}))  # its text says it all
+    name = type(message).__name__
+    raise LimitExceededError(f"a {name} header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}")
 
 
 def decode(frames: Sequence[Buffer]) -> tuple[Message, Sequence[Buffer]]:

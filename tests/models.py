@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,8 +113,8 @@ def images(step: int, rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 3, 6, 6, generator=generator), torch.randint(5, (rows,), generator=generator)
 
 
-def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, **options: bool) -> Tensor:
-    """Mean cross-entropy."""
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, **options: bool) -> Any:
+    """Mean cross-entropy. (Any, as torch has not typed `backward`.)"""
     return F.cross_entropy(model(inputs, **options).flatten(0, -2), targets.flatten())
 
 

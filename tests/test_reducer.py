@@ -118,6 +118,14 @@ def test_result_does_not_depend_on_how_a_tensor_is_cut(name: str, op: Op) -> Non
         assert reduced(0, cut) + reduced(cut, 99) == whole
 
 
+@pytest.mark.parametrize(("name", "op"), REDUCTIONS)
+def test_result_does_not_depend_on_where_contributions_lie(name: str, op: Op) -> None:
+    payloads = [bits(uneven(tensor)) for tensor in samples(name, 3, 1000)]
+    shifted = [memoryview(bytes(place + 1) + payload)[place + 1 :] for place, payload in enumerate(payloads)]
+
+    assert reduce(command(op, name, shifted)) == reduce(command(op, name, payloads))
+
+
 def uneven(tensor: torch.Tensor) -> torch.Tensor:
     """Floating numbers with more digits than a sum or product can keep."""
     if BY_NAME[str(tensor.dtype).removeprefix("torch.")].kind == "c":

@@ -26,7 +26,7 @@ from worker.flatten import (
     local_mean as local_mean,
     unflatten as unflatten,
 )
-from worker.session import Handle
+from worker.handle import Handle
 from worker.sharding import whole_number
 from worker.tensors import is_torch
 

@@ -21,7 +21,9 @@ from protocol.exchange import Kind, Op, Operation, check_reducible
 from protocol.limits import MAX_COUNTER, MAX_WEIGHT
 from protocol.plan import Plan
 from protocol.wire import Buffer
-from worker.session import Destination, Handle, Session, into
+from worker.handle import Handle
+from worker.outbox import Destination, into
+from worker.session import Session
 from worker.tensors import Binding, Bytes, bind, empty, like
 
 _OPS = {op.name.lower(): op for op in (Op.MEAN, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT)}

@@ -17,7 +17,8 @@ from protocol.errors import (
 from protocol.limits import MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
 from protocol.messages import Join
 from worker.client import Worker
-from worker.session import Handle, Session
+from worker.handle import Handle
+from worker.session import Session
 from worker.tcp import TcpChannel
 
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID")

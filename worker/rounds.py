@@ -16,7 +16,7 @@ from protocol.plan import Plan
 from worker.buckets import BufferBucket, FlatBucket, GradientBucket, buffer_buckets, group_parameters, used_spec
 from worker.client import Worker
 from worker.flatten import local_mean
-from worker.session import Handle
+from worker.handle import Handle
 from worker.staging import Staging
 
 _NO_SAMPLES: Final = 1e-300

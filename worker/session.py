@@ -2,27 +2,18 @@
 
 No sockets and no threads of its own: a channel calls `receive` and `lost`, the client calls the rest,
 each from any thread.
-
-Credit. Each pool (`protocol.exchange.Pool`) may have so many bytes in flight. Collectives and transfers
-are sent in the order in which they were called, which all members share. Buckets become ready in an
-order that members do not share, so two of them could each fill their credit with what the other has
-not begun. Therefore the *frontier*, the first slice in the plan's order that was not answered, may
-always be sent: the first unfinished slice of all is everybody's frontier, so something can always move.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from protocol.channel import Channel
-from protocol.errors import ClosedError, DeadlineError, GradServerError, OutOfStepError, UsageError
-from protocol.exchange import ExchangeKey, Layout, Operation, Pool, Stream, layout_of, pool_of
+from protocol.errors import ClosedError, GradServerError, OutOfStepError, UsageError
+from protocol.exchange import ExchangeKey, Operation, Stream, layout_of, pool_of
 from protocol.messages import (
     Agreed,
     Failure,
@@ -39,157 +30,12 @@ from protocol.messages import (
 )
 from protocol.plan import Plan
 from protocol.wire import Buffer
+from worker.handle import VERDICT_SECONDS, Handle
+from worker.outbox import Destination, Exchange, Outbox, into
 from worker.tensors import Bytes
 
 MAX_REASON = 500
-_VERDICT_SECONDS = 2.0
-"""How long after its own timeout a worker waits for the coordinator to say who was missing."""
-
-
-class Handle:
-    """Something that was begun and will be done: an exchange, or joining.
-
-    Attributes:
-        weight: sum of the weights that counted, known when done; 0.0 when nobody's did.
-        present: whether anybody contributed data, known when done. If not, the result is zeros.
-    """
-
-    __slots__ = ("_ask", "_channel", "_error", "_finish", "_lock", "_open", "_timeout", "_value", "present", "weight")
-
-    def __init__(
-        self,
-        timeout: float,
-        channel: Channel | None = None,
-        value: Any = None,
-        ask: Callable[[], Sequence[str]] | None = None,
-    ) -> None:
-        self.weight = 0.0
-        self.present = False
-        self._timeout = timeout
-        self._channel = channel
-        self._value = value
-        self._error: GradServerError | None = None
-        self._finish: Callable[[], None] | None = None
-        self._ask = ask
-        self._open = True
-        self._lock = threading.Lock()  # held until done: cheaper than an Event, and there is one per exchange
-        self._lock.acquire()
-
-    def done(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
-        return not self._open
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait until done, and return the result: the tensor, for collectives.
-
-        Args:
-            timeout: seconds; None for the worker's. Waiting again after a DeadlineError is allowed.
-
-        Raises:
-            DeadlineError: not done in time; names who is missing.
-            GradServerError: whatever made the exchange fail.
-        """
-        if self._open:
-            self._wait(timeout)
-        self.raise_error()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
-        return self._value
-
-    def then(self, finish: Callable[[], None] | None) -> None:
-        """Have ``finish`` called once, by the first `wait` that finds the result there."""
-        self._finish = finish
-
-    def raise_error(self) -> None:
-        """Raise what made this fail, if it is done and something did."""
-        if self._error is not None:
-            raise self._error.again()
-
-    def _wait(self, timeout: float | None) -> None:
-        # The coordinator's own deadline is as long as the worker's, and its error says more: give it time to come.
-        patience = self._timeout + _VERDICT_SECONDS if timeout is None else timeout
-        assert self._channel is not None
-        if not self._channel.wait(self._lock, min(max(patience, 0.0), threading.TIMEOUT_MAX)):
-            missing = tuple(self._ask()) if self._ask else ()
-            if self._open:
-                who = f"; still missing: {', '.join(missing)}" if missing else ""
-                raise DeadlineError(f"not done after {patience:g} s{who}", missing=missing)
-            return
-        self._lock.release()
-
-    def _complete(self, error: GradServerError | None = None) -> None:
-        """Mark as done, once. The caller sees to it that no two threads do."""
-        if self._open:
-            self._error = error
-            self._open = False
-            self._lock.release()
-
-
-class Destination(Protocol):
-    """Puts the results of slices where they belong. Called for every slice, also those that others get."""
-
-    def __call__(self, start: int, stop: int, payload: Buffer | None) -> None:
-        """Take bytes ``start`` to ``stop`` of the exchange; None stands for zeros."""
-
-
-def into(data: Bytes) -> Destination:
-    """Results go where the contribution came from."""
-
-    def write(start: int, stop: int, payload: Buffer | None) -> None:
-        if payload is None:
-            data[start:stop] = 0
-        else:
-            data[start:stop] = np.frombuffer(payload, np.uint8)
-
-    return write
-
-
-class _Exchange:
-    """One exchange that this worker takes part in and that is not done."""
-
-    __slots__ = ("answered", "destination", "handle", "key", "layout", "operation", "pool", "sent", "source", "weight")
-
-    def __init__(
-        self,
-        key: ExchangeKey,
-        pool: Pool,
-        operation: Operation,
-        layout: Layout,
-        source: Bytes | None,
-        destination: Destination | None,
-        weight: float,
-        handle: Handle,
-    ) -> None:
-        self.key = key
-        self.pool = pool
-        self.operation = operation
-        self.layout = layout
-        self.source = source
-        self.destination = destination
-        self.weight = weight
-        self.handle = handle
-        self.sent = 0
-        self.answered: set[int] = set()
-
-    def push(self) -> tuple[Push, Sequence[Buffer]]:
-        """The next slice's message."""
-        index = self.sent
-        self.sent += 1
-        operation = self.operation if index == 0 and self.key.stream != Stream.BUCKET else None
-        if self.source is None:
-            return Push(self.key, index, self.weight, False, operation), ()
-        start, stop = self.layout.span(index)
-        item = self.layout.itemsize
-        payload = self.source[start * item : stop * item].data
-        return Push(self.key, index, self.weight, True, operation), (payload,)
-
-    def first_unanswered(self) -> int:
-        """The first slice without a result."""
-        index = 0
-        while index in self.answered:
-            index += 1
-        return index
+"""Characters of a reason for leaving that others are shown."""
 
 
 class Session:
@@ -204,11 +50,8 @@ class Session:
         self._state = threading.Lock()
         self._pumping = threading.Lock()
         self._pump_again = False
-        self._exchanges: dict[ExchangeKey, _Exchange] = {}
-        self._unsent: dict[Pool, deque[_Exchange]] = {pool: deque() for pool in Pool}
-        self._waiting = 0
-        """How many exchanges are in ``_unsent``."""
-        self._in_flight = dict.fromkeys(Pool, 0)
+        self._exchanges: dict[ExchangeKey, Exchange] = {}
+        self._outbox = Outbox()
         self._numbers: dict[tuple[int, ...], int] = {}
         self._joining: Handle | None = None
         self._proposal: tuple[Plan, Handle] | None = None
@@ -356,10 +199,9 @@ class Session:
             handle._complete()
             return handle
         pool = pool_of(key, welcome.rank)
-        exchange = _Exchange(key, pool, operation, layout, source, destination, weight, handle)
+        exchange = Exchange(key, pool, operation, layout, source, destination, weight, handle)
         self._exchanges[key] = exchange
-        self._unsent[pool].append(exchange)
-        self._waiting += 1
+        self._outbox.add(exchange)
         return handle
 
     # ── sending, as credit allows ─────────────────────────────────────────────────────────────────────
@@ -383,28 +225,9 @@ class Session:
 
     def _next_push(self) -> tuple[Push, Sequence[Buffer]] | None:
         with self._state:
-            if not self._waiting:
-                return None
-            credit = self.membership.credit
-            for pool, unsent in self._unsent.items():
-                if not unsent:
-                    continue
-                exchange = unsent[0]
-                cost = exchange.layout.cost(exchange.sent)
-                if self._in_flight[pool] + cost > credit:
-                    if pool is not Pool.BUCKETS or (frontier := self._frontier()) is None:
-                        continue
-                    exchange = frontier
-                    cost = exchange.layout.cost(exchange.sent)
-                self._in_flight[pool] += cost
-                push = exchange.push()
-                if exchange.sent == exchange.layout.count:
-                    unsent.remove(exchange)
-                    self._waiting -= 1
-                return push
-        return None
+            return self._outbox.next(self.membership.credit, self._frontier)
 
-    def _frontier(self) -> _Exchange | None:
+    def _frontier(self) -> Exchange | None:
         """The exchange whose next slice is the first in the plan's order that was not answered, if it is ready."""
         assert self.plan is not None
         for index, bucket in enumerate(self.plan.buckets):
@@ -462,14 +285,13 @@ class Session:
             item = layout.itemsize
             exchange.destination(start * item, stop * item, payloads[0] if payloads else None)
         with self._state:
-            self._in_flight[exchange.pool] -= layout.cost(index)
-            exchange.answered.add(index)
+            self._outbox.answered(exchange, index)
             handle.present |= result.present
             handle.weight = result.weight
             done = len(exchange.answered) == layout.count
             if done:
                 self._exchanges.pop(result.key, None)
-            more = self._waiting > 0
+            more = self._outbox.waiting > 0
         if done:
             handle._complete()
         if more:
@@ -482,7 +304,7 @@ class Session:
                 with self._state:
                     exchange = self._exchanges.pop(failure.key, None) if failure.key else None
                     if exchange is not None:
-                        self._write_off(exchange)
+                        self._outbox.write_off(exchange)
                 if exchange is not None:
                     exchange.handle._complete(error)
                     self._pump()
@@ -492,15 +314,6 @@ class Session:
                     proposal[1]._complete(error)
             case Scope.CONNECTION:
                 self.lost(error)
-
-    def _write_off(self, exchange: _Exchange) -> None:
-        """Take back the credit of what will not be answered."""
-        for index in range(exchange.sent):
-            if index not in exchange.answered:
-                self._in_flight[exchange.pool] -= exchange.layout.cost(index)
-        if exchange.sent < exchange.layout.count:
-            self._unsent[exchange.pool].remove(exchange)
-            self._waiting -= 1
 
     def _take_agreed(self, first_round: int) -> None:
         proposal, self._proposal = self._proposal, None
@@ -521,9 +334,7 @@ class Session:
             self._exchanges.clear()
             self._inquiries.clear()
             self._proposal = None
-            for unsent in self._unsent.values():
-                unsent.clear()
-            self._waiting = 0
+            self._outbox.clear()
         for handle in handles:
             handle._complete(error)
 
@@ -535,13 +346,13 @@ class Session:
 
     def _ask_who(self, key: ExchangeKey) -> Sequence[str]:
         """Names of those who are missing from an exchange, as the coordinator sees it."""
-        handle = Handle(_VERDICT_SECONDS, self._channel)
+        handle = Handle(VERDICT_SECONDS, self._channel)
         with self._state:
             if self._closed is not None or key not in self._exchanges:
                 return ()
             self._inquiries[key] = handle
         try:
             self._channel.send(Inquire(key))
-            return tuple(handle.wait(_VERDICT_SECONDS))
+            return tuple(handle.wait(VERDICT_SECONDS))
         except (GradServerError, ConnectionError):
             return ()

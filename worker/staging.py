@@ -20,7 +20,7 @@ from torch import Tensor
 
 from protocol.errors import DeadlineError
 from worker.client import Worker
-from worker.session import Handle
+from worker.handle import Handle
 
 _cuda: Any = torch.cuda  # torch has not typed its constructors
 # How much longer than an exchange a push may take to begin, in seconds: the copy to the host comes before it.

@@ -97,6 +97,8 @@ class TcpChannel:
             self._poller.register(descriptor, select.POLLIN)
         self._receiver: Receiver | None = None
         self._enough: Callable[[], bool] = lambda: True
+        self._bystanders = 0
+        """Threads that wait while another one reads."""
         self._watched = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._watch, name="gradserver-tcp", daemon=True)
 
@@ -142,9 +144,16 @@ class TcpChannel:
                     return True
             finally:
                 self._reading.release()
-        else:
-            self.watch(self._enough)  # the present reader may leave before our result is there
-        return done.acquire(timeout=max(until - time.monotonic(), 0.0))
+            return done.acquire(timeout=max(until - time.monotonic(), 0.0))
+        # Another thread reads. It may leave before our result is there, and then our own thread takes over.
+        with self._lock:
+            self._bystanders += 1
+        self._watched.release()
+        try:
+            return done.acquire(timeout=max(until - time.monotonic(), 0.0))
+        finally:
+            with self._lock:
+                self._bystanders -= 1
 
     def watch(self, enough: Callable[[], bool]) -> None:
         """Have our own thread read, as soon as nobody else does, until ``enough()``."""
@@ -156,7 +165,7 @@ class TcpChannel:
         while True:
             self._watched.acquire()
             with self._reading:
-                while not self._closing and not self._enough():
+                while not self._closing and (self._bystanders or not self._enough()):
                     self._read(None)
                 if self._closing:
                     return

@@ -1,0 +1,741 @@
+"""The engine's laws, whatever order events come in: random exchanges, interleavings, failures and noise.
+
+A `Cluster` is an engine with clients that push what they may, in an order drawn from a seed. What each
+client gets is compared with that of others, with exact arithmetic, and with that of other runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given, settings, strategies as st
+
+from gradserver.engine.events import Disconnected, Garbled, NonFinite, Reduce
+from protocol.dtypes import FLOAT32, UINT8
+from protocol.errors import (
+    DeadlineError,
+    GradServerError,
+    MalformedMessageError,
+    NonFiniteError,
+    WorkerLeftError,
+    WorkerLostError,
+)
+from protocol.exchange import ExchangeKey, Kind, Layout, Op, Operation, Pool, Stream, gets, gives, layout_of, pool_of
+from protocol.messages import Failure, Inquire, Leave, Message, Propose, Push, Result
+from tests.engine_harness import (
+    SEATS,
+    TIMEOUT,
+    Array,
+    Harness,
+    all_reduce,
+    bucket,
+    collective,
+    floats,
+    plan_of,
+    reference,
+    small_slices,
+    transfer,
+)
+
+SLICE = 16
+"""Bytes of a slice in these tests: four elements of float32."""
+
+BARRIER = Operation(Kind.BARRIER, Op.NONE, UINT8, 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_slices() -> Iterator[None]:
+    with small_slices(SLICE):
+        yield
+
+
+# ── what is exchanged ─────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What every worker contributes, to everything that is exchanged."""
+
+    world: int
+    buckets: tuple[int, ...]
+    rounds: int
+    collectives: tuple[Operation, ...]
+    transfers: tuple[tuple[int, int], ...]
+    salt: int
+
+    def keys(self) -> dict[ExchangeKey, Operation]:
+        """All exchanges, and which operation each is."""
+        found = {
+            bucket(number, part): all_reduce(size)
+            for number in range(self.rounds)
+            for part, size in enumerate(self.buckets)
+        }
+        found |= {collective(number): operation for number, operation in enumerate(self.collectives)}
+        counts: dict[tuple[int, int], int] = {}
+        for ends in self.transfers:
+            number = counts[ends] = counts.get(ends, -1) + 1
+            found[transfer(number, *ends)] = Operation(Kind.TRANSFER, Op.NONE, FLOAT32, 5)
+        return found
+
+    def participants(self, key: ExchangeKey) -> list[int]:
+        return [key.source, key.target] if key.stream == Stream.TRANSFER else list(range(self.world))
+
+    def _draw(self, rank: int, key: ExchangeKey) -> np.random.Generator:
+        return np.random.default_rng([self.salt, rank, *(part + 1 for part in key)])
+
+    def weight(self, rank: int, key: ExchangeKey) -> float:
+        return float(self._draw(rank, key).choice([0.0, 0.5, 1.0, 1.0, 1.0, 3.25]))
+
+    def values(self, rank: int, key: ExchangeKey) -> Array | None:
+        """The contribution of ``rank``: of very different magnitudes, so that the order of a sum shows."""
+        operation = self.keys()[key]
+        draw = self._draw(rank, key)
+        weighed = operation.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+        if not gives(operation, rank, key) or (weighed and draw.random() < 0.15):
+            return None
+        numbers = draw.standard_normal(operation.numel) * 10.0 ** draw.integers(-4, 5, operation.numel)
+        return numbers.astype(np.float32)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, least_world: int = 1) -> Scenario:
+    world = draw(st.integers(least_world, 5))
+    sizes = st.integers(1, 14)
+    operations = [
+        st.builds(all_reduce, sizes, st.sampled_from([Op.MEAN, Op.SUM])),
+        st.just(BARRIER),
+        st.builds(Operation, st.just(Kind.BROADCAST), st.just(Op.NONE), st.just(FLOAT32), sizes, st.integers(0, world - 1)),
+        st.builds(Operation, st.just(Kind.ALL_GATHER), st.just(Op.NONE), st.just(FLOAT32), sizes),
+        st.builds(lambda n: Operation(Kind.REDUCE_SCATTER, Op.MEAN, FLOAT32, n * world), sizes),
+    ]  # fmt: skip
+    ends = st.tuples(st.integers(0, world - 1), st.integers(0, world - 1)).filter(lambda pair: pair[0] != pair[1])
+    return Scenario(
+        world=world,
+        buckets=tuple(draw(st.lists(sizes, min_size=1, max_size=4))),
+        rounds=draw(st.integers(1, 3)),
+        collectives=tuple(draw(st.lists(st.one_of(operations), max_size=4))),
+        transfers=tuple(draw(st.lists(ends, max_size=3))) if world > 1 else (),
+        salt=draw(st.integers(0, 2**20)),
+    )
+
+
+seeds = st.integers(0, 2**20)
+
+# ── who exchanges it ──────────────────────────────────────────────────────────────────────────────────
+
+Outcome = tuple[float, bytes | None]
+"""Weight and payload of one slice's result."""
+
+
+@dataclass
+class Task:
+    """One exchange, as one client sees it."""
+
+    key: ExchangeKey
+    operation: Operation
+    layout: Layout
+    values: Array | None
+    weight: float
+    sent: int = 0
+    answers: dict[int, Outcome] = field(default_factory=dict)
+    error: GradServerError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or len(self.answers) == self.layout.count
+
+    def first_unanswered(self) -> int:
+        return next(index for index in range(self.layout.count) if index not in self.answers)
+
+
+@dataclass
+class Client:
+    """Pushes what it may. Credit is spent as a worker's session spends it."""
+
+    rank: int
+    tasks: dict[ExchangeKey, Task]
+    credit: int
+    stalled: bool = False
+    in_flight: dict[Pool, int] = field(default_factory=lambda: dict.fromkeys(Pool, 0))
+
+    def ready(self) -> list[Task]:
+        """Tasks whose next slice may be pushed now."""
+        if self.stalled:
+            return []
+        found = []
+        begun = [task for task in self.tasks.values() if not task.done and task.sent < task.layout.count]
+        for task in begun:
+            if self._is_due(task) and (self._affords(task) or self._is_frontier(task)):
+                found.append(task)
+        return found
+
+    def _is_due(self, task: Task) -> bool:
+        """Rounds come one after the other, and so do collectives and transfers, slice by slice."""
+        key = task.key
+        if key.stream == Stream.BUCKET:
+            return all(t.done for k, t in self.tasks.items() if k.stream == key.stream and k.number < key.number)
+        before = [
+            t
+            for k, t in self.tasks.items()
+            if (k.stream, k.source, k.target) == (key.stream, key.source, key.target) and k.number < key.number
+        ]
+        return all(t.done or t.sent == t.layout.count for t in before)
+
+    def _affords(self, task: Task) -> bool:
+        return self.in_flight[pool_of(task.key, self.rank)] + task.layout.cost(task.sent) <= self.credit
+
+    def _is_frontier(self, task: Task) -> bool:
+        """Whether its next slice is the first one of the round, in the plan's order, that was not answered."""
+        if task.key.stream != Stream.BUCKET:
+            return False
+        before = [t for k, t in self.tasks.items() if k.stream == Stream.BUCKET and k < task.key]
+        return all(t.done for t in before) and task.sent == task.first_unanswered()
+
+    def take(self, message: Message, payload: bytes | None) -> None:
+        """A message from the coordinator."""
+        if isinstance(message, Result):
+            task = self.tasks[message.key]
+            assert task.error is None, "a result after the failure"
+            assert message.slice not in task.answers, "a second result for one slice"
+            assert message.slice < task.sent, "a result before the contribution"
+            assert message.present == (payload is not None)
+            task.answers[message.slice] = (message.weight, payload)
+            self.in_flight[pool_of(message.key, self.rank)] -= task.layout.cost(message.slice)
+        else:
+            assert isinstance(message, Failure), message
+            assert message.key is not None
+            task = self.tasks[message.key]
+            assert not task.done, "a failure of what has ended"
+            task.error = message.exception()
+            unanswered = [index for index in range(task.sent) if index not in task.answers]
+            self.in_flight[pool_of(task.key, self.rank)] -= sum(map(task.layout.cost, unanswered))
+
+
+class Cluster:
+    """An engine and its clients. ``seed`` decides who does what when."""
+
+    def __init__(self, scenario: Scenario, seed: int, credit: int = 1 << 20) -> None:
+        self.scenario = scenario
+        self.harness = Harness(lazy=True, credit=credit)
+        self.harness.assemble(scenario.world, plan_of(*scenario.buckets))
+        self.random = random.Random(seed)
+        self.steps = 0
+        self.at: dict[int, Callable[[], object]] = {}
+        """What happens besides, by step."""
+        self.poison: tuple[int, ExchangeKey] | None = None
+        self.poisoned = False
+        self.clients = {rank: Client(rank, self._tasks(rank), credit) for rank in range(scenario.world)}
+
+    def _tasks(self, rank: int) -> dict[ExchangeKey, Task]:
+        return {
+            key: Task(
+                key,
+                operation,
+                layout_of(operation, self.scenario.world),
+                self.scenario.values(rank, key),
+                self.scenario.weight(rank, key),
+            )
+            for key, operation in self.scenario.keys().items()
+            if rank in self.scenario.participants(key)
+        }
+
+    def run(self) -> None:
+        """Go on until nobody can do anything any more."""
+        while True:
+            self.at.pop(self.steps, lambda: None)()
+            self.deliver()
+            choices: list[tuple[Client, Task] | Reduce] = list(self.harness.reduces)
+            choices += [(client, task) for client in self.clients.values() for task in client.ready()]
+            if not choices:
+                break
+            choice = self.random.choice(choices)
+            if isinstance(choice, Reduce):
+                self.harness.reduces.remove(choice)
+                self.poisoned |= isinstance(reference(choice), NonFinite)
+                self.harness.answer(choice)
+            else:
+                self.push(*choice)
+            self.steps += 1
+            self.deliver()
+        for happening in self.at.values():
+            happening()
+        self.at.clear()
+        self.deliver()
+
+    def push(self, client: Client, task: Task) -> None:
+        index, task.sent = task.sent, task.sent + 1
+        client.in_flight[pool_of(task.key, client.rank)] += task.layout.cost(index)
+        operation = None if task.key.stream == Stream.BUCKET or index else task.operation
+        payload = None
+        if task.values is not None and (task.weight > 0 or task.operation.op is Op.NONE):
+            start, stop = task.layout.span(index)
+            payload = task.values[start:stop]
+            if (client.rank, task.key) == self.poison and index == task.layout.count - 1:
+                payload = np.full_like(payload, np.nan)
+        self.harness.push(client.rank, task.key, payload, index=index, weight=task.weight, operation=operation)
+
+    def deliver(self) -> None:
+        for rank in list(self.clients):
+            for message, payloads in self.harness.sent(rank):
+                payload = bytes(payloads[0]) if payloads else None
+                assert not (self.poisoned and isinstance(message, Result)), "a result after a non-finite contribution"
+                self.clients[rank].take(message, payload)
+
+    def remove(self, rank: int, how: Callable[[], object]) -> None:
+        """``how`` costs ``rank`` its membership."""
+        if rank in self.clients:
+            self.deliver()
+            how()
+            del self.clients[rank]
+            self.harness.inbox.pop(SEATS + rank, None)
+
+    def tasks(self) -> list[tuple[int, Task]]:
+        return [(rank, task) for rank, client in self.clients.items() for task in client.tasks.values()]
+
+    def unfinished(self) -> list[tuple[int, ExchangeKey]]:
+        return [(rank, task.key) for rank, task in self.tasks() if not task.done]
+
+    def errors(self) -> list[GradServerError]:
+        return [task.error for _, task in self.tasks() if task.error is not None]
+
+    def answers(self) -> dict[tuple[ExchangeKey, int, int], Outcome]:
+        """Everything that anybody got, by exchange, slice and rank."""
+        return {
+            (task.key, index, rank): answer for rank, task in self.tasks() for index, answer in task.answers.items()
+        }
+
+    def leftovers(self) -> None:
+        """After all is said and done the engine remembers no exchange, owes no credit and waits for nothing."""
+        group = self.harness.engine.data.groups.get("default")
+        if group is not None:
+            assert group.exchanges == {}
+            assert not group.rounds or self.errors()
+            owed = {rank: bytes for (rank, _), bytes in group.outstanding.items() if rank in self.clients}
+            assert not any(owed.values()), owed
+        assert self.harness.reduces == []
+        self.harness.wait(TIMEOUT)
+        assert self.harness.engine.next_deadline() is None
+
+
+def check_answers(cluster: Cluster) -> None:
+    """Everybody who got a slice got the same, and it is what exact arithmetic says."""
+    answers = cluster.answers()
+    for (key, index, rank), (weight, payload) in answers.items():
+        exact, owner = expected(cluster.scenario, key, index)
+        ranks = cluster.scenario.participants(key)
+        assert weight == sum(cluster.scenario.weight(r, key) for r in ranks)
+        operation = cluster.scenario.keys()[key]
+        if exact is None or not gets(operation, rank, key, owner):
+            assert payload is None
+            continue
+        assert payload is not None
+        got = np.frombuffer(payload, np.float32)
+        assert got.shape == exact[0].shape
+        assert np.all(np.abs(got - exact[0]) <= 1e-6 * exact[1]), "the exact weighted mean"
+        others = {answers[key, index, r][1] for r in ranks if (key, index, r) in answers}
+        assert others - {None} == {payload}, "the same bytes for everybody"
+
+
+Exact = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
+"""A result in float64, and the magnitude of what went into it."""
+
+
+def expected(scenario: Scenario, key: ExchangeKey, index: int) -> tuple[Exact | None, int]:
+    """The result of one slice in float64 (None if nobody gave anything), and the rank whose chunk it lies in."""
+    operation = scenario.keys()[key]
+    layout = layout_of(operation, scenario.world)
+    start, stop = layout.span(index)
+    given = {rank: scenario.values(rank, key) for rank in scenario.participants(key)}
+    weights = {rank: scenario.weight(rank, key) for rank in given}
+    wide = {rank: v[start:stop].astype(np.float64) for rank, v in given.items() if v is not None}
+    if operation.kind not in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
+        whole = np.concatenate([wide[rank] for rank in sorted(wide)]) if wide else None
+        return (None if whole is None else (whole, np.zeros_like(whole))), layout.owner(index)
+    wide = {rank: v for rank, v in wide.items() if weights[rank] > 0}
+    if not wide:
+        return None, layout.owner(index)
+    total = sum(weights.values()) if operation.op is Op.MEAN else 1.0
+    result = np.sum([weights[rank] * v for rank, v in wide.items()], axis=0) / total
+    magnitude = np.sum([np.abs(weights[rank] * v) for rank, v in wide.items()], axis=0) / total
+    return (result, magnitude), layout.owner(index)
+
+
+# ── L1, L3: identical, and exact ──────────────────────────────────────────────────────────────────────
+
+
+@given(scenarios(), seeds)
+def test_everybody_gets_the_same_bytes_and_they_are_the_exact_mean_of_what_counted(scenario: Scenario, seed: int) -> None:
+    cluster = Cluster(scenario, seed)
+    cluster.run()
+
+    assert cluster.unfinished() == []
+    assert cluster.errors() == []
+    check_answers(cluster)
+    cluster.leftovers()
+    ledger = cluster.harness.engine.control.groups["default"].ledger
+    assert sorted(record.round for record in ledger) == list(range(scenario.rounds))
+
+
+# ── L2: reproducible ──────────────────────────────────────────────────────────────────────────────────
+
+
+@given(scenarios(least_world=2), seeds, seeds, st.sampled_from([2 * SLICE, 1 << 20]))
+def test_the_same_contributions_give_the_same_bits_in_whatever_order_they_come(
+    scenario: Scenario, one: int, other: int, credit: int
+) -> None:
+    first, second = Cluster(scenario, one), Cluster(scenario, other, credit)
+    first.run()
+    second.run()
+
+    assert first.answers() == second.answers()
+
+
+# ── L3: exactly once ──────────────────────────────────────────────────────────────────────────────────
+
+Violation = Callable[[Cluster, int], None]
+
+
+def again(cluster: Cluster, rank: int) -> None:
+    """Push a slice again that was pushed before."""
+    pushed = [task for task in cluster.clients[rank].tasks.values() if task.sent]
+    if not pushed:
+        beyond_the_last(cluster, rank)
+        return
+    task = cluster.random.choice(pushed)
+    index = cluster.random.randrange(task.sent)
+    start, stop = task.layout.span(index)
+    values = None if task.values is None else task.values[start:stop]
+    cluster.harness.push(rank, task.key, values, index=index, weight=1.0, operation=task.operation)
+
+
+def beyond_the_last(cluster: Cluster, rank: int) -> None:
+    cluster.harness.push(rank, bucket(cluster.scenario.rounds, 0), floats(1), index=9)
+
+
+def too_far_ahead(cluster: Cluster, rank: int) -> None:
+    cluster.harness.push(rank, collective(99), floats(1), operation=all_reduce(1))
+
+
+def of_another_size(cluster: Cluster, rank: int) -> None:
+    due = cluster.clients[rank].ready()
+    task = due[0] if due else None
+    if task is None or task.sent:
+        too_far_ahead(cluster, rank)
+    else:
+        wrong = np.zeros(SLICE, np.float32)
+        cluster.harness.push(rank, task.key, wrong, operation=task.operation)
+
+
+def garbage(cluster: Cluster, rank: int) -> None:
+    cluster.harness.feed(Garbled(SEATS + rank, MalformedMessageError("not a message")))
+
+
+def a_plan_of_garbage(cluster: Cluster, rank: int) -> None:
+    cluster.harness.receive(SEATS + rank, Propose("hash"), b"\xff\xff")
+
+
+VIOLATIONS: list[Violation] = [again, beyond_the_last, too_far_ahead, of_another_size, garbage, a_plan_of_garbage]
+
+
+@given(scenarios(least_world=2), seeds, st.integers(0, 60), st.data())
+def test_a_contribution_that_comes_twice_counts_once_at_most(
+    scenario: Scenario, seed: int, step: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, scenario.world - 1))
+    cluster = Cluster(scenario, seed)
+    cluster.at[step] = lambda: cluster.remove(rank, lambda: violate(cluster, rank, again))
+    cluster.run()
+
+    check_answers(cluster)
+    assert cluster.unfinished() == []
+
+
+def violate(cluster: Cluster, rank: int, violation: Violation) -> None:
+    """Do it, and see that it costs the connection (a tail of what has failed costs nothing)."""
+    violation(cluster, rank)
+    if SEATS + rank not in cluster.harness.closed:
+        cluster.harness.lose(rank)
+
+
+# ── L4, as far as it goes: what was complete counts, and the rest fails at once with a name ───────────
+
+
+@given(scenarios(least_world=2), seeds, st.integers(0, 120), st.booleans(), st.data())
+def test_when_somebody_goes_nobody_waits_and_what_was_complete_counts(
+    scenario: Scenario, seed: int, step: int, politely: bool, data: st.DataObject
+) -> None:
+    gone = data.draw(st.integers(0, scenario.world - 1))
+    cluster = Cluster(scenario, seed)
+    goes = cluster.harness.leave if politely else cluster.harness.lose
+    cluster.at[step] = lambda: cluster.remove(gone, lambda: goes(gone))
+    cluster.run()
+
+    assert cluster.unfinished() == [], "without a deadline"
+    check_answers(cluster)
+    for error in cluster.errors():
+        assert type(error) is (WorkerLeftError if politely else WorkerLostError)
+        assert error.fields == {"worker": f"w{gone}", "rank": gone}
+    cluster.leftovers()
+
+
+@given(scenarios(least_world=3), seeds, st.lists(st.tuples(st.integers(0, 4), st.integers(0, 80)), max_size=5))
+def test_when_several_go_everybody_who_is_left_hears_of_one_of_them(
+    scenario: Scenario, seed: int, goes: list[tuple[int, int]]
+) -> None:
+    cluster = Cluster(scenario, seed)
+    for rank, step in goes:
+        if rank < scenario.world:
+            cluster.at[step] = lambda rank=rank: cluster.remove(rank, lambda: cluster.harness.lose(rank))  # type: ignore[misc]
+    cluster.run()
+
+    assert cluster.unfinished() == []
+    check_answers(cluster)
+    gone = set(range(scenario.world)) - set(cluster.clients)
+    assert {error.fields["rank"] for error in cluster.errors()} <= gone
+
+
+# ── L5: nothing waits forever ─────────────────────────────────────────────────────────────────────────
+
+
+@given(scenarios(least_world=2), seeds, st.sets(st.integers(0, 4), min_size=1, max_size=3), st.integers(0, 80))
+def test_every_wait_for_somebody_who_stopped_ends_with_an_error_that_names_them(
+    scenario: Scenario, seed: int, stopped: set[int], step: int
+) -> None:
+    stopped &= set(range(scenario.world))
+    cluster = Cluster(scenario, seed)
+
+    def stop() -> None:
+        for rank in stopped:
+            cluster.clients[rank].stalled = True
+
+    cluster.at[step] = stop
+    waits = run_with_deadlines(cluster)
+
+    assert waits <= len(scenario.keys())
+    check_answers(cluster)
+    names = {f"'w{rank}' (rank {rank})" for rank in stopped}
+    for rank, task in cluster.tasks():
+        if rank not in stopped:
+            assert task.done
+        if task.error is not None:
+            assert isinstance(task.error, DeadlineError)
+            assert task.error.missing
+            assert set(task.error.missing) <= names
+            told = task.error.fields
+            if task.key.stream == Stream.BUCKET:
+                assert told["bucket"] in {f"b{part}" for part in range(len(scenario.buckets))}
+                assert told["round"] == next(
+                    t.key.number for _, t in cluster.tasks() if t.error and t.error.fields == told
+                )
+
+
+def run_with_deadlines(cluster: Cluster) -> int:
+    """Go on, and let time pass whenever nobody can do anything; how often that was."""
+    waits = 0
+    cluster.run()
+    while (deadline := cluster.harness.engine.next_deadline()) is not None:
+        assert deadline <= cluster.harness.now + TIMEOUT
+        cluster.harness.wait(deadline - cluster.harness.now)
+        waits += bool(cluster.harness.inbox)
+        cluster.run()
+    return waits
+
+
+@given(scenarios(least_world=2), seeds, st.integers(0, 60), st.data())
+def test_whoever_stopped_hears_of_it_when_it_goes_on(
+    scenario: Scenario, seed: int, step: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, scenario.world - 1))
+    cluster = Cluster(scenario, seed)
+
+    def set_stalled(stalled: bool) -> None:
+        cluster.clients[rank].stalled = stalled
+
+    cluster.at[step] = lambda: set_stalled(True)
+    run_with_deadlines(cluster)
+    set_stalled(False)
+    run_with_deadlines(cluster)
+
+    assert cluster.unfinished() == []
+    check_answers(cluster)
+    cluster.leftovers()
+
+
+# ── L6: nothing is averaged blindly ───────────────────────────────────────────────────────────────────
+
+
+@given(scenarios(least_world=2), seeds, st.data())
+def test_after_a_non_finite_contribution_nobody_gets_anything_any_more(
+    scenario: Scenario, seed: int, data: st.DataObject
+) -> None:
+    number = data.draw(st.integers(0, scenario.rounds - 1))
+    part = data.draw(st.integers(0, len(scenario.buckets) - 1))
+    rank = data.draw(st.integers(0, scenario.world - 1))
+    cluster = Cluster(scenario, seed)
+    cluster.poison = (rank, bucket(number, part))
+    cluster.run()  # where every result after the poison is an error
+
+    assert cluster.unfinished() == []
+    for _, payload in cluster.answers().values():
+        assert payload is None or np.isfinite(np.frombuffer(payload, np.float32)).all()
+    if cluster.poisoned:
+        told = {"worker": f"w{rank}", "rank": rank, "bucket": f"b{part}", "parameter": f"b{part}", "round": number}
+        assert cluster.errors()
+        for error in cluster.errors():
+            assert isinstance(error, NonFiniteError)
+            assert error.fields == told
+        assert cluster.harness.group()["state"] == "broken"
+    cluster.leftovers()
+
+
+# ── L7: memory is bounded, and credit never leads to a deadlock ───────────────────────────────────────
+
+
+@given(scenarios(), seeds, st.integers(2, 4))
+@settings(max_examples=80)
+def test_with_next_to_no_credit_everything_is_exchanged_all_the_same(scenario: Scenario, seed: int, slices: int) -> None:
+    cluster = Cluster(scenario, seed, credit=slices * SLICE)
+    held: list[int] = []
+    validate = cluster.harness.engine.validate
+
+    def validate_and_count() -> None:
+        validate()
+        held.append(held_bytes(cluster.harness))
+
+    cluster.harness.engine.validate = validate_and_count  # type: ignore[method-assign]
+    cluster.run()
+
+    assert cluster.unfinished() == []
+    assert cluster.errors() == []
+    assert max(held) <= scenario.world * len(Pool) * (slices + 1) * SLICE
+    check_answers(cluster)
+
+
+def held_bytes(harness: Harness) -> int:
+    """Bytes of payloads that the engine keeps."""
+    return sum(
+        len(payload)
+        for group in harness.engine.data.groups.values()
+        for exchange in group.exchanges.values()
+        for given in exchange.slices.values()
+        for payload in given.values()
+        if payload is not None
+    )
+
+
+@example(buckets=[1] * 12, seed=0)
+@given(buckets=st.lists(st.integers(1, 40), min_size=1, max_size=12), seed=seeds)
+def test_workers_whose_buckets_are_ready_in_opposite_orders_do_not_block_each_other(
+    buckets: list[int], seed: int
+) -> None:
+    cluster = Cluster(Scenario(2, tuple(buckets), 2, (), (), 0), seed, credit=2 * SLICE)
+    for rank, client in cluster.clients.items():
+        client.ready = lambda client=client, rank=rank: in_order_of_readiness(client, backwards=rank == 1)  # type: ignore[method-assign]
+    cluster.run()
+
+    assert cluster.unfinished() == []
+    assert cluster.errors() == []
+
+
+def in_order_of_readiness(client: Client, backwards: bool) -> list[Task]:
+    """The one task that a client with this order of readiness would push now."""
+    ready = Client.ready(client)
+    affordable = sorted((task for task in ready if client._affords(task)), key=lambda t: t.key, reverse=backwards)
+    return affordable[:1] or ready[:1]
+
+
+def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
+    harness = Harness(checked=False)
+    harness.assemble(2, plan_of(3, 1))
+    numbers = iter(range(1 << 30))
+
+    def exchange(rounds: int) -> int:
+        for _ in range(rounds):
+            number = next(numbers)
+            for part, size in enumerate((3, 1)):
+                for rank in range(2):
+                    harness.push(rank, bucket(number, part), bytes(4 * size))
+            for rank in range(2):
+                harness.push(rank, collective(number), operation=BARRIER)
+            harness.inbox.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = exchange(500)
+    assert exchange(10_000) - before < 100
+    assert harness.group()["round"] == 10_500
+
+
+# ── L8: bytes are data ────────────────────────────────────────────────────────────────────────────────
+
+
+@given(scenarios(), seeds, seeds, st.integers(1, 30))
+def test_whatever_strangers_send_members_get_what_they_would_have_got(
+    scenario: Scenario, seed: int, noise: int, strangers: int
+) -> None:
+    quiet, noisy = Cluster(scenario, seed), Cluster(scenario, seed)
+    chance = random.Random(noise)
+    for _ in range(strangers):
+        noisy.at[chance.randrange(40)] = lambda: make_noise(noisy.harness, chance)
+    quiet.run()
+    noisy.run()
+
+    assert noisy.answers() == quiet.answers()
+    assert noisy.unfinished() == []
+    assert noisy.errors() == []
+    assert all(connection >= 1000 for connection in noisy.harness.closed), "no member is thrown out"
+
+
+def make_noise(harness: Harness, chance: random.Random) -> None:
+    """Something that a stranger, or a worker of another group, might send."""
+    connection = chance.randrange(1000, 1010)
+    key = ExchangeKey(chance.randrange(3), chance.randrange(3), chance.randrange(3), *chance.choices((-1, 0, 1), k=2))
+    operation = chance.choice([None, all_reduce(4), BARRIER, Operation(Kind.TRANSFER, Op.NONE, FLOAT32, 5)])
+    messages: list[tuple[Message, tuple[bytes, ...]]] = [
+        (Push(key, chance.randrange(2), 1.0, True, operation), (bytes(chance.choice([0, 4, 16])),)),
+        (Push(key, chance.randrange(2), 0.0, False, operation), ()),
+        (Propose("hash"), (plan_of(4).encoded,)),
+        (Propose("hash"), (b"garbage",)),
+        (Inquire(key), ()),
+        (Leave("whatever", chance.random() < 0.5), ()),
+        (Result(key, 0, 1.0, False), ()),
+    ]
+    match chance.randrange(10):
+        case 0:
+            harness.join(connection, world=chance.choice([0, 1, 2, 99]), rank=chance.randrange(-1, 3))
+        case 1:
+            harness.join(connection, world=chance.choice([0, 1, 2, 99]), group=chance.choice(["other", "more"]))
+        case 2:
+            harness.feed(Disconnected(connection, "gone"))
+        case 3:
+            harness.feed(Garbled(connection, MalformedMessageError("not a message")))
+        case _:
+            message, payloads = chance.choice(messages)
+            harness.receive(connection, message, *payloads)
+    harness.reduces[:] = [r for r in harness.reduces if r.group == "default"]
+
+
+@given(scenarios(least_world=2), seeds, st.integers(0, 80), st.sampled_from(VIOLATIONS), st.data())
+def test_a_member_that_breaks_the_protocol_never_changes_what_the_others_get(
+    scenario: Scenario, seed: int, step: int, violation: Violation, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, scenario.world - 1))
+    clean, cluster = Cluster(scenario, seed), Cluster(scenario, seed)
+    clean.run()
+    cluster.at[step] = lambda: cluster.remove(rank, lambda: violate(cluster, rank, violation))
+    cluster.run()
+
+    results = clean.answers()
+    assert all(results[place] == answer for place, answer in cluster.answers().items())
+    assert cluster.unfinished() == []
+    for error in cluster.errors():
+        assert isinstance(error, WorkerLostError)
+        assert error.rank == rank
+    cluster.leftovers()

@@ -1,0 +1,93 @@
+"""What a call that does not wait gives back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from protocol.channel import Channel
+from protocol.errors import DeadlineError, GradServerError
+
+VERDICT_SECONDS = 2.0
+"""How long after its own timeout a worker waits for the coordinator to say who was missing."""
+
+
+class Handle:
+    """Something that was begun and will be done: an exchange, or joining.
+
+    Attributes:
+        weight: sum of the weights that counted, known when done; 0.0 when nobody's did.
+        present: whether anybody contributed data, known when done. If not, the result is zeros.
+    """
+
+    __slots__ = ("_ask", "_channel", "_error", "_finish", "_lock", "_open", "_timeout", "_value", "present", "weight")
+
+    def __init__(
+        self,
+        timeout: float,
+        channel: Channel | None = None,
+        value: Any = None,
+        ask: Callable[[], Sequence[str]] | None = None,
+    ) -> None:
+        self.weight = 0.0
+        self.present = False
+        self._timeout = timeout
+        self._channel = channel
+        self._value = value
+        self._error: GradServerError | None = None
+        self._finish: Callable[[], None] | None = None
+        self._ask = ask
+        self._open = True
+        self._lock = threading.Lock()  # held until done: cheaper than an Event, and there is one per exchange
+        self._lock.acquire()
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        return not self._open
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait until done, and return the result: the tensor, for collectives.
+
+        Args:
+            timeout: seconds; None for the worker's. Waiting again after a DeadlineError is allowed.
+
+        Raises:
+            DeadlineError: not done in time; names who is missing.
+            GradServerError: whatever made the exchange fail.
+        """
+        if self._open:
+            self._wait(timeout)
+        self.raise_error()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        return self._value
+
+    def then(self, finish: Callable[[], None] | None) -> None:
+        """Have ``finish`` called once, by the first `wait` that finds the result there."""
+        self._finish = finish
+
+    def raise_error(self) -> None:
+        """Raise what made this fail, if it is done and something did."""
+        if self._error is not None:
+            raise self._error.again()
+
+    def _wait(self, timeout: float | None) -> None:
+        # The coordinator's own deadline is as long as the worker's, and its error says more: give it time to come.
+        patience = self._timeout + VERDICT_SECONDS if timeout is None else timeout
+        assert self._channel is not None
+        if not self._channel.wait(self._lock, min(max(patience, 0.0), threading.TIMEOUT_MAX)):
+            missing = tuple(self._ask()) if self._ask else ()
+            if self._open:
+                who = f"; still missing: {', '.join(missing)}" if missing else ""
+                raise DeadlineError(f"not done after {patience:g} s{who}", missing=missing)
+            return
+        self._lock.release()
+
+    def _complete(self, error: GradServerError | None = None) -> None:
+        """Mark as done, once. The caller sees to it that no two threads do."""
+        if self._open:
+            self._error = error
+            self._open = False
+            self._lock.release()
