@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, Generic, Protocol, Self, TypeVar
@@ -24,7 +24,6 @@ from gradserver.engine import Engine
 from gradserver.local import LocalCluster
 from gradserver.status import fetch
 from gradserver.tcp import TcpServer
-from protocol.errors import GradServerError
 from protocol.limits import CREDIT_BYTES
 from worker.client import Worker
 from worker.connect import connect

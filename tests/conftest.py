@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.cluster import Gather
 
 # Many small workers share few cores here: threads of their own would only get in each other's way. The
 # libraries read these when they are first imported, and the processes that a test starts inherit them.
@@ -30,3 +36,18 @@ def _cuda_available() -> bool:
     import torch  # here, as most test runs select no such test and torch takes seconds to load
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def channel(request: pytest.FixtureRequest) -> str:
+    """How workers reach their coordinator."""
+    return str(request.param)
+
+
+@pytest.fixture
+def gather(channel: str) -> Iterator[Gather]:
+    """Makes groups of workers that last as long as the test: `tests.cluster.members` over each channel."""
+    from tests.cluster import members  # here, as numpy must not be loaded before the variables above are set
+
+    with ExitStack() as stack:
+        yield lambda world_size, **options: stack.enter_context(members(channel, world_size, **options))

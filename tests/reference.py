@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -16,6 +16,14 @@ from protocol.errors import UnsupportedOperationError
 from protocol.exchange import Op, check_reducible
 
 OPS = (Op.MEAN, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT)
+
+
+_COMBINE: dict[Op, Callable[[Any, Any], Any]] = {
+    Op.SUM: operator.add,
+    Op.MIN: np.minimum,
+    Op.MAX: np.maximum,
+    Op.PRODUCT: operator.mul,
+}
 
 
 def is_defined(op: Op, dtype: DType) -> bool:
@@ -66,14 +74,13 @@ def wide(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def expected(tensors: Sequence[torch.Tensor], op: Op, weights: Sequence[float] | None = None) -> np.ndarray[Any, Any]:
     """The numbers that reducing ``tensors`` should give, rounded once."""
+    exact: np.ndarray[Any, Any]
     dtype, rows = tensors[0].dtype, [wide(tensor) for tensor in tensors]
     if op is Op.MEAN:
         weights = weights or [1.0] * len(rows)
-        exact = sum(weight * row for weight, row in zip(weights, rows, strict=True)) / sum(weights)
+        exact = reduce(operator.add, [weight * row for weight, row in zip(weights, rows, strict=True)]) / sum(weights)
     else:
-        exact = reduce(
-            {Op.SUM: operator.add, Op.PRODUCT: operator.mul, Op.MIN: np.minimum, Op.MAX: np.maximum}[op], rows
-        )
+        exact = reduce(_COMBINE[op], rows)
     if dtype is torch.bool:
         return exact.astype(bool).astype(object)
     if exact.dtype == object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -28,13 +27,21 @@ def members(module: nn.Module, **options: Any) -> dict[str, list[str]]:
     return {group.key: [name for name, _ in group.parameters] for group in groups}
 
 
+class Stack(nn.Module):
+    """Two layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+
 class Seq2Seq(nn.Module):
     """Two stacks: the larger one is the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))})
-        self.decoder = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(3, 3) for _ in range(2))})
+        self.encoder = Stack(2)
+        self.decoder = Stack(3)
         self.head = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
 
 
@@ -80,15 +87,16 @@ def test_weight_shared_by_blocks_lives_in_the_first() -> None:
 
 
 def test_weight_shared_by_a_block_and_the_head_lives_in_the_block() -> None:
-    module = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)})
-    module["head"].weight = module["layers"][1].weight
+    last, head = nn.Linear(2, 2), nn.Linear(2, 2)
+    head.weight = last.weight
+    module = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), last]), "head": head})
     assert members(module)["lm_head"] == ["head.bias"]
     assert members(module)["block.1"] == ["layers.1.weight", "layers.1.bias"]
 
 
 def test_blocks_are_the_list_with_most_parameters() -> None:
     module = Seq2Seq()
-    assert find_blocks(module) == list(module.decoder["layers"])
+    assert find_blocks(module) == list(module.decoder.layers)
     assert members(module) == {
         "lm_head": ["head.0.weight", "head.0.bias", "head.2.weight", "head.2.bias"],
         "block.1": ["decoder.layers.1.weight", "decoder.layers.1.bias"],
@@ -99,7 +107,7 @@ def test_blocks_are_the_list_with_most_parameters() -> None:
 
 def test_blocks_may_be_named() -> None:
     module = Seq2Seq()
-    stacks = [*module.encoder["layers"], *module.decoder["layers"]]
+    stacks = [*module.encoder.layers, *module.decoder.layers]
     assert keys(module, blocks=stacks) == ["lm_head", "block.3", "block.2", "block.1", "block.0"]
     assert keys(Transformer(), blocks=nn.ModuleList())[0] == "bucket.0"
 
@@ -111,17 +119,16 @@ def test_blocks_must_be_of_the_module() -> None:
 
 def test_stack_behind_the_blocks_is_cut_into_runs() -> None:
     module = Seq2Seq()
-    first, second = keys(module, blocks=module.encoder["layers"])[:2]
+    first, second = keys(module, blocks=module.encoder.layers)[:2]
     assert (first, second) == ("lm_head", "bucket.0")
 
 
 def test_module_without_blocks_is_cut_last_parameters_first() -> None:
-    linear = OrderedDict((f"l{i}", nn.Linear(256, 256, bias=False)) for i in range(5))  # 256 KiB each
-    found = members(nn.Sequential(linear), cap_mb=0.5)
-    assert found == {
-        "bucket.0": ["l3.weight", "l4.weight"],
-        "bucket.1": ["l1.weight", "l2.weight"],
-        "bucket.2": ["l0.weight"],
+    module = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(5)])  # 256 KiB each
+    assert members(module, cap_mb=0.5) == {
+        "bucket.0": ["3.weight", "4.weight"],
+        "bucket.1": ["1.weight", "2.weight"],
+        "bucket.2": ["0.weight"],
     }
 
 
@@ -202,8 +209,9 @@ def test_gradient_of_its_own_is_copied_in_and_out() -> None:
     assert own.tolist() == [3.0, 3.0]
     parameter.grad = None
     slot.give(as_view=False)
-    assert parameter.grad.tolist() == [3.0, 3.0]
-    assert parameter.grad.data_ptr() != bucket.flat.data_ptr()
+    given: Any = parameter.grad
+    assert given.tolist() == [3.0, 3.0]
+    assert given.data_ptr() != bucket.flat.data_ptr()
 
 
 def test_missing_gradient_is_zeros() -> None:
@@ -261,7 +269,8 @@ def test_gradient_whose_memory_was_swapped_is_taken_anew() -> None:
 
 def test_module_converted_after_wrapping_is_refused() -> None:
     module = nn.Linear(2, 2)
-    bucket = bucket_of(module.weight)
+    bucket = bucket_of(nn.Parameter(module.weight))
+    module.weight = bucket.slots[0].parameter
     module.weight.grad = torch.ones(2, 2)
     bucket.slots[0].take(as_view=True)
     module.to(torch.float64)
@@ -290,7 +299,7 @@ def test_buffers_are_packed_by_element_type() -> None:
     assert floats.flat.tolist() == [0.0] * 4 + [1.0] * 4
     floats.flat.fill_(3.0)
     floats.unpack()
-    assert module.norm.running_var.tolist() == [3.0] * 4
+    assert module.get_buffer("norm.running_var").tolist() == [3.0] * 4
 
 
 def test_buffer_that_was_assigned_to_is_found() -> None:
@@ -305,10 +314,10 @@ def test_buffer_that_was_assigned_to_is_found() -> None:
 
 @pytest.mark.parametrize("value", [None, torch.zeros(3)])
 def test_buffer_that_changed_its_shape_is_named(value: torch.Tensor | None) -> None:
-    module = nn.Sequential(nn.Module())
-    module[0].register_buffer("table", torch.zeros(2))
-    (bucket,) = buffer_buckets(module)
+    inner = nn.Module()
+    inner.register_buffer("table", torch.zeros(2))
+    (bucket,) = buffer_buckets(nn.Sequential(inner))
     bucket.place(torch.empty(2))
-    module[0].table = value
+    inner.register_buffer("table", value)
     with pytest.raises(SizeMismatchError, match=r"'0.table' had shape \(2,\)"):
         bucket.pack()

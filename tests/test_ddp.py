@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -412,7 +412,7 @@ def test_weight_that_cannot_be(weight: float) -> None:
 
 @pytest.mark.parametrize("accumulation", ["sum", "mean"])
 @pytest.mark.parametrize("as_view", [True, False])
-def test_gradients_accumulate_inside_no_sync(accumulation: str, as_view: bool) -> None:
+def test_gradients_accumulate_inside_no_sync(accumulation: Literal["sum", "mean"], as_view: bool) -> None:
     micro = 3
 
     def work(worker: Worker) -> dict[str, Tensor]:
@@ -468,12 +468,13 @@ def test_mean_counts_only_backwards_since_the_gradients_were_thrown_away() -> No
 
 def test_mean_is_taken_once() -> None:
     def work(worker: Worker) -> None:
-        model = DistributedDataParallel(nn.Linear(1, 1, bias=False), worker, accumulation="mean")
-        for expected in (1.0, 1.0):
+        linear = nn.Linear(1, 1, bias=False)
+        model = DistributedDataParallel(linear, worker, accumulation="mean")
+        for _ in range(2):
             for part in range(4):
                 with nullcontext() if part == 3 else model.no_sync():
                     model(torch.ones(1, 1)).sum().backward()
-            assert model.module.weight.grad.item() == expected
+            assert linear.weight.grad == torch.ones(1, 1)
             model.zero_grad()
 
     on(2, work)
@@ -534,7 +535,7 @@ def test_parameter_that_nobody_uses_is_left_alone(option: str, as_view: bool) ->
 
     results = on(2, train, branching, gradient_as_bucket_view=as_view, **{option: True})
     assert_like_one_process(results, reference(branching(0)))
-    assert torch.equal(results[0]["branch.weight"], branching(0).branch.weight)
+    assert torch.equal(results[0]["branch.weight"], branching(0).get_parameter("branch.weight"))
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -607,7 +608,7 @@ def test_static_graph_that_changes_is_an_error() -> None:
             loss_of(model, *tokens(1, 2), branch=not first).backward()
 
     for first in (True, False):
-        alone(lambda worker, first=first: work(worker, first))
+        on(1, work, first)
 
 
 def test_worker_may_learn_its_static_graph_late() -> None:
@@ -689,7 +690,7 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
 @pytest.mark.parametrize("batches", [[3, 1, 2], [0, 2, 2], [2, 2, 2]])
 def test_workers_may_have_different_numbers_of_batches(
-    batches: list[int], options: dict[str, bool], make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    batches: list[int], options: dict[str, Any], make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:
     def work(worker: Worker) -> tuple[dict[str, Tensor], list[Tensor]]:
         model = DistributedDataParallel(Transformer(worker.rank, branch=bool(options)), worker, **options)
@@ -837,7 +838,7 @@ def test_buffers_are_those_of_the_lowest_rank_that_has_a_batch() -> None:
 def test_buffers_may_be_left_alone() -> None:
     def work(worker: Worker) -> dict[str, Tensor]:
         module = Convolutional()
-        module.norm.running_mean.fill_(worker.rank)
+        module.get_buffer("norm.running_mean").fill_(worker.rank)
         model = DistributedDataParallel(module, worker, broadcast_buffers=False)
         loss_of(model, *images(worker.rank, 4)).backward()
         return buffers(module)
@@ -901,7 +902,7 @@ def test_everybody_starts_with_parameters_and_buffers_of_rank_0() -> None:
     def work(worker: Worker) -> dict[str, Tensor]:
         module = Convolutional(worker.rank)
         module.conv.requires_grad_(False)
-        module.norm.running_mean.fill_(worker.rank + 1.0)
+        module.get_buffer("norm.running_mean").fill_(worker.rank + 1.0)
         return state_of(DistributedDataParallel(module, worker, bucket_cap_mb=0.0001).module)
 
     first, *others = on(3, work)
@@ -936,7 +937,7 @@ def test_options_that_change_the_plan_must_agree() -> None:
 
 def test_accumulation_must_be_known() -> None:
     with pytest.raises(InvalidArgumentError, match="accumulation is 'sum' or 'mean', not 'average'"):
-        alone(lambda worker: DistributedDataParallel(Transformer(), worker, accumulation="average"))
+        on(1, train, Transformer, accumulation="average")
 
 
 def test_second_module_on_one_worker_is_refused() -> None:
@@ -1030,7 +1031,7 @@ def test_nan_reaches_nobody_and_is_named_everywhere() -> None:
     def work(worker: Worker) -> tuple[NonFiniteError, bool]:
         model = DistributedDataParallel(Transformer(), worker)
         before = state_of(model.module)
-        weight = model.module.blocks[2].up.weight
+        weight: Any = model.get_parameter("module.blocks.2.up.weight")
         if worker.rank == 1:
             weight.register_hook(lambda grad: grad * float("nan"))
         with pytest.raises(NonFiniteError) as caught:
@@ -1054,13 +1055,14 @@ class Failing(torch.autograd.Function):
 
 def fails_behind(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
     """Let backward fail when it comes to the output of ``module``."""
-    return module.register_forward_hook(lambda _, __, output: Failing.apply(output))
+    fail: Any = Failing.apply
+    return module.register_forward_hook(lambda _, __, output: fail(output))
 
 
 def test_backward_that_failed_in_the_midst_of_an_exchange() -> None:
     def work(worker: Worker) -> None:
         model = DistributedDataParallel(Transformer(), worker)
-        hook = fails_behind(model.module.blocks[1])
+        hook = fails_behind(model.get_submodule("module.blocks.1"))
         with pytest.raises(MemoryError):
             loss_of(model, *tokens(0, 2)).backward()
         hook.remove()
@@ -1082,7 +1084,7 @@ def test_backward_that_failed_in_the_midst_of_an_exchange() -> None:
 def test_backward_that_failed_before_anything_was_pushed_can_be_repeated(delayed: bool) -> None:
     def work(worker: Worker) -> dict[str, Tensor]:
         model = DistributedDataParallel(Convolutional(), worker, delay_all_reduce=delayed)
-        hook = fails_behind(model.module.norm if delayed else model.module.head)
+        hook = fails_behind(model.get_submodule("module.norm" if delayed else "module.head"))
         if worker.rank == 1:
             with pytest.raises(MemoryError):
                 loss_of(model, *images(1, 4)).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,13 +10,14 @@ import numpy as np
 import pytest
 
 from protocol.channel import Lock, Receiver
-from protocol.dtypes import FLOAT32, UINT8
+from protocol.dtypes import UINT8
 from protocol.errors import (
     ClosedError,
     ConnectionLostError,
     CoordinatorStoppedError,
     DeadlineError,
     JoinRefusedError,
+    LimitExceededError,
     OutOfStepError,
     PlanMismatchError,
     UsageError,
@@ -41,7 +43,9 @@ from protocol.messages import (
 from protocol.plan import Plan, simple_plan
 from protocol.wire import Buffer
 from tests.cluster import Task, wait_until
-from worker.session import Handle, Session, into
+from worker.handle import Handle
+from worker.outbox import into
+from worker.session import Session
 from worker.tensors import Bytes
 
 NAMES = ("w0", "w1", "w2")
@@ -177,7 +181,7 @@ def test_plan_holds_from_the_round_that_the_coordinator_says(session: Session, t
 
     handle = session.propose(plan, None)
     assert tape.sent == [(Propose(plan.hash), (plan.encoded,))]
-    assert session.plan is None
+    assert not handle.done()
 
     session.receive(Agreed(plan.hash, 12), ())
     handle.wait()
@@ -202,7 +206,7 @@ def test_plan_cannot_be_proposed_while_another_one_is(session: Session) -> None:
 
 def test_plan_that_cannot_be_sent_leaves_the_way_free_for_another(session: Session) -> None:
     too_large = simple_plan([(f"{index:04000}", 1) for index in range(1100)], UINT8, Op.SUM)
-    with pytest.raises(ValueError, match="bytes"):
+    with pytest.raises(LimitExceededError, match="the plan encodes to"):
         session.propose(too_large, None)
 
     agree(session, plan_of(1))
@@ -335,10 +339,9 @@ def test_collectives_transfers_and_buckets_do_not_wait_for_each_other(session: S
     session.transfer(transfer, (2, 1, 0), None, into(data))
     push(session, 0)
 
-    streams = [(message.key.stream, message.key.source) for message in tape.take() if isinstance(message, Push)]
-    assert streams == [(Stream.COLLECTIVE, -1)] * 2 + [(Stream.TRANSFER, 1)] * 2 + [(Stream.TRANSFER, 2)] * 2 + [
-        (Stream.BUCKET, -1)
-    ] * 2
+    sent = Counter((message.key.stream, message.key.source) for message in tape.take() if isinstance(message, Push))
+    streams = [(Stream.COLLECTIVE, -1), (Stream.TRANSFER, 1), (Stream.TRANSFER, 2), (Stream.BUCKET, -1)]
+    assert sent == dict.fromkeys(streams, 2)
 
 
 def test_first_unanswered_slice_of_the_plan_is_sent_beyond_the_credit(session: Session, tape: Tape) -> None:
@@ -430,6 +433,28 @@ def test_failed_exchange_fails_alone_and_gives_its_credit_back(session: Session,
     assert tape.pushes() == [(2, 0), (2, 1)]
 
 
+def test_exchange_that_fails_while_a_result_is_put_in_place_gives_its_credit_back_once(
+    session: Session, tape: Tape
+) -> None:
+    data = memory(2)
+    failure = Failure.of(DeadlineError("w2 did not come"), Scope.EXCHANGE, collective(0))
+
+    write = into(data)
+
+    def fail(start: int, stop: int, payload: Buffer | None) -> None:
+        write(start, stop, payload)
+        session.receive(failure, ())  # as another thread may at this very moment
+
+    handle = session.collective(Operation(Kind.ALL_REDUCE, Op.SUM, UINT8, data.size), data, fail)
+    answer(session, collective(0), 0, bytes(SLICE_BYTES))
+
+    with pytest.raises(DeadlineError, match="w2 did not come"):
+        handle.wait()
+    tape.take()
+    all_reduce(session, memory(4))
+    assert tape.pushes() == [(1, 0), (1, 1)]
+
+
 def test_every_raise_is_an_exception_of_its_own(session: Session) -> None:
     handle = all_reduce(session, memory(0.1))
     error = WorkerLostError("w2 was lost", worker="w2", rank=2)
@@ -465,9 +490,10 @@ def test_everything_fails_when_the_coordinator_lets_go(session: Session) -> None
     for handle in handles:
         with pytest.raises(CoordinatorStoppedError, match="it received SIGTERM"):
             handle.wait()
-    for call in (lambda: all_reduce(session, memory(0.1)), lambda: session.propose(plan_of(1), None)):
-        with pytest.raises(CoordinatorStoppedError, match="it received SIGTERM"):
-            call()
+    with pytest.raises(CoordinatorStoppedError, match="it received SIGTERM"):
+        all_reduce(session, memory(0.1))
+    with pytest.raises(CoordinatorStoppedError, match="it received SIGTERM"):
+        session.propose(plan_of(1), None)
     assert session.closed
 
 
@@ -526,10 +552,25 @@ def test_wait_that_runs_out_asks_who_is_missing_and_can_be_repeated(session: Ses
     session.receive(Missing(collective(0), ("'w0' (rank 0)", "'w2' (rank 2)")), ())
 
     error = task.error(DeadlineError)
-    assert str(error) == "not done after 0.01 s; still missing: 'w0' (rank 0), 'w2' (rank 2)"
+    assert str(error) == (
+        f"all_reduce(sum) of uint8[{data.size}] is not done after 0.01 s; still missing: 'w0' (rank 0), 'w2' (rank 2)"
+    )
     assert error.missing == ("'w0' (rank 0)", "'w2' (rank 2)")
     answer(session, collective(0), 0, bytes(data.size))
     handle.wait(0.01)
+
+
+def test_deadline_names_bucket_and_round(session: Session, tape: Tape) -> None:
+    agree(session, plan_of(0.5, 0.5), first_round=3)
+    task = Task(push(session, 1)[0].wait, 0.01)
+    wait_until(lambda: tape.sent and tape.sent[-1][0] == Inquire(bucket(3, 1)), "it asks")
+
+    session.receive(Missing(bucket(3, 1), ()), ())
+
+    error = task.error(DeadlineError)
+
+    assert str(error) == "bucket 'b1' of round 3 is not done after 0.01 s"
+    assert (error.bucket, error.round, error.missing) == ("b1", 3, ())
 
 
 def test_result_that_comes_while_asking_counts(session: Session, tape: Tape) -> None:
@@ -564,14 +605,3 @@ def test_waiting_for_the_plan_in_vain_can_be_repeated(session: Session, tape: Ta
     assert [message for message in tape.take() if isinstance(message, Propose)] == [Propose(plan.hash)]
     session.receive(Agreed(plan.hash, 0), ())
     handle.wait()
-
-
-def test_float_element_type_is_told_to_nobody_but_in_the_operation(session: Session, tape: Tape) -> None:
-    data = np.zeros(8, np.uint8)
-
-    session.collective(Operation(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, 2), data, into(data))
-
-    ((message, (payload,)),) = tape.sent
-    assert isinstance(message, Push)
-    assert message.operation == Operation(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, 2)
-    assert len(payload) == 8

@@ -27,7 +27,7 @@ class DistributedDataParallel(nn.Module):
 
     Example::
 
-        worker = gradserver.connect("tcp://coordinator:29400")
+        worker = gradserver.connect("tcp://coordinator:7411")
         model = gradserver.DistributedDataParallel(model, worker)
         with model.join(optimizer):                 # workers may have different numbers of batches
             for inputs, targets in loader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from protocol.channel import Channel
@@ -21,14 +21,25 @@ class Handle:
         present: whether anybody contributed data, known when done. If not, the result is zeros.
     """
 
-    __slots__ = ("_ask", "_channel", "_error", "_finish", "_lock", "_open", "_timeout", "_value", "present", "weight")
+    __slots__ = (
+        "_channel",
+        "_error",
+        "_finish",
+        "_lock",
+        "_open",
+        "_overdue",
+        "_timeout",
+        "_value",
+        "present",
+        "weight",
+    )
 
     def __init__(
         self,
         timeout: float,
         channel: Channel | None = None,
         value: Any = None,
-        ask: Callable[[], Sequence[str]] | None = None,
+        overdue: Callable[[float], DeadlineError] | None = None,
     ) -> None:
         self.weight = 0.0
         self.present = False
@@ -37,7 +48,7 @@ class Handle:
         self._value = value
         self._error: GradServerError | None = None
         self._finish: Callable[[], None] | None = None
-        self._ask = ask
+        self._overdue = overdue
         self._open = True
         self._lock = threading.Lock()  # held until done: cheaper than an Event, and there is one per exchange
         self._lock.acquire()
@@ -78,10 +89,10 @@ class Handle:
         patience = self._timeout + VERDICT_SECONDS if timeout is None else timeout
         assert self._channel is not None
         if not self._channel.wait(self._lock, min(max(patience, 0.0), threading.TIMEOUT_MAX)):
-            missing = tuple(self._ask()) if self._ask else ()
+            overdue = self._overdue or (lambda seconds: DeadlineError(f"not done after {seconds:g} s"))
+            error = overdue(patience)
             if self._open:
-                who = f"; still missing: {', '.join(missing)}" if missing else ""
-                raise DeadlineError(f"not done after {patience:g} s{who}", missing=missing)
+                raise error
             return
         self._lock.release()
 

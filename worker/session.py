@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from protocol.channel import Channel
-from protocol.errors import ClosedError, GradServerError, OutOfStepError, UsageError
+from protocol.errors import ClosedError, DeadlineError, GradServerError, OutOfStepError, UsageError
 from protocol.exchange import ExchangeKey, Operation, Stream, layout_of, pool_of
 from protocol.messages import (
     Agreed,
@@ -82,10 +82,14 @@ class Session:
             if self._pushed:
                 raise OutOfStepError(f"round {self.round} is not finished: a new plan has to wait until it is")
             if self._proposal is not None:
+                proposed, waiting = self._proposal
+                if proposed == plan:  # again, after a wait that ran out
+                    return waiting
                 raise UsageError("this worker waits for the others to agree on another plan")
+            message, payload = Propose(plan.hash), plan.encoded  # refuses a plan that is too large to go
             handle = Handle(self.timeout if timeout is None else timeout, self._channel)
             self._proposal = (plan, handle)
-        self._channel.send(Propose(plan.hash), (plan.encoded,))
+        self._channel.send(message, (payload,))
         return handle
 
     def close(self, reason: str, failed: bool = False) -> None:
@@ -193,7 +197,7 @@ class Session:
     ) -> Handle:
         welcome = self.membership
         layout = layout_of(operation, len(welcome.names))
-        handle = Handle(self.timeout, self._channel, value, lambda: self._ask_who(key))
+        handle = Handle(self.timeout, self._channel, value, lambda seconds: self._overdue(key, operation, seconds))
         if layout.count == 0:
             handle.weight, handle.present = weight, source is not None
             handle._complete()
@@ -256,12 +260,15 @@ class Session:
                 self._take_failure(message)
             case Welcome():
                 self.welcome = message
-                if self._joining is not None:
-                    self._joining._complete()
+                with self._state:
+                    joining, self._joining = self._joining, None
+                if joining is not None:
+                    joining._complete()
             case Agreed(_, first_round):
                 self._take_agreed(first_round)
             case Missing(key, workers):
-                inquiry = self._inquiries.pop(key, None)
+                with self._state:
+                    inquiry = self._inquiries.pop(key, None)
                 if inquiry is not None:
                     inquiry._value = workers
                     inquiry._complete()
@@ -285,6 +292,8 @@ class Session:
             item = layout.itemsize
             exchange.destination(start * item, stop * item, payloads[0] if payloads else None)
         with self._state:
+            if self._exchanges.get(result.key) is not exchange:
+                return  # it failed meanwhile, in another thread
             self._outbox.answered(exchange, index)
             handle.present |= result.present
             handle.weight = result.weight
@@ -309,19 +318,19 @@ class Session:
                     exchange.handle._complete(error)
                     self._pump()
             case Scope.PROPOSAL:
-                proposal, self._proposal = self._proposal, None
+                with self._state:
+                    proposal, self._proposal = self._proposal, None
                 if proposal is not None:
                     proposal[1]._complete(error)
             case Scope.CONNECTION:
                 self.lost(error)
 
     def _take_agreed(self, first_round: int) -> None:
-        proposal, self._proposal = self._proposal, None
-        if proposal is None:
-            return
-        plan, handle = proposal
         with self._state:
-            self.plan, self.round = plan, first_round
+            if self._proposal is None:
+                return
+            (self.plan, handle), self._proposal = self._proposal, None
+            self.round = first_round
             self._pushed.clear()
         handle._complete()
 
@@ -333,7 +342,7 @@ class Session:
             handles += [self._proposal[1]] if self._proposal is not None else []
             self._exchanges.clear()
             self._inquiries.clear()
-            self._proposal = None
+            self._joining = self._proposal = None
             self._outbox.clear()
         for handle in handles:
             handle._complete(error)
@@ -343,6 +352,22 @@ class Session:
     def _check_open(self) -> None:
         if self._closed is not None:
             raise self._closed.again()
+
+    def _overdue(self, key: ExchangeKey, operation: Operation, seconds: float) -> DeadlineError:
+        """What to raise when a wait of ``seconds`` for an exchange has run out."""
+        bucket, what = "", str(operation)
+        if key.stream == Stream.BUCKET and self.plan is not None:
+            bucket = self.plan.buckets[key.part].key
+            what = f"bucket {bucket!r} of round {key.number}"
+        elif key.stream == Stream.TRANSFER:
+            what += f" from rank {key.source} to rank {key.target} (tag {key.part})"
+        missing = tuple(self._ask_who(key))
+        return DeadlineError(
+            f"{what} is not done after {seconds:g} s" + (f"; still missing: {', '.join(missing)}" if missing else ""),
+            missing=missing,
+            bucket=bucket,
+            round=key.number if bucket else -1,
+        )
 
     def _ask_who(self, key: ExchangeKey) -> Sequence[str]:
         """Names of those who are missing from an exchange, as the coordinator sees it."""
