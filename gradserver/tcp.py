@@ -109,6 +109,7 @@ class TcpServer:
         poller = select.poll()
         for descriptor in (router, monitor, wake):
             poller.register(descriptor, select.POLLIN)
+        self._monitor.get(_EVENTS)  # a descriptor signals nothing before its socket was looked at once
         while self._stopping is None:
             caught_up = self._take_some()
             due = self._next_timer()

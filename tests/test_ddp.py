@@ -510,6 +510,16 @@ def test_unused_parameter_is_an_error_that_names_it() -> None:
     on(2, work)
 
 
+def test_parameter_that_is_unused_in_a_later_step_is_an_error() -> None:
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(Transformer(branch=True), worker)
+        loss_of(model, *tokens(0, 2), branch=True).backward()
+        with pytest.raises(UsageError, match=r"no gradient came for 'branch.weight', 'branch.bias'"):
+            loss_of(model, *tokens(1, 2)).backward()
+
+    alone(work)
+
+
 def test_others_are_told_of_a_worker_that_failed() -> None:
     def work(worker: Worker) -> str:
         model = DistributedDataParallel(Transformer(branch=True), worker)

@@ -660,5 +660,3 @@ def test_the_snapshot_is_json_and_shows_what_people_want_to_know() -> None:
     assert group["slices"] == 2
     assert group["open"] == [{"what": "bucket 'b1' of round 1", "age": 0.25, "missing": ["'w1' (rank 1)"]}]
     assert group["outstanding"][0] > 0 == group["outstanding"][1]
-
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given, strategies as st
@@ -91,8 +92,7 @@ def test_a_plan_finds_its_buckets_and_counts_its_bytes() -> None:
         (lambda: [Bucket("b", BY_NAME["int32"], ())], "the mean of int32 is not a int32"),
     ],
 )
-def test_what_is_no_plan_is_refused(make: object, message: str) -> None:
-    assert callable(make)
+def test_what_is_no_plan_is_refused(make: Callable[[], list[Bucket]], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         Plan(tuple(make()))
 

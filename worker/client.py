@@ -126,7 +126,9 @@ class Worker:
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every member has come here."""
-        if self.world_size > 1:
+        if self.world_size == 1:
+            self._session.check_open()
+        else:
             operation = Operation(Kind.BARRIER, Op.NONE, UINT8, 0)
             self._session.collective(operation, None, None).wait(timeout)
 
@@ -253,6 +255,7 @@ class Worker:
         weight: float = 1.0,
     ) -> Any:
         if self.world_size == 1 or operation.numel == 0:  # identities, nothing to exchange
+            self._session.check_open()
             handle = finished(value, weight)
         else:
             handle = self._session.collective(operation, source, destination, weight, value, background=async_op)
@@ -262,6 +265,7 @@ class Worker:
     def _transfer(self, ends: tuple[int, int, int], bound: Binding, gives: bool, tensor: Any, async_op: bool) -> Any:
         operation = Operation(Kind.TRANSFER, Op.NONE, bound.dtype, bound.numel)
         if bound.numel == 0:
+            self._session.check_open()
             handle = finished(tensor)
         elif gives:
             handle = self._session.transfer(operation, ends, bound.data, None, tensor, async_op)
@@ -284,7 +288,10 @@ class Worker:
 
 def check_weight(weight: float) -> float:
     """``weight`` as a float; InvalidArgumentError unless it is finite, not negative and at most 1e30."""
-    value = float(weight)
+    try:
+        value = float(weight)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
     if not math.isfinite(value) or not 0.0 <= value <= MAX_WEIGHT:
         raise InvalidArgumentError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight!r}")
     return value

@@ -129,6 +129,7 @@ class DistributedDataParallel(nn.Module):
         if not self.training or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._backward.check()
+        self._rounds.before_forward()
         output = self.module(*args, **kwargs)
         self._backward.watch(_tensors_in(output))
         return output

@@ -97,6 +97,10 @@ class Rounds:
         self._round_weight = None
         self._count, self._foreseen, self._leaves = count, foreseen, leaves
 
+    def before_forward(self) -> None:
+        """To be called in the thread that will call ``backward()``."""
+        self._staging.before_forward()
+
     @property
     def begun(self) -> bool:
         """Whether anything of this round was pushed, so that only its end can follow."""
@@ -152,9 +156,8 @@ class Rounds:
         return self._round_weight
 
     def _push_used(self) -> None:
-        for number, slot in enumerate(self.slots):
-            will_have = self._foreseen and slot.expected > 0
-            self._used[number] = will_have or slot.parameter.grad is not None
+        have = [(self._foreseen and slot.expected > 0) or slot.parameter.grad is not None for slot in self.slots]
+        self._used.copy_(torch.tensor(have))
         self._staging.push(len(self.plan.buckets) - 1, self._used, self._open())
 
     def _hand_out(self, handles: dict[int, Handle]) -> None:

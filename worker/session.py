@@ -78,7 +78,7 @@ class Session:
     def propose(self, plan: Plan, timeout: float | None) -> Handle:
         """Ask all members to exchange by ``plan``."""
         with self._state:
-            self._check_open()
+            self.check_open()
             if self._pushed:
                 raise OutOfStepError(f"round {self.round} is not finished: a new plan has to wait until it is")
             if self._proposal is not None:
@@ -113,7 +113,7 @@ class Session:
     def push_bucket(self, index: int, data: Bytes, weight: float, present: bool) -> Handle:
         """Contribute to bucket ``index`` of the present round; the result goes into ``data``."""
         with self._state:
-            self._check_open()
+            self.check_open()
             assert self.plan is not None
             if (before := self._pushed.get(index)) is not None:
                 before.raise_error()
@@ -134,6 +134,7 @@ class Session:
         assert self.plan is not None
         missing = [b.key for i, b in enumerate(self.plan.buckets) if b.numel and i not in self._pushed]
         if missing:
+            self.check_open()
             raise OutOfStepError(f"round {self.round} cannot be finished: these buckets were not pushed: {missing[:8]}")
         for handle in self._pushed.values():
             handle.wait(timeout)
@@ -152,7 +153,7 @@ class Session:
     ) -> Handle:
         """Take part in the group's next collective; ``background`` if the caller does not wait for it at once."""
         with self._state:
-            self._check_open()
+            self.check_open()
             key = ExchangeKey(Stream.COLLECTIVE, self._next_number(Stream.COLLECTIVE))
             handle = self._begin(key, operation, source, destination, weight, value)
         self._pump()
@@ -172,7 +173,7 @@ class Session:
         """Send or receive: ``ends`` is (source rank, target rank, tag)."""
         giver, taker, tag = ends
         with self._state:
-            self._check_open()
+            self.check_open()
             number = self._next_number(Stream.TRANSFER, giver, taker, tag)
             key = ExchangeKey(Stream.TRANSFER, number, tag, giver, taker)
             handle = self._begin(key, operation, source, destination, 1.0, value)
@@ -349,7 +350,8 @@ class Session:
 
     # ── small things ──────────────────────────────────────────────────────────────────────────────────
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise what ended this membership, if anything has."""
         if self._closed is not None:
             raise self._closed.again()
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ from worker.handle import Handle
 _cuda: Any = torch.cuda  # torch has not typed its constructors
 # How much longer than an exchange a push may take to begin, in seconds: the copy to the host comes before it.
 _COPY_SECONDS = 60.0
+
+
+# Who has buckets on which CUDA device of this process.
+_on_device: dict[torch.device, WeakSet[Staging]] = {}
 
 
 class Staging:
@@ -45,9 +50,19 @@ class Staging:
     def new_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros for a bucket: on the CPU where the channel reads and writes without a copy."""
         if device.type != "cpu":
+            _on_device.setdefault(device, WeakSet()).add(self)
             return torch.zeros(numel, dtype=dtype, device=device)
         flat: Tensor = self._worker.empty((numel,), dtype)
         return flat.zero_()
+
+    def before_forward(self) -> None:
+        """Make sure that workers which share a device, as threads of one process, can wait for each other.
+
+        The end of a backward, where results are waited for, runs in the thread that autograd has for the device,
+        and the other worker's backward would need that same thread. So they run theirs in their own threads.
+        """
+        if any(self in sharers and len(sharers) > 1 for sharers in _on_device.values()):
+            torch.autograd.set_multithreading_enabled(False)  # concerns this thread alone
 
     @property
     def pushed(self) -> bool:
@@ -56,13 +71,18 @@ class Staging:
 
     def push(self, index: int, flat: Tensor, weight: float, present: bool = True) -> None:
         """Contribute ``flat`` to bucket ``index``; it holds the result after `finish`. See `Worker.push`."""
-        if flat.device.type == "cpu":
-            self._handles[index] = self._worker.push(index, flat, weight=weight, present=present)
-            return
-        copier = self._devices.get(flat.device)
+        copier = self._copier(flat.device)
         if copier is None:
-            copier = self._devices[flat.device] = _DeviceCopier(self._worker, flat.device)
-        self._staged[index] = (flat, copier.push(index, flat, weight, present))
+            self._handles[index] = self._worker.push(index, flat, weight=weight, present=present)
+        else:
+            self._staged[index] = (flat, copier.push(index, flat, weight, present))
+
+    def _copier(self, device: torch.device) -> _DeviceCopier | None:
+        if device.type == "cpu":
+            return None
+        if device not in self._devices:
+            self._devices[device] = _DeviceCopier(self._worker, device)
+        return self._devices[device]
 
     def finish(self) -> dict[int, Handle]:
         """Wait until every result is in its bucket; gives the handles, by bucket, and opens the next round.

@@ -46,6 +46,7 @@ _RETRY_SECONDS: Final = 0.1
 _SAY_SO_AFTER: Final = 2.0
 """Seconds without a coordinator after which the log says that this worker is still trying."""
 _LINGER_MS: Final = 1000
+_NEVER_MS: Final = 24 * 3600 * 1000
 _NOBLOCK: Final = int(zmq.NOBLOCK)  # plain numbers: combining zmq's enumeration takes longer than sending
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
@@ -95,6 +96,7 @@ class TcpChannel:
         self._monitor_fd = int(self._monitor.get(zmq.FD))
         for descriptor in (int(self._socket.get(zmq.FD)), self._monitor_fd, self._wake_fd):
             self._poller.register(descriptor, select.POLLIN)
+        self._monitor.get(_EVENTS)  # a descriptor signals nothing before its socket was looked at once
         self._receiver: Receiver | None = None
         self._enough: Callable[[], bool] = lambda: True
         self._bystanders = 0
@@ -115,15 +117,12 @@ class TcpChannel:
         with self._lock:
             if self._closing:
                 raise ClosedError("this worker is closed")
-            try:
-                if payloads:
-                    payload = payloads[0]
-                    self._socket.send(header, _NOBLOCK_MORE)
-                    self._socket.send(payload, _NOBLOCK, copy=len(payload) < _ZERO_COPY_BYTES)
-                else:
-                    self._socket.send(header, _NOBLOCK)
-            except zmq.Again:
-                raise ConnectionLostError(self._lost_text("the connection is gone")) from None
+            if payloads:
+                payload = payloads[0]
+                self._socket.send(header, _NOBLOCK_MORE)
+                self._socket.send(payload, _NOBLOCK, copy=len(payload) < _ZERO_COPY_BYTES)
+            else:
+                self._socket.send(header, _NOBLOCK)
             missed = self._reading.locked() and int(self._socket.get(_EVENTS)) & _POLLIN
         if missed:
             self._wake()
@@ -258,7 +257,9 @@ class TcpChannel:
 
     def _configure(self) -> None:
         option = self._socket.setsockopt
-        option(zmq.RECONNECT_IVL, -1)  # a new connection would be a stranger to the coordinator
+        # A new connection would be a stranger to the coordinator, so there is to be none; but told never to
+        # reconnect (-1), libzmq throws away what has arrived and was not read yet, the reason for the end included.
+        option(zmq.RECONNECT_IVL, _NEVER_MS)
         option(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         option(zmq.SNDHWM, 0)  # credits bound what is queued
         option(zmq.RCVHWM, 0)

@@ -145,4 +145,5 @@ def _torch_bytes(tensor: torch.Tensor) -> Bytes:
 
 def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether an expanded dimension makes elements share memory."""
-    return any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
+    shared = any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
+    return shared and 0 not in shape

@@ -439,8 +439,8 @@ def _join_timeout(group: _Group, applicant: _Applicant) -> JoinTimeoutError:
     else:
         which = ", ".join(absent)
     return JoinTimeoutError(
-        f"group {group.name!r} has {len(group.applicants)} of {group.world} workers after {applicant.join.timeout:g} s: "
-        f"{here} came; missing: {which}",
+        f"group {group.name!r} has {len(group.applicants)} of {group.world} workers after "
+        f"{applicant.join.timeout:g} s: {here} came; missing: {which}",
         missing=tuple(absent) if not unassigned else (which,),
     )
 

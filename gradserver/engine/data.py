@@ -307,7 +307,7 @@ class Data:
             group.transfers[rank] += 1
             if group.transfers[rank] > MAX_TRANSFERS:
                 raise LimitExceededError(
-                    f"{group.call(rank)} has used {MAX_TRANSFERS} different combinations of peer and tag: use tags again"
+                    f"{group.call(rank)} has used {MAX_TRANSFERS} different pairs of peer and tag: use old ones again"
                 )
         return group.first_round if key.stream == Stream.BUCKET else 0
 

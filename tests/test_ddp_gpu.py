@@ -1,0 +1,207 @@
+"""DistributedDataParallel with modules on a CUDA device, against one process on that device.
+
+The workers are threads that share the device: the exchange is the same as with one device for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradserver import DistributedDataParallel, LocalCluster
+from protocol.errors import NonFiniteError
+from tests.models import Convolutional, Transformer, images, loss_of, optimizer_state, state_of, tokens
+from worker.client import Worker
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 12
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    """The same sums in the same order, for comparisons of bits."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max(float((one[k].double() - v.double()).norm() / v.double().norm()) for k, v in other.items())
+
+
+def train(worker: Worker, module: nn.Module, data: Any, **options: Any) -> dict[str, Tensor]:
+    model = DistributedDataParallel(module, worker, **options)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        shard = (tensor[worker.rank :: worker.world_size].cuda() for tensor in data(step, ROWS))
+        loss_of(model, *shard).backward()
+        optimizer.step()
+    return state_of(model.module)
+
+
+def reference(module: nn.Module) -> dict[str, Tensor]:
+    optimizer = sgd(module)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(module, *(tensor.cuda() for tensor in tokens(step, ROWS))).backward()
+        optimizer.step()
+    return state_of(module)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": False},
+        {"delay_all_reduce": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"blocks": (), "bucket_cap_mb": 0.001},
+    ],
+    ids=lambda options: "-".join(options) or "defaults",
+)
+def test_trains_as_one_process_does(world: int, options: dict[str, Any]) -> None:
+    with LocalCluster(world, timeout=30.0) as cluster:
+        results = cluster.run(lambda worker: train(worker, Transformer(worker.rank).cuda(), tokens, **options))
+    assert all(same(results[0], other) for other in results)
+    assert distance(results[0], reference(Transformer(0).cuda())) < 1e-5
+
+
+def test_reentrant_checkpoints() -> None:
+    def work(worker: Worker) -> dict[str, Tensor]:
+        return train(worker, Transformer(worker.rank, checkpointed=True, twice=True).cuda(), tokens, static_graph=True)
+
+    with LocalCluster(2, timeout=30.0) as cluster:
+        results = cluster.run(work)
+    assert same(*results)
+    assert distance(results[0], reference(Transformer(0, twice=True).cuda())) < 1e-5
+
+
+def test_buffers_on_the_device_are_kept_alike() -> None:
+    with LocalCluster(3, timeout=30.0) as cluster:
+        results = cluster.run(lambda worker: train(worker, Convolutional(worker.rank).cuda(), images))
+    assert all(same(results[0], other) for other in results)
+
+
+def test_workers_with_different_numbers_of_batches() -> None:
+    def work(worker: Worker) -> tuple[dict[str, Tensor], list[Tensor]]:
+        model = DistributedDataParallel(Convolutional(worker.rank).cuda(), worker)
+        optimizer = sgd(model)
+        with model.join(optimizer):
+            for step in range(2 * worker.rank):
+                optimizer.zero_grad()
+                loss_of(model, *(tensor.cuda() for tensor in images(step + worker.rank, 4))).backward()
+                optimizer.step()
+        return state_of(model.module), list(optimizer_state(optimizer))
+
+    with LocalCluster(3, timeout=30.0) as cluster:
+        (state, momenta), *others = cluster.run(work)
+    for other_state, other_momenta in others:
+        assert same(state, other_state)
+        assert all(map(torch.equal, momenta, other_momenta))
+
+
+def test_accumulation_on_a_stream_of_the_caller() -> None:
+    def work(worker: Worker) -> dict[str, Tensor]:
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            module = Transformer(worker.rank).cuda()
+            model = DistributedDataParallel(module, worker, accumulation="mean")
+            data = [[tensor.cuda() for tensor in tokens(10 * worker.rank + part, 4)] for part in range(2)]
+            with model.no_sync():
+                loss_of(model, *data[0]).backward()
+            loss_of(model, *data[1]).backward()
+            grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+        stream.synchronize()
+        return grads
+
+    single = Transformer(0).cuda()
+    losses = [
+        loss_of(single, *(t.cuda() for t in tokens(10 * rank + part, 4))) for rank in range(2) for part in range(2)
+    ]
+    (sum(losses) / 4).backward()
+    with LocalCluster(2, timeout=30.0) as cluster:
+        results = cluster.run(work)
+    assert same(*results)
+    assert distance(results[0], {name: p.grad for name, p in single.named_parameters() if p.grad is not None}) < 1e-5
+
+
+def test_module_on_host_and_device() -> None:
+    class Split(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).cuda()])
+            nn.init.constant_(self.blocks[0].weight, seed + 1.0)  # type: ignore[arg-type]
+
+        def forward(self, x: Tensor) -> Any:
+            return self.blocks[1](self.blocks[0](x).cuda())
+
+    def work(worker: Worker) -> dict[str, Tensor]:
+        model = DistributedDataParallel(Split(worker.rank), worker)
+        for _ in range(3):
+            model(torch.full((2, 4), worker.rank + 1.0)).sum().backward()
+        return {name: p.grad.cpu() for name, p in model.module.named_parameters() if p.grad is not None}
+
+    with LocalCluster(2, timeout=30.0) as cluster:
+        results = cluster.run(work)
+    assert len(results[0]) == 4
+    assert same(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_element_types(dtype: torch.dtype) -> None:
+    def work(worker: Worker) -> list[list[float]]:
+        linear = nn.Linear(3, 2, bias=False, device="cuda", dtype=dtype)
+        DistributedDataParallel(linear, worker)(torch.full((1, 3), worker.rank + 1.0).cuda().to(dtype)).sum().backward()
+        assert linear.weight.grad is not None
+        result: list[list[float]] = linear.weight.grad.tolist()
+        return result
+
+    with LocalCluster(2, timeout=30.0) as cluster:
+        assert cluster.run(work) == [[[1.5] * 3] * 2] * 2
+
+
+def test_nan_is_named_by_all() -> None:
+    def work(worker: Worker) -> tuple[str, str]:
+        model = DistributedDataParallel(Transformer().cuda(), worker)
+        loss = loss_of(model, *(tensor.cuda() for tensor in tokens(0, 2)))
+        with pytest.raises(NonFiniteError) as caught:
+            (loss * float("nan") if worker.rank == 1 else loss).backward()
+        return caught.value.worker, caught.value.bucket
+
+    with LocalCluster(2, timeout=30.0) as cluster:
+        assert cluster.run(work) == [("worker-1", "lm_head")] * 2
+
+
+def test_results_are_there_for_what_is_queued_next() -> None:
+    # Large enough for the copy back to be still under way when backward returns.
+    def work(worker: Worker) -> float:
+        linear = nn.Linear(4096, 2048, bias=False, device="cuda")
+        model = DistributedDataParallel(linear, worker)
+        worst = 0.0
+        for step in range(5):
+            model.zero_grad()
+            model(torch.full((1, 4096), float(worker.rank + step), device="cuda")).sum().backward()
+            assert linear.weight.grad is not None
+            worst = max(worst, float((linear.weight.grad - (step + 0.5)).abs().max()))
+        return worst
+
+    with LocalCluster(2, timeout=30.0) as cluster:
+        assert cluster.run(work) == [0.0, 0.0]
