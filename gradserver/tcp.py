@@ -23,7 +23,6 @@ import zmq
 
 from gradserver.coordinator import Coordinator
 from protocol.errors import (
-    ConnectionLostError,
     CoordinatorError,
     GradServerError,
     InvalidArgumentError,
@@ -232,10 +231,21 @@ class TcpServer:
         now = time.monotonic()
         self._probes = sorted({*self._probes, *(now + delay for delay in _PROBES)})[: 4 * len(_PROBES)]
 
+    def suspect(self) -> None:
+        """A message could not be sent: look at once who is gone."""
+        self._probes.insert(0, time.monotonic())
+
     def _probe(self) -> None:
-        for identity, peer in list(self._peers.items()):
-            if not self._route(identity, Ping(), ()):
-                self.forget(identity)
+        gone = [peer for peer in self._peers.values() if not peer.send_if_possible(Ping(), ())]
+        if not gone:
+            return
+        for _ in range(2 * _RECEIVE_QUEUE * len(self._peers)):  # what they said before they went counts
+            if not int(self._router.get(_EVENTS)) & _POLLIN:
+                break
+            self._take_one()
+        for peer in gone:
+            if self._peers.get(peer.identity) is peer:
+                self.forget(peer.identity)
                 self._coordinator.lost(peer.connection, "its connection closed")
 
 
@@ -244,19 +254,25 @@ class _Peer:
 
     def __init__(self, server: TcpServer, identity: bytes) -> None:
         self._server = server
-        self._identity = identity
+        self._reachable = True
+        self.identity = identity
         self.connection = -1
 
     def attach(self, receiver: object) -> None:
         """What comes in goes to the coordinator, always."""
 
     def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
-        if not self._server._route(self._identity, message, payloads):
-            self._server.forget(self._identity)
-            raise ConnectionLostError("its connection closed")
+        """Send, or find out soon that the worker is gone: it may have said more than was read so far."""
+        if not self.send_if_possible(message, payloads):
+            self._server.suspect()
+
+    def send_if_possible(self, message: Message, payloads: Sequence[Buffer]) -> bool:
+        """Send; False if this failed now or before."""
+        self._reachable = self._reachable and self._server._route(self.identity, message, payloads)
+        return self._reachable
 
     def close(self) -> None:
-        self._server.forget(self._identity)
+        self._server.forget(self.identity)
 
 
 def _configure(router: zmq.Socket[bytes]) -> None:

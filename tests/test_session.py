@@ -57,11 +57,13 @@ class Tape:
 
     def __init__(self) -> None:
         self.sent: list[tuple[Message, Sequence[Buffer]]] = []
+        self.reply: Message | None = None
+        """What is answered to the next message, at once."""
         self.closed = False
         self.broken = False
 
     def attach(self, receiver: Receiver) -> None:
-        pass
+        self._receiver = receiver
 
     def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         if self.closed:
@@ -69,6 +71,9 @@ class Tape:
         if self.broken:
             raise ConnectionLostError("the connection is gone")
         self.sent.append((message, payloads))
+        reply, self.reply = self.reply, None
+        if reply is not None:
+            self._receiver.receive(reply, ())
 
     def close(self) -> None:
         self.closed = True
@@ -131,10 +136,10 @@ def answer(session: Session, key: ExchangeKey, index: int, payload: Buffer | Non
     session.receive(Result(key, index, weight, payload is not None), () if payload is None else (payload,))
 
 
-def agree(session: Session, plan: Plan, first_round: int = 0) -> None:
-    handle = session.propose(plan, None)
-    session.receive(Agreed(plan.hash, first_round), ())
-    handle.wait()
+def agree(session: Session, tape: Tape, plan: Plan, first_round: int = 0) -> None:
+    tape.reply = Agreed(plan.hash, first_round)
+    session.agree(plan, None)
+    tape.take()
 
 
 def plan_of(*slices: float) -> Plan:
@@ -178,46 +183,57 @@ def test_joining_fails_with_the_coordinators_reason(tape: Tape) -> None:
 
 def test_plan_holds_from_the_round_that_the_coordinator_says(session: Session, tape: Tape) -> None:
     plan = plan_of(1)
+    tape.reply = Agreed(plan.hash, 12)
 
-    handle = session.propose(plan, None)
+    session.agree(plan, None)
+
     assert tape.sent == [(Propose(plan.hash), (plan.encoded,))]
-    assert not handle.done()
-
-    session.receive(Agreed(plan.hash, 12), ())
-    handle.wait()
     assert (session.plan, session.round) == (plan, 12)
 
 
-def test_another_plan_can_be_proposed_after_one_was_rejected(session: Session) -> None:
-    handle = session.propose(plan_of(1), None)
-    session.receive(Failure.of(PlanMismatchError("they differ"), Scope.PROPOSAL), ())
+def test_another_plan_can_be_proposed_after_one_was_rejected(session: Session, tape: Tape) -> None:
+    tape.reply = Failure.of(PlanMismatchError("they differ"), Scope.PROPOSAL)
     with pytest.raises(PlanMismatchError, match="they differ"):
-        handle.wait()
+        session.agree(plan_of(1), None)
 
-    agree(session, plan_of(2))
+    agree(session, tape, plan_of(2))
+
+
+def test_waiting_for_the_plan_can_be_repeated(session: Session, tape: Tape) -> None:
+    plan = plan_of(1)
+    with pytest.raises(DeadlineError, match="the plan is not agreed on after 0.01 s: not every member has proposed it"):
+        session.agree(plan, 0.01)
+
+    session.receive(Agreed(plan.hash, 5), ())  # between the two
+    session.agree(plan, None)
+
+    assert tape.take() == [Propose(plan.hash)]
+    assert (session.plan, session.round) == (plan, 5)
+    agree(session, tape, plan_of(2))
 
 
 def test_plan_cannot_be_proposed_while_another_one_is(session: Session) -> None:
-    session.propose(plan_of(1), None)
+    with pytest.raises(DeadlineError):
+        session.agree(plan_of(1), 0.01)
 
     with pytest.raises(UsageError, match="waits for the others to agree on another plan"):
-        session.propose(plan_of(2), None)
+        session.agree(plan_of(2), None)
 
 
-def test_plan_that_cannot_be_sent_leaves_the_way_free_for_another(session: Session) -> None:
+def test_plan_that_cannot_be_sent_leaves_the_way_free_for_another(session: Session, tape: Tape) -> None:
     too_large = simple_plan([(f"{index:04000}", 1) for index in range(1100)], UINT8, Op.SUM)
     with pytest.raises(LimitExceededError, match="the plan encodes to"):
-        session.propose(too_large, None)
+        session.agree(too_large, None)
 
-    agree(session, plan_of(1))
+    agree(session, tape, plan_of(1))
 
 
-def test_plan_cannot_be_proposed_in_the_middle_of_a_round(session: Session) -> None:
-    agree(session, plan_of(1, 1))
+def test_plan_cannot_be_proposed_in_the_middle_of_a_round(session: Session, tape: Tape) -> None:
+    agree(session, tape, plan_of(1, 1))
     push(session, 0)
 
     with pytest.raises(OutOfStepError, match="round 0 is not finished"):
-        session.propose(plan_of(1), None)
+        session.agree(plan_of(1), None)
 
 
 # ── pushing and results ───────────────────────────────────────────────────────────────────────────────
@@ -330,7 +346,7 @@ def test_collectives_wait_for_credit_in_order(session: Session, tape: Tape) -> N
 
 
 def test_collectives_transfers_and_buckets_do_not_wait_for_each_other(session: Session, tape: Tape) -> None:
-    agree(session, plan_of(3))
+    agree(session, tape, plan_of(3))
     transfer = Operation(Kind.TRANSFER, Op.NONE, UINT8, 3 * SLICE_BYTES)
     data = memory(3)
 
@@ -345,7 +361,7 @@ def test_collectives_transfers_and_buckets_do_not_wait_for_each_other(session: S
 
 
 def test_first_unanswered_slice_of_the_plan_is_sent_beyond_the_credit(session: Session, tape: Tape) -> None:
-    agree(session, plan_of(2, 3))
+    agree(session, tape, plan_of(2, 3))
 
     push(session, 1)
     assert tape.pushes() == [(1, 0), (1, 1)]
@@ -364,7 +380,7 @@ def test_first_unanswered_slice_of_the_plan_is_sent_beyond_the_credit(session: S
 
 
 def test_round_goes_on_when_every_bucket_has_its_result(session: Session, tape: Tape) -> None:
-    agree(session, plan_of(0.5, 0, 0.5), first_round=4)
+    agree(session, tape, plan_of(0.5, 0, 0.5), first_round=4)
     for part in (2, 0):
         push(session, part)
     for part in (0, 2):
@@ -380,16 +396,16 @@ def test_round_goes_on_when_every_bucket_has_its_result(session: Session, tape: 
     assert message.key == bucket(5, 0)
 
 
-def test_bucket_cannot_be_pushed_twice_in_a_round(session: Session) -> None:
-    agree(session, plan_of(0.5))
+def test_bucket_cannot_be_pushed_twice_in_a_round(session: Session, tape: Tape) -> None:
+    agree(session, tape, plan_of(0.5))
     push(session, 0)
 
     with pytest.raises(OutOfStepError, match="bucket 'b0' was already pushed in round 0: finish the round"):
         push(session, 0)
 
 
-def test_round_cannot_be_finished_before_every_bucket_was_pushed(session: Session) -> None:
-    agree(session, plan_of(0.5, 0.5, 0))
+def test_round_cannot_be_finished_before_every_bucket_was_pushed(session: Session, tape: Tape) -> None:
+    agree(session, tape, plan_of(0.5, 0.5, 0))
     push(session, 1)
 
     with pytest.raises(OutOfStepError, match=r"round 0 cannot be finished: these buckets were not pushed: \['b0'\]"):
@@ -400,7 +416,7 @@ def test_round_cannot_be_finished_before_every_bucket_was_pushed(session: Sessio
 def test_contribution_without_weight_or_data_is_not_sent_and_gets_the_result(
     session: Session, tape: Tape, weight: float, present: bool
 ) -> None:
-    agree(session, plan_of(0.5))
+    agree(session, tape, plan_of(0.5))
     tape.take()
     data = memory(0.5)
 
@@ -469,8 +485,8 @@ def test_every_raise_is_an_exception_of_its_own(session: Session) -> None:
     assert (second.value.worker, second.value.rank) == ("w2", 2)
 
 
-def test_failed_bucket_is_reported_again_when_it_is_pushed_again(session: Session) -> None:
-    agree(session, plan_of(0.5))
+def test_failed_bucket_is_reported_again_when_it_is_pushed_again(session: Session, tape: Tape) -> None:
+    agree(session, tape, plan_of(0.5))
     push(session, 0)
     session.receive(Failure.of(WorkerLostError("w2 was lost"), Scope.EXCHANGE, bucket(0)), ())
 
@@ -480,8 +496,8 @@ def test_failed_bucket_is_reported_again_when_it_is_pushed_again(session: Sessio
         push(session, 0)
 
 
-def test_everything_fails_when_the_coordinator_lets_go(session: Session) -> None:
-    agree(session, plan_of(0.5))
+def test_everything_fails_when_the_coordinator_lets_go(session: Session, tape: Tape) -> None:
+    agree(session, tape, plan_of(0.5))
     handles = [all_reduce(session, memory(0.1)), push(session, 0)[0]]
 
     session.receive(Failure.of(CoordinatorStoppedError("it received SIGTERM"), Scope.CONNECTION), ())
@@ -493,7 +509,7 @@ def test_everything_fails_when_the_coordinator_lets_go(session: Session) -> None
     with pytest.raises(CoordinatorStoppedError, match="it received SIGTERM"):
         all_reduce(session, memory(0.1))
     with pytest.raises(CoordinatorStoppedError, match="it received SIGTERM"):
-        session.propose(plan_of(1), None)
+        session.agree(plan_of(1), None)
     assert session.closed
 
 
@@ -561,7 +577,7 @@ def test_wait_that_runs_out_asks_who_is_missing_and_can_be_repeated(session: Ses
 
 
 def test_deadline_names_bucket_and_round(session: Session, tape: Tape) -> None:
-    agree(session, plan_of(0.5, 0.5), first_round=3)
+    agree(session, tape, plan_of(0.5, 0.5), first_round=3)
     task = Task(push(session, 1)[0].wait, 0.01)
     wait_until(lambda: tape.sent and tape.sent[-1][0] == Inquire(bucket(3, 1)), "it asks")
 
@@ -593,15 +609,3 @@ def test_coordinators_verdict_on_an_exchange_comes_before_the_workers_own(sessio
     session.receive(Missing(collective(0), ()), ())
 
     assert "w2 was lost" in str(task.error(WorkerLostError))
-
-
-def test_waiting_for_the_plan_in_vain_can_be_repeated(session: Session, tape: Tape) -> None:
-    plan = plan_of(1)
-    with pytest.raises(DeadlineError):
-        session.propose(plan, 0.01).wait(0.01)
-
-    handle = session.propose(plan, None)
-
-    assert [message for message in tape.take() if isinstance(message, Propose)] == [Propose(plan.hash)]
-    session.receive(Agreed(plan.hash, 0), ())
-    handle.wait()

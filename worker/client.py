@@ -166,7 +166,7 @@ class Worker:
             PlanMismatchError: this worker's plan is not the others'; names the first difference, both sides.
             DeadlineError: somebody did not propose in time; names them.
         """
-        self._session.propose(plan, timeout).wait(timeout)
+        self._session.agree(plan, timeout)
 
     def push(self, bucket: int, data: Any, *, weight: float = 1.0, present: bool = True) -> Handle:
         """Contribute to one bucket of the present round.

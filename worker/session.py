@@ -75,21 +75,33 @@ class Session:
             raise UsageError("this worker has not joined a group yet")
         return self.welcome
 
-    def propose(self, plan: Plan, timeout: float | None) -> Handle:
-        """Ask all members to exchange by ``plan``."""
+    def agree(self, plan: Plan, timeout: float | None) -> None:
+        """Agree with all members to exchange by ``plan``. After a wait that ran out, calling again waits on."""
+        handle = self._propose(plan)
+        try:
+            handle.wait(timeout)
+        finally:
+            if handle.done():
+                self._proposal = None
+
+    def _propose(self, plan: Plan) -> Handle:
         with self._state:
             self.check_open()
             if self._pushed:
                 raise OutOfStepError(f"round {self.round} is not finished: a new plan has to wait until it is")
             if self._proposal is not None:
-                proposed, waiting = self._proposal
-                if proposed == plan:  # again, after a wait that ran out
-                    return waiting
+                proposed, handle = self._proposal
+                if proposed == plan:
+                    return handle
                 raise UsageError("this worker waits for the others to agree on another plan")
             message, payload = Propose(plan.hash), plan.encoded  # refuses a plan that is too large to go
-            handle = Handle(self.timeout if timeout is None else timeout, self._channel)
+            handle = Handle(self.timeout, self._channel, None, _not_agreed)
             self._proposal = (plan, handle)
-        self._channel.send(message, (payload,))
+        try:
+            self._channel.send(message, (payload,))
+        except GradServerError:
+            self._proposal = None
+            raise
         return handle
 
     def close(self, reason: str, failed: bool = False) -> None:
@@ -319,18 +331,16 @@ class Session:
                     exchange.handle._complete(error)
                     self._pump()
             case Scope.PROPOSAL:
-                with self._state:
-                    proposal, self._proposal = self._proposal, None
-                if proposal is not None:
-                    proposal[1]._complete(error)
+                if self._proposal is not None:
+                    self._proposal[1]._complete(error)
             case Scope.CONNECTION:
                 self.lost(error)
 
     def _take_agreed(self, first_round: int) -> None:
         with self._state:
-            if self._proposal is None:
+            if self._proposal is None or self._proposal[1].done():
                 return
-            (self.plan, handle), self._proposal = self._proposal, None
+            self.plan, handle = self._proposal
             self.round = first_round
             self._pushed.clear()
         handle._complete()
@@ -343,7 +353,7 @@ class Session:
             handles += [self._proposal[1]] if self._proposal is not None else []
             self._exchanges.clear()
             self._inquiries.clear()
-            self._joining = self._proposal = None
+            self._joining = None
             self._outbox.clear()
         for handle in handles:
             handle._complete(error)
@@ -383,3 +393,7 @@ class Session:
             return tuple(handle.wait(VERDICT_SECONDS))
         except (GradServerError, ConnectionError):
             return ()
+
+
+def _not_agreed(seconds: float) -> DeadlineError:
+    return DeadlineError(f"the plan is not agreed on after {seconds:g} s: not every member has proposed it")

@@ -57,6 +57,18 @@ class GatedMLP(nn.Module):
         return out
 
 
+class RMSNorm(nn.Module):
+    """Scales each vector to a mean square of one, times a learned gain. (torch has its own only since 2.4.)"""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
 class Block(nn.Module):
     """A pre-norm transformer block: each half reads a normalised copy and adds to the residual stream."""
 
@@ -64,8 +76,8 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(width, heads)
         self.mlp = GatedMLP(width, hidden)
-        self.input_norm = nn.RMSNorm(width, eps=1e-6)
-        self.post_attn_norm = nn.RMSNorm(width, eps=1e-6)
+        self.input_norm = RMSNorm(width)
+        self.post_attn_norm = RMSNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, time, width] -> [rows, time, width]."""
@@ -119,7 +131,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(
             Block(settings.width, settings.heads, settings.hidden) for _ in range(settings.blocks)
         )
-        self.final_norm = nn.RMSNorm(settings.width, eps=1e-6)
+        self.final_norm = RMSNorm(settings.width)
         self.lm_head = nn.Linear(settings.width, VOCABULARY, bias=False)
         self._initialise(settings.seed)
 
@@ -155,11 +167,6 @@ class GPT(nn.Module):
             logits = self(window)[0, -1] / temperature
             tokens.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
         return bytes(tokens[len(prompt) :])
-
-
-def parameter_count(module: nn.Module) -> int:
-    """Number of trainable scalars."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def state_sha256(module: nn.Module) -> str:

@@ -29,7 +29,7 @@ def save_plot(path: Path, settings: Settings, group: Result, reference: Result) 
 
 def _draw_losses(axes: Axes, settings: Settings, group: Result, reference: Result) -> None:
     steps = range(1, settings.steps + 1)
-    many = f"{settings.workers} workers" if settings.workers > 1 else "1 worker"
+    many = settings.crew
     axes.plot(steps, group.losses, color=_GROUP, linewidth=4.5, label=f"{many} through the coordinator")
     label = f"one process, batch {settings.global_batch}"
     axes.plot(steps, reference.losses, color=_REFERENCE, linewidth=1.3, label=label)
@@ -45,7 +45,7 @@ def _draw_losses(axes: Axes, settings: Settings, group: Result, reference: Resul
     axes.set_ylabel("loss (nats per byte)")
     axes.set_ylim(bottom=0)
     axes.set_title(
-        f"{many}, {settings.batch} sequences each, train as one process with {settings.global_batch}",
+        f"{many} with {settings.batch} sequences each, and one process with {settings.global_batch}",
         loc="left",
         fontsize=13,
         fontweight="bold",

@@ -75,7 +75,7 @@ class _Demo:
         """The coordinator and its workers."""
         settings, view = self.settings, self.view
         url = self.start_coordinator()
-        view.heading(1, f"{settings.workers} workers, averaged by the coordinator at {url}")
+        view.heading(1, f"{settings.crew}, averaged by the coordinator at {url}")
         threads = max(1, view.cores // settings.workers)
         workers = []
         for rank in range(settings.workers):

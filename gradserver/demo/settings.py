@@ -52,6 +52,11 @@ class Settings:
         return cls(workers, batch, steps, seed, context=64, width=64, heads=2, blocks=2, hidden=128, sample_bytes=80)
 
     @property
+    def crew(self) -> str:
+        """The workers in words."""
+        return f"{self.workers} workers" if self.workers > 1 else "1 worker"
+
+    @property
     def global_batch(self) -> int:
         """Sequences in one step, over all workers."""
         return self.workers * self.batch

@@ -33,9 +33,9 @@ class View:
         self._facts(
             ("model", f"byte-level GPT, {_count(s.parameters)} parameters, {s.blocks} blocks, context {s.context}"),
             ("text", f"the source of Python {version.major}.{version.minor}'s own standard library"),
-            ("first", f"{_workers(s)} and a coordinator, each a process of its own, train it"),
+            ("first", f"{s.crew} and a coordinator, each a process of its own, train it"),
             ("", f"{s.steps:,} steps of {s.workers} x {s.batch} sequences; gradients averaged in every step"),
-            ("then", f"one process trains it with {s.workers} times the batch: same seed, same samples"),
+            ("then", f"one process trains it with {_batch(s)}: same seed, same samples"),
             ("promise", "all replicas are bit-identical, and both loss curves are the same"),
             ("time", f"about {duration(s.expected_seconds(self.cores))} on {_cores(self.cores)}"),
             ("files", str(self.out)),
@@ -73,7 +73,7 @@ class View:
         self.screen.line()
         self.screen.line(f"  The model continues {self.screen.style(repr(PROMPT), BOLD)}:")
         self.screen.line()
-        lines = [line[: WIDTH - 6] for line in harmless(PROMPT + text).splitlines()]
+        lines = [line[: WIDTH - 6] for line in harmless(PROMPT + text).splitlines() if line.strip()]
         for line in lines[:_SAMPLE_LINES]:
             self.screen.line(self.screen.style(f"    | {line}".rstrip(), DIM))
 
@@ -82,7 +82,7 @@ class View:
         s = self.settings
         self.screen.line()
         if verdict.passed:
-            what = f"{_workers(s)} trained as one process with {s.workers} times the batch does."
+            what = f"{s.crew} trained as one process with {_batch(s)} does."
             self.screen.line(f"{self.screen.style('PASS', GREEN)}  {what}")
         else:
             wrong = [] if verdict.identical else ["the replicas' weights differ"]
@@ -167,8 +167,8 @@ def _pair(what: str, workers: float, one: float, form: str) -> str:
     return f"{what:24}{workers:>12{form}}{one:>14{form}}"
 
 
-def _workers(settings: Settings) -> str:
-    return f"{settings.workers} workers" if settings.workers > 1 else "1 worker"
+def _batch(settings: Settings) -> str:
+    return f"{settings.workers} times the batch" if settings.workers > 1 else "the same batch"
 
 
 def _cores(cores: int) -> str:
