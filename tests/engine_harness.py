@@ -48,7 +48,7 @@ def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("protocol.exchange.SLICE_BYTES", size)
         patch.setattr("protocol.exchange.MIN_SLICE_COST", smallest_cost)
-        patch.setattr("gradserver.engine.data.SLICE_BYTES", size)
+        patch.setattr("gradserver.engine.exchanges.SLICE_BYTES", size)
         patch.setattr("gradserver.engine.control.MIN_CREDIT_BYTES", smallest_credit)
         layout_of.cache_clear()
         try:

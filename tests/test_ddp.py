@@ -150,8 +150,9 @@ def test_both_ways_of_zeroing(as_view: bool, to_none: bool) -> None:
 def test_gradients_live_in_the_buckets_and_stay_there() -> None:
     def work(worker: Worker) -> None:
         model = DistributedDataParallel(Transformer(), worker)
-        for _ in range(2):
-            loss_of(model, *tokens(0, 2)).backward()
+        for local in (True, False, False):
+            with model.no_sync() if local else nullcontext():
+                loss_of(model, *tokens(0, 2)).backward()
             flats = [bucket.flat for bucket in model._rounds.gradients]
             owned = {flat.untyped_storage().data_ptr() for flat in flats}
             assert {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None} == owned
@@ -504,8 +505,11 @@ def test_unused_parameter_is_an_error_that_names_it() -> None:
             UsageError, match=r"no gradient came for 'branch.weight', 'branch.bias' of .*find_unused_parameters=True"
         ):
             loss_of(model, *tokens(0, 2)).backward()
-        with pytest.raises(OutOfStepError, match=r"an exchange failed \(UsageError: no gradient came"):
+        match = r"an exchange failed \(UsageError: no gradient came"
+        with pytest.raises(OutOfStepError, match=match):
             loss_of(model, *tokens(0, 2))
+        with pytest.raises(OutOfStepError, match=match):
+            loss_of(model.module, *tokens(0, 2)).backward()
 
     on(2, work)
 
@@ -832,17 +836,19 @@ def test_buffers_are_those_of_the_lowest_rank_that_has_a_batch() -> None:
     def work(worker: Worker) -> list[dict[str, Tensor]]:
         model = DistributedDataParallel(Convolutional(), worker)
         optimizer = sgd(model)
-        before = buffers(model.module)
+        mine = {}
         with model.join(optimizer):
             for step in range(worker.rank):
                 optimizer.zero_grad()
-                loss_of(model, *images(step, 4)).backward()
+                loss = loss_of(model, *images(step, 4))
+                mine = buffers(model.module)
+                loss.backward()
                 optimizer.step()
-        return [before, buffers(model.module)]
+        return [mine, buffers(model.module)]
 
-    (before, first), (_, second) = on(2, work)
+    (_, first), (of_rank_1, second) = on(2, work)
     assert same(first, second)
-    assert not same(before, first)
+    assert same(second, of_rank_1)
 
 
 def test_buffers_may_be_left_alone() -> None:
@@ -958,6 +964,28 @@ def test_second_module_on_one_worker_is_refused() -> None:
             loss_of(model, *tokens(0, 2)).backward()
 
     alone(work)
+
+
+def test_module_that_returns_a_parameter() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = nn.Parameter(torch.ones(2))
+
+        def forward(self) -> Tensor:
+            return self.value
+
+    def work(worker: Worker) -> list[float]:
+        module: Any = Constant()
+        model = DistributedDataParallel(module, worker)
+        for _ in range(3):
+            model.zero_grad()
+            (model().sum() * (worker.rank + 1)).backward()
+        assert not module.value._backward_hooks  # they would pile up
+        result: list[float] = module.value.grad.tolist()
+        return result
+
+    assert on(2, work) == [[1.5, 1.5]] * 2
 
 
 def test_module_may_be_wrapped_again() -> None:

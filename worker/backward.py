@@ -44,7 +44,6 @@ class State(Enum):
     IDLE = "idle"
     LOCAL = "local"
     EXCHANGE = "exchange"
-    BROKEN = "broken"
 
 
 class Backward:
@@ -64,7 +63,7 @@ class Backward:
         self._options = options
         self._state = State.IDLE
         self._broken = ""
-        """What broke the exchange."""
+        """What broke the exchange: the text is the BROKEN state."""
         self._lock = threading.RLock()
         self._waiting: list[int] = []
         """For each bucket, how many of its parameters are still to come."""
@@ -124,10 +123,10 @@ class Backward:
 
     def _begin(self) -> None:
         """The first hook of a backward, or a later one."""
-        if self._state in (State.LOCAL, State.EXCHANGE):
-            return
-        if self._state is State.BROKEN:
+        if self._broken:
             raise self._out_of_step()
+        if self._state is not State.IDLE:
+            return
         self._start(State.EXCHANGE if self.syncs and self.training else State.LOCAL)
         self.rounds.begin(self._pending + 1, foreseen=self._learned)
         engine: Any = torch.autograd.Variable._execution_engine
@@ -220,18 +219,15 @@ class Backward:
         try:
             yield
         except BaseException as error:
-            self._state = State.BROKEN
-            self._broken = self._broken or f"an exchange failed ({type(error).__name__}: {error})"
+            self._broken = f"an exchange failed ({type(error).__name__}: {error})"
             raise
 
     def fail(self) -> None:
         """A backward ended with an error."""
-        if self._state is State.EXCHANGE and self.rounds.begun:
-            self._state = State.BROKEN
+        if self._state is State.EXCHANGE and self.rounds.begun and not self._broken:
             left = ", ".join(self.rounds.unpushed[:_MAX_NAMED]) or "nothing"
             self._broken = f"a backward failed when it had begun to push round {self._worker.round} (left was: {left})"
-        elif self._state is not State.BROKEN:
-            self._state = State.IDLE
+        self._state = State.IDLE
 
     def _out_of_step(self) -> OutOfStepError:
         return OutOfStepError(

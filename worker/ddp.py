@@ -41,6 +41,9 @@ class DistributedDataParallel(nn.Module):
     worker gets is ``sum(w·g) / sum(w)`` over the workers' gradients ``g`` and weights ``w`` (see `set_weight`), the
     same bytes everywhere. It is the worker's own to change, by clipping for example.
 
+    A gradient that is not finite reaches nobody: every worker gets a NonFiniteError that names worker and
+    parameter. (So a GradScaler, which overflows on purpose to find its scale, cannot be used; bfloat16 needs none.)
+
     Exchanged is what backward computes while the wrapper is in training mode and outside of `no_sync`.
     In eval mode gradients stay local; modules inside may be in eval mode at any time.
 

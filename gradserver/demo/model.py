@@ -58,7 +58,7 @@ class GatedMLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Scales each vector to a mean square of one, times a learned gain. (torch has its own only since 2.4.)"""
+    """Scales each vector to a mean square of one, times a learned gain. Torch has its own since 2.4."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -111,8 +111,8 @@ class _Demo:
 
     def follow(self, children: list[Child], reference: list[float] | None = None) -> Result:
         """Shows the steps of `children` until all have reported the end."""
-        self.view.screen.live("  starting: importing torch, reading the text")
         table = Table(self.view, reference)
+        self.view.screen.live("  starting: importing torch, reading the text")
         progress = _Progress(children)
         while not progress.complete:
             child, line = self.processes.next_line(SILENCE_SECONDS)

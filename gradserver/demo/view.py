@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradserver.demo.outcome import GlobalStep, Result, Verdict
+from gradserver.demo.outcome import GlobalStep, Result, Verdict, distances
 from gradserver.demo.screen import BOLD, CYAN, DIM, GREEN, RED, WIDTH, Screen, duration, harmless
 from gradserver.demo.settings import PROMPT, TOLERANCE, VOCABULARY, Settings
 
@@ -38,7 +38,6 @@ class View:
             ("then", f"one process trains it with {_batch(s)}: same seed, same samples"),
             ("promise", "all replicas are bit-identical, and both loss curves are the same"),
             ("time", f"about {duration(s.expected_seconds(self.cores))} on {_cores(self.cores)}"),
-            ("files", str(self.out)),
         )
 
     def heading(self, number: int, text: str) -> None:
@@ -48,21 +47,23 @@ class View:
 
     def verdict(self, group: Result, reference: Result, verdict: Verdict) -> None:
         """The comparison, in the end."""
+        s = self.settings
         hashes = [f"worker {rank} {digest[:24]}" for rank, digest in enumerate(verdict.hashes)]
         same = f"SHA-256 {verdict.hashes[0][:32]}..."
         replicas = "identical" if verdict.identical else "DIFFERENT"
         curve = "same" if verdict.close else "DIFFERENT"
-        distance = f"{verdict.distance:.1e} apart at most, in step {verdict.worst_step + 1}"
+        last = max(1, s.steps // 10)  # one step's few samples are not enough to go by
+        distance = f"at most {verdict.distance:.1e} apart (step {verdict.worst_step + 1}, tolerance {TOLERANCE:.0e})"
         self.screen.line()
         self._mark(verdict.identical, "weights", replicas, same if verdict.identical else "SHA-256 of the replicas:")
         for line in [] if verdict.identical else hashes:
-            self.screen.line(f"  {'':31}{line}")
-        self._mark(verdict.close, "loss curve", curve, f"{distance} (tolerance {TOLERANCE:.0e})")
+            self.screen.line(f"  {'':27}{line}")
+        self._mark(verdict.close, "loss curve", curve, distance)
         self.screen.line()
         self._facts(
             ("", f"{'':24}{'workers':>12}{'one process':>14}"),
             ("loss", _pair("first step", group.losses[0], reference.losses[0], ".4f")),
-            ("", _pair(*_last_steps(group, reference), ".4f")),
+            ("", _pair(f"mean of last {last}", _mean(group, last), _mean(reference, last), ".4f")),
             ("", _pair("held-out text", group.validation_loss, reference.validation_loss, ".4f")),
             ("speed", _pair("tokens per second", self._rate(group), self._rate(reference), ",.0f")),
             ("", f"{'exchanging gradients':24}{group.exchange_share:>12.1%}{'-':>14}"),
@@ -91,11 +92,11 @@ class View:
         self.screen.line()
         self._facts(("files", f"{self.out}: {', '.join(files)}"))
         if verdict.passed:
-            more = f"gradserver demo --workers {2 * s.workers}" if s.workers <= 4 else "gradserver demo"
+            more = f"--workers {2 * s.workers}" if s.workers <= 4 else f"--steps {5 * s.steps}"
             self.screen.line()
-            self.screen.line("Next")
+            self.screen.line(self.screen.style("Next", BOLD))
             self._facts(
-                ("more", more),
+                ("more", f"gradserver demo {more}"),
                 ("your own", "gradserver serve --bind tcp://0.0.0.0:7411 --workers 2"),
                 ("", "and in your training script, on every machine:"),
                 ("", '  worker = gradserver.connect("tcp://COORDINATOR:7411")'),
@@ -107,7 +108,7 @@ class View:
 
     def _mark(self, good: bool, what: str, how: str, more: str) -> None:
         sign = self.screen.style("ok", GREEN) if good else self.screen.style("NO", RED)
-        self.screen.line(f"  {sign}  {what:12}{how:11}  {more}")
+        self.screen.line(f"  {sign}  {what:12}{how:9}  {more}")
 
     def _facts(self, *facts: tuple[str, str]) -> None:
         for name, text in facts:
@@ -118,20 +119,22 @@ class Table:
     """The steps of one training run, of which every so many are kept as a row."""
 
     def __init__(self, view: View, reference: Sequence[float] | None = None) -> None:
-        """`reference` are the losses to compare with; without them a bar shows the loss."""
+        """`reference` are the losses to compare with; without them a bar shows the loss, and a column the exchange."""
         self._view = view
         self._reference = reference
-        self._begun = 0.0  # seconds in training until now
-        self._window: list[GlobalStep] = []  # since the last row
-        last = " one process      workers  difference" if reference is not None else f"  {'loss':<{_BAR + 8}}"
-        last += "  tokens/s" + ("" if reference is not None else "  exchange")
+        self._spent: list[float] = []  # seconds of each step
+        self._window: list[GlobalStep] = []  # the steps since the last row
+        if reference is None:
+            columns = f"  {'loss':<{_BAR + 8}}  tokens/s  exchange"
+        else:
+            columns = " one process      workers  difference  tokens/s"
         view.screen.line()
-        view.screen.line(view.screen.style(f"  {'step':>8}{last}    time    left", DIM))
+        view.screen.line(view.screen.style(f"  {'step':>8}{columns}    time    left", DIM))
 
     def add(self, step: GlobalStep) -> None:
         """Shows one more step."""
         steps = self._view.settings.steps
-        self._begun += step.seconds
+        self._spent.append(step.seconds)
         self._window.append(step)
         row = self._row(step)
         if step.step == 0 or (step.step + 1) * _ROWS // steps > step.step * _ROWS // steps:
@@ -141,26 +144,28 @@ class Table:
             self._view.screen.live(row)
 
     def _row(self, step: GlobalStep) -> str:
-        settings, done = self._view.settings, step.step + 1
         seconds = sum(one.seconds for one in self._window) or math.inf
-        rate = settings.tokens_per_step * len(self._window) / seconds
-        left = self._begun / done * (settings.steps - done)
+        rate = self._view.settings.tokens_per_step * len(self._window) / seconds
         if self._reference is None:
             bar = self._view.screen.bar(step.loss / math.log(VOCABULARY), _BAR)
             share = sum(one.exchange_share * one.seconds for one in self._window) / seconds
             middle = f"  {step.loss:6.3f}  {bar}{rate:>10,.0f}{share:>10.1%}"
         else:
             other = self._reference[step.step]
-            gap = abs(other - step.loss) / step.loss if step.loss else math.inf
+            gap = distances([other], [step.loss])[0]
             middle = f"{step.loss:>12.6f}{other:>13.6f}{gap:>12.1e}{rate:>10,.0f}"
-        return f"  {done:>8,}{middle}{self._begun:>7.1f}s{left:>7.1f}s"
+        return f"  {step.step + 1:>8,}{middle}{sum(self._spent):>7.1f}s{self._left()}"
+
+    def _left(self) -> str:
+        """The time that is left, at the pace so far. The first step warms up, and says nothing about it."""
+        if len(self._spent) < 2:
+            return ""
+        pace = sum(self._spent[1:]) / (len(self._spent) - 1)
+        return f"{pace * (self._view.settings.steps - len(self._spent)):>7.1f}s"
 
 
-def _last_steps(group: Result, reference: Result) -> tuple[str, float, float]:
-    """The mean loss of the last tenth of the steps: one step's samples are too few to go by."""
-    count = max(1, len(group.losses) // 10)
-    means = [math.fsum(losses[-count:]) / count for losses in (group.losses, reference.losses)]
-    return (f"last {count} steps" if count > 1 else "last step", *means)  # type: ignore[return-value]
+def _mean(result: Result, count: int) -> float:
+    return math.fsum(result.losses[-count:]) / count
 
 
 def _pair(what: str, workers: float, one: float, form: str) -> str:

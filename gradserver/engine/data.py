@@ -23,9 +23,7 @@ A failed bucket halts its group; a failed collective or transfer fails alone.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 from gradserver.engine.events import (
     CloseGroup,
@@ -41,19 +39,14 @@ from gradserver.engine.events import (
     Report,
     RoundCompleted,
     RoundRecord,
-    Seat,
     Send,
     SetPlan,
     Violation,
 )
+from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Round, check_operation
 from protocol.errors import (
-    CollectiveMismatchError,
-    DeadlineError,
     GradServerError,
-    InvalidArgumentError,
     InvalidRankError,
-    LimitExceededError,
-    NonFiniteError,
     OutOfStepError,
     SizeMismatchError,
     UnexpectedMessageError,
@@ -61,135 +54,27 @@ from protocol.errors import (
 from protocol.exchange import (
     ExchangeKey,
     Kind,
-    Layout,
     Op,
     Operation,
-    Pool,
     Stream,
-    check_reducible,
     gets,
     gives,
     layout_of,
-    pool_of,
 )
-from protocol.limits import MAX_TRANSFERS, SLICE_BYTES
 from protocol.messages import Failure, Inquire, Missing, Push, Result, Scope
 from protocol.plan import Plan
 from protocol.wire import Buffer
 
-_WEIGHED = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER})
-"""Contributions of weight 0 are left out, and absent ones are zeros."""
-
 _MAX_FAILED = 1024
 """Failed exchanges that are kept for those who come late; whoever is later still waits for its deadline."""
-
-
-@dataclass(slots=True)
-class _Exchange:
-    """One exchange that has begun."""
-
-    key: ExchangeKey
-    operation: Operation
-    layout: Layout
-    participants: tuple[int, ...]
-    first: int
-    opened: float
-    touched: float
-    weights: dict[int, float] = field(default_factory=dict)
-    pushed: dict[int, int] = field(default_factory=dict)
-    """Slices that each participant has contributed."""
-    slices: dict[int, dict[int, Buffer | None]] = field(default_factory=dict)
-    """Slices that are not complete: payloads by rank."""
-    reducing: set[int] = field(default_factory=set)
-    answered: int = 0
-    last: int = -1
-    failure: GradServerError | None = None
-
-    def kept(self) -> Iterator[tuple[int, int]]:
-        """Every (slice, rank) whose contribution is here and not answered."""
-        for index, given in self.slices.items():
-            yield from ((index, rank) for rank in given)
-        for index in self.reducing:
-            yield from ((index, rank) for rank in self.participants)
-
-    def missing(self) -> list[int]:
-        """Ranks that have yet to contribute to the earliest slice that is not complete."""
-        if not self.slices:
-            return [rank for rank in self.participants if self.pushed.get(rank, 0) < self.layout.count]
-        earliest = self.slices[min(self.slices)]
-        return [rank for rank in self.participants if rank not in earliest]
-
-
-@dataclass(slots=True)
-class _Round:
-    """The open round's bookkeeping."""
-
-    opened: float
-    buckets: int = 0
-    weights: dict[int, float] = field(default_factory=dict)
-    last: int = -1
-
-
-@dataclass(slots=True)
-class _Group:
-    """What data knows of one group."""
-
-    order: OpenGroup
-    exchanges: dict[ExchangeKey, _Exchange] = field(default_factory=dict)
-    due: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """The next number of each sequence, by (rank, stream, part, source, target)."""
-    plan: Plan | None = None
-    first_round: int = 0
-    full_buckets: int = 0
-    rounds: dict[int, _Round] = field(default_factory=dict)
-    outstanding: Counter[tuple[int, Pool]] = field(default_factory=Counter)
-    """Bytes in flight, by rank and pool."""
-    departed: dict[int, GradServerError] = field(default_factory=dict)
-    transfers: Counter[int] = field(default_factory=Counter)
-    """Sequences of transfers that each rank takes part in."""
-    failed: deque[ExchangeKey] = field(default_factory=deque)
-    """Exchanges that failed, the latest ones; some of them not everybody has heard of yet."""
-    halted: GradServerError | None = None
-    buckets_halted: GradServerError | None = None
-    next_check: float | None = None
-    bytes_in: int = 0
-    bytes_out: int = 0
-    slices: int = 0
-
-    @property
-    def world(self) -> int:
-        return len(self.order.seats)
-
-    def call(self, rank: int) -> str:
-        """How to speak of a member."""
-        return f"{self.order.seats[rank].name!r} (rank {rank})"
-
-    def calls(self, ranks: Iterable[int]) -> str:
-        names = [self.call(rank) for rank in ranks]
-        return ", ".join(names[:16]) + (f" and {len(names) - 16} more" if len(names) > 16 else "")
-
-    def describe(self, key: ExchangeKey, operation: Operation | None = None) -> str:
-        """How to speak of an exchange."""
-        if key.stream == Stream.BUCKET and self.plan is not None and key.part < len(self.plan.buckets):
-            return f"bucket {self.plan.buckets[key.part].key!r} of round {key.number}"
-        if key.stream == Stream.BUCKET:
-            return f"bucket {key.part} of round {key.number}"
-        if key.stream == Stream.TRANSFER:
-            return f"transfer {key.number} from rank {key.source} to rank {key.target} (tag {key.part})"
-        return f"collective {key.number}" + (f", {operation}," if operation else "")
-
-    def bucket_name(self, key: ExchangeKey) -> str:
-        if key.stream == Stream.BUCKET and self.plan is not None:
-            return self.plan.buckets[key.part].key
-        return ""
 
 
 class Data:
     """Matches slices, and asks for their reduction. Its methods append commands and return reports."""
 
     def __init__(self) -> None:
-        self.groups: dict[str, _Group] = {}
-        self._seats: dict[int, tuple[_Group, int]] = {}
+        self.groups: dict[str, Group] = {}
+        self._seats: dict[int, tuple[Group, int]] = {}
         self._next_check: float | None = None
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────
@@ -198,7 +83,7 @@ class Data:
         """Carry out what control says."""
         match order:
             case OpenGroup(name, _, seats):
-                group = self.groups[name] = _Group(order)
+                group = self.groups[name] = Group(order)
                 for rank, seat in enumerate(seats):
                     self._seats[seat.connection] = (group, rank)
             case SetPlan(name, plan, first_round):
@@ -213,7 +98,7 @@ class Data:
                 self._plan_next_check()
         return []
 
-    def _set_plan(self, group: _Group, plan: Plan, first_round: int, commands: list[Command]) -> list[Report]:
+    def _set_plan(self, group: Group, plan: Plan, first_round: int, commands: list[Command]) -> list[Report]:
         """From ``first_round`` on, buckets are this plan's. A round that was begun by another one is given up."""
         reports: list[Report] = []
         for exchange in list(group.exchanges.values()):
@@ -227,7 +112,7 @@ class Data:
         group.rounds.clear()
         return reports
 
-    def _depart(self, group: _Group, rank: int, error: GradServerError, commands: list[Command]) -> None:
+    def _depart(self, group: Group, rank: int, error: GradServerError, commands: list[Command]) -> None:
         self._seats.pop(group.order.seats[rank].connection, None)
         group.departed[rank] = error
         for exchange in list(group.exchanges.values()):
@@ -262,24 +147,24 @@ class Data:
         exchange.last = rank
         return self._complete(group, exchange, push.slice, contributions, now, commands)
 
-    def _admit(self, group: _Group, rank: int, push: Push, now: float, commands: list[Command]) -> _Exchange | None:
+    def _admit(self, group: Group, rank: int, push: Push, now: float, commands: list[Command]) -> Exchange | None:
         """The exchange that ``push`` is for, opened if need be; None if there is nothing more to do."""
         key = push.key
         exchange = group.exchanges.get(key)
         if push.slice == 0:
-            self._check_due(group, rank, key)
+            group.take_number(rank, key)
             operation = self._operation(group, rank, push)
             if exchange is None:
                 exchange = self._open(group, rank, key, operation, now)
             elif exchange.operation is not operation and exchange.operation != operation and exchange.failure is None:
-                error = self._mismatch(group, exchange, rank, operation)
+                error = group.mismatch(exchange, rank, operation)
                 exchange.pushed[rank] = 0
                 self._fail(group, exchange, error, commands)
                 return None
             exchange.weights[rank] = push.weight
             exchange.pushed[rank] = 0
         elif exchange is None:
-            if self._is_past(group, rank, key):
+            if group.is_past(rank, key):
                 return None  # the tail of an exchange that failed meanwhile
             raise UnexpectedMessageError(f"slice {push.slice} of an exchange that did not begin with slice 0")
         if exchange.failure is not None:
@@ -289,32 +174,7 @@ class Data:
             return None
         return exchange
 
-    def _check_due(self, group: _Group, rank: int, key: ExchangeKey) -> None:
-        """Numbers of a sequence come without gaps; that is how members' exchanges are matched."""
-        sequence = _sequence(rank, key)
-        due = group.due.get(sequence)
-        if due is None:
-            due = self._first_due(group, rank, key)
-        if key.number != due:
-            what = "round" if key.stream == Stream.BUCKET else "number"
-            raise OutOfStepError(
-                f"{group.describe(key)} from {group.call(rank)}: {what} {due} is due, {key.number} came"
-            )
-        group.due[sequence] = due + 1
-
-    def _first_due(self, group: _Group, rank: int, key: ExchangeKey) -> int:
-        if key.stream == Stream.TRANSFER:
-            group.transfers[rank] += 1
-            if group.transfers[rank] > MAX_TRANSFERS:
-                raise LimitExceededError(
-                    f"{group.call(rank)} has used {MAX_TRANSFERS} different pairs of peer and tag: use old ones again"
-                )
-        return group.first_round if key.stream == Stream.BUCKET else 0
-
-    def _is_past(self, group: _Group, rank: int, key: ExchangeKey) -> bool:
-        return key.number < group.due.get(_sequence(rank, key), 0)
-
-    def _operation(self, group: _Group, rank: int, push: Push) -> Operation:
+    def _operation(self, group: Group, rank: int, push: Push) -> Operation:
         key, operation = push.key, push.operation
         if key.stream == Stream.BUCKET:
             if group.plan is None or key.part >= len(group.plan.buckets):
@@ -326,34 +186,28 @@ class Data:
             raise InvalidRankError(f"rank {rank} cannot take part in a transfer from {key.source} to {key.target}")
         return operation
 
-    def _open(self, group: _Group, rank: int, key: ExchangeKey, operation: Operation, now: float) -> _Exchange:
-        _check_operation(key, operation, group.world)
+    def _open(self, group: Group, rank: int, key: ExchangeKey, operation: Operation, now: float) -> Exchange:
+        check_operation(key, operation, group.world)
         layout = layout_of(operation, group.world)
         if layout.count == 0:
             raise UnexpectedMessageError("empty tensors are not exchanged")
         transfer = key.stream == Stream.TRANSFER
         participants = (key.source, key.target) if transfer else tuple(range(group.world))
-        exchange = _Exchange(key, operation, layout, participants, rank, now, now)
+        exchange = Exchange(key, operation, layout, participants, rank, now, now)
         halted = group.halted or (group.buckets_halted if key.stream == Stream.BUCKET else None)
         exchange.failure = halted or next((group.departed[r] for r in participants if r in group.departed), None)
         if exchange.failure is not None:  # for the others too, when they come: there is nothing to remember
             return exchange
         group.exchanges[key] = exchange
         if key.stream == Stream.BUCKET:
-            group.rounds.setdefault(key.number, _Round(now))
+            group.rounds.setdefault(key.number, Round(now))
         if group.next_check is None:  # else an exchange that began earlier is due earlier
             group.next_check = now + group.order.timeout
             self._plan_next_check()
         return exchange
 
-    def _mismatch(self, group: _Group, exchange: _Exchange, rank: int, operation: Operation) -> CollectiveMismatchError:
-        return CollectiveMismatchError(
-            f"{group.describe(exchange.key)} is not the same everywhere: {group.call(exchange.first)} called "
-            f"{exchange.operation}, {group.call(rank)} called {operation}"
-        )
-
     def _keep(
-        self, group: _Group, exchange: _Exchange, rank: int, index: int, payload: Buffer | None, now: float
+        self, group: Group, exchange: Exchange, rank: int, index: int, payload: Buffer | None, now: float
     ) -> None:
         """Check one contribution against what is due from ``rank``, and keep it."""
         if index != exchange.pushed.get(rank, -1) or index >= exchange.layout.count:
@@ -365,7 +219,7 @@ class Data:
         expected = exchange.layout.nbytes(index) if has_to_give else 0
         size = 0 if payload is None else len(payload)
         if payload is None:
-            is_right = not has_to_give or exchange.operation.kind in _WEIGHED
+            is_right = not has_to_give or exchange.operation.kind in WEIGHED
         else:
             is_right = has_to_give and size == expected
         if not is_right:
@@ -374,13 +228,7 @@ class Data:
                 f"bytes, {expected} were agreed"
             )
         group.bytes_in += size
-        account = rank, pool_of(exchange.key, rank)
-        outstanding = group.outstanding[account] + exchange.layout.cost(index)
-        if outstanding > group.order.credit + SLICE_BYTES:  # a worker may overdraw by one slice
-            raise LimitExceededError(
-                f"{group.call(rank)} has {outstanding} bytes in flight, its credit is {group.order.credit}"
-            )
-        group.outstanding[account] = outstanding
+        group.charge(exchange, rank, index)
         exchange.pushed[rank] = index + 1
         exchange.touched = now
         exchange.slices.setdefault(index, {})[rank] = payload
@@ -389,8 +237,8 @@ class Data:
 
     def _complete(
         self,
-        group: _Group,
-        exchange: _Exchange,
+        group: Group,
+        exchange: Exchange,
         index: int,
         given: dict[int, Buffer | None],
         now: float,
@@ -399,7 +247,7 @@ class Data:
         """All contributions to a slice are in."""
         operation, weights = exchange.operation, exchange.weights
         contributions = [Contribution(rank, weights[rank], given[rank]) for rank in sorted(given)]
-        if operation.kind in _WEIGHED:
+        if operation.kind in WEIGHED:
             contributions = [contribution for contribution in contributions if contribution.weight > 0]
         elif operation.kind is not Kind.ALL_GATHER:  # one gives, others get: the bytes pass through as they are
             given_away = [payload for payload in given.values() if payload is not None]
@@ -428,8 +276,8 @@ class Data:
 
     def _answer(
         self,
-        group: _Group,
-        exchange: _Exchange,
+        group: Group,
+        exchange: Exchange,
         index: int,
         payloads: Sequence[Buffer],
         now: float,
@@ -438,16 +286,16 @@ class Data:
         """Send everybody the result of one slice."""
         key, operation, layout = exchange.key, exchange.operation, exchange.layout
         weight = sum(exchange.weights[rank] for rank in exchange.participants)
-        owner, cost = layout.owner(index), layout.cost(index)
+        owner = layout.owner(index)
         full = Result(key, index, weight, bool(payloads))
         empty = Result(key, index, weight, False)
         size = sum(len(payload) for payload in payloads)
         acknowledged: list[Command] = []
-        seats, departed, outstanding = group.order.seats, group.departed, group.outstanding
+        seats, departed = group.order.seats, group.departed
         for rank in exchange.participants:
             if rank in departed:
                 continue
-            outstanding[rank, pool_of(key, rank)] -= cost
+            group.refund(exchange, rank, index)
             connection = seats[rank].connection
             if payloads and gets(operation, rank, key, owner):
                 commands.append(Send(connection, full, payloads))
@@ -463,7 +311,7 @@ class Data:
         del group.exchanges[key]
         return self._bucket_done(group, exchange, now) if key.stream == Stream.BUCKET else []
 
-    def _bucket_done(self, group: _Group, exchange: _Exchange, now: float) -> list[Report]:
+    def _bucket_done(self, group: Group, exchange: Exchange, now: float) -> list[Report]:
         number = exchange.key.number
         current = group.rounds[number]
         current.buckets += 1
@@ -479,43 +327,23 @@ class Data:
     # ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
     def _halt(
-        self, group: _Group, exchange: _Exchange, index: int, found: NonFinite, commands: list[Command]
+        self, group: Group, exchange: Exchange, index: int, found: NonFinite, commands: list[Command]
     ) -> list[Report]:
         """A contribution was not finite: nothing of this group reaches anyone any more."""
         element = exchange.layout.span(index)[0] + found.element
-        error = self._non_finite(group, exchange, element, found)
+        error = group.non_finite(exchange, element, found)
         group.halted = error
         for open_exchange in list(group.exchanges.values()):
             self._fail(group, open_exchange, error, commands)
         return [Halted(group.order.group, error)]
 
-    def _non_finite(self, group: _Group, exchange: _Exchange, element: int, found: NonFinite) -> NonFiniteError:
-        key = exchange.key
-        where, parameter = f"element {element}", ""
-        if key.stream == Stream.BUCKET and group.plan is not None:
-            parameter = group.plan.buckets[key.part].component_at(element).name
-            where = f"parameter {parameter!r}"
-        if found.rank < 0:
-            who, name = "the mean overflowed, though every contribution was finite:", ""
-        else:
-            who, name = f"{group.call(found.rank)} contributed", group.order.seats[found.rank].name
-        return NonFiniteError(
-            f"{who} {found.value} in {where} of {group.describe(key, exchange.operation)}; the group is halted "
-            f"and nothing of this slice was handed out. Look at that worker's data, loss and learning rate",
-            worker=name,
-            rank=found.rank,
-            bucket=group.bucket_name(key),
-            parameter=parameter,
-            round=key.number,
-        )
-
-    def _fail(self, group: _Group, exchange: _Exchange, error: GradServerError, commands: list[Command]) -> None:
+    def _fail(self, group: Group, exchange: Exchange, error: GradServerError, commands: list[Command]) -> None:
         """Fail ``exchange``, and tell those who contributed. Others are told when they come."""
         if exchange.failure is not None:
             return
         exchange.failure = error
         for index, rank in exchange.kept():
-            group.outstanding[rank, pool_of(exchange.key, rank)] -= exchange.layout.cost(index)
+            group.refund(exchange, rank, index)
         exchange.slices.clear()
         exchange.reducing.clear()
         if exchange.key.stream == Stream.BUCKET and group.buckets_halted is None:
@@ -527,12 +355,12 @@ class Data:
             group.exchanges.pop(group.failed.popleft(), None)
         self._forget_if_over(group, exchange)
 
-    def _tell(self, group: _Group, exchange: _Exchange, rank: int, commands: list[Command]) -> None:
+    def _tell(self, group: Group, exchange: Exchange, rank: int, commands: list[Command]) -> None:
         if rank not in group.departed and exchange.failure is not None:
             failure = Failure.of(exchange.failure, Scope.EXCHANGE, exchange.key)
             commands.append(Send(group.order.seats[rank].connection, failure))
 
-    def _forget_if_over(self, group: _Group, exchange: _Exchange) -> None:
+    def _forget_if_over(self, group: Group, exchange: Exchange) -> None:
         if exchange.failure is not None and all(
             rank in exchange.pushed or rank in group.departed for rank in exchange.participants
         ):
@@ -557,28 +385,16 @@ class Data:
         self._plan_next_check()
         return reports
 
-    def _check_deadlines(self, group: _Group, now: float, commands: list[Command]) -> Iterator[Report]:
+    def _check_deadlines(self, group: Group, now: float, commands: list[Command]) -> Iterator[Report]:
         timeout = group.order.timeout
         for exchange in list(group.exchanges.values()):
             if exchange.failure is None and exchange.touched + timeout <= now:
-                error = self._overdue(group, exchange, timeout)
+                error = group.overdue(exchange)
                 self._fail(group, exchange, error, commands)
                 if exchange.key.stream == Stream.BUCKET:
                     yield Halted(group.order.group, error)
         waiting = [e.touched + timeout for e in group.exchanges.values() if e.failure is None]
         group.next_check = min(waiting, default=None)
-
-    def _overdue(self, group: _Group, exchange: _Exchange, timeout: float) -> DeadlineError:
-        missing = exchange.missing()
-        have = [rank for rank in exchange.participants if rank not in missing]
-        whom = group.calls(missing) if missing else "the coordinator to reduce it"
-        return DeadlineError(
-            f"{group.describe(exchange.key, exchange.operation)} waited {timeout:g} s for {whom}"
-            + (f"; {group.calls(have)} had come" if have else ""),
-            missing=tuple(group.call(rank) for rank in missing),
-            bucket=group.bucket_name(exchange.key),
-            round=exchange.key.number if exchange.key.stream == Stream.BUCKET else -1,
-        )
 
     def inquire(self, connection: int, inquire: Inquire, commands: list[Command]) -> list[Report]:
         """Say who is missing from an exchange."""
@@ -595,67 +411,9 @@ class Data:
 
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:
         """Traffic of each group, as plain JSON values. Ages in seconds, sizes in bytes."""
-        return {
-            name: {
-                "bytes_in": group.bytes_in,
-                "bytes_out": group.bytes_out,
-                "slices": group.slices,
-                "outstanding": [sum(group.outstanding[rank, pool] for pool in Pool) for rank in range(group.world)],
-                "open": [
-                    {
-                        "what": group.describe(exchange.key, exchange.operation),
-                        "age": round(now - exchange.opened, 3),
-                        "missing": [group.call(rank) for rank in exchange.missing()[:16]],
-                    }
-                    for exchange in list(group.exchanges.values())[:8]
-                    if exchange.failure is None
-                ],
-            }
-            for name, group in self.groups.items()
-        }
+        return {name: group.snapshot(now) for name, group in self.groups.items()}
 
     def validate(self) -> None:
         """Raise AssertionError if an invariant does not hold."""
         for group in self.groups.values():
-            expected: Counter[tuple[int, Pool]] = Counter()
-            for exchange in group.exchanges.values():
-                assert exchange.failure is None or not (exchange.slices or exchange.reducing), exchange
-                for given in exchange.slices.values():
-                    assert 0 < len(given) < len(exchange.participants), "a complete slice was kept"
-                for index, rank in exchange.kept():
-                    assert index < exchange.pushed[rank], "a slice was kept that was not counted"
-                    expected[rank, pool_of(exchange.key, rank)] += exchange.layout.cost(index)
-            for (rank, pool), outstanding in group.outstanding.items():
-                if rank not in group.departed:
-                    assert outstanding == expected[rank, pool], (rank, pool, outstanding)
-                    assert outstanding <= group.order.credit + SLICE_BYTES, "credit exceeded"
-            assert (
-                group.exchanges == {}
-                or group.next_check is not None
-                or all(exchange.failure for exchange in group.exchanges.values())
-            ), "an exchange without a deadline"
-
-
-def _sequence(rank: int, key: ExchangeKey) -> tuple[int, ...]:
-    return (rank, key.stream, 0 if key.stream == Stream.COLLECTIVE else key.part, key.source, key.target)
-
-
-def _check_operation(key: ExchangeKey, operation: Operation, world: int) -> None:
-    """Refuse what no correct client says."""
-    transfer = key.stream == Stream.TRANSFER
-    part = key.part if key.stream == Stream.BUCKET else 0
-    if not transfer and key != (key.stream, key.number, part, -1, -1):
-        raise UnexpectedMessageError(f"no exchange has the key {tuple(key)}")
-    if transfer != (operation.kind is Kind.TRANSFER):
-        raise UnexpectedMessageError(f"{operation} cannot be exchanged under the key {tuple(key)}")
-    if transfer and not (0 <= key.source < world and 0 <= key.target < world and key.source != key.target):
-        raise InvalidRankError(f"a transfer from {key.source} to {key.target} in a group of {world}")
-    if operation.kind is Kind.BROADCAST and not 0 <= operation.root < world:
-        raise InvalidRankError(f"root {operation.root} is not in a group of {world}")
-    if operation.kind in _WEIGHED:
-        if operation.op is Op.NONE:
-            raise InvalidArgumentError("a reduction that does not say how to reduce")
-        check_reducible(operation.op, operation.dtype)
-
-
-__all__ = ["Data", "Seat"]
+            group.validate()

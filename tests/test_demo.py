@@ -1,0 +1,522 @@
+"""`gradserver demo`: what it promises, what it looks like, and what it leaves behind."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import io
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradserver import demo
+from gradserver.demo import runner
+from gradserver.demo.corpus import Corpus, CorpusError, read_source
+from gradserver.demo.model import GPT, state_sha256
+from gradserver.demo.outcome import GlobalStep, Result, distances, judge
+from gradserver.demo.processes import ProcessError, Processes
+from gradserver.demo.reports import Done, Ready, Step, from_line, to_line
+from gradserver.demo.screen import Screen, duration, harmless
+from gradserver.demo.settings import TOLERANCE, Settings
+from gradserver.demo.train import mean_loss, train
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = Settings.quick(workers=2, batch=3, steps=6, seed=1)
+TEXT = b"".join(b"line %d: %d bottles of beer\n" % (n, n * n % 97) for n in range(2000))
+
+
+# ── the whole, as a user runs it ──────────────────────────────────────────────────────────────────────────
+
+
+def command(out: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "gradserver", "demo", "--quick", "--out", str(out), *options]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+
+
+def test_demo_passes_and_leaves_its_results(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        command(tmp_path / "out", "--steps", "12"),
+        env=environment(),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "\x1b" not in ran.stdout
+    assert "\r" not in ran.stdout
+    assert max(map(len, ran.stdout.replace(str(tmp_path), "").splitlines())) <= 79
+    digest = re.search(r"ok  weights +identical +SHA-256 (\w{32})\.\.\.", ran.stdout)
+    assert digest
+    assert re.search(r"ok  loss curve +same +at most \S+ apart \(step \d+, tolerance 1e-03\)", ran.stdout)
+    assert "PASS  2 workers trained as one process with 2 times the batch does." in ran.stdout
+
+    picture = (tmp_path / "out" / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) > 20_000
+    with (tmp_path / "out" / "losses.csv").open() as stream:
+        rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(stream)]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert max(row["relative_difference"] for row in rows) <= 1e-5
+    assert rows[-1]["workers"] < rows[0]["workers"] - 1.0
+
+    model = GPT(Settings.quick(workers=2, batch=4, steps=12, seed=0))
+    model.load_state_dict(torch.load(tmp_path / "out" / "model.pt", weights_only=True))
+    assert state_sha256(model).startswith(digest[1])
+
+
+@contextmanager
+def running_demo(out: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, str]]]:
+    """A demo that would train for long, once it trains; with it the processes that it has started."""
+    with subprocess.Popen(
+        command(out, "--steps", "100000"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+    ) as process:
+        assert process.stdout
+        try:
+            for line in process.stdout:
+                if re.match(r" +1  +\d", line):
+                    break
+            children = children_of(process.pid)
+            assert len(children) == 3, children
+            yield process, children
+        finally:
+            if process.poll() is None:
+                process.terminate()  # not kill: it would leave its children behind
+
+
+def children_of(parent: int) -> dict[int, str]:
+    """Command lines of the processes that `parent` has started, by process id."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                after_name = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(after_name[1]) == parent and after_name[0] != "Z":
+                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue  # it has ended meanwhile
+    return found
+
+
+def assert_gone(processes: dict[int, str]) -> None:
+    still_there = {pid: Path(f"/proc/{pid}/cmdline") for pid in processes}
+    assert not [pid for pid, path in still_there.items() if path.exists() and "gradserver" in path.read_text()]
+
+
+@pytest.mark.long
+def test_demo_reports_a_killed_worker_and_leaves_no_process(tmp_path: Path) -> None:
+    with running_demo(tmp_path) as (process, children):
+        [victim] = [pid for pid, text in children.items() if "--rank 1" in text]
+        os.kill(victim, signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "FAIL  worker 1 was killed by SIGKILL" in output
+        assert f"the logs are in {tmp_path}" in output
+        assert "Traceback" not in output.partition("FAIL")[0]
+        assert_gone(children)
+
+
+@pytest.mark.long
+def test_demo_reports_a_lost_coordinator(tmp_path: Path) -> None:
+    with running_demo(tmp_path) as (process, children):
+        [victim] = [pid for pid, text in children.items() if " serve " in text]
+        os.kill(victim, signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "FAIL  coordinator was killed by SIGKILL" in output
+        assert_gone(children)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_demo_ends_its_processes_when_it_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+    with running_demo(tmp_path) as (process, children):
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "Interrupted. All processes of the demo have been ended." in output
+        assert "Traceback" not in output
+        assert_gone(children)
+
+
+# ── the command line ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse(*options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gradserver demo")
+    demo.add_arguments(parser)
+    return parser.parse_args(options)
+
+
+def test_defaults() -> None:
+    arguments = parse()
+    assert (arguments.workers, arguments.steps, arguments.batch, arguments.seed) == (2, None, 4, 0)
+    assert arguments.out == Path("gradserver-demo")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workers", "0"], "argument --workers: 0 is out of range: 1 to 64"),
+        (["--steps", "-3"], "argument --steps: -3 is out of range: 1 to 1000000"),
+        (["--batch", "many"], "argument --batch: 'many' is not a whole number"),
+        (["--seed", "1.5"], "argument --seed: '1.5' is not a whole number"),
+    ],
+)
+def test_bad_values_are_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(*options)
+    assert message in capsys.readouterr().err
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import argparse, sys, gradserver.demo as demo; demo.add_arguments(argparse.ArgumentParser()); "
+        "print(sorted({'torch', 'matplotlib', 'numpy'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert demo.run(parse()) == 2
+    message = "gradserver demo needs torch and matplotlib: pip install 'gradserver[demo]'\n"
+    assert capsys.readouterr() == ("", message)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert demo.run(parse("--out", str(tmp_path / "file" / "out"))) == 2
+    assert capsys.readouterr().err.startswith("gradserver demo: [Errno 20] Not a directory")
+
+
+# ── the verdict ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def result(losses: list[float], *hashes: str) -> Result:
+    steps = [GlobalStep(n, loss, 0.1, 0.25) for n, loss in enumerate(losses)]
+    done = [Done(digest, losses[-1], "self):\n\tpass\x1b[2J") for digest in hashes]
+    return Result(steps, done)
+
+
+LOSSES = [5.5, 4.0, 3.0, 2.5, 2.25, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("hashes", "last", "status", "lines"),
+    [
+        (("ab" * 32, "ab" * 32), 2.0 * (1 + TOLERANCE / 2), 0, ["PASS  2 workers trained as one process"]),
+        (
+            ("ab" * 32, "cd" * 32),
+            2.0,
+            1,
+            ["NO  weights     DIFFERENT", "worker 1 cdcdcdcdcdcdcdcdcdcdcdcd", "FAIL  the replicas' weights differ."],
+        ),
+        (
+            ("ab" * 32, "ab" * 32),
+            2.0 * (1 + TOLERANCE * 2),
+            1,
+            ["NO  loss curve  DIFFERENT", "FAIL  the loss curves are apart by more than the tolerance."],
+        ),
+        (("ab" * 32, "ab" * 32), math.nan, 1, ["at most inf apart (step 6,"]),
+    ],
+)
+def test_exit_status_follows_the_verdict(
+    hashes: tuple[str, str],
+    last: float,
+    status: int,
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(runner._Demo, "train_group", lambda _self: result([*LOSSES[:-1], last], *hashes))
+    monkeypatch.setattr(runner._Demo, "train_reference", lambda _self, _group: result(LOSSES, "ab" * 32))
+    assert runner.run_demo(TINY, tmp_path) == status
+    output = capsys.readouterr().out
+    for line in lines:
+        assert line in output
+    assert ("PASS" in output) == (status == 0)
+    assert "\x1b" not in output
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_distance_is_relative_to_the_reference_and_never_hidden() -> None:
+    assert distances([1.0, 2.2, math.nan, 1.0, 1.0], [1.0, 2.0, 1.0, math.inf, 0.0]) == [
+        0.0,
+        pytest.approx(0.1),
+        math.inf,
+        math.inf,
+        math.inf,
+    ]
+    verdict = judge(result([5.5, 4.4], "a", "a"), result([5.0, 4.0], "a"))
+    assert verdict.distance == pytest.approx(0.1)
+    assert verdict.identical
+    assert not verdict.passed
+
+
+def test_global_step_is_the_mean_over_replicas() -> None:
+    step = GlobalStep.of([Step(7, 2.0, 0.5, 0.1), Step(7, 3.0, 0.3, 0.1)])
+    assert (step.step, step.loss, step.seconds) == (7, 2.5, 0.5)
+    assert step.exchange_share == pytest.approx(0.25)
+
+
+# ── the samples ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def library(root: Path) -> Path:
+    """A small standard library, with what is not to be read."""
+    for name in ("b.py", "a/z.py", "a/b.py", "site-packages/x.py", "test/t.py", "a/tests/t.py", "notes.txt"):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(f"# {name}\nif True:\n        pass\n".encode() + TEXT)
+    return root
+
+
+def test_corpus_is_the_sorted_source_and_nothing_else(tmp_path: Path) -> None:
+    text = read_source(library(tmp_path))
+    assert re.findall(rb"# (\S+)", text) == [b"a/b.py", b"a/z.py", b"b.py"]
+    assert b"if True:\n\t\tpass\n" in text
+    assert read_source(tmp_path, cap=70_000) == text[: 70_000 - 12]  # in both files eight spaces became two tabs
+    assert hashlib.sha256(read_source(tmp_path)).digest() == hashlib.sha256(text).digest()
+
+
+def test_corpus_says_when_there_is_nothing_to_read(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("pass\n")
+    with pytest.raises(CorpusError, match=r"no Python source to train on under .* \(5 bytes of .py files\)"):
+        read_source(tmp_path)
+    with pytest.raises(CorpusError, match="100 bytes of text are too few for sequences of 64"):
+        Corpus(b"x" * 100, 64, 0)
+
+
+def test_standard_library_is_there() -> None:
+    corpus = Corpus.standard_library(TINY.context, TINY.seed)
+    assert len(corpus.text) > 2**20
+    assert corpus.sha256 == Corpus.standard_library(TINY.context, TINY.seed).sha256
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_workers_parts_are_exactly_the_global_batch(workers: int) -> None:
+    settings = replace(TINY, workers=workers)
+    corpora = [Corpus(TEXT, settings.context, settings.seed) for _ in range(workers + 1)]
+    for step in (0, 1, 17):
+        whole = corpora[-1].batch(step, range(settings.global_batch))
+        for rank in range(workers):
+            part = corpora[rank].batch(step, settings.rows_of(rank))
+            for mine, all_rows in zip(part, whole, strict=True):
+                assert mine.shape == (settings.batch, settings.context)
+                assert torch.equal(mine, all_rows[rank::workers])
+    covered = sorted(row for rank in range(workers) for row in settings.rows_of(rank))
+    assert covered == list(range(settings.global_batch))
+
+
+def test_samples_depend_on_seed_step_and_row_and_stay_in_their_part() -> None:
+    corpus = Corpus(TEXT, 64, 0)
+    first = corpus.batch(0, range(4))[0]
+    assert not torch.equal(first, corpus.batch(1, range(4))[0])
+    assert not torch.equal(first, Corpus(TEXT, 64, 1).batch(0, range(4))[0])
+    inputs, targets = corpus.validation(8)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    held_out = TEXT[len(corpus.train) :]
+    assert bytes(inputs[-1].tolist()) in held_out
+    assert len(corpus.train) + len(corpus.held_out) == len(TEXT)
+
+
+def test_samples_are_these_for_ever() -> None:
+    """A change here makes old and new curves incomparable: it has to be meant."""
+    starts = [TEXT.index(bytes(row.tolist())) for row in Corpus(TEXT, 64, 0).batch(3, [0, 1, 2])[0]]
+    assert starts == [22279, 5373, 52576]
+
+
+# ── the model ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_settings_know_the_size_of_the_model() -> None:
+    for settings in (TINY, Settings()):
+        assert sum(parameter.numel() for parameter in GPT(settings).parameters()) == settings.parameters
+        assert Settings.from_json(settings.to_json()) == settings
+    assert 1.9e6 < Settings().parameters < 4e6
+
+
+def test_model_is_causal_and_depends_on_the_seed_alone() -> None:
+    torch.manual_seed(5)
+    model = GPT(TINY)
+    torch.manual_seed(6)
+    assert state_sha256(model) == state_sha256(GPT(TINY)) != state_sha256(GPT(replace(TINY, seed=2)))
+    tokens = torch.randint(256, (2, TINY.context))
+    changed = tokens.clone()
+    changed[:, 40:] = (changed[:, 40:] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert before.shape == (2, TINY.context, 256)
+    assert torch.equal(before[:, :40], after[:, :40])
+    assert not torch.equal(before[:, 40], after[:, 40])
+    assert model.generate(b"x", 90, seed=1) == model.generate(b"x", 90, seed=1)
+    assert len(model.generate(b"prompt", 90)) == 90
+
+
+def test_first_loss_is_that_of_knowing_nothing() -> None:
+    loss = mean_loss(GPT(TINY), *Corpus(TEXT, TINY.context, 0).batch(0, range(8)))
+    assert loss.item() == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_hash_sees_every_bit_and_survives_saving(tmp_path: Path) -> None:
+    model = GPT(TINY)
+    digest = state_sha256(model)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    other = GPT(replace(TINY, seed=9))
+    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert state_sha256(other) == digest
+    with torch.no_grad():
+        other.final_norm.weight[3] = torch.nextafter(other.final_norm.weight[3], torch.tensor(2.0))
+    assert state_sha256(other) != digest
+
+
+def test_mean_of_the_workers_gradients_is_that_of_the_whole_batch() -> None:
+    model, corpus = GPT(TINY).double(), Corpus(TEXT, TINY.context, 0)
+
+    def gradients(rows: range) -> list[torch.Tensor]:
+        loss = mean_loss(model, *corpus.batch(0, rows))
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    whole = gradients(range(TINY.global_batch))
+    parts = [gradients(TINY.rows_of(rank)) for rank in range(TINY.workers)]
+    for one, *pieces in zip(whole, *parts, strict=True):
+        torch.testing.assert_close(torch.stack(pieces).mean(0), one, rtol=1e-9, atol=1e-12)
+
+
+def test_training_is_deterministic_and_learns() -> None:
+    settings = replace(TINY, steps=30)
+    corpus = Corpus(TEXT, settings.context, settings.seed)
+    runs = []
+    for _ in range(2):
+        model = GPT(settings)
+        clock = iter(range(1000))
+        steps = list(train(model, corpus, settings, range(settings.global_batch), lambda: float(next(clock))))  # noqa: B023
+        assert [step.step for step in steps] == list(range(30))
+        assert {step.exchange_seconds for step in steps} == {1.0}
+        runs.append(([step.loss for step in steps], state_sha256(model)))
+    assert runs[0] == runs[1]
+    assert runs[0][0][-1] < runs[0][0][0] - 2.0
+
+
+def test_learning_rate_rises_falls_and_never_vanishes_within_a_run() -> None:
+    rates = [Settings().learning_rate_at(step) for step in range(Settings().steps)]
+    assert max(rates) == pytest.approx(Settings().learning_rate)
+    assert min(rates) > 0
+    assert replace(TINY, steps=1).learning_rate_at(0) > 0
+
+
+# ── processes, reports, screen ────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_crash_is_reported_with_its_last_words_and_ends_the_others(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with Processes(tmp_path) as processes:
+        patient = processes.start("patient", "-c", "import time; time.sleep(600)")
+        unlucky = processes.start("worker 3", "-c", "print('hello'); raise RuntimeError('out of ideas')")
+        assert processes.next_line(30) == (unlucky, "hello")
+        with pytest.raises(ProcessError) as caught:
+            processes.next_line(30)
+    text = str(caught.value)
+    assert text.startswith("worker 3 ended with status 1\nits last words:\n")
+    assert "  | RuntimeError: out of ideas" in text
+    assert (tmp_path / "worker-3.log").exists()
+    assert patient.process.returncode == -signal.SIGTERM
+    assert time.monotonic() - began < 30
+
+
+def test_silence_has_an_end_and_names_who_is_silent(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        for rank in range(2):
+            processes.start(f"worker {rank}", "-c", "import time; time.sleep(600)")
+        with pytest.raises(ProcessError, match="nothing was heard from worker 0, worker 1 for 0 s"):
+            processes.next_line(0.2)
+
+
+def test_what_does_not_want_to_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradserver.demo.processes.STOP_SECONDS", 0.2)
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    with Processes(tmp_path) as processes:
+        stubborn = processes.start("stubborn", "-c", code)
+        assert processes.next_line(30) == (stubborn, "up")
+    assert stubborn.process.returncode == -signal.SIGKILL
+    assert stubborn.fate() == "was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    "report", [Ready(5, "ab"), Step(3, 2.5, 0.25, 0.125), Done("ab"), Done("ab", 2.5, "tab\tquote'")]
+)
+def test_reports_survive_the_pipe(report: Ready | Step | Done) -> None:
+    line = to_line(report)
+    assert "\n" not in line
+    assert from_line(line) == report
+
+
+@pytest.mark.parametrize("line", ["", "hello", "[1]", "{}", '{"report": "Step"}', '{"report": "object"}'])
+def test_other_lines_are_no_reports(line: str) -> None:
+    with pytest.raises(ValueError, match="not a report"):
+        from_line(line)
+
+
+class Terminal(io.StringIO):
+    """A stream that says what a test wants it to say of itself."""
+
+    def __init__(self, *, terminal: bool, encoding: str = "utf-8") -> None:
+        super().__init__()
+        self.terminal, self.name_of_encoding = terminal, encoding
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.name_of_encoding
+
+
+def test_live_lines_are_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    written = []
+    for is_terminal in (True, False):
+        stream = Terminal(terminal=is_terminal)
+        screen = Screen(stream)
+        screen.live("working")
+        screen.line(screen.style("done", "1"))
+        written.append(stream.getvalue())
+    assert written == ["\x1b[2mworking\x1b[0m\r\x1b[2K\x1b[1mdone\x1b[0m\n", "done\n"]
+
+
+def test_bars_have_a_width_and_an_ascii_form() -> None:
+    modern, old = (Screen(Terminal(terminal=False, encoding=name)) for name in ("utf-8", "ascii"))
+    assert (modern.bar(0.5, 4), modern.bar(0.53, 4), modern.bar(2, 4)) == ("██  ", "██▏ ", "████")
+    assert (old.bar(0.5, 4), old.bar(math.nan, 4)) == ("##  ", "    ")
+
+
+def test_text_of_the_model_cannot_steer_the_terminal() -> None:
+    assert harmless("a\tb\x1b[2J\x07\nc\u202e") == "a   b?[2J?\nc?"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(3, "5 s"), (22, "20 s"), (61, "a minute"), (200, "3 minutes")])
+def test_durations_are_rough(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
