@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Generic, Protocol, Self, TypeVar
+from typing import IO, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 import gradserver
 from gradserver.coordinator import Coordinator
@@ -28,6 +29,7 @@ from protocol.limits import CREDIT_BYTES
 from worker.client import Worker
 from worker.connect import connect
 
+P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -46,15 +48,15 @@ TIMEOUT = 20.0
 class Task(Generic[T]):
     """A call in a thread of its own."""
 
-    def __init__(self, fn: Callable[..., T], *args: Any) -> None:
+    def __init__(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> None:
         self._value: T | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(fn, args), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(partial(fn, *args, **kwargs),), daemon=True)
         self._thread.start()
 
-    def _run(self, fn: Callable[..., T], args: tuple[Any, ...]) -> None:
+    def _run(self, fn: Callable[[], T]) -> None:
         try:
-            self._value = fn(*args)
+            self._value = fn()
         except BaseException as error:
             self._error = error
 
@@ -79,15 +81,17 @@ class Task(Generic[T]):
         raise AssertionError(f"returned {value!r} and should have raised {kind.__name__}")
 
 
-def together(subjects: Iterable[S], fn: Callable[..., T], *args: Any) -> list[T]:
-    """Call ``fn(subject, *args)`` for all subjects at once; what each returned. The first one's error is raised."""
-    tasks = [Task(fn, subject, *args) for subject in subjects]
+def together(
+    subjects: Iterable[S], fn: Callable[Concatenate[S, P], T], /, *args: P.args, **kwargs: P.kwargs
+) -> list[T]:
+    """Call ``fn(subject, …)`` for all subjects at once; what each returned. The first one's error is raised."""
+    tasks = [Task(fn, subject, *args, **kwargs) for subject in subjects]
     return [task.result() for task in tasks]
 
 
-def errors(kind: type[E], subjects: Iterable[S], fn: Callable[..., object], *args: Any) -> list[E]:
-    """Call ``fn(subject, *args)`` for all subjects at once; what each raised, which must be a ``kind``."""
-    tasks = [Task(fn, subject, *args) for subject in subjects]
+def errors(kind: type[E], subjects: Iterable[S], fn: Callable[[S], object]) -> list[E]:
+    """Call ``fn(subject)`` for all subjects at once; what each raised, which must be a ``kind``."""
+    tasks = [Task(fn, subject) for subject in subjects]
     return [task.error(kind) for task in tasks]
 
 
@@ -104,9 +108,11 @@ def wait_until(condition: Callable[[], T], what: str, timeout: float = PATIENCE)
 
 
 @contextmanager
-def coordinator(worlds: dict[str, int] | None = None, credit: int = CREDIT_BYTES) -> Iterator[TcpServer]:
-    """A coordinator that listens on a free port, in a thread of the test."""
-    server = TcpServer(Coordinator(Engine(worlds or {}, credit)), "tcp://127.0.0.1:0")
+def coordinator(
+    worlds: dict[str, int] | None = None, *, credit: int = CREDIT_BYTES, bind: str = "tcp://127.0.0.1:0"
+) -> Iterator[TcpServer]:
+    """A coordinator in a thread of the test, on a free port if ``bind`` does not name one."""
+    server = TcpServer(Coordinator(Engine(worlds or {}, credit)), bind)
     task = Task(server.run)
     try:
         yield server

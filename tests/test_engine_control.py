@@ -41,7 +41,7 @@ from protocol.messages import (
 )
 from protocol.plan import Bucket, Component, Plan
 from protocol.wire import encode
-from tests.engine_harness import SEATS, TIMEOUT, Harness, bucket, collective, floats, plan_of
+from tests.engine_harness import SEATS, TIMEOUT, Harness, all_reduce, bucket, collective, floats, plan_of
 
 
 def welcome(harness: Harness, connection: int) -> Welcome:
@@ -545,6 +545,7 @@ def test_a_loss_is_worth_a_warning_and_a_goodbye_is_not(lost: bool) -> None:
 
 STRANGE: list[tuple[Message, tuple[bytes, ...]]] = [
     (Push(collective(0), 0), (b"1234",)),
+    (Push(collective(0), 0, 1.0, True, all_reduce(1)), (b"1234",)),
     (Push(bucket(0), 5, 1.0, False), ()),
     (Propose("hash"), (b"",)),
     (Propose("hash"), (plan_of(1).encoded,)),

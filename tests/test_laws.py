@@ -91,7 +91,7 @@ def test_rounds_that_race_give_the_same_bits(channel: str) -> None:
 
 @pytest.mark.parametrize("op", ["sum", "min", "max", "product"])
 def test_collectives_give_the_same_bits_over_both_channels(op: str) -> None:
-    given = contributions("float32", 300_001, 3)
+    given = contributions("float32", 300_003, 3)
     results = set()
 
     for channel in ("memory", "tcp"):
@@ -99,9 +99,9 @@ def test_collectives_give_the_same_bits_over_both_channels(op: str) -> None:
 
             def work(worker: Worker) -> bytes:
                 whole = worker.all_reduce(given[worker.rank].copy(), op)
-                part = worker.reduce_scatter(given[worker.rank][:-2].copy(), op)
+                part = worker.reduce_scatter(given[worker.rank][:300_000].copy(), op)
                 gathered = worker.all_gather(part).reshape(-1)
-                np.testing.assert_array_equal(gathered, whole[:-2])
+                np.testing.assert_array_equal(gathered, whole[:300_000])
                 return bytes(whole.tobytes())
 
             results.update(together(workers, work))
@@ -113,7 +113,7 @@ def test_collectives_give_the_same_bits_over_both_channels(op: str) -> None:
 
 
 class Network:
-    """Carries messages between workers and their coordinator: one at a time, each line in order, which line by chance."""
+    """Workers and their coordinator. Messages are delivered one at a time: each line in order, which line by chance."""
 
     def __init__(self, world_size: int, credit: int, chance: random.Random) -> None:
         self._chance = chance
@@ -180,6 +180,7 @@ class End:
 
 class WorkersEnd(End):
     def wait(self, done: Lock, timeout: float) -> bool:
+        assert timeout == 0, "nothing would be delivered meanwhile"
         return done.acquire(blocking=False)
 
     def watch(self, enough: Callable[[], bool]) -> None:
@@ -240,7 +241,7 @@ def run(network: Network, given: list[list[list[Array]]], chance: random.Random)
     spare=st.integers(0, 40),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_every_schedule_comes_to_the_same_end(sizes: list[int], world_size: int, spare: int, seed: int) -> None:
     plan = simple_plan([(f"b{index}", size) for index, size in enumerate(sizes)], FLOAT32)
     given = [[contributions("float32", size, world_size, seed=n) for n, size in enumerate(sizes, r)] for r in (0, 10)]
@@ -276,11 +277,8 @@ def test_daemon_that_served_workers_has_loaded_neither_torch_nor_the_worker() ->
     with Program("-c", DAEMON_THAT_TELLS) as daemon:
         url = daemon.expect("listening on ")
         with joined(url, 2) as workers:
-            plan = Plan(
-                tuple(
-                    Bucket(name, dtype, (Component("p", (9,)),)) for name, dtype in BY_NAME.items() if dtype.kind == "f"
-                )
-            )
+            floating = {name: dtype for name, dtype in BY_NAME.items() if dtype.kind == "f"}
+            plan = Plan(tuple(Bucket(name, dtype, (Component("weight", (9,)),)) for name, dtype in floating.items()))
 
             def train(worker: Worker) -> None:
                 worker.agree(plan)
@@ -299,4 +297,3 @@ def test_daemon_that_served_workers_has_loaded_neither_torch_nor_the_worker() ->
     roots = {name.partition(".")[0] for name in modules}
     assert "gradserver" in roots
     assert roots.isdisjoint({"torch", "worker", "matplotlib"})
-    assert not [name for name in modules if name.startswith(("gradserver.local", "gradserver.demo."))]

@@ -45,26 +45,70 @@ def rounds(worker: Worker, count: int, buckets: int, numel: int, ready: bool = F
     say("ok")
 
 
-def wait_for_ever(worker: Worker, say_error: bool = True) -> None:
-    """Exchange rounds until something goes wrong; say what, and when on the machine's clock."""
-    data = np.zeros(1000, np.float32)
-    worker.all_reduce(data)
-    say("exchanging")
+def exchange_until_error(worker: Worker, numel: int = 1000) -> None:
+    """Exchange round after round until something goes wrong; say what, and when by the machine's clock."""
+    worker.agree(simple_plan([("b0", numel), ("b1", 1)], FLOAT32))
+    large, small = np.zeros(numel, np.float32), np.zeros(1, np.float32)
     try:
         while True:
-            worker.all_reduce(data)
+            worker.push(1, small)
+            worker.push(0, large)
+            worker.finish_round()
+            if worker.round == 3:
+                say("exchanging")
     except GradServerError as error:
-        if say_error:
-            say(f"error {json.dumps([time.monotonic(), type(error).__name__, str(error)])}")
+        say(f"error {json.dumps([time.monotonic(), type(error).__name__, str(error)])}")
+
+
+def stop_halfway(worker: Worker, numel: int = 1000) -> None:
+    """Contribute to one of two buckets of the fourth round, and then to nothing any more."""
+    worker.agree(simple_plan([("b0", numel), ("b1", 1)], FLOAT32))
+    large, small = np.zeros(numel, np.float32), np.zeros(1, np.float32)
+    for _ in range(3):
+        worker.push(1, small)
+        worker.push(0, large)
+        worker.finish_round()
+    worker.push(1, small)
+    say("halfway")
+    told()
+
+
+def compute(worker: Worker, seconds: float) -> None:
+    """Keep the interpreter to itself for a while between two exchanges."""
+    sys.setswitchinterval(10 * seconds)
+    worker.barrier()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+    worker.barrier()
+    say("ok")
+
+
+def idle(worker: Worker) -> None:
+    """Wait to be told, then exchange something; say what became of it."""
+    worker.barrier()
+    say("idle")
+    told()
+    try:
+        worker.all_reduce(np.zeros(1, np.float32))
+    except GradServerError as error:
+        say(f"error {json.dumps([time.monotonic(), type(error).__name__, str(error)])}")
+
+
+def leave_without_a_word(worker: Worker) -> None:
+    """Exchange something and end the process, the worker still open."""
+    worker.all_reduce(np.zeros(10, np.float32))
+    worker.barrier()
+    sys.exit(0)
 
 
 def main() -> None:
     name, url, rank, world_size, arguments = sys.argv[1:]
     program: Callable[..., None] = globals()[name]
     options: dict[str, Any] = json.loads(arguments)
-    group, timeout = options.pop("group", "default"), options.pop("timeout", 20.0)
-    with connect(url, int(rank), int(world_size), group, f"w{rank}", timeout) as worker:
-        program(worker, **options)
+    worker = connect(url, int(rank), int(world_size), name=f"w{rank}", timeout=20.0)
+    program(worker, **options)
+    worker.close()
 
 
 if __name__ == "__main__":

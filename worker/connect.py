@@ -56,7 +56,7 @@ def connect(
     url = url or os.environ.get("GRADSERVER_URL")
     if not url:
         raise InvalidArgumentError("no coordinator's URL: give connect('tcp://HOST:PORT'), or set GRADSERVER_URL")
-    if not 0 < timeout <= MAX_TIMEOUT:
+    if not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT:
         raise InvalidArgumentError(f"timeout is {timeout!r} seconds, and must be above 0 and at most {MAX_TIMEOUT:g}")
     rank = _from_environment(_RANK_VARIABLES) if rank is None else rank
     world_size = _from_environment(_WORLD_VARIABLES) if world_size is None else world_size

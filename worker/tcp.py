@@ -88,6 +88,8 @@ class TcpChannel:
         self._closing = False
         """Nothing is sent or received any more."""
         self._closed = False
+        self._gone = False
+        """The monitor has said that the connection ended."""
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -218,6 +220,7 @@ class TcpChannel:
             if self._closing or not int(self._monitor.get(_EVENTS)) & _POLLIN:
                 return
             event = recv_monitor_message(self._monitor, _NOBLOCK)["event"]
+            self._gone = True
         while self._take():
             pass
         if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
@@ -239,9 +242,10 @@ class TcpChannel:
         if self._thread.is_alive() and current is not self._thread:
             self._thread.join()
         with self._reading, self._lock:  # whoever still reads has been woken, and leaves
+            gone = self._gone or bool(int(self._monitor.get(_EVENTS)) & _POLLIN)  # then nothing can leave any more
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
-            self._socket.close(linger=_LINGER_MS)
+            self._socket.close(linger=0 if gone else _LINGER_MS)
             self._wake_in.close()
             self._wake_out.close()
         self._context.term()

@@ -19,7 +19,7 @@ PROMPT = "def __init__(self, "
 """What the trained model is asked to continue."""
 
 _FLOPS_PER_CORE = 40e9  # what training gets out of an ordinary core, for a guess at the duration
-_STARTUP_SECONDS = 6.0  # to import torch and read the text; twice in a run
+_STARTUP_SECONDS = 8.0  # to import torch and read the text; twice in a run
 
 
 @dataclass(frozen=True, slots=True)

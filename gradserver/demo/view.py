@@ -35,7 +35,7 @@ class View:
             ("text", f"the source of Python {version.major}.{version.minor}'s own standard library"),
             ("first", f"{s.crew} and a coordinator, each a process of its own, train it"),
             ("", f"{s.steps:,} steps of {s.workers} x {s.batch} sequences; gradients averaged in every step"),
-            ("then", f"one process trains it with {_batch(s)}: same seed, same samples"),
+            ("then", f"one process trains it: {_batch(s)}, the same seed and samples"),
             ("promise", "all replicas are bit-identical, and both loss curves are the same"),
             ("time", f"about {duration(s.expected_seconds(self.cores))} on {_cores(self.cores)}"),
         )

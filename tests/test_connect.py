@@ -1,0 +1,338 @@
+"""`gradserver.connect`: from a URL, or the environment, to a rank in a group."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradserver import connect
+from gradserver.tcp import TcpServer
+from protocol.errors import (
+    CoordinatorUnreachableError,
+    InvalidArgumentError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    JoinRefusedError,
+    JoinTimeoutError,
+)
+from tests.cluster import Task, coordinator, joined, together, wait_until
+from worker.client import Worker
+
+VARIABLES = ("GRADSERVER_URL", "RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def server() -> Iterator[TcpServer]:
+    with coordinator({"told": 2}) as server:
+        yield server
+
+
+def waiting(server: TcpServer, group: str = "default") -> list[str]:
+    """Who waits for ``group`` to be complete."""
+    groups: Any = server._coordinator.snapshot()["groups"]
+    return [applicant["name"] for applicant in groups.get(group, {"waiting": []})["waiting"]]
+
+
+def total(worker: Worker) -> float:
+    """The sum of all ranks of a group, as its members find it."""
+    return float(worker.all_reduce(np.array([worker.rank], np.float32), "sum")[0])
+
+
+def come(server: TcpServer, *calls: dict[str, Any]) -> list[Worker]:
+    """Connect with each of ``calls``, one after the other in this order, and wait for the group."""
+    tasks = []
+    for number, call in enumerate(calls):
+        tasks.append(Task(connect, server.url, timeout=10.0, **call))
+        if number < len(calls) - 1:
+            group, count = call.get("group", "default"), number + 1
+            wait_until(partial(has_applicants, server, group, count), f"{count} have come")
+    return [task.result() for task in tasks]
+
+
+def has_applicants(server: TcpServer, group: str, count: int) -> bool:
+    return len(waiting(server, group)) == count
+
+
+def close(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.close()
+
+
+# ── ranks ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_worker_knows_its_place(server: TcpServer) -> None:
+    with joined(server.url, 3, group="mine") as workers:
+        assert [(worker.rank, worker.world_size, worker.name, worker.group) for worker in workers] == [
+            (rank, 3, f"w{rank}", "mine") for rank in range(3)
+        ]
+        assert {worker.names for worker in workers} == {("w0", "w1", "w2")}
+        assert len({worker.epoch for worker in workers}) == 1
+        assert repr(workers[1]) == "<Worker 'w1': rank 1 of 3 in group 'mine'>"
+
+
+def test_ranks_that_nobody_gave_are_assigned_in_the_order_of_coming(server: TcpServer) -> None:
+    workers = come(server, {"world_size": 3}, {"world_size": 3}, {"world_size": 3})
+
+    assert [worker.rank for worker in workers] == [0, 1, 2]
+    assert together(workers, total) == [3.0] * 3
+    close(workers)
+
+
+def test_assigned_ranks_fill_the_gaps_between_given_ones(server: TcpServer) -> None:
+    calls: list[dict[str, Any]] = [{"world_size": 4}, {"world_size": 4, "rank": 0}, {}, {"rank": 2}]
+
+    workers = come(server, *calls)
+
+    assert [worker.rank for worker in workers] == [1, 0, 3, 2]
+    assert together(workers, total) == [6.0] * 4
+    close(workers)
+
+
+def test_world_size_may_be_the_coordinators(server: TcpServer) -> None:
+    workers = come(server, {"group": "told"}, {"group": "told", "world_size": 2})
+
+    assert [worker.world_size for worker in workers] == [2, 2]
+    close(workers)
+
+
+def test_worker_without_a_name_is_called_by_host_and_process(server: TcpServer) -> None:
+    with connect(server.url, world_size=1) as worker:
+        assert worker.name == f"{socket.gethostname()}:{os.getpid()}"
+
+
+# ── the environment ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")])
+def test_environment_says_what_was_not_given(
+    server: TcpServer, monkeypatch: pytest.MonkeyPatch, rank: str, world_size: str
+) -> None:
+    first = Task(connect, server.url, 0, 2)
+    wait_until(lambda: waiting(server), "the first has come")
+    monkeypatch.setenv("GRADSERVER_URL", server.url)
+    monkeypatch.setenv(rank, "1")
+    monkeypatch.setenv(world_size, "2")
+
+    with connect() as worker, first.result():
+        assert (worker.rank, worker.world_size) == (1, 2)
+
+
+def test_arguments_come_before_the_environment(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(VARIABLES, ("tcp://127.0.0.1:1", "7", "8", "9", "10"), strict=True):
+        monkeypatch.setenv(name, value)
+
+    with connect(server.url, rank=0, world_size=1) as worker:
+        assert (worker.rank, worker.world_size) == (0, 1)
+
+
+def test_torchruns_variables_come_before_slurms(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(VARIABLES[1:], ("0", "1", "9", "10"), strict=True):
+        monkeypatch.setenv(name, value)
+
+    with connect(server.url) as worker:
+        assert (worker.rank, worker.world_size) == (0, 1)
+
+
+def test_variable_that_is_no_number_is_named(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+
+    with pytest.raises(InvalidArgumentError, match="WORLD_SIZE is 'two' in the environment, and must be a number"):
+        connect(server.url)
+
+
+# ── groups ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_groups_at_one_coordinator_exchange_side_by_side(server: TcpServer) -> None:
+    with (
+        joined(server.url, 2, group="small") as small,
+        joined(server.url, 3, group="large") as large,
+        joined(server.url, 1, group="single") as single,
+    ):
+
+        def work(worker: Worker) -> set[float]:
+            return {total(worker) for _ in range(100)}
+
+        assert together([*small, *large, *single], work) == [{1.0}] * 2 + [{3.0}] * 3 + [{0.0}]
+
+
+def test_group_forms_anew_after_the_last_has_left(server: TcpServer) -> None:
+    epochs = []
+    for world_size in (2, 3):
+        with joined(server.url, world_size) as workers:
+            assert together(workers, total) == [world_size * (world_size - 1) / 2] * world_size
+            epochs.append(workers[0].epoch)
+        wait_until(lambda: not server._coordinator.snapshot()["groups"], "the group is gone")
+
+    assert epochs[0] < epochs[1]
+
+
+def test_applicant_that_gives_up_leaves_its_place_to_another(server: TcpServer) -> None:
+    with pytest.raises(JoinTimeoutError):
+        connect(server.url, 0, 2, timeout=0.1)
+    assert waiting(server) == []
+
+    with joined(server.url, 2) as workers:
+        assert together(workers, total) == [1.0] * 2
+
+
+def test_worker_may_come_before_the_coordinator(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"tcp://127.0.0.1:{port}"
+    caplog.set_level(logging.WARNING, "gradserver")
+    early = Task(connect, url, 0, 1)
+    assert not early.ended(0.2)
+
+    with coordinator(bind=url), early.result() as worker:
+        assert worker.all_reduce(np.ones(1)).tolist() == [1.0]
+
+
+def test_worker_leaves_neither_thread_nor_descriptor_behind(server: TcpServer) -> None:
+    def cycle() -> tuple[int, int]:
+        with joined(server.url, 2) as workers:
+            together(workers, total)
+        wait_until(lambda: not server._coordinator.snapshot()["groups"], "the group is gone")
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    cycle()
+    before = cycle()
+    for _ in range(5):
+        assert cycle() == before
+
+
+# ── refusals ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_rank_that_is_taken_is_refused_and_the_group_still_forms(server: TcpServer) -> None:
+    first = Task(connect, server.url, 0, 2, name="the first")
+    wait_until(lambda: waiting(server), "the first has come")
+
+    with pytest.raises(JoinRefusedError) as caught:
+        connect(server.url, 0, 2, name="the second")
+
+    assert "rank 0 of group 'default' is taken by 'the first', who has waited for " in str(caught.value)
+    with connect(server.url, 1, 2), first.result() as worker:
+        assert worker.name == "the first"
+
+
+def test_rank_out_of_range_of_the_group_is_refused(server: TcpServer) -> None:
+    with pytest.raises(InvalidRankError, match="'late' wants rank 2, ranks of group 'told' are 0 to 1"):
+        connect(server.url, 2, group="told", name="late")
+
+
+def test_world_sizes_that_disagree_are_refused(server: TcpServer) -> None:
+    first = Task(connect, server.url, 0, 2, name="the first")
+    wait_until(lambda: waiting(server), "the first has come")
+
+    with pytest.raises(InvalidWorldSizeError, match="'late' wants a world size of 3, group 'default' has 2"):
+        connect(server.url, 1, 3, name="late")
+    with pytest.raises(InvalidWorldSizeError, match="wants a world size of 3, the coordinator was started with 2"):
+        connect(server.url, 1, 3, group="told", name="late")
+    with connect(server.url, 1, 2), first.result():
+        pass
+
+
+def test_world_size_that_nobody_says_is_asked_for(server: TcpServer) -> None:
+    with pytest.raises(InvalidWorldSizeError) as caught:
+        connect(server.url)
+
+    assert "nobody said how many workers group 'default' has: give world_size= to connect" in str(caught.value)
+    assert "--workers N to `gradserver serve`" in str(caught.value)
+
+
+def test_group_that_is_complete_takes_nobody_in(server: TcpServer) -> None:
+    with joined(server.url, 2) as workers:
+        with pytest.raises(JoinRefusedError) as caught:
+            connect(server.url, name="late", world_size=2)
+        assert "group 'default' is complete and it is in round 0; 'late' cannot be added" in str(caught.value)
+        assert "'w0' (rank 0), 'w1' (rank 1)" in str(caught.value)
+
+        assert together(workers, total) == [1.0] * 2
+
+
+def test_worker_that_never_comes_is_named_when_time_is_up(server: TcpServer) -> None:
+    tasks = [Task(connect, server.url, rank, 4, timeout=0.3, name=f"w{rank}") for rank in (0, 3)]
+
+    messages = {str(task.error(JoinTimeoutError)) for task in tasks}
+
+    assert any(
+        "group 'default' has 2 of 4 workers after 0.3 s: " in message and "missing: rank 1, rank 2" in message
+        for message in messages
+    ), messages
+
+
+def test_number_of_missing_workers_is_told_when_ranks_are_assigned(server: TcpServer) -> None:
+    with pytest.raises(JoinTimeoutError) as caught:
+        connect(server.url, world_size=3, timeout=0.1, name="w")
+
+    assert "group 'default' has 1 of 3 workers after 0.1 s: 'w' came; missing: 2 more, of any rank" in str(caught.value)
+
+
+# ── arguments ─────────────────────────────────────────────────────────────────────────────────────────
+
+BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no url": ({"url": None}, InvalidArgumentError, "give connect('tcp://HOST:PORT'), or set GRADSERVER_URL"),
+    "no scheme": ({"url": "localhost:7411"}, InvalidArgumentError, "it looks like tcp://HOST:PORT"),
+    "other scheme": ({"url": "http://localhost:7411"}, InvalidArgumentError, "it looks like tcp://HOST:PORT"),
+    "no port": ({"url": "tcp://localhost"}, InvalidArgumentError, "is no coordinator's URL"),
+    "port": ({"url": "tcp://localhost:99999"}, InvalidArgumentError, "a port is a number from 0 to 65535"),
+    "port 0": ({"url": "tcp://localhost:0"}, InvalidArgumentError, "names no one coordinator: give its host and port"),
+    "every host": ({"url": "tcp://*:7411"}, InvalidArgumentError, "names no one coordinator: give its host and port"),
+    "negative rank": ({"rank": -1}, InvalidRankError, "rank is -1, and must be from 0 to 1023"),
+    "rank of the world": ({"rank": 2, "world_size": 2}, InvalidRankError, "rank is 2, and must be from 0 to 1"),
+    "rank of no type": ({"rank": "0"}, InvalidArgumentError, "rank is '0', and must be a whole number"),
+    "true rank": ({"rank": True}, InvalidArgumentError, "rank is True, and must be a whole number"),
+    "empty world": ({"world_size": 0}, InvalidWorldSizeError, "world_size is 0, and must be from 1 to 1024"),
+    "large world": ({"world_size": 1025}, InvalidWorldSizeError, "world_size is 1025"),
+    "timeout": ({"timeout": 0}, InvalidArgumentError, "timeout is 0 seconds, and must be above 0"),
+    "long timeout": ({"timeout": 1e9}, InvalidArgumentError, "at most 604800"),
+    "timeout of no type": ({"timeout": "1"}, InvalidArgumentError, "timeout is '1' seconds"),
+    "not a timeout": ({"timeout": float("nan")}, InvalidArgumentError, "timeout is nan seconds"),
+    "empty group": ({"group": ""}, InvalidArgumentError, "group is '', and must be printable text"),
+    "name of two lines": ({"name": "a\nb"}, InvalidArgumentError, r"name is 'a\nb', and must be printable text"),
+    "long name": ({"name": "x" * 10_000}, InvalidArgumentError, "and must be printable text"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_ARGUMENTS)
+def test_argument_that_cannot_be_right_is_refused_at_once(what: str) -> None:
+    arguments, kind, message = BAD_ARGUMENTS[what]
+
+    with pytest.raises(kind) as caught:
+        connect(**{"url": "tcp://127.0.0.1:1", **arguments})
+
+    assert message in str(caught.value)
+
+
+def test_nobody_at_the_url_is_told_after_the_timeout() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+    with pytest.raises(CoordinatorUnreachableError) as caught:
+        connect(url, timeout=0.3)
+
+    assert f"no coordinator answered at {url} within 0.3 s (connection refused)" in str(caught.value)
+    assert "Is `gradserver serve` running there, and is the port right?" in str(caught.value)
+
+
+def test_host_that_does_not_exist_is_named() -> None:
+    with pytest.raises(CoordinatorUnreachableError, match="no coordinator answered at tcp://nowhere.invalid:7411"):
+        connect("tcp://nowhere.invalid:7411", timeout=0.2)

@@ -1,0 +1,313 @@
+"""What the documents show is so: their code runs, their commands exist, and their messages are the real ones."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import inspect
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gradserver
+from gradserver import cli
+from gradserver.status import fetch
+from protocol.dtypes import FLOAT32
+from protocol.errors import GradServerError
+from protocol.plan import Bucket, Component, Plan
+from tests.cluster import Daemon, Program, Task, coordinator, together, wait_until
+from tests.commands import ROOT, check, lines_of
+from worker.client import Worker
+from worker.connect import connect
+
+DOCUMENTS = sorted(
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "deploy" / "README.md", *(ROOT / "docs").glob("*.md")]
+)
+LANGUAGES = {"sh", "python", "pycon", "text"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document."""
+
+    document: Path
+    section: str
+    language: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.document.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(document: Path) -> Iterator[Block]:
+    section, language, begin, held = "", "", 0, list[str]()
+    for number, line in enumerate(document.read_text().splitlines(), start=1):
+        if not line.startswith("```"):
+            if begin:
+                held.append(line)
+            elif line.startswith("## "):
+                section = line.removeprefix("## ")
+        elif begin:
+            yield Block(document, section, language, begin, "".join(f"{each}\n" for each in held))
+            begin, held = 0, []
+        else:
+            language, begin = line.removeprefix("```"), number
+
+
+BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
+
+
+def blocks(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language]
+
+
+def block_with(start: str) -> list[str]:
+    """The lines of the README's block that begins with ``start``."""
+    (found,) = (block for block in BLOCKS if block.document.name == "README.md" and block.text.startswith(start))
+    return found.text.splitlines()
+
+
+# ── code and commands ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_block_says_what_it_is() -> None:
+    assert [str(block) for block in BLOCKS if block.language not in LANGUAGES] == []
+
+
+def test_readme_begins_with_what_it_is_how_to_install_it_and_a_session() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()[:30]
+    assert lines[0] == "# gradserver"
+    assert lines[2].startswith("gradserver keeps")
+    assert any("pip install" in line for line in lines)
+    assert "```pycon" in lines
+
+
+@pytest.mark.parametrize("block", blocks("pycon"), ids=str)
+def test_sessions_print_what_they_show(block: Block) -> None:
+    session = doctest.DocTestParser().get_doctest(block.text, {}, str(block), str(block.document), block.line)
+    said: list[str] = []
+    assert doctest.DocTestRunner().run(session, out=said.append).failed == 0, "".join(said)
+
+
+@pytest.mark.parametrize("block", blocks("sh"), ids=str)
+def test_commands_are_as_they_are_shown(block: Block) -> None:
+    for line in lines_of(block.text):
+        check(line)
+
+
+def test_the_training_script_trains(tmp_path: Path) -> None:
+    """The blocks of a section are one script, which every worker runs."""
+    assert {(block.document.name, block.section) for block in blocks("python")} == {("README.md", "Training")}
+    script = tmp_path / "train.py"
+    digest = "print('weights', sum(p.double().sum().item() for p in network.parameters()))\n"
+    script.write_text("".join(block.text for block in blocks("python")) + digest)
+    with Daemon("--workers", "2") as daemon, ExitStack() as stack:
+        environment = {"GRADSERVER_URL": daemon.url, "WORLD_SIZE": "2"}
+        workers = [
+            stack.enter_context(Program(str(script), environment={**environment, "RANK": str(rank)})) for rank in (0, 1)
+        ]
+        weights = [worker.expect("weights ", timeout=60) for worker in workers]
+        assert [worker.end() for worker in workers] == [0, 0]
+    assert weights[0] == weights[1]
+
+
+def test_collectives_are_called_as_they_are_shown() -> None:
+    calls = re.findall(r"^\| `(worker\..*?)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(calls) == 7
+    for text in calls:
+        call = ast.parse(text, mode="eval").body
+        assert isinstance(call, ast.Call)
+        assert isinstance(call.func, ast.Attribute)
+        given = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+        signature = inspect.signature(getattr(Worker, call.func.attr))
+        bound = signature.bind(None, *call.args, **given)
+        defaults = {name: p.default for name, p in signature.parameters.items() if p.default is not p.empty}
+        shown = {name: value for name, value in given.items() if name not in ("source", "target")}
+        assert shown == {name: defaults[name] for name in shown}, text
+        assert bound.arguments
+
+
+def test_names_of_the_package_exist() -> None:
+    for document in DOCUMENTS:
+        for name in re.findall(r"`gradserver\.(?!service)(\w+)", document.read_text()):
+            submodule = (ROOT / "gradserver" / name).exists() or (ROOT / "gradserver" / f"{name}.py").exists()
+            assert submodule or hasattr(gradserver, name), f"{document.name}: gradserver.{name}"
+
+
+def test_files_that_are_named_exist() -> None:
+    """Links, and paths in the text."""
+    for document in DOCUMENTS:
+        text = document.read_text()
+        links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+        assert [link for link in links if not (document.parent / link).exists()] == []
+        paths = re.findall(r"`((?:deploy|docs|examples|gradserver|protocol|tests|worker)/[\w./-]+)`", text)
+        assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_law_names_its_tests() -> None:
+    rows = re.findall(r"^\| (L\d) .*\|(.*)\|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    assert [law for law, _ in rows] == [f"L{number}" for number in range(1, 10)]
+    assert all("tests/test_" in kept_by for _, kept_by in rows)
+
+
+def test_changelog_knows_this_version() -> None:
+    assert gradserver.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+# ── messages ──────────────────────────────────────────────────────────────────────────────────────────
+
+HEAD, BLOCK = Component("head.weight", (10, 64)), Component("blocks.7.down.weight", (4, 4))
+
+
+def plan(head: Component = HEAD) -> Plan:
+    return Plan((Bucket("lm_head", FLOAT32, (head,)), Bucket("block.7", FLOAT32, (BLOCK,))))
+
+
+def template(text: str) -> str:
+    """``text`` without what differs from run to run: numbers, names, addresses, widths."""
+    for pattern, instead in ((r"tcp://[\d.:]+", "URL"), (r"'[^']*'", "NAME"), (r"\d+(\.\d+)?", "#"), (r" +", " ")):
+        text = re.sub(pattern, instead, text)
+    return text.strip()
+
+
+@contextmanager
+def pair(timeout: float = 20.0) -> Iterator[tuple[Worker, Worker]]:
+    """The README's two workers, with a round behind them."""
+    with coordinator() as server, box_and_spot(server.url, timeout) as workers:
+        together(workers, one_round)
+        yield workers
+
+
+@contextmanager
+def box_and_spot(url: str, timeout: float) -> Iterator[tuple[Worker, Worker]]:
+    box, spot = together((0, 1), lambda rank: connect(url, rank, 2, name=("box-0", "spot-3")[rank], timeout=timeout))
+    with box, spot:
+        yield box, spot
+
+
+def one_round(worker: Worker) -> None:
+    worker.agree(plan())
+    worker.push(0, np.zeros(640, np.float32))
+    worker.push(1, np.zeros(16, np.float32))
+    worker.finish_round()
+
+
+def exchange(worker: Worker, value: float = 0.0) -> None:
+    worker.push(1, np.full(16, value, np.float32)).wait()
+
+
+SPOT = """
+import sys, numpy, gradserver
+from tests.test_docs import one_round
+worker = gradserver.connect(sys.argv[1], 1, 2, name="spot-3")
+one_round(worker)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def killed_worker() -> GradServerError:
+    with Daemon() as daemon, Program("-c", SPOT, daemon.url) as spot:
+        with connect(daemon.url, 0, 2, name="box-0", timeout=20.0) as box:
+            one_round(box)
+            spot.expect("ready")
+            waiting = Task(exchange, box)
+            spot.send_signal(signal.SIGKILL)
+            return waiting.error(gradserver.WorkerLostError)
+
+
+def failed_worker() -> GradServerError:
+    with pair() as (box, spot):
+        waiting = Task(exchange, box)
+        with pytest.raises(RuntimeError), spot:
+            raise RuntimeError("out of memory")
+        return waiting.error(gradserver.WorkerLostError)
+
+
+def late_worker() -> GradServerError:
+    with pair(timeout=0.3) as (box, _):
+        return Task(exchange, box).error(gradserver.DeadlineError)
+
+
+def not_a_number() -> GradServerError:
+    with pair() as (box, spot):
+        tasks = [Task(exchange, box), Task(exchange, spot, np.nan)]
+        return [task.error(gradserver.NonFiniteError) for task in tasks][0]
+
+
+def other_module() -> GradServerError:
+    with pair() as (box, spot):
+        other = Component("head.weight", (12, 64))
+        Task(box.agree, plan())
+        return Task(spot.agree, plan(other)).error(gradserver.PlanMismatchError)
+
+
+def absent_worker() -> GradServerError:
+    with coordinator() as server, pytest.raises(gradserver.JoinTimeoutError) as caught:
+        connect(server.url, 0, 2, name="box-0", timeout=0.3)
+    return caught.value
+
+
+def no_coordinator() -> GradServerError:
+    with coordinator() as server:
+        url = server.url
+    with pytest.raises(gradserver.CoordinatorUnreachableError) as caught:
+        connect(url, 0, 2, timeout=0.3)
+    return caught.value
+
+
+def killed_coordinator() -> GradServerError:
+    with Daemon() as daemon, box_and_spot(daemon.url, 20.0) as (box, _):
+        one = Task(box.all_reduce, np.zeros(1))
+        daemon.send_signal(signal.SIGKILL)
+        return one.error(gradserver.ConnectionLostError)
+
+
+PROVOKED = [
+    killed_worker,
+    failed_worker,
+    late_worker,
+    not_a_number,
+    other_module,
+    absent_worker,
+    no_coordinator,
+    killed_coordinator,
+]
+
+
+def test_error_messages_are_the_real_ones() -> None:
+    errors = [provoke() for provoke in PROVOKED]
+    real = [template(f"{type(error).__name__}: {error}") for error in errors]
+    assert [template(line) for line in block_with("WorkerLostError")] == real
+
+
+def test_status_is_as_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with coordinator() as server, box_and_spot(server.url, 20.0) as (box, spot):
+        together((box, spot), Worker.agree, plan())
+        for number in range(2):
+            pushed = [box.push(index, np.zeros(size, np.float32)) for index, size in ((0, 640), (1, 16))]
+            wait_until(lambda: len(open_exchanges(server.url)) == 2, "two open exchanges")
+            if number == 0:  # a whole round, for which spot-3 is the last to come
+                for index, size in ((0, 640), (1, 16)):
+                    spot.push(index, np.zeros(size, np.float32))
+                box.finish_round()
+                spot.finish_round()
+        spot.push(0, np.zeros(640, np.float32))
+        pushed[0].wait()
+        assert cli.main(["status", server.url, "--interval", "0.05"]) == 0
+    shown = capsys.readouterr().out
+    assert list(map(template, shown.splitlines())) == list(map(template, block_with("coordinator at")))
+
+
+def open_exchanges(url: str) -> list[object]:
+    found: list[object] = fetch(url)["groups"]["default"]["open"]
+    return found
+
+

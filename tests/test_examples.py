@@ -1,0 +1,71 @@
+"""Every example runs, in processes of its own, and ends as it says it does."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import ROOT, Daemon, Program
+
+EXAMPLES = ROOT / "examples"
+MOST_LINES = 80
+PATIENCE = 90.0
+"""Seconds: several of them load torch at once, on machines that may have other things to do."""
+
+
+def output_of(*arguments: str | Path) -> list[str]:
+    """What a program prints that must succeed."""
+    with Program(*map(str, arguments)) as program:
+        status = program.end(PATIENCE)
+        assert status == 0, "\n".join([*program.output(), *program.complaints()])
+        return program.output()
+
+
+def test_every_example_is_tested_here_short_and_says_how_to_run_it() -> None:
+    tests = Path(__file__).read_text()
+    for example in sorted(EXAMPLES.glob("*.py")):
+        text = example.read_text()
+        assert tests.count(f'"{example.name}"') == 1, example.name
+        assert len(text.splitlines()) < MOST_LINES, example.name
+        assert re.search(rf'^    (python|pytest) examples/{example.name}$', text, re.MULTILINE), example.name
+
+
+def test_local_cluster() -> None:
+    ends = [f"part {4 * rank}, left {(rank - 1) % 4}" for rank in range(4)]
+    same = "mean [1.5, 1.5, 1.5], weighted 2.333, max 3, root 102, all [0, 1, 2, 3]"
+    assert output_of(EXAMPLES / "local_cluster.py") == [f"rank {rank}: {same}, {end}" for rank, end in enumerate(ends)]
+
+
+def test_own_gradients() -> None:
+    two, one = output_of(EXAMPLES / "own_gradients.py")
+    assert two.endswith("replicas identical: True")
+    difference = re.fullmatch(r"one worker: loss 0\.0\d+; weights differ by (\S+) at most", one)
+    assert difference, one
+    assert float(difference[1]) < 1e-5
+
+
+def test_own_tests_of_a_trainer() -> None:
+    options = ("-m", "pytest", "-p", "no:cacheprovider", "--quiet")
+    assert "3 passed" in output_of(*options, EXAMPLES / "test_trainer_example.py")[-1]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_train_ddp(world_size: int) -> None:
+    """Ranks are assigned; whoever prints the losses has rank 0."""
+    with Daemon("--workers", str(world_size)) as daemon, ExitStack() as stack:
+        programs = [
+            stack.enter_context(Program(str(EXAMPLES / "train_ddp.py"), environment={"GRADSERVER_URL": daemon.url}))
+            for _ in range(world_size)
+        ]
+        assert [program.end(PATIENCE) for program in programs] == [0] * world_size
+        lines = [line for program in programs for line in program.output()]
+    losses = [float(line.split()[3]) for line in lines if line.startswith("epoch")]
+    weights = {line.split()[-1] for line in lines if line.startswith("rank")}
+    assert len(losses) == 5
+    assert losses[-1] < 0.6 * losses[0]
+    assert all(line.endswith("over 444 samples") for line in lines if line.startswith("epoch"))
+    assert len(weights) == 1
+    assert sum(line.startswith("rank") for line in lines) == world_size

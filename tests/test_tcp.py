@@ -1,0 +1,292 @@
+"""Coordinator and workers as processes that talk over TCP, and what becomes of the others when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from protocol.errors import (
+    ClosedError,
+    ConnectionLostError,
+    CoordinatorError,
+    CoordinatorStoppedError,
+    WorkerLeftError,
+    WorkerLostError,
+)
+from tests.cluster import Daemon, Program, Task, coordinator, errors, joined, together, worker_program
+from worker.client import Worker
+
+DEATH_IS_NOTICED_WITHIN = 3.0
+"""Seconds in which survivors hear of a process that was killed."""
+SILENCE_IS_NOTICED_WITHIN = 4.0
+"""Seconds in which they hear of one that is frozen."""
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with Daemon("--quiet") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def start(daemon: Daemon) -> Iterator[Start]:
+    with ExitStack() as stack:
+        yield Start(daemon.url, stack)
+
+
+class Start:
+    """Starts worker programs in a group of three at the test's daemon; the test ends them."""
+
+    def __init__(self, url: str, stack: ExitStack) -> None:
+        self._url, self._stack = url, stack
+
+    def __call__(self, name: str, rank: int, **arguments: object) -> Program:
+        return self._stack.enter_context(worker_program(self._url, name, rank, 3, **arguments))
+
+
+def floats(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return np.array(values, np.float32)
+
+
+def end_of(survivor: Program, since: float) -> tuple[float, str, str]:
+    """Seconds from ``since`` to a survivor's error, its class and its text."""
+    at, kind, text = json.loads(survivor.expect("error "))
+    return at - since, kind, text
+
+
+# ── exchanging ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_workers_in_processes_exchange_rounds(start: Start) -> None:
+    workers = [start("rounds", rank, count=20, buckets=3, numel=300_000) for rank in range(3)]
+
+    for worker in workers:
+        worker.expect("ok")
+        assert worker.end() == 0
+        assert worker.complaints() == []
+
+
+def test_worker_that_never_closes_ends_like_any_process(start: Start) -> None:
+    workers = [start("leave_without_a_word", rank) for rank in range(3)]
+
+    for worker in workers:
+        assert worker.end() == 0
+        assert worker.complaints() == []
+
+
+@pytest.mark.long
+def test_worker_whose_interpreter_is_busy_is_not_taken_for_dead(start: Start) -> None:
+    workers = [start("compute", rank, seconds=6.0) for rank in range(3)]
+
+    for worker in workers:
+        worker.expect("ok")
+
+
+# ── leaving ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_a_worker_said_before_it_left_counts() -> None:
+    with coordinator() as server:
+        for number in range(30):
+            with joined(server.url, 2, group=f"group {number}") as (zero, one):
+                zero.all_reduce(floats(1), async_op=True)
+                zero.close("its data is used up")
+
+                assert one.all_reduce(floats(3)).tolist() == [2]
+                with pytest.raises(
+                    WorkerLeftError, match="'w0' .rank 0. left and is needed to go on: its data is used up"
+                ):
+                    one.barrier()
+
+
+def test_what_a_worker_said_before_it_left_counts_behind_a_backlog(daemon: Daemon) -> None:
+    with joined(daemon.url, 8) as workers:
+        daemon.send_signal(signal.SIGSTOP)
+        handles = [[worker.all_reduce(floats(1), async_op=True) for _ in range(100)] for worker in workers]
+        workers[0].close("its data is used up")
+        daemon.send_signal(signal.SIGCONT)
+
+        for handle in (handle for of_worker in handles[1:] for handle in of_worker):
+            assert handle.wait().tolist() == [1]
+        for error in errors(WorkerLeftError, workers[1:], lambda worker: worker.barrier()):
+            assert "'w0' (rank 0) left and is needed to go on: its data is used up" in str(error)
+
+
+def test_reason_of_a_worker_that_failed_arrives() -> None:
+    with coordinator() as server:
+        for number in range(30):
+            with joined(server.url, 2, group=f"group {number}") as (zero, one):
+                waiting = Task(one.barrier)
+                zero.abort("it raised ValueError: no")
+
+                assert "'w0' (rank 0) was lost and is needed to go on: it raised ValueError: no" in str(
+                    waiting.error(WorkerLostError)
+                )
+
+
+# ── workers that die ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_survivors_of_a_killed_worker_are_told_its_name_soon(start: Start) -> None:
+    survivors = [start("exchange_until_error", rank) for rank in (0, 2)]
+    victim = start("exchange_until_error", 1)
+    for worker in (*survivors, victim):
+        worker.expect("exchanging")
+
+    killed = time.monotonic()
+    victim.send_signal(signal.SIGKILL)
+
+    for survivor in survivors:
+        seconds, kind, text = end_of(survivor, killed)
+        assert seconds < DEATH_IS_NOTICED_WITHIN
+        assert kind == "WorkerLostError"
+        assert "'w1' (rank 1) was lost after round" in text
+        assert "its connection closed" in text
+
+
+def test_survivors_of_a_worker_killed_in_the_middle_of_a_round_are_told_its_name_soon(start: Start) -> None:
+    survivors = [start("exchange_until_error", rank) for rank in (0, 2)]
+    victim = start("stop_halfway", 1)
+    victim.expect("halfway")
+
+    killed = time.monotonic()
+    victim.send_signal(signal.SIGKILL)
+
+    for survivor in survivors:
+        seconds, kind, text = end_of(survivor, killed)
+        assert seconds < DEATH_IS_NOTICED_WITHIN
+        assert (kind, text.partition(" and is")[0]) == ("WorkerLostError", "'w1' (rank 1) was lost after round 2")
+
+
+def test_survivors_of_a_frozen_worker_are_told_its_name_soon(start: Start) -> None:
+    survivors = [start("exchange_until_error", rank) for rank in (0, 2)]
+    victim = start("exchange_until_error", 1)
+    for worker in (*survivors, victim):
+        worker.expect("exchanging")
+
+    frozen = time.monotonic()
+    victim.send_signal(signal.SIGSTOP)
+
+    for survivor in survivors:
+        seconds, kind, text = end_of(survivor, frozen)
+        assert seconds < SILENCE_IS_NOTICED_WITHIN
+        assert kind == "WorkerLostError"
+        assert "'w1' (rank 1) was lost" in text
+    victim.send_signal(signal.SIGCONT)
+    assert end_of(victim, frozen)[1] == "ConnectionLostError"
+
+
+def test_death_of_one_group_is_nothing_to_another(daemon: Daemon, start: Start) -> None:
+    others = [start("exchange_until_error", rank) for rank in range(3)]
+    for worker in others:
+        worker.expect("exchanging")
+    with joined(daemon.url, 2, group="innocent") as workers:
+
+        def work(worker: Worker) -> None:
+            for number in range(300):
+                assert worker.all_reduce(floats(worker.rank + number)).tolist() == [0.5 + number]
+
+        tasks = [Task(work, worker) for worker in workers]
+        others[0].send_signal(signal.SIGKILL)
+        others[1].expect("error ")
+
+        for task in tasks:
+            task.result()
+
+
+# ── coordinators that end ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_workers_that_wait_are_told_why_the_coordinator_stopped(daemon: Daemon, number: signal.Signals) -> None:
+    with joined(daemon.url, 2) as workers:
+        tasks = [Task(workers[0].recv, floats(0), 1), Task(workers[1].barrier)]
+        assert not any(task.ended(0.05) for task in tasks)
+
+        daemon.send_signal(number)
+
+        for task in tasks:
+            assert f"the coordinator was stopped (it received {number.name})" in str(
+                task.error(CoordinatorStoppedError)
+            )
+        assert daemon.end() == 0
+
+
+def test_worker_that_computed_meanwhile_is_told_why_the_coordinator_stopped(daemon: Daemon) -> None:
+    with joined(daemon.url, 2) as workers:
+        together(workers, lambda worker: worker.barrier())
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.end() == 0
+
+        for _ in range(2):
+            with pytest.raises(CoordinatorStoppedError, match="it received SIGTERM"):
+                workers[0].all_reduce(floats(1))
+        with pytest.raises(CoordinatorStoppedError, match="it received SIGTERM"):
+            workers[1].send(floats(1), 0)
+
+
+def test_group_that_forms_is_told_why_the_coordinator_stopped(daemon: Daemon, start: Start) -> None:
+    waiting = start("idle", 0)
+    while not daemon.group().get("waiting"):
+        assert waiting.running
+
+    daemon.send_signal(signal.SIGTERM)
+
+    assert waiting.end() == 1
+    assert "CoordinatorStoppedError: the coordinator was stopped (it received SIGTERM)" in waiting.complaints()[-1]
+
+
+def test_workers_of_a_killed_coordinator_lose_their_connection_soon(daemon: Daemon, start: Start) -> None:
+    workers = [start("exchange_until_error", rank) for rank in range(3)]
+    for worker in workers:
+        worker.expect("exchanging")
+
+    killed = time.monotonic()
+    daemon.send_signal(signal.SIGKILL)
+
+    for worker in workers:
+        seconds, kind, text = end_of(worker, killed)
+        assert seconds < DEATH_IS_NOTICED_WITHIN
+        assert kind == "ConnectionLostError"
+        assert f"lost the coordinator at {daemon.url}: the coordinator died, or the network between us did" in text
+
+
+def test_worker_that_computed_meanwhile_finds_its_coordinator_dead(daemon: Daemon) -> None:
+    with joined(daemon.url, 2) as workers:
+        together(workers, lambda worker: worker.barrier())
+        daemon.send_signal(signal.SIGKILL)
+        daemon.end()
+
+        for worker in workers:
+            with pytest.raises(ConnectionLostError, match=f"lost the coordinator at {daemon.url}"):
+                worker.all_reduce(floats(1))
+
+
+def test_frozen_coordinator_is_noticed_soon(daemon: Daemon) -> None:
+    with joined(daemon.url, 2) as (zero, _):
+        waiting = Task(zero.barrier)
+        assert not waiting.ended(0.05)
+        daemon.send_signal(signal.SIGSTOP)
+
+        waiting.error(ConnectionLostError, timeout=6.0)
+
+
+def test_worker_can_be_closed_when_its_coordinator_is_gone(daemon: Daemon) -> None:
+    with joined(daemon.url, 2) as (zero, one):
+        daemon.send_signal(signal.SIGKILL)
+        daemon.end()
+        closing = time.monotonic()
+
+        for worker in (zero, one):
+            worker.close()
+            worker.close()
+            with pytest.raises((ClosedError, CoordinatorError)):
+                worker.barrier()
+
+        assert time.monotonic() - closing < DEATH_IS_NOTICED_WITHIN
