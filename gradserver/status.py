@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from typing import Any, cast
 
 import zmq
 
 from gradserver.tables import table
-from protocol.errors import CoordinatorUnreachableError, ProtocolError
+from protocol.errors import CoordinatorUnreachableError, ProtocolError, UnexpectedMessageError
 from protocol.limits import MAX_FRAME_BYTES
-from protocol.messages import Status, StatusRequest
-from protocol.url import parse_url
+from protocol.messages import Failure, Status, StatusRequest
+from protocol.url import numeric_url, parse_target
 from protocol.wire import decode, encode
 
 _PATIENCE_MS = 3000
@@ -32,26 +33,45 @@ def show(url: str, interval: float, as_json: bool) -> int:
 
 def fetch(url: str) -> dict[str, Any]:
     """One snapshot. CoordinatorUnreachableError if none came in time."""
-    parse_url(url)
+    address = _reach(url)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    dealer.setsockopt(zmq.IPV6, int("[" in address))
     try:
-        dealer.connect(url)
+        dealer.connect(address)
         dealer.send(encode(StatusRequest()))
         if not dealer.poll(_PATIENCE_MS):
             raise CoordinatorUnreachableError(
-                f"no coordinator answered at {url} within {_PATIENCE_MS / 1000:g} s. "
-                f"Is `gradserver serve` running there, and is the port right?"
+                f"whatever listens at {url} has not answered as a gradserver coordinator "
+                f"within {_PATIENCE_MS / 1000:g} s"
             )
-        message, payloads = decode(dealer.recv_multipart())
-        if not isinstance(message, Status):
-            raise ProtocolError(f"{url} answered a StatusRequest with a {type(message).__name__}")
-        return cast(dict[str, Any], json.loads(bytes(payloads[0])))
+        frames = dealer.recv_multipart()
     finally:
         dealer.close()
         context.term()
+    try:
+        message, payloads = decode(frames)
+        if isinstance(message, Failure):
+            raise message.exception()
+        if not isinstance(message, Status):
+            raise UnexpectedMessageError(f"a {type(message).__name__} instead of a Status")
+        return cast(dict[str, Any], json.loads(bytes(payloads[0])))
+    except (ProtocolError, ValueError) as error:
+        raise ProtocolError(f"{url} answers, but not as a gradserver coordinator: {error}") from error
+
+
+def _reach(url: str) -> str:
+    """The URL with the address at which a plain connection can be made."""
+    try:
+        with socket.create_connection(parse_target(url), timeout=_PATIENCE_MS / 1000) as connection:
+            return numeric_url(*connection.getpeername()[:2])
+    except OSError as error:
+        raise CoordinatorUnreachableError(
+            f"no coordinator answers at {url} ({(error.strerror or str(error)).lower()}). "
+            f"Is `gradserver serve` running there, and is the port right?"
+        ) from error
 
 
 def render(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -190,7 +190,7 @@ class TcpServer:
             self._coordinator.receive(peer.connection, message, payloads)
         else:
             what = type(message).__name__
-            self._turn_away(identity, UnexpectedMessageError(f"a {what} from someone who is in no group: join first"))
+            self._turn_away(identity, UnexpectedMessageError(f"{what} from someone who is in no group: join first"))
 
     def _turn_away(self, identity: bytes, error: GradServerError) -> None:
         log.info("a stranger was turned away: %s", error)

@@ -20,3 +20,20 @@ def parse_url(url: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdigit() and int(port) <= 65535):
         raise InvalidArgumentError(f"{url!r} has the port {port!r}: a port is a number from 0 to 65535")
     return host, int(port)
+
+
+def parse_target(url: str) -> tuple[str, int]:
+    """Host (an IPv6 address without its brackets) and port to connect to.
+
+    Raises:
+        InvalidArgumentError: ``url`` is something else, or names every address of a machine or no port.
+    """
+    host, port = parse_url(url)
+    if port == 0 or host == "*":
+        raise InvalidArgumentError(f"{url!r} names no one coordinator: give its host and port")
+    return host.strip("[]"), port
+
+
+def numeric_url(address: str, port: int) -> str:
+    """The URL of a numeric address, IPv4 or IPv6."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"

@@ -26,7 +26,7 @@ WORKER = """
 import sys, numpy, gradserver
 with gradserver.connect(timeout=30) as worker:
     ranks = worker.all_gather(numpy.array([worker.rank])).ravel().tolist()
-    print("rank", worker.rank, "of", ranks, *sys.argv[1:], flush=True)
+    sys.stdout.write(f"rank {worker.rank} of {ranks} {sys.argv[1:]}\n")
     worker.barrier()
     if "fail" in sys.argv and worker.rank == 1:
         sys.exit(3)
@@ -131,7 +131,7 @@ def test_slurm_script_runs_a_coordinator_and_a_worker_for_each_task(machine: Mac
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert sorted(line for line in lines if line.startswith("rank")) == [
-        f"rank {rank} of [0, 1] --option" for rank in (0, 1)
+        f"rank {rank} of [0, 1] ['--option']" for rank in (0, 1)
     ]
     assert not is_listening(port)
 
@@ -156,7 +156,7 @@ def test_torchrun_script_starts_a_coordinator_and_ends_it(machine: Machine, argu
     machine.install("torchrun", TORCHRUN)
     done = machine.run("torchrun.sh", "2", str(machine.worker), argument)
     assert done.returncode == status, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of [0, 1] {argument}" for rank in (0, 1)]
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of [0, 1] ['{argument}']" for rank in (0, 1)]
     assert done.stderr.count("stopped") == 1
 
 
@@ -171,7 +171,7 @@ def test_torchrun_script_with_torchrun_itself(machine: Machine) -> None:
     machine.install("torchrun", "import sys; from torch.distributed.run import main; sys.exit(main())")
     done = machine.run("torchrun.sh", "2", str(machine.worker))
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of [0, 1]" for rank in (0, 1)]
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of [0, 1] []" for rank in (0, 1)]
 
 
 # ── the unit ──────────────────────────────────────────────────────────────────────────────────────────
@@ -248,7 +248,7 @@ def test_container_is_built_from_all_that_the_package_needs(tmp_path: Path) -> N
                 shutil.copytree(ROOT / path, source / target, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / path, source / target)
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, source]
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
     done = subprocess.run(build, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")

@@ -30,12 +30,11 @@ from protocol.errors import (
     ConnectionLostError,
     CoordinatorUnreachableError,
     GradServerError,
-    InvalidArgumentError,
     ProtocolError,
 )
 from protocol.limits import MAX_FRAME_BYTES
 from protocol.messages import Message
-from protocol.url import parse_url
+from protocol.url import numeric_url, parse_target
 from protocol.wire import Buffer, decode, encode
 
 log = logging.getLogger("gradserver")
@@ -77,12 +76,12 @@ class TcpChannel:
 
     def __init__(self, url: str, timeout: float) -> None:
         self._url = url
-        _wait_for_listener(url, timeout)
+        address = _wait_for_listener(url, timeout)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._configure()
+        self._configure(ipv6="[" in address)
         self._monitor = self._socket.get_monitor_socket(_GONE)
-        self._socket.connect(url)
+        self._socket.connect(address)
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._closing = False
@@ -259,7 +258,7 @@ class TcpChannel:
     def _lost_text(self, why: str) -> str:
         return f"lost the coordinator at {self._url}: {why}"
 
-    def _configure(self) -> None:
+    def _configure(self, ipv6: bool) -> None:
         option = self._socket.setsockopt
         # A new connection would be a stranger to the coordinator, so there is to be none; but told never to
         # reconnect (-1), libzmq throws away what has arrived and was not read yet, the reason for the end included.
@@ -269,22 +268,22 @@ class TcpChannel:
         option(zmq.RCVHWM, 0)
         option(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
         option(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-        if "[" in self._url:
-            option(zmq.IPV6, 1)
+        option(zmq.IPV6, int(ipv6))
 
 
-def _wait_for_listener(url: str, timeout: float) -> None:
-    """Try a plain connection until somebody accepts: libzmq would keep its own attempts to itself."""
-    host, port = parse_url(url)
-    if port == 0 or host == "*":
-        raise InvalidArgumentError(f"{url!r} names no one coordinator: give its host and port")
+def _wait_for_listener(url: str, timeout: float) -> str:
+    """Try a plain connection until somebody accepts: libzmq would keep its own attempts to itself.
+
+    Returns the URL with the address that was reached: a name may mean several, of which libzmq would try one.
+    """
+    target = parse_target(url)
     started = time.monotonic()
     said = False
     while True:
         left = started + timeout - time.monotonic()
         try:
-            socket.create_connection((host.strip("[]"), port), timeout=max(left, 0.01)).close()
-            return
+            with socket.create_connection(target, timeout=max(left, 0.01)) as connection:
+                return numeric_url(*connection.getpeername()[:2])
         except OSError as error:
             why = error.strerror or str(error)
         if time.monotonic() + _RETRY_SECONDS >= started + timeout:

@@ -16,6 +16,7 @@ class GlobalStep:
 
     step: int  # from 0
     loss: float  # mean over the replicas, and so over all samples of the step; nats per byte
+    gradient_norm: float  # of the averaged gradient, which all replicas have
     seconds: float  # of the slowest replica
     exchange_share: float  # of the step's time, 0 to 1, averaged over the replicas
 
@@ -25,7 +26,8 @@ class GlobalStep:
         total = sum(part.seconds for part in parts)
         waited = sum(part.exchange_seconds for part in parts)
         loss = math.fsum(part.loss for part in parts) / len(parts)
-        return cls(parts[0].step, loss, max(part.seconds for part in parts), waited / total if total else 0.0)
+        seconds = max(part.seconds for part in parts)
+        return cls(parts[0].step, loss, parts[0].gradient_norm, seconds, waited / total if total else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,11 @@ class Result:
     def losses(self) -> list[float]:
         """Loss of each step."""
         return [step.loss for step in self.steps]
+
+    @property
+    def gradient_norms(self) -> list[float]:
+        """Norm of each step's gradient."""
+        return [step.gradient_norm for step in self.steps]
 
     @property
     def seconds(self) -> float:
@@ -59,12 +66,36 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class Gap:
+    """How far two curves are apart at most."""
+
+    distance: float  # relative to the reference
+    step: int  # where that is, from 0
+
+    @classmethod
+    def of(cls, curve: Sequence[float], reference: Sequence[float]) -> Gap:
+        """Compares the curves step by step."""
+        apart = distances(curve, reference)
+        worst = max(range(len(apart)), key=apart.__getitem__)
+        return cls(apart[worst], worst)
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the curves agree within the tolerance."""
+        return self.distance <= TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    """The workers' run against the reference."""
+    """The workers' run against the reference.
+
+    The losses alone would not show a gradient that is too long or too short by the same factor in every step:
+    clipping takes that away again. So the gradients' norms have to agree as well.
+    """
 
     hashes: tuple[str, ...]  # of each replica's weights, by rank
-    distance: float  # largest relative difference of the two runs' losses, over all steps
-    worst_step: int  # where it is, from 0
+    losses: Gap
+    gradient_norms: Gap
 
     @property
     def identical(self) -> bool:
@@ -72,21 +103,18 @@ class Verdict:
         return len(set(self.hashes)) == 1
 
     @property
-    def close(self) -> bool:
-        """Whether the loss curves agree within the tolerance."""
-        return self.distance <= TOLERANCE
-
-    @property
     def passed(self) -> bool:
         """Whether the run did what was promised."""
-        return self.identical and self.close
+        return self.identical and self.losses.allowed and self.gradient_norms.allowed
 
 
 def judge(group: Result, reference: Result) -> Verdict:
-    """Compares the runs step by step."""
-    gaps = distances(group.losses, reference.losses)
-    worst = max(range(len(gaps)), key=gaps.__getitem__)
-    return Verdict(tuple(done.sha256 for done in group.done), gaps[worst], worst)
+    """Compares the runs."""
+    return Verdict(
+        tuple(done.sha256 for done in group.done),
+        Gap.of(group.losses, reference.losses),
+        Gap.of(group.gradient_norms, reference.gradient_norms),
+    )
 
 
 def distances(losses: Sequence[float], reference: Sequence[float]) -> list[float]:

@@ -20,6 +20,7 @@ class Step:
 
     step: int  # from 0
     loss: float
+    gradient_norm: float  # of the gradient that the optimizer is given, before it is clipped
     seconds: float
     exchange_seconds: float  # the part of `seconds` that was spent waiting for the exchange of gradients
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from gradserver.demo.outcome import GlobalStep, Result, distances, judge
+from gradserver.demo.outcome import GlobalStep, Result, judge
 from gradserver.demo.processes import Child, ProcessError, Processes
 from gradserver.demo.reports import Done, Ready, Step, from_line
 from gradserver.demo.screen import RED, Screen
@@ -127,12 +127,11 @@ class _Demo:
         from gradserver.demo.plot import save_plot  # here, as loading matplotlib may take seconds
 
         self.view.screen.live("  drawing")
-        gaps = distances(group.losses, reference.losses)
         with (self.out / "losses.csv").open("w", newline="", encoding="utf-8") as stream:
             table = csv.writer(stream)
-            table.writerow(["step", "workers", "one_process", "relative_difference"])
-            rows = zip(group.losses, reference.losses, gaps, strict=True)
-            table.writerows((step, *row) for step, row in enumerate(rows, start=1))
+            table.writerow(["step", "loss_workers", "loss_one_process", "norm_workers", "norm_one_process"])
+            for one, other in zip(group.steps, reference.steps, strict=True):
+                table.writerow([one.step + 1, one.loss, other.loss, one.gradient_norm, other.gradient_norm])
         save_plot(self.out / "loss.png", self.settings, group, reference)
         self.view.screen.clear()
 

@@ -37,10 +37,10 @@ def train(
         loss = mean_loss(model, *corpus.batch(step, rows))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
         now, total = time.perf_counter(), exchange_seconds()
-        yield Step(step, loss.item(), now - begin, total - waited)
+        yield Step(step, loss.item(), norm.item(), now - begin, total - waited)
         begin, waited = now, total
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradserver.demo.outcome import GlobalStep, Result, Verdict, distances
+from gradserver.demo.outcome import Gap, GlobalStep, Result, Verdict, distances
 from gradserver.demo.screen import BOLD, CYAN, DIM, GREEN, RED, WIDTH, Screen, duration, harmless
 from gradserver.demo.settings import PROMPT, TOLERANCE, VOCABULARY, Settings
 
@@ -23,6 +24,7 @@ class View:
         self.screen = screen
         self.settings = settings
         self.cores = cores
+        self.began = time.monotonic()
         self.out = out
 
     def introduce(self) -> None:
@@ -47,18 +49,11 @@ class View:
 
     def verdict(self, group: Result, reference: Result, verdict: Verdict) -> None:
         """The comparison, in the end."""
-        s = self.settings
-        hashes = [f"worker {rank} {digest[:24]}" for rank, digest in enumerate(verdict.hashes)]
-        same = f"SHA-256 {verdict.hashes[0][:32]}..."
-        replicas = "identical" if verdict.identical else "DIFFERENT"
-        curve = "same" if verdict.close else "DIFFERENT"
-        last = max(1, s.steps // 10)  # one step's few samples are not enough to go by
-        distance = f"at most {verdict.distance:.1e} apart (step {verdict.worst_step + 1}, tolerance {TOLERANCE:.0e})"
+        last = max(1, self.settings.steps // 10)  # one step's few samples are not enough to go by
         self.screen.line()
-        self._mark(verdict.identical, "weights", replicas, same if verdict.identical else "SHA-256 of the replicas:")
-        for line in [] if verdict.identical else hashes:
-            self.screen.line(f"  {'':27}{line}")
-        self._mark(verdict.close, "loss curve", curve, distance)
+        self._verdict_on_weights(verdict)
+        self._verdict_on_curve("loss curve", verdict.losses)
+        self._verdict_on_curve("gradients", verdict.gradient_norms)
         self.screen.line()
         self._facts(
             ("", f"{'':24}{'workers':>12}{'one process':>14}"),
@@ -69,14 +64,26 @@ class View:
             ("", f"{'exchanging gradients':24}{group.exchange_share:>12.1%}{'-':>14}"),
         )
 
+    def _verdict_on_weights(self, verdict: Verdict) -> None:
+        if verdict.identical:
+            self._mark(True, "weights", "identical", f"SHA-256 {verdict.hashes[0][:32]}...")
+            return
+        self._mark(False, "weights", "DIFFERENT", "SHA-256 of the replicas:")
+        for rank, digest in enumerate(verdict.hashes):
+            self.screen.line(f"  {'':27}worker {rank} {digest[:24]}")
+
+    def _verdict_on_curve(self, what: str, gap: Gap) -> None:
+        where = f"at most {gap.distance:.1e} apart (step {gap.step + 1}, tolerance {TOLERANCE:.0e})"
+        self._mark(gap.allowed, what, "same" if gap.allowed else "DIFFERENT", where)
+
     def sample(self, text: str) -> None:
         """What the trained model writes, beside a rule."""
         self.screen.line()
         self.screen.line(f"  The model continues {self.screen.style(repr(PROMPT), BOLD)}:")
         self.screen.line()
-        lines = [line[: WIDTH - 6] for line in harmless(PROMPT + text).splitlines() if line.strip()]
-        for line in lines[:_SAMPLE_LINES]:
-            self.screen.line(self.screen.style(f"    | {line}".rstrip(), DIM))
+        lines = [line[: WIDTH - 6].rstrip() for line in harmless(PROMPT + text).splitlines()]
+        for line in list(filter(None, lines))[:_SAMPLE_LINES]:
+            self.screen.line(self.screen.style(f"    | {line}", DIM))
 
     def close(self, verdict: Verdict, files: Sequence[str]) -> None:
         """Pass or fail in one line, and where to go from here."""
@@ -87,10 +94,12 @@ class View:
             self.screen.line(f"{self.screen.style('PASS', GREEN)}  {what}")
         else:
             wrong = [] if verdict.identical else ["the replicas' weights differ"]
-            wrong += [] if verdict.close else ["the loss curves are apart by more than the tolerance"]
+            wrong += [] if verdict.losses.allowed else ["the loss curves differ"]
+            wrong += [] if verdict.gradient_norms.allowed else ["the gradients' norms differ"]
             self.screen.line(f"{self.screen.style('FAIL', RED)}  {', and '.join(wrong)}.")
         self.screen.line()
-        self._facts(("files", f"{self.out}: {', '.join(files)}"))
+        took = f"{time.monotonic() - self.began:.0f} s, the start of {s.workers + 2} processes included"
+        self._facts(("took", took), ("files", f"{self.out}: {', '.join(files)}"))
         if verdict.passed:
             more = f"--workers {2 * s.workers}" if s.workers <= 4 else f"--steps {5 * s.steps}"
             self.screen.line()

@@ -1,0 +1,136 @@
+"""Peers that are no gradserver: they speak ZeroMQ or plain TCP, and say what a test makes them say."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+import zmq
+
+from protocol.errors import GradServerError
+from protocol.messages import Failure, Message
+from protocol.url import parse_url
+from protocol.wire import decode, encode
+from tests.cluster import PATIENCE, Task
+
+
+class Stranger:
+    """A ZeroMQ socket that is connected to a coordinator and sends whatever frames it likes."""
+
+    def __init__(self, url: str, kind: int = zmq.DEALER) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(kind)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(url)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+        self._context.term()
+
+    def say(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def send(self, message: Message, *payloads: bytes) -> None:
+        self.say(encode(message), *payloads)
+
+    def hear(self) -> Message:
+        """The next message that comes."""
+        assert self._socket.poll(int(PATIENCE * 1000)), "nothing came"
+        message, _ = decode(self._socket.recv_multipart())
+        return message
+
+    def error(self) -> GradServerError:
+        """The error that the next message carries."""
+        message = self.hear()
+        assert isinstance(message, Failure), message
+        return message.exception()
+
+    def is_cut_off(self, timeout: float = PATIENCE) -> bool:
+        """Whether the other side closes the connection."""
+        return bool(self._monitor.poll(int(timeout * 1000)))
+
+
+def say_plainly(url: str, data: bytes) -> None:
+    """Write bytes to a coordinator's port without any protocol, and go when it has closed or they are sent."""
+    host, port = parse_url(url)
+    with socket.create_connection((host, port), timeout=PATIENCE) as connection:
+        try:
+            connection.sendall(data)
+            connection.settimeout(0.2)
+            while connection.recv(4096):
+                pass
+        except OSError:  # cut off, or nothing more is said
+            pass
+
+
+Answer = Callable[[Sequence[bytes]], Sequence[bytes]]
+
+
+@contextmanager
+def impostor(kind: int, answer: Answer | None = None) -> Iterator[str]:
+    """A ZeroMQ socket of some kind that listens at the URL given. A ROUTER may answer every message."""
+    context = zmq.Context()
+    listener = context.socket(kind)
+    listener.setsockopt(zmq.LINGER, 0)
+    port = listener.bind_to_random_port("tcp://127.0.0.1")
+    ended: list[bool] = []
+
+    def serve() -> None:
+        while not ended:
+            if listener.poll(5, zmq.POLLIN) and answer is not None:
+                identity, *frames = listener.recv_multipart()
+                listener.send_multipart([identity, *answer(frames)])
+
+    task = Task(serve) if answer is not None else None
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        ended.append(True)
+        if task is not None:
+            task.result()
+        listener.close()
+        context.term()
+
+
+@contextmanager
+def plain_server(reply: bytes = b"") -> Iterator[str]:
+    """A TCP server that answers every connection with ``reply``, as an HTTP server would, and closes it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.01)
+        ended: list[bool] = []
+        kept: list[socket.socket] = []
+
+        def serve() -> None:
+            while not ended:
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                if reply:
+                    with connection:
+                        connection.settimeout(0.2)
+                        try:
+                            connection.recv(4096)
+                            connection.sendall(reply)
+                        except OSError:
+                            pass
+                else:
+                    kept.append(connection)
+
+        task = Task(serve)
+        try:
+            yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            ended.append(True)
+            task.result()
+            for connection in kept:
+                connection.close()

@@ -1,0 +1,308 @@
+"""Whatever is said to a coordinator: its sender is told what is wrong, and nobody else loses anything."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+
+from gradserver.tcp import TcpServer
+from protocol.dtypes import FLOAT32
+from protocol.errors import (
+    GradServerError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    LimitExceededError,
+    MalformedMessageError,
+    ProtocolError,
+    UnexpectedMessageError,
+    VersionMismatchError,
+    WorkerLostError,
+)
+from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from protocol.limits import MAX_FRAME_BYTES, MAX_HEADER_BYTES, PROTOCOL_VERSION, SLICE_BYTES
+from protocol.messages import (
+    Agreed,
+    Failure,
+    Inquire,
+    Join,
+    Leave,
+    Message,
+    Missing,
+    Ping,
+    Propose,
+    Push,
+    Result,
+    Scope,
+    Status,
+    StatusRequest,
+    Welcome,
+)
+from protocol.plan import simple_plan
+from protocol.wire import encode
+from tests.cluster import Daemon, Task, coordinator, joined, wait_until
+from tests.strangers import Stranger, say_plainly
+from worker.client import Worker
+
+PLAN = simple_plan([("b0", 3000), ("b1", 5)], FLOAT32)
+KEY = ExchangeKey(Stream.BUCKET, 0, 0)
+COLLECTIVE = ExchangeKey(Stream.COLLECTIVE, 0)
+SUM = Operation(Kind.ALL_REDUCE, Op.SUM, FLOAT32, 3)
+
+
+class Bystanders:
+    """A group that exchanges rounds all the while, bit by bit as it should, and counts them."""
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self._over = False
+        self.rounds = 0
+        self._tasks = [Task(self._exchange, worker) for worker in workers]
+
+    def _exchange(self, worker: Worker) -> None:
+        worker.agree(PLAN)
+        go_on = np.ones(1, np.int8)
+        random = np.random.default_rng(worker.rank)
+        others = np.random.default_rng(1 - worker.rank)
+        while go_on:
+            for index, bucket in enumerate(PLAN.buckets):
+                given, theirs = (r.normal(size=bucket.numel).astype(np.float32) for r in (random, others))
+                right = ((given + theirs) / np.float32(2)).tobytes()
+                worker.push(index, given).wait()
+                assert given.tobytes() == right
+            worker.finish_round()
+            self.rounds = worker.round
+            go_on[:] = not self._over
+            worker.broadcast(go_on)
+
+    def check(self) -> None:
+        """They go on as if nothing had happened."""
+        done = self.rounds
+        wait_until(lambda: self.rounds >= done + 3 or any(task.ended(0) for task in self._tasks), "they go on")
+        self.end()
+
+    def end(self) -> None:
+        self._over = True
+        for task in self._tasks:
+            task.result()
+
+
+@pytest.fixture
+def server() -> Iterator[TcpServer]:
+    """A coordinator at which a group is at work; it must be unharmed when the test is over."""
+    with coordinator({"told": 2}) as server, joined(server.url, 2, group="innocent") as workers:
+        bystanders = Bystanders(workers)
+        yield server
+        bystanders.check()
+
+
+def header(*values: Any, version: int = PROTOCOL_VERSION) -> bytes:
+    """A header of any values."""
+    packed: bytes = msgpack.packb(values)
+    return b"GS" + bytes([version]) + packed
+
+
+# ── strangers ─────────────────────────────────────────────────────────────────────────────────────────
+
+JOIN = Join("crowd", "stranger", -1, 2, 5.0)
+
+STRANGE: dict[str, tuple[list[bytes], type[GradServerError], str]] = {
+    "nothing": ([b""], MalformedMessageError, "not a gradserver message"),
+    "text": ([b"hello there"], MalformedMessageError, "not a gradserver message: it begins with b'hello th'"),
+    "other version": (
+        [header(1, "g", "n", 0, 2, 5.0, "a field of the future", version=PROTOCOL_VERSION + 1)],
+        VersionMismatchError,
+        f"the peer speaks protocol version {PROTOCOL_VERSION + 1}, this side version {PROTOCOL_VERSION}: "
+        f"install the same gradserver on both",
+    ),
+    "no msgpack": ([b"GS" + bytes([PROTOCOL_VERSION]) + b"\xc1\xc1"], MalformedMessageError, "not msgpack"),
+    "cut off": ([encode(JOIN)[:-5]], MalformedMessageError, "not msgpack"),
+    "no array": ([header()[:3] + msgpack.packb({"a": 1})], MalformedMessageError, "begins with a message type"),
+    "unknown type": ([header(99)], MalformedMessageError, "unknown message type 99"),
+    "negative type": ([header(-1)], MalformedMessageError, "unknown message type -1"),
+    "fields too few": ([header(1, "g")], MalformedMessageError, "Join has 5 fields, got 1"),
+    "fields too many": ([header(10, 1)], MalformedMessageError, "Ping has 0 fields, got 1"),
+    "field of another type": (
+        [header(1, "g", "n", "0", 2, 5.0)],
+        MalformedMessageError,
+        "expected an integer from -1 to 1023, got str",
+    ),
+    "number out of range": ([header(1, "g", "n", 0, 2**40, 5.0)], MalformedMessageError, "expected an integer from 0"),
+    "not a number": ([header(1, "g", "n", 0, 2, float("nan"))], MalformedMessageError, "expected a number from 0"),
+    "long header": ([b"GS\x01" + bytes(MAX_HEADER_BYTES)], LimitExceededError, f"the limit is {MAX_HEADER_BYTES}"),
+    "payload where none goes": ([encode(JOIN), b"payload"], MalformedMessageError, "Join with 1 payloads; 0 to 0 go"),
+    "payload missing": ([encode(Propose(PLAN.hash))], MalformedMessageError, "Propose with 0 payloads; 1 to 1 go"),
+    "slice too large": (
+        [encode(Push(KEY, 0)), bytes(SLICE_BYTES + 1)],
+        LimitExceededError,
+        f"Push with a payload of {SLICE_BYTES + 1} bytes, the limit is {SLICE_BYTES}",
+    ),
+    "many frames": ([encode(Push(KEY, 0))] + [b"x"] * 5000, MalformedMessageError, "Push with 5000 payloads"),
+    "push": (
+        [encode(Push(KEY, 0)), b"data"],
+        UnexpectedMessageError,
+        "Push from someone who is in no group: join first",
+    ),
+    "plan": ([encode(Propose(PLAN.hash)), PLAN.encoded], UnexpectedMessageError, "Propose from someone who"),
+    "inquiry": (
+        [encode(Inquire(KEY))],
+        UnexpectedMessageError,
+        "Inquire from someone who is in no group",
+    ),
+    "goodbye": ([encode(Leave("bye"))], UnexpectedMessageError, "Leave from someone who is in no group"),
+    "coordinator's": ([encode(Agreed(PLAN.hash, 0))], UnexpectedMessageError, "Agreed from someone who"),
+    "empty group": ([encode(Join("", "n", 0, 2, 5.0))], ProtocolError, ""),
+    "no world size": (
+        [encode(Join("crowd", "n", 0, 0, 5.0))],
+        InvalidWorldSizeError,
+        "nobody said how many workers group 'crowd' has",
+    ),
+    "rank out of range": (
+        [encode(Join("told", "n", 2, 0, 5.0))],
+        InvalidRankError,
+        "'n' wants rank 2, ranks of group 'told' are 0 to 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_stranger_is_told_what_is_wrong(server: TcpServer, what: str) -> None:
+    frames, kind, message = STRANGE[what]
+
+    with Stranger(server.url) as stranger:
+        stranger.say(*frames)
+        error = stranger.error()
+
+    assert isinstance(error, kind), error
+    assert message in str(error)
+
+
+def test_stranger_may_ask_again_after_nonsense(server: TcpServer) -> None:
+    with Stranger(server.url) as stranger:
+        for _ in range(3):
+            stranger.say(b"nonsense")
+            assert isinstance(stranger.error(), MalformedMessageError)
+        stranger.send(StatusRequest())
+        assert isinstance(stranger.hear(), Status)
+
+
+def test_frame_beyond_the_limit_costs_its_sender_the_connection(server: TcpServer) -> None:
+    with Stranger(server.url) as stranger:
+        stranger.say(encode(Push(KEY, 0)), bytes(MAX_FRAME_BYTES + 1))
+
+        assert stranger.is_cut_off()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: coordinator\r\n\r\n",
+        bytes(1000),
+        b"\xff" * 1000,
+        b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL" + bytes(48),  # a greeting, and then nothing
+        b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL" + bytes(48) + b"\x06" + struct.pack(">Q", 2**63 - 1),
+        random.Random(0).randbytes(100_000),
+    ],
+    ids=["nothing", "http", "zeros", "ones", "greeting", "endless frame", "noise"],
+)
+def test_plain_bytes_on_the_port_harm_nobody(server: TcpServer, data: bytes) -> None:
+    say_plainly(server.url, data)
+
+
+@pytest.mark.parametrize("kind", [zmq.REQ, zmq.ROUTER, zmq.PUB, zmq.PUSH, zmq.PAIR])
+def test_sockets_of_other_kinds_harm_nobody(server: TcpServer, kind: int) -> None:
+    with Stranger(server.url, kind) as stranger:
+        if kind in (zmq.REQ, zmq.PUB):
+            stranger.say(b"hello")
+        else:
+            stranger.is_cut_off(0.1)
+
+
+# ── noise ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def messages(chance: random.Random) -> Iterator[list[bytes]]:
+    """Frames of all kinds without end: noise, and messages that are nearly right."""
+    key = ExchangeKey(chance.randrange(3), chance.randrange(3), chance.randrange(3), chance.randrange(-1, 3), -1)
+    good: list[tuple[Message, list[bytes]]] = [
+        (Push(KEY, 0), [bytes(12)]),
+        (Push(COLLECTIVE, 0, 1.0, True, SUM), [bytes(12)]),
+        (Push(key, chance.randrange(5), 0.0, False, SUM), []),
+        (Result(KEY, 0, 1.0, False), []),
+        (Propose(PLAN.hash), [PLAN.encoded]),
+        (Inquire(KEY), []),
+        (Leave("bye"), []),
+        (Ping(), []),
+        (Status(), [b"{}"]),
+        (Welcome("innocent", 0, 1, 1 << 24, ("w0", "w1")), []),
+        (Agreed(PLAN.hash, 0), []),
+        (Missing(KEY, ("w0",)), []),
+        (Failure.of(WorkerLostError("w0 is lost"), Scope.GROUP), []),
+        (Join("innocent", "intruder", chance.randrange(-1, 3), 2, 5.0), []),
+    ]
+    while True:
+        message, payloads = chance.choice(good)
+        frames = [bytearray(encode(message)), *(bytearray(payload) for payload in payloads)]
+        match chance.randrange(6):
+            case 0:
+                yield [chance.randbytes(chance.randrange(200)) for _ in range(chance.randrange(1, 4))]
+                continue
+            case 1:
+                frame = chance.choice(frames)
+                for _ in range(chance.randrange(1, 4)):
+                    if frame:
+                        frame[chance.randrange(len(frame))] = chance.randrange(256)
+            case 2:
+                frame = chance.choice(frames)
+                del frame[chance.randrange(len(frame) + 1) :]
+            case 3:
+                frames.append(bytearray(chance.randbytes(20)))
+            case 4:
+                frames.pop()
+        yield [bytes(frame) for frame in frames] or [b""]
+
+
+def test_thousands_of_messages_from_strangers_while_a_group_trains() -> None:
+    with Daemon("--quiet") as daemon, joined(daemon.url, 2, group="innocent") as workers:
+        bystanders = Bystanders(workers)
+        wait_until(lambda: bystanders.rounds > 1, "the group is at work")
+        before = bystanders.rounds
+        for seed in range(8):
+            frames = messages(random.Random(seed))
+            with Stranger(daemon.url) as stranger:
+                for _ in range(500):
+                    stranger.say(*next(frames))
+                stranger.send(StatusRequest())
+                while not isinstance(stranger.hear(), Status):
+                    pass
+        assert bystanders.rounds > before
+        bystanders.check()
+        assert daemon.running
+
+
+def test_thousands_of_messages_from_a_member_harm_no_other_group() -> None:
+    with Daemon("--quiet") as daemon, joined(daemon.url, 2, group="innocent") as workers:
+        bystanders = Bystanders(workers)
+        for seed in range(40):
+            chance = random.Random(seed)
+            frames = messages(chance)
+            with Stranger(daemon.url) as one, Stranger(daemon.url) as other:
+                for stranger in (one, other):
+                    stranger.send(Join(f"crowd {seed}", "stranger", -1, 2, 5.0))
+                for stranger in (one, other):
+                    stranger.hear()
+                    stranger.send(Propose(PLAN.hash), PLAN.encoded)
+                for stranger in (one, other):
+                    for _ in range(30):
+                        stranger.say(*next(frames))
+                    stranger.send(StatusRequest())
+                    while not isinstance(stranger.hear(), Status):
+                        pass
+        bystanders.check()
+        assert daemon.running

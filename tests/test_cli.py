@@ -1,0 +1,364 @@
+"""The commands: what they print, on which stream, and with which exit status they end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+import gradserver
+from gradserver.cli import main
+from protocol.dtypes import FLOAT32
+from protocol.errors import WorkerLostError
+from protocol.messages import Ping, Status
+from protocol.plan import simple_plan
+from protocol.wire import encode
+from tests.cluster import Daemon, Program, Task, coordinator, joined, together, wait_until
+from tests.strangers import impostor, plain_server
+from worker.client import Worker
+from worker.connect import connect
+
+PLAN = simple_plan([("b0", 250_000), ("b1", 3)], FLOAT32)
+
+
+def exchange(worker: Worker) -> None:
+    for index, bucket in enumerate(PLAN.buckets):
+        worker.push(index, np.ones(bucket.numel, np.float32))
+    worker.finish_round()
+
+
+def free_url() -> str:
+    """Where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+# ── serve ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_daemon_says_where_it_listens_and_nothing_else_until_a_signal_ends_it(number: signal.Signals) -> None:
+    with Daemon() as daemon:
+        with joined(daemon.url, 2) as workers:
+            together(workers, lambda worker: worker.barrier())
+        wait_until(lambda: not daemon.group(), "everybody has left")
+        daemon.send_signal(number)
+
+        assert daemon.end() == 0
+        assert daemon.output() == [f"listening on {daemon.url}"]
+        assert re.fullmatch(r"tcp://127\.0\.0\.1:[1-9][0-9]+", daemon.url)
+        log = "\n".join(daemon.complaints())
+        for event in (
+            "'w0' joined",
+            "complete with 2 workers",
+            ") left",
+            "the last worker is gone",
+            "stopped",
+        ):
+            assert event in log
+
+
+def test_quiet_daemon_logs_only_what_went_wrong() -> None:
+    with Daemon("--quiet") as daemon:
+        with joined(daemon.url, 2) as (zero, one):
+            zero.abort("out of memory")
+            with pytest.raises(WorkerLostError):
+                one.barrier()
+        wait_until(lambda: not daemon.group(), "everybody has left")
+        daemon.send_signal(signal.SIGTERM)
+
+        assert daemon.end() == 0
+        (line,) = daemon.complaints()
+        assert "group 'default' is broken: 'w0' (rank 0) was lost and is needed to go on: out of memory" in line
+
+
+def test_daemon_listens_on_the_port_that_it_was_given() -> None:
+    with Daemon("--quiet") as first:
+        first.send_signal(signal.SIGTERM)
+        assert first.end() == 0
+    with Program("-m", "gradserver", "serve", "--bind", first.url) as second:
+        assert second.expect("listening on ") == first.url
+
+
+def test_world_size_may_be_said_to_the_daemon() -> None:
+    with Daemon("--quiet", "--workers", "2", "--group", "mine", "--credit", "2") as daemon:
+        workers = together(range(2), lambda _: connect(daemon.url, group="mine"))
+        for worker in workers:
+            assert worker.world_size == 2
+            worker.close()
+
+
+def test_port_in_use_is_one_line_that_says_what_to_do() -> None:
+    with plain_server() as url, Program("-m", "gradserver", "serve", "--bind", url) as second:
+        assert second.end() == 1
+        assert second.output() == []
+        (line,) = second.complaints()
+
+    assert line == (
+        f"gradserver: cannot listen on {url}: the port is in use, perhaps by another `gradserver serve`. "
+        f"Stop that one, name another port, or use port 0 for any free one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("bind", "message"),
+    [
+        ("127.0.0.1:7411", "'127.0.0.1:7411' is no coordinator's URL: it looks like tcp://HOST:PORT"),
+        ("udp://127.0.0.1:7411", "it looks like tcp://HOST:PORT"),
+        ("tcp://127.0.0.1", "is no coordinator's URL: tcp://HOST:PORT"),
+        ("tcp://:7411", "is no coordinator's URL: tcp://HOST:PORT"),
+        ("tcp://::1:7411", "IPv6 as tcp://[::1]:PORT"),
+        ("tcp://127.0.0.1:70000", "has the port '70000': a port is a number from 0 to 65535"),
+        ("tcp://127.0.0.1:http", "has the port 'http'"),
+        ("tcp://192.0.2.1:0", "cannot listen on tcp://192.0.2.1:0: this machine has no such address"),
+        ("tcp://nowhere.invalid:0", "cannot listen on 'nowhere.invalid': "),
+    ],
+)
+def test_address_that_cannot_be_listened_on_is_one_line(
+    bind: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--bind", bind]) == 1
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("gradserver: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+# ── status ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["status", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def status_when(pattern: str, capsys: pytest.CaptureFixture[str], url: str) -> str:
+    """The status as soon as it looks like ``pattern``."""
+
+    def look() -> str:
+        text = status(capsys, url, "--interval", "0.05")
+        return text if re.search(pattern, text, re.DOTALL) else ""
+
+    return wait_until(look, f"the status shows {pattern}")
+
+
+def test_status_of_an_idle_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
+    with coordinator() as server:
+        assert status(capsys, server.url) == f"coordinator at {server.url}, up 0 s\nno groups: no worker has joined\n"
+
+
+def test_status_of_a_group_that_forms_shows_who_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    with coordinator() as server:
+        waiting = [
+            Task(connect, server.url, 2, 3, name="trainer-c", timeout=10.0),
+            Task(connect, server.url, world_size=3, name="trainer-x", timeout=10.0),
+        ]
+        text = status_when("2 of 3", capsys, server.url)
+        with connect(server.url, world_size=3):
+            for task in waiting:
+                task.result().close()
+
+    assert "group 'default': forming, 2 of 3 workers" in text
+    assert re.search(r"^ +2 +trainer-c +\d\.\d s$", text, re.M)
+    assert re.search(r"^ +any +trainer-x +\d\.\d s$", text, re.M)
+
+
+def test_status_of_a_group_at_work_shows_members_round_and_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    with coordinator() as server, joined(server.url, 2) as workers:
+        together(workers, lambda worker: worker.agree(PLAN))
+        enough = threading.Event()
+
+        def train(worker: Worker) -> None:
+            go_on = np.ones(1, np.int8)
+            while go_on:
+                exchange(worker)
+                go_on[:] = not enough.is_set()
+                worker.broadcast(go_on)
+
+        tasks = [Task(train, worker) for worker in workers]
+        text = status(capsys, server.url, "--interval", "0.3")
+        enough.set()
+        for task in tasks:
+            task.result()
+
+    assert "group 'default': active, 2 of 2 workers, epoch 1" in text
+    rates = re.search(r"round (\d+), ([\d.]+) rounds/s, ([\d.]+) MB/s in, ([\d.]+) MB/s out", text)
+    assert rates is not None
+    rounds, inwards, outwards = (float(rates[index]) for index in (2, 3, 4))
+    assert rounds > 0
+    assert inwards == pytest.approx(2 * rounds * PLAN.nbytes / 1e6, rel=0.5)
+    assert outwards == pytest.approx(inwards, rel=0.5)
+    assert "plan: 2 buckets, 1.0 MB a round" in text
+    assert re.search(r"^ +0 +w0 +[\d.]+ MB", text, re.M)
+    assert re.search(r"^ +1 +w1 +[\d.]+ MB", text, re.M)
+
+
+def test_status_shows_who_is_missing_and_what_is_in_flight(capsys: pytest.CaptureFixture[str]) -> None:
+    with coordinator() as server, joined(server.url, 3) as workers:
+        together(workers, lambda worker: worker.agree(PLAN))
+        together(workers, exchange)
+        handles = [worker.push(0, np.ones(250_000, np.float32)) for worker in (workers[0], workers[2])]
+
+        text = status_when(r"w0 +1\.0 MB.*w2 +1\.0 MB", capsys, server.url)
+        workers[1].push(0, np.ones(250_000, np.float32))
+        for handle in handles:
+            handle.wait()
+
+    assert re.search(r"open for \d+\.\d s: bucket 'b0' of round 1; missing: 'w1' \(rank 1\)$", text, re.M)
+    assert re.search(r"w1 +0\.0 MB", text)
+    assert "round 1, 0.0 rounds/s" in text
+
+
+def test_status_shows_what_broke_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with coordinator() as server, joined(server.url, 2) as (zero, _):
+        zero.abort("out of memory")
+
+        text = status_when("broken", capsys, server.url)
+
+    assert "group 'default': broken, 1 of 2 workers" in text
+    assert "broken: 'w0' (rank 0) was lost and is needed to go on: out of memory" in text
+
+
+def test_status_as_json_is_one_snapshot(capsys: pytest.CaptureFixture[str]) -> None:
+    with coordinator() as server, joined(server.url, 2, group="mine") as workers:
+        together(workers, lambda worker: worker.agree(PLAN))
+        together(workers, exchange)
+
+        snapshot: dict[str, Any] = json.loads(status(capsys, server.url, "--json"))
+
+    group = snapshot["groups"]["mine"]
+    assert snapshot["url"] == server.url
+    assert (group["state"], group["world_size"], group["round"]) == ("active", 2, 1)
+    assert group["members"] == [{"rank": 0, "name": "w0"}, {"rank": 1, "name": "w1"}]
+    assert group["bytes_in"] == group["bytes_out"] == 2 * PLAN.nbytes
+    assert group["last_round"]["weights"] == [1.0, 1.0]
+
+
+def test_asking_disturbs_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    with coordinator() as server, joined(server.url, 2) as workers:
+
+        def work(worker: Worker) -> None:
+            for number in range(200):
+                assert worker.all_reduce(np.full(3, worker.rank + number, np.float32)).tolist() == [number + 0.5] * 3
+
+        tasks = [Task(work, worker) for worker in workers]
+        for _ in range(20):
+            status(capsys, server.url, "--json")
+        for task in tasks:
+            task.result()
+
+
+def complaint(capsys: pytest.CaptureFixture[str], url: str) -> str:
+    """The one line in which ``status`` says what is wrong."""
+    assert main(["status", url]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+def test_status_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    url = free_url()
+
+    assert complaint(capsys, url) == (
+        f"gradserver: no coordinator answers at {url} (connection refused). "
+        f"Is `gradserver serve` running there, and is the port right?\n"
+    )
+
+
+def test_status_of_a_host_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no coordinator answers at tcp://nowhere.invalid:7411 (" in complaint(capsys, "tcp://nowhere.invalid:7411")
+
+
+def test_status_of_something_silent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("gradserver.status._PATIENCE_MS", 200)
+
+    with plain_server() as url:
+        assert complaint(capsys, url) == (
+            f"gradserver: whatever listens at {url} has not answered as a gradserver coordinator within 0.2 s\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ([b"hello"], "not a gradserver message: it begins with b'hello'"),
+        ([encode(Ping())], "a Ping instead of a Status"),
+        ([encode(Status()), b"no JSON"], "Expecting value"),
+        ([b"GS\x63" + encode(Ping())[3:]], "the peer speaks protocol version 99, this side version 1"),
+    ],
+)
+def test_status_of_something_that_answers_something_else(
+    capsys: pytest.CaptureFixture[str], reply: list[bytes], message: str
+) -> None:
+    with impostor(zmq.ROUTER, lambda _: reply) as url:
+        text = complaint(capsys, url)
+
+    assert f"{url} answers, but not as a gradserver coordinator: " in text
+    assert message in text
+
+
+@pytest.mark.parametrize("url", ["tcp://*:7411", "tcp://127.0.0.1:0"])
+def test_status_needs_one_host_and_port(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    assert f"{url!r} names no one coordinator: give its host and port" in complaint(capsys, url)
+
+
+def test_status_of_no_url(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'localhost' is no coordinator's URL" in complaint(capsys, "localhost")
+
+
+# ── all of them ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["train"], "invalid choice: 'train'"),
+        (["serve", "--workers", "0"], "0 is out of range: a number of workers is 1 to 1024"),
+        (["serve", "--workers", "two"], "'two' is not a number of workers"),
+        (["serve", "--credit", "1"], "1 is out of range: a number of MiB is 2 to "),
+        (["status", "--interval", "0"], "0 is out of range: a number of seconds is 0.05 to 3600"),
+        (["status", "--interval", "nan"], "nan is out of range"),
+        (["serve", "extra"], "unrecognized arguments: extra"),
+    ],
+)
+def test_arguments_that_cannot_be_right_are_told_with_the_usage(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("usage: gradserver")
+    assert message in err
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"gradserver {gradserver.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "status", "demo"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], [command, "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert command in capsys.readouterr().out

@@ -1,0 +1,253 @@
+"""DistributedDataParallel: uneven numbers of batches, buffers, and modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradserver import DistributedDataParallel
+from tests.models import (
+    Convolutional,
+    Transformer,
+    images,
+    loss_of,
+    optimizer_state,
+    state_of,
+    tokens,
+)
+from tests.replicas import (
+    ROWS,
+    alone,
+    assert_like_one_process,
+    distance,
+    gradients,
+    on,
+    reference,
+    same,
+    sgd,
+    shard,
+)
+from worker.client import Worker
+
+torch.set_num_threads(1)
+
+# ── uneven inputs ────────────────────────────────────────────────────────────────────────────────────
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("batches", [[3, 1, 2], [0, 2, 2], [2, 2, 2]])
+def test_workers_may_have_different_numbers_of_batches(
+    batches: list[int], options: dict[str, Any], make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    def work(worker: Worker) -> tuple[dict[str, Tensor], list[Tensor]]:
+        model = DistributedDataParallel(Transformer(worker.rank, branch=bool(options)), worker, **options)
+        optimizer = make_optimizer(model)
+        for _ in range(2):
+            with model.join(optimizer):
+                for step in range(batches[worker.rank]):
+                    optimizer.zero_grad()
+                    loss_of(model, *shard(worker.rank, 3, *tokens(step, ROWS))).backward()
+                    optimizer.step()
+            assert all(p.grad is None for p in model.parameters())
+        assert worker.round == 2 * (max(batches) + 1)
+        return state_of(model.module), list(optimizer_state(optimizer))
+
+    single = Transformer(branch=bool(options))
+    optimizer = make_optimizer(single)
+    for _ in range(2):
+        for step in range(max(batches)):
+            optimizer.zero_grad()
+            active = [rank for rank in range(3) if step < batches[rank]]
+            losses = [loss_of(single, *shard(rank, 3, *tokens(step, ROWS))) for rank in active]
+            (sum(losses) / len(losses)).backward()
+            optimizer.step()
+    results = on(3, work)
+    assert all(same(results[0][0], state) for state, _ in results)
+    assert all(all(map(torch.equal, results[0][1], tensors)) for _, tensors in results)
+    # Adam divides by the root of tiny second moments, which blows up the last bit.
+    assert distance(results[0][0], state_of(single)) < (1e-6 if make_optimizer is sgd else 1e-4)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_worker_without_batches_follows_what_is_unused_too(to_none: bool) -> None:
+    def work(worker: Worker) -> tuple[dict[str, Tensor], list[Tensor]]:
+        model = DistributedDataParallel(Transformer(branch=True), worker, find_unused_parameters=True)
+        optimizer = sgd(model)
+        with model.join(optimizer):
+            for step in range(1 + 4 * worker.rank):
+                optimizer.zero_grad(set_to_none=to_none)
+                loss_of(model, *tokens(step, 2), branch=step % 2 == 0).backward()
+                optimizer.step()
+        return state_of(model.module), list(optimizer_state(optimizer))
+
+    (state, momenta), (other_state, other_momenta) = on(2, work)
+    assert same(state, other_state)
+    assert all(map(torch.equal, momenta, other_momenta))
+
+
+def test_join_takes_functions_and_several_steps() -> None:
+    def work(worker: Worker) -> tuple[int, float]:
+        model = DistributedDataParallel(Transformer(), worker)
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        calls: list[int] = []
+        with model.join([optimizer, scheduler.step, lambda: calls.append(1)]):
+            for step in range(3 - 2 * worker.rank):
+                optimizer.zero_grad()
+                loss_of(model, *tokens(step, 2)).backward()
+                optimizer.step()
+                scheduler.step()
+        return len(calls), optimizer.param_groups[0]["lr"]
+
+    assert on(2, work) == [(0, 0.1 / 8), (2, 0.1 / 8)]
+
+
+def test_gradients_left_from_no_sync_count_in_one_more_exchange() -> None:
+    def work(worker: Worker) -> dict[str, Tensor]:
+        model = DistributedDataParallel(Transformer(), worker)
+        optimizer = sgd(model)
+        with model.join(optimizer):
+            if worker.rank == 0:
+                with model.no_sync():
+                    loss_of(model, *tokens(0, ROWS)).backward()
+        return state_of(model.module)
+
+    assert_like_one_process(on(2, work), reference(Transformer(), steps=1))
+
+
+def test_worker_of_weight_zero_does_not_look_like_one_without_batches() -> None:
+    def work(worker: Worker) -> tuple[dict[str, Tensor], int]:
+        model = DistributedDataParallel(Transformer(), worker)
+        optimizer = sgd(model)
+        with model.join(optimizer):
+            for step in range(1 + 2 * worker.rank):
+                model.set_weight(step % 2)  # the first batch has no valid token anywhere
+                optimizer.zero_grad()
+                loss_of(model, *tokens(step, 2)).backward()
+                optimizer.step()
+        return state_of(model.module), worker.round
+
+    (state, rounds), (other, _) = on(2, work)
+    assert same(state, other)
+    assert rounds == 4
+
+
+def test_join_passes_on_an_exception_at_once() -> None:
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(Transformer(), worker)
+        with model.join(sgd(model)):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        on(2, work)
+
+
+# ── buffers, modes ───────────────────────────────────────────────────────────────────────────────────
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_buffers_are_those_of_the_lowest_rank_after_each_backward() -> None:
+    def work(worker: Worker) -> list[dict[str, Tensor]]:
+        model = DistributedDataParallel(Convolutional(worker.rank), worker)
+        history = []
+        for step in range(3):
+            loss = loss_of(model, *images(10 * step + worker.rank, 4))
+            mine = buffers(model.module)
+            loss.backward()
+            assert same(mine, buffers(model.module)) == (worker.rank == 0)
+            history.append(buffers(model.module))
+        return history
+
+    for first, *others in zip(*on(3, work), strict=True):
+        assert all(same(first, other) for other in others)
+
+
+def test_buffers_are_those_of_the_lowest_rank_that_has_a_batch() -> None:
+    def work(worker: Worker) -> list[dict[str, Tensor]]:
+        model = DistributedDataParallel(Convolutional(), worker)
+        optimizer = sgd(model)
+        mine = {}
+        with model.join(optimizer):
+            for step in range(worker.rank):
+                optimizer.zero_grad()
+                loss = loss_of(model, *images(step, 4))
+                mine = buffers(model.module)
+                loss.backward()
+                optimizer.step()
+        return [mine, buffers(model.module)]
+
+    (_, first), (of_rank_1, second) = on(2, work)
+    assert same(first, second)
+    assert same(second, of_rank_1)
+
+
+def test_buffers_may_be_left_alone() -> None:
+    def work(worker: Worker) -> dict[str, Tensor]:
+        module = Convolutional()
+        module.get_buffer("norm.running_mean").fill_(worker.rank)
+        model = DistributedDataParallel(module, worker, broadcast_buffers=False)
+        loss_of(model, *images(worker.rank, 4)).backward()
+        return buffers(module)
+
+    assert not same(*on(2, work))
+
+
+def test_two_forwards_before_two_backwards() -> None:
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(Convolutional(), worker)
+        losses = [loss_of(model, *images(step, 4)) for step in range(2)]
+        for loss in losses:
+            loss.backward()
+
+    on(2, work)
+
+
+def test_nothing_is_exchanged_in_eval_mode() -> None:
+    def work(worker: Worker) -> dict[str, Tensor]:
+        model = DistributedDataParallel(Convolutional(worker.rank), worker)
+        model.eval()
+        assert not model.module.training
+        before = buffers(model.module)
+        for _ in range(worker.rank + 1):
+            model(images(worker.rank, 4)[0])
+        assert same(before, buffers(model.module))
+        loss = loss_of(model, *images(worker.rank, 4))
+        if worker.rank == 0:
+            with pytest.warns(UserWarning, match="the gradients stay with this worker"):
+                loss.backward()
+            assert worker.round == 0
+        model.zero_grad()
+        model.train()
+        loss_of(model, *images(worker.rank, 4)).backward()
+        assert worker.round == 1
+        return gradients(model.module)
+
+    assert same(*on(2, work))
+
+
+def test_module_wrapped_in_eval_mode_is_in_eval_mode() -> None:
+    assert alone(lambda worker: DistributedDataParallel(Transformer().eval(), worker).training) is False
+
+
+def test_autograd_grad_exchanges_nothing() -> None:
+    def work(worker: Worker) -> int:
+        model = DistributedDataParallel(Convolutional(), worker)
+        inputs = images(0, 2)[0].requires_grad_()
+        if worker.rank == 0:
+            torch.autograd.grad(model(inputs).sum(), inputs)
+        loss_of(model, *images(0, 2)).backward()
+        return worker.round
+
+    assert on(2, work) == [1, 1]
