@@ -13,7 +13,7 @@ shift
 # Port 0 takes a free one; the coordinator's first line says which: listening on tcp://127.0.0.1:PORT
 coproc coordinator { exec gradserver serve --bind tcp://127.0.0.1:0 --workers "$workers"; }
 pid=$coordinator_PID
-trap 'kill "$pid" 2>/dev/null && wait "$pid"' EXIT
+trap 'kill "$pid" 2>/dev/null && wait "$pid" || true' EXIT
 read -r _ _ GRADSERVER_URL <&"${coordinator[0]}"
 export GRADSERVER_URL
 

@@ -10,7 +10,7 @@ from typing import Self
 import zmq
 
 from protocol.errors import GradServerError
-from protocol.messages import Failure, Message
+from protocol.messages import Failure, Message, Ping
 from protocol.url import parse_url
 from protocol.wire import decode, encode
 from tests.cluster import PATIENCE, Task
@@ -43,9 +43,11 @@ class Stranger:
         self.say(encode(message), *payloads)
 
     def hear(self) -> Message:
-        """The next message that comes."""
-        assert self._socket.poll(int(PATIENCE * 1000)), "nothing came"
-        message, _ = decode(self._socket.recv_multipart())
+        """The next message that comes and is no Ping."""
+        message: Message = Ping()
+        while isinstance(message, Ping):
+            assert self._socket.poll(int(PATIENCE * 1000)), "nothing came"
+            message, _ = decode(self._socket.recv_multipart())
         return message
 
     def error(self) -> GradServerError:

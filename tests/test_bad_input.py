@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgpack
@@ -13,20 +14,26 @@ import pytest
 import zmq
 
 from gradserver.tcp import TcpServer
-from protocol.dtypes import FLOAT32
+from protocol.dtypes import BY_NAME, FLOAT32
 from protocol.errors import (
+    CollectiveMismatchError,
+    CoordinatorError,
+    CoordinatorUnreachableError,
     GradServerError,
+    InvalidArgumentError,
     InvalidRankError,
     InvalidWorldSizeError,
     LimitExceededError,
     MalformedMessageError,
+    OutOfStepError,
     ProtocolError,
+    SizeMismatchError,
     UnexpectedMessageError,
     VersionMismatchError,
     WorkerLostError,
 )
 from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from protocol.limits import MAX_FRAME_BYTES, MAX_HEADER_BYTES, PROTOCOL_VERSION, SLICE_BYTES
+from protocol.limits import CREDIT_BYTES, MAX_FRAME_BYTES, MAX_HEADER_BYTES, PROTOCOL_VERSION, SLICE_BYTES
 from protocol.messages import (
     Agreed,
     Failure,
@@ -45,10 +52,11 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.plan import simple_plan
-from protocol.wire import encode
+from protocol.wire import decode, encode
 from tests.cluster import Daemon, Task, coordinator, joined, wait_until
-from tests.strangers import Stranger, say_plainly
+from tests.strangers import Stranger, impostor, plain_server, say_plainly
 from worker.client import Worker
+from worker.connect import connect
 
 PLAN = simple_plan([("b0", 3000), ("b1", 5)], FLOAT32)
 KEY = ExchangeKey(Stream.BUCKET, 0, 0)
@@ -156,7 +164,13 @@ STRANGE: dict[str, tuple[list[bytes], type[GradServerError], str]] = {
     ),
     "goodbye": ([encode(Leave("bye"))], UnexpectedMessageError, "Leave from someone who is in no group"),
     "coordinator's": ([encode(Agreed(PLAN.hash, 0))], UnexpectedMessageError, "Agreed from someone who"),
-    "empty group": ([encode(Join("", "n", 0, 2, 5.0))], ProtocolError, ""),
+    "empty group": ([encode(Join("", "n", 0, 2, 5.0))], InvalidArgumentError, "and must be printable text"),
+    "name that writes on terminals": (
+        [encode(Join("crowd", "\x1b[2J", 0, 2, 5.0))],
+        InvalidArgumentError,
+        "the worker's name is '\\x1b[2J', and must be printable text",
+    ),
+    "long name": ([encode(Join("crowd", "n" * 200, 0, 2, 5.0))], InvalidArgumentError, "is 200 bytes long"),
     "no world size": (
         [encode(Join("crowd", "n", 0, 0, 5.0))],
         InvalidWorldSizeError,
@@ -306,3 +320,230 @@ def test_thousands_of_messages_from_a_member_harm_no_other_group() -> None:
                         pass
         bystanders.check()
         assert daemon.running
+
+
+# ── members that break the protocol ───────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def rogue(url: str, name: str = "rogue") -> Iterator[tuple[Stranger, Worker]]:
+    """A member of a group of two that says what a test likes, rank 1, and its honest partner; both agreed on PLAN."""
+    with Stranger(url) as stranger:
+        stranger.send(Join("crowd", name, 1, 2, 10.0))
+        with connect(url, 0, 2, "crowd", "honest", 10.0) as partner:
+            assert isinstance(stranger.hear(), Welcome)
+            stranger.send(Propose(PLAN.hash), PLAN.encoded)
+            partner.agree(PLAN)
+            assert isinstance(stranger.hear(), Agreed)
+            yield stranger, partner
+
+
+def push(number: int, part: int, size: int, index: int = 0) -> list[bytes]:
+    return [encode(Push(ExchangeKey(Stream.BUCKET, number, part), index)), bytes(size)]
+
+
+def begin(operation: Operation | None, size: int, number: int = 0) -> list[bytes]:
+    key = ExchangeKey(Stream.COLLECTIVE, number)
+    return [encode(Push(key, 0, 1.0, size > 0, operation)), *([bytes(size)] if size else [])]
+
+
+HUGE = Operation(Kind.ALL_REDUCE, Op.SUM, FLOAT32, 1 << 40)
+
+ROGUISH: dict[str, tuple[list[list[bytes]], type[GradServerError], str]] = {
+    "garbage": ([[b"garbage"]], MalformedMessageError, "not a gradserver message: it begins with b'garbage'"),
+    "short slice": (
+        [push(0, 0, 11_996)],
+        SizeMismatchError,
+        "bucket 'b0' of round 0 from 'rogue' (rank 1): slice 0 has 11996 bytes, 12000 were agreed",
+    ),
+    "long slice": ([push(0, 1, 24)], SizeMismatchError, "slice 0 has 24 bytes, 20 were agreed"),
+    "later round": (
+        [push(5, 0, 12_000)],
+        OutOfStepError,
+        "bucket 'b0' of round 5 from 'rogue' (rank 1): round 0 is due, 5 came",
+    ),
+    "same slice twice": ([push(0, 0, 12_000)] * 2, OutOfStepError, "round 1 is due, 0 came"),
+    "slice behind the end": (
+        [push(0, 0, 12_000), push(0, 0, 12_000, index=1)],
+        OutOfStepError,
+        "slice 1 came, 1 of 1 is due",
+    ),
+    "second slice first": ([push(0, 0, 12_000, index=1)], UnexpectedMessageError, "did not begin with slice 0"),
+    "bucket of no plan": (
+        [push(0, 7, 12_000)],
+        OutOfStepError,
+        "bucket 7 is in no plan that 'rogue' (rank 1)",
+    ),
+    "later collective": ([begin(SUM, 12, number=3)], OutOfStepError, "number 0 is due, 3 came"),
+    "collective without a name": ([begin(None, 12)], UnexpectedMessageError, "must say which one it is"),
+    "mean of integers": (
+        [begin(Operation(Kind.ALL_REDUCE, Op.MEAN, BY_NAME["int32"], 3), 12)],
+        GradServerError,
+        "the mean of int32 is not a int32",
+    ),
+    "root that is not there": (
+        [begin(Operation(Kind.BROADCAST, Op.NONE, FLOAT32, 3, 9), 12)],
+        InvalidRankError,
+        "root 9 is not in a group of 2",
+    ),
+    "uneven scatter": (
+        [begin(Operation(Kind.REDUCE_SCATTER, Op.SUM, FLOAT32, 3), 12)],
+        InvalidArgumentError,
+        "reduce_scatter of 3 elements among 2 workers",
+    ),
+    "more than the credit": (
+        [
+            [encode(Push(COLLECTIVE, index, 1.0, True, None if index else HUGE)), bytes(SLICE_BYTES)]
+            for index in range(CREDIT_BYTES // SLICE_BYTES + 2)
+        ],
+        LimitExceededError,
+        f"'rogue' (rank 1) has {CREDIT_BYTES + 2 * SLICE_BYTES} bytes in flight, its credit is {CREDIT_BYTES}",
+    ),
+    "second join": (
+        [[encode(Join("crowd", "rogue", 1, 2, 5.0))]],
+        UnexpectedMessageError,
+        "already joined group 'crowd'",
+    ),
+    "result": ([[encode(Result(KEY, 0, 1.0, False))]], UnexpectedMessageError, "Result is not for a coordinator"),
+    "second plan": (
+        [[encode(Propose(PLAN.hash)), PLAN.encoded]] * 2,
+        UnexpectedMessageError,
+        "'rogue' (rank 1) proposed a second plan before the first was settled",
+    ),
+    "plan that is none": ([[encode(Propose("")), b"plan"]], ProtocolError, "plan"),
+}
+
+
+@pytest.mark.parametrize("what", ROGUISH)
+def test_member_that_breaks_the_protocol_is_told_and_its_group_too(server: TcpServer, what: str) -> None:
+    said, kind, message = ROGUISH[what]
+
+    with rogue(server.url) as (stranger, partner):
+        for frames in said:
+            stranger.say(*frames)
+        error = stranger.error()
+        with pytest.raises(WorkerLostError) as caught:
+            partner.barrier()
+
+    assert isinstance(error, kind), error
+    assert message in str(error)
+    assert "'rogue' (rank 1) was lost" in str(caught.value)
+    assert str(error) in str(caught.value)
+
+
+def test_collective_of_another_length_is_told_to_both(server: TcpServer) -> None:
+    with rogue(server.url) as (stranger, partner):
+        stranger.say(*begin(SUM, 12))
+        with pytest.raises(CollectiveMismatchError) as caught:
+            partner.all_reduce(np.zeros(4, np.float32), "sum")
+
+        assert str(stranger.error()) == str(caught.value)
+    for word in ("'rogue' (rank 1) called all_reduce(sum) of float32[3]", "'honest' (rank 0) called", "float32[4]"):
+        assert word in str(caught.value)
+
+
+# ── coordinators that are none ────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that does not wait for a coordinator's verdict after its own time is up."""
+    monkeypatch.setattr("worker.connect.VERDICT_SECONDS", 0.1)
+
+
+def refusal(url: str, timeout: float) -> str:
+    """What a worker says of something that is no coordinator."""
+    with pytest.raises(CoordinatorUnreachableError) as caught:
+        connect(url, 0, 2, timeout=timeout)
+    return str(caught.value)
+
+
+def test_web_server_is_told_from_a_coordinator() -> None:
+    with plain_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as url:
+        assert refusal(url, 10.0) == f"whatever listens at {url} is no gradserver coordinator"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_silent_server_is_told_from_a_coordinator() -> None:
+    with plain_server() as url:
+        assert refusal(url, 0.2) == (
+            f"whatever listens at {url} has not answered as a gradserver coordinator within 0.2 s"
+        )
+
+
+@pytest.mark.parametrize("kind", [zmq.PUB, zmq.PULL, zmq.PAIR, zmq.SUB])
+def test_socket_that_takes_no_worker_is_told_from_a_coordinator(kind: int) -> None:
+    with impostor(kind) as url, pytest.raises(CoordinatorError) as caught:
+        connect(url, 0, 2, timeout=10.0)
+
+    assert url in str(caught.value)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("kind", [zmq.REP, zmq.ROUTER, zmq.DEALER])
+def test_socket_that_never_answers_is_told_from_a_coordinator(kind: int) -> None:
+    with impostor(kind) as url:
+        assert refusal(url, 0.2) == (
+            f"whatever listens at {url} has not answered as a gradserver coordinator within 0.2 s"
+        )
+
+
+def other_version(error: GradServerError) -> bytes:
+    """A Failure as a coordinator of the next version says it."""
+    frame = bytearray(encode(Failure.of(error, Scope.CONNECTION)))
+    frame[2] += 1
+    return bytes(frame)
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "message"),
+    [
+        ([b"hello"], MalformedMessageError, "answers, but not as a gradserver coordinator: not a gradserver message"),
+        ([encode(Status()), b"x" * (MAX_FRAME_BYTES - 1)], CoordinatorUnreachableError, "has not answered as"),
+        ([encode(Welcome("g", 7, 1, 1 << 24, ("a", "b")))], MalformedMessageError, "a Welcome as rank 7 of 2"),
+        (
+            [other_version(VersionMismatchError("the peer speaks protocol version 1, this side version 2"))],
+            VersionMismatchError,
+            "the peer speaks protocol version 1, this side version 2",
+        ),
+        (
+            [b"GS" + bytes([PROTOCOL_VERSION + 1]) + encode(Ping())[3:]],
+            VersionMismatchError,
+            f"the peer speaks protocol version {PROTOCOL_VERSION + 1}, this side version {PROTOCOL_VERSION}",
+        ),
+    ],
+    ids=["garbage", "something else", "impossible", "refused by another version", "another version"],
+)
+@pytest.mark.usefixtures("impatient")
+def test_answer_that_is_no_coordinators_is_told(reply: list[bytes], kind: type[GradServerError], message: str) -> None:
+    with impostor(zmq.ROUTER, lambda _: reply) as url, pytest.raises(kind) as caught:
+        connect(url, 0, 2, timeout=0.2)
+
+    assert message in str(caught.value)
+
+
+def lying(result: Callable[[Push], list[bytes]]) -> Callable[[Sequence[bytes]], Sequence[bytes]]:
+    """A coordinator that welcomes everybody and answers each Push as ``result`` says."""
+
+    def answer(frames: Sequence[bytes]) -> Sequence[bytes]:
+        message, _ = decode(frames)
+        if isinstance(message, Join):
+            return [encode(Welcome(message.group, 0, 1, 1 << 24, ("me", "nobody")))]
+        return result(message) if isinstance(message, Push) else [encode(Ping())]
+
+    return answer
+
+
+@pytest.mark.parametrize("size", [0, 11, 13, 4000])
+def test_result_of_another_length_is_refused(size: int) -> None:
+    data = np.ones(3, np.float32)
+    coordinator = lying(lambda push: [encode(Result(push.key, 0, 2.0, True)), bytes(size)])
+
+    with impostor(zmq.ROUTER, coordinator) as url, connect(url, 0, 2, timeout=5.0) as worker:
+        with pytest.raises(MalformedMessageError) as caught:
+            worker.all_reduce(data, "sum")
+        with pytest.raises(MalformedMessageError):
+            worker.barrier()
+
+    assert f"slice 0 of all_reduce(sum) of float32[3] came with {size} bytes, 12 are due" in str(caught.value)
+    assert data.tolist() == [1, 1, 1]

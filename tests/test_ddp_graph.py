@@ -69,6 +69,18 @@ def test_parameter_that_is_unused_in_a_later_step_is_an_error() -> None:
     alone(work)
 
 
+def test_parameter_whose_gradient_was_thrown_away_is_unused() -> None:
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(Transformer(branch=True), worker)
+        with model.no_sync():
+            loss_of(model, *tokens(0, 2), branch=True).backward()
+        model.zero_grad()
+        with pytest.raises(UsageError, match=r"no gradient came for 'branch.weight', 'branch.bias'"):
+            loss_of(model, *tokens(1, 2)).backward()
+
+    alone(work)
+
+
 def test_others_are_told_of_a_worker_that_failed() -> None:
     def work(worker: Worker) -> str:
         model = DistributedDataParallel(Transformer(branch=True), worker)

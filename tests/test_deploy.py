@@ -26,7 +26,7 @@ WORKER = """
 import sys, numpy, gradserver
 with gradserver.connect(timeout=30) as worker:
     ranks = worker.all_gather(numpy.array([worker.rank])).ravel().tolist()
-    sys.stdout.write(f"rank {worker.rank} of {ranks} {sys.argv[1:]}\n")
+    sys.stdout.write(f"rank {worker.rank} of {ranks} {sys.argv[1:]}\\n")  # in one piece: others write there, too
     worker.barrier()
     if "fail" in sys.argv and worker.rank == 1:
         sys.exit(3)
@@ -136,13 +136,22 @@ def test_slurm_script_runs_a_coordinator_and_a_worker_for_each_task(machine: Mac
     assert not is_listening(port)
 
 
-def test_slurm_script_fails_with_its_worker_and_ends_the_coordinator(machine: Machine) -> None:
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [([sys.executable, "train.py", "fail"], 3), (["false"], 1)],  # the second before the coordinator is ready
+    ids=["late", "at once"],
+)
+def test_slurm_script_fails_with_its_worker_and_ends_the_coordinator(
+    machine: Machine, command: list[str], status: int
+) -> None:
     machine.install("srun", SRUN)
     machine.install("scontrol", SCONTROL)
     port = free_port()
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "localhost,elsewhere", "GRADSERVER_PORT": str(port)}
-    done = machine.run("slurm.sbatch", sys.executable, str(machine.worker), "fail", **job)
-    assert done.returncode == 3, done.stderr
+    done = machine.run(
+        "slurm.sbatch", *(str(machine.worker) if word == "train.py" else word for word in command), **job
+    )
+    assert done.returncode == status, done.stderr
     assert not is_listening(port)
 
 

@@ -27,7 +27,7 @@ from protocol.errors import (
     WorkerLostError,
 )
 from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from protocol.limits import CREDIT_BYTES, MIB, MIN_CREDIT_BYTES, SLICE_BYTES
+from protocol.limits import CREDIT_BYTES, MAX_TRANSFERS, MIB, MIN_CREDIT_BYTES, SLICE_BYTES
 from protocol.messages import Failure, Inquire, Missing, Result
 from protocol.plan import Bucket, Component, Plan
 from tests.engine_harness import (
@@ -988,10 +988,10 @@ def test_exchanges_that_one_member_opens_alone_are_bounded_by_its_credit(what: O
     payload = None if what.kind is Kind.BARRIER else floats(1)
     tracemalloc.start()
     try:
-        number = 0
-        while not harness.closed:
+        for number in range(10_000):
             harness.push(0, collective(number), payload, operation=what)
-            number += 1
+            if harness.closed:
+                break
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -1018,17 +1018,16 @@ def test_tags_are_bounded() -> None:
     harness = Harness(checked=False)
     harness.assemble(2)
     send = operation(Kind.TRANSFER, 1)
-    tag = 0
-    while not harness.closed:
+    for tag in range(MAX_TRANSFERS):
         harness.push(0, transfer(0, 0, 1, tag), floats(1), operation=send)
-        if not harness.closed:
-            harness.push(1, transfer(0, 0, 1, tag), None, operation=send)
-        tag += 1
-        assert tag < 10_000
+        harness.push(1, transfer(0, 0, 1, tag), None, operation=send)
+    assert harness.closed == []
+    harness.inbox.clear()
+    harness.push(0, transfer(1, 0, 1, 0), floats(1), operation=send)
+    assert harness.closed == [], "a tag that was used can be used again"
+    harness.push(0, transfer(0, 0, 1, MAX_TRANSFERS), floats(1), operation=send)
 
-    harness.inbox[SEATS] = harness.inbox[SEATS][-1:]
-    assert "4096 different" in str(harness.refusal(SEATS))
-    assert tag == 4097
+    assert f"has used {MAX_TRANSFERS} different pairs of peer and tag" in str(harness.refusal(SEATS))
 
 
 def test_a_plan_of_gigabytes_takes_no_memory_of_its_own() -> None:

@@ -652,6 +652,19 @@ def test_workers_whose_buckets_are_ready_in_opposite_orders_do_not_block_each_ot
     assert cluster.errors() == []
 
 
+@given(buckets=st.lists(st.integers(1, 20), min_size=1, max_size=12), slices=st.integers(2, 5))
+def test_a_member_that_ignores_its_credit_cannot_make_the_engine_keep_more(buckets: list[int], slices: int) -> None:
+    cluster = Cluster(Scenario(2, tuple(buckets), 1, (), (), 0), 0, credit=slices * SLICE)
+    greedy = cluster.clients[0]
+    greedy.credit = 1 << 30
+    while (tasks := greedy.ready()) and not cluster.harness.closed:
+        cluster.push(greedy, tasks[0])
+        assert held_bytes(cluster.harness) <= (slices + 1) * SLICE
+
+    in_all = sum(task.layout.cost(index) for task in greedy.tasks.values() for index in range(task.layout.count))
+    assert bool(cluster.harness.closed) == (in_all > (slices + 1) * SLICE)
+
+
 def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
     harness = Harness(checked=False)
     harness.assemble(2, plan_of(3, 1))

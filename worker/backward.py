@@ -134,10 +134,12 @@ class Backward:
 
     def _start(self, state: State) -> None:
         self._state = state
-        if self._pending and all(slot.parameter.grad is None for slot in self.rounds.slots):
-            self._pending = 0  # what had been accumulated was thrown away
+        thrown_away = all(slot.parameter.grad is None for slot in self.rounds.slots)  # what had been accumulated
+        if thrown_away:
+            self._pending = 0
         for slot in self.rounds.slots:
             slot.fired = 0
+            slot.touched = slot.touched and not thrown_away
         self._waiting = [sum(slot.expected > 0 for slot in bucket.slots) for bucket in self.rounds.gradients]
 
     @torch.no_grad()

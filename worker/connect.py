@@ -17,7 +17,7 @@ from protocol.errors import (
 from protocol.limits import MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
 from protocol.messages import Join
 from worker.client import Worker
-from worker.handle import Handle
+from worker.handle import VERDICT_SECONDS, Handle
 from worker.session import Session
 from worker.tcp import TcpChannel
 
@@ -81,7 +81,7 @@ def connect(
 def _await_welcome(joining: Handle, url: str, left: float, timeout: float) -> None:
     try:
         # The coordinator's own deadline began later than ours, and its error names who is missing.
-        joining.wait(left + 2.0)
+        joining.wait(left + VERDICT_SECONDS)
     except JoinTimeoutError:
         raise
     except TimeoutError:

@@ -12,7 +12,14 @@ from contextlib import suppress
 from typing import Any
 
 from protocol.channel import Channel
-from protocol.errors import ClosedError, DeadlineError, GradServerError, OutOfStepError, UsageError
+from protocol.errors import (
+    ClosedError,
+    DeadlineError,
+    GradServerError,
+    MalformedMessageError,
+    OutOfStepError,
+    UsageError,
+)
 from protocol.exchange import ExchangeKey, Operation, Stream, layout_of, pool_of
 from protocol.messages import (
     Agreed,
@@ -272,6 +279,8 @@ class Session:
             case Failure():
                 self._take_failure(message)
             case Welcome():
+                if not 0 <= message.rank < len(message.names):
+                    raise MalformedMessageError(f"a Welcome as rank {message.rank} of {len(message.names)}")
                 self.welcome = message
                 with self._state:
                     joining, self._joining = self._joining, None
@@ -300,6 +309,11 @@ class Session:
             if exchange is None or index in exchange.answered or index >= exchange.sent:
                 return
         layout, handle = exchange.layout, exchange.handle
+        if payloads and len(payloads[0]) != layout.nbytes(index) * layout.replies:
+            raise MalformedMessageError(
+                f"slice {index} of {exchange.operation} came with {len(payloads[0])} bytes, "
+                f"{layout.nbytes(index) * layout.replies} are due"
+            )
         if exchange.destination is not None:
             start, stop = layout.span(index)
             item = layout.itemsize

@@ -81,6 +81,7 @@ class TcpChannel:
         self._socket = self._context.socket(zmq.DEALER)
         self._configure(ipv6="[" in address)
         self._monitor = self._socket.get_monitor_socket(_GONE)
+        self._monitor.get(_EVENTS)  # a descriptor may signal nothing before its socket was looked at once
         self._socket.connect(address)
         self._lock = threading.Lock()
         self._reading = threading.Lock()
@@ -118,12 +119,15 @@ class TcpChannel:
         with self._lock:
             if self._closing:
                 raise ClosedError("this worker is closed")
-            if payloads:
-                payload = payloads[0]
-                self._socket.send(header, _NOBLOCK_MORE)
-                self._socket.send(payload, _NOBLOCK, copy=len(payload) < _ZERO_COPY_BYTES)
-            else:
-                self._socket.send(header, _NOBLOCK)
+            try:
+                if payloads:
+                    payload = payloads[0]
+                    self._socket.send(header, _NOBLOCK_MORE)
+                    self._socket.send(payload, _NOBLOCK, copy=len(payload) < _ZERO_COPY_BYTES)
+                else:
+                    self._socket.send(header, _NOBLOCK)
+            except zmq.Again:  # libzmq has given the connection up
+                raise ConnectionLostError(self._lost_text("the connection is gone")) from None
             missed = self._reading.locked() and int(self._socket.get(_EVENTS)) & _POLLIN
         if missed:
             self._wake()
@@ -224,7 +228,7 @@ class TcpChannel:
             pass
         if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
             raise ConnectionLostError(self._lost_text("the coordinator died, or the network between us did"))
-        raise ConnectionLostError(self._lost_text("whatever listens there does not speak ZeroMQ"))
+        raise CoordinatorUnreachableError(f"whatever listens at {self._url} is no gradserver coordinator")
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────
 

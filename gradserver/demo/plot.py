@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -11,6 +12,8 @@ from gradserver.demo.outcome import Result, distances
 from gradserver.demo.settings import TOLERANCE, Settings
 
 _GROUP, _REFERENCE, _GREY = "#f2a03d", "#1f3a5f", "#6b7280"
+_NORM = "#9db4d0"
+_FLOOR = 1e-9
 
 
 def save_plot(path: Path, settings: Settings, group: Result, reference: Result) -> None:
@@ -19,7 +22,7 @@ def save_plot(path: Path, settings: Settings, group: Result, reference: Result) 
     figure = Figure(figsize=(9, 6.2), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.15])
     _draw_losses(upper, settings, group, reference)
-    _draw_distance(lower, distances(group.losses, reference.losses))
+    _draw_distances(lower, group, reference)
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
@@ -56,11 +59,16 @@ def _draw_losses(axes: Axes, settings: Settings, group: Result, reference: Resul
     axes.legend(frameon=False, loc="upper right")
 
 
-def _draw_distance(axes: Axes, gaps: list[float]) -> None:
-    floor = 1e-9  # a logarithmic axis has no zero: equal losses are drawn here
-    axes.semilogy(range(1, len(gaps) + 1), [max(gap, floor) for gap in gaps], color=_REFERENCE, linewidth=1)
+def _draw_distances(axes: Axes, group: Result, reference: Result) -> None:
+    norms = distances(group.gradient_norms, reference.gradient_norms)
+    losses = distances(group.losses, reference.losses)
+    for label, gaps, colour in (("gradient norm", norms, _NORM), ("loss", losses, _REFERENCE)):
+        # A logarithmic axis has no zero: equal values are drawn at the bottom.
+        axes.semilogy(range(1, len(gaps) + 1), [max(gap, _FLOOR) for gap in gaps], color=colour, lw=1, label=label)
     axes.axhline(TOLERANCE, color="#b91c1c", linewidth=1, linestyle=(0, (4, 3)))
     axes.annotate("tolerance", (1, TOLERANCE), xytext=(4, -4), textcoords="offset points", va="top", color="#b91c1c")
-    axes.set_ylim(floor, max(TOLERANCE * 10, *(gap * 3 for gap in gaps if gap < float("inf")), floor))
+    finite = [gap for gap in (*norms, *losses) if math.isfinite(gap)]
+    axes.set_ylim(_FLOOR, 10 * max([TOLERANCE, *finite]))
     axes.set_ylabel("relative\ndifference")
     axes.set_xlabel("step")
+    axes.legend(frameon=False, loc="upper right", ncols=2, fontsize=8, borderaxespad=0)

@@ -47,7 +47,7 @@ from gradserver.engine.membership import (
     Group,
     Proposal,
     check_applicant,
-    check_length,
+    check_name,
     check_world,
     deadlines,
     describe,
@@ -130,7 +130,7 @@ class Control:
     def _join(self, connection: int, join: Join, now: float, commands: list[Command]) -> list[Order]:
         if connection in self._places:
             raise UnexpectedMessageError(f"this connection already joined group {self._places[connection]!r}")
-        check_length("the group's name", join.group, MAX_NAME_BYTES)
+        check_name("the group's name", join.group, MAX_NAME_BYTES)
         group = self.groups.get(join.group)
         if group is None:
             group = self._new_group(join)

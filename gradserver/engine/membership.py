@@ -84,8 +84,10 @@ def check_world(world: int, where: str) -> None:
         raise InvalidWorldSizeError(f"{where}: a world size is 1 to {MAX_WORLD_SIZE}, not {world}")
 
 
-def check_length(what: str, name: str, limit: int) -> None:
-    """InvalidArgumentError if ``name`` takes more than ``limit`` bytes."""
+def check_name(what: str, name: str, limit: int) -> None:
+    """InvalidArgumentError if ``name`` takes more than ``limit`` bytes, or could upset a terminal that shows it."""
+    if not name or not name.isprintable():
+        raise InvalidArgumentError(f"{what} is {name[:40]!r}, and must be printable text")
     length = len(name.encode(errors="replace"))
     if length > limit:
         raise InvalidArgumentError(f"{what} {name[:40]!r}… is {length} bytes long, the limit is {limit}")
@@ -94,7 +96,7 @@ def check_length(what: str, name: str, limit: int) -> None:
 def check_applicant(group: Group, join: Join, now: float) -> None:
     """Raise the error that keeps this applicant out, if there is one."""
     fair_share = (MAX_HEADER_BYTES - 2 * MAX_NAME_BYTES) // group.world - 5  # of a Welcome, with msgpack's own bytes
-    check_length(f"in a group of {group.world}, the worker's name", join.name, min(MAX_NAME_BYTES, fair_share))
+    check_name(f"in a group of {group.world}, the worker's name", join.name, min(MAX_NAME_BYTES, fair_share))
     if join.world_size not in (0, group.world):
         raise InvalidWorldSizeError(
             f"{join.name!r} wants a world size of {join.world_size}, group {group.name!r} has {group.world}"
