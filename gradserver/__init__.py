@@ -58,7 +58,12 @@ if TYPE_CHECKING:
     from worker.client import Worker as Worker
     from worker.connect import connect as connect
     from worker.ddp import DistributedDataParallel as DistributedDataParallel
-    from worker.flatten import flatten as flatten, unflatten as unflatten
+    from worker.flatten import (
+        BlockShape as BlockShape,
+        flatten as flatten,
+        local_mean as local_mean,
+        unflatten as unflatten,
+    )
     from worker.handle import Handle as Handle
     from worker.sampler import ShardSampler as ShardSampler
     from worker.sharding import shard_batches as shard_batches
@@ -75,6 +80,8 @@ _HOME = {
     "GradientExchange": "worker.blocks",
     "flatten": "worker.flatten",
     "unflatten": "worker.flatten",
+    "local_mean": "worker.flatten",
+    "BlockShape": "worker.flatten",
     "shard_batches": "worker.sharding",
     "ShardSampler": "worker.sampler",
     "LocalCluster": "gradserver.local",

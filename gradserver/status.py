@@ -101,7 +101,7 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
         f"{rate('bytes_in') / 1e6:.1f} MB/s in, {rate('bytes_out') / 1e6:.1f} MB/s out"
     )
     if group["plan"]:
-        lines.append(f"  plan: {group['plan']['buckets']} buckets, {group['plan']['bytes'] / 1e6:.1f} MB a round")
+        lines.append(f"  plan: {group['plan']['buckets']} buckets, {_size(group['plan']['bytes'])} a round")
     flights = group.get("outstanding", [])
     last = (group["last_round"] or {}).get("last", -1)
     rows = [
@@ -116,6 +116,10 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
     if group["broken"]:
         lines.append(f"  broken: {group['broken']}")
     return lines
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
 def _duration(seconds: float) -> str:

@@ -45,6 +45,7 @@ _SEND_QUEUE: Final = 50_000
 """Replies that may wait for a connection which does not read; credits keep members far below it."""
 _PROBES: Final = (0.0, 0.02, 0.1, 0.5)
 """Seconds after a disconnect at which to probe: the monitor may speak before routing has noticed."""
+_GONE: Final = "it died, froze or lost its network"
 _NOBLOCK: Final = int(zmq.NOBLOCK)  # plain numbers: combining zmq's enumeration takes longer than sending
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
@@ -108,7 +109,7 @@ class TcpServer:
         poller = select.poll()
         for descriptor in (router, monitor, wake):
             poller.register(descriptor, select.POLLIN)
-        self._monitor.get(_EVENTS)  # a descriptor signals nothing before its socket was looked at once
+        self._notice_disconnects()  # also because its descriptor signals nothing before it was looked at once
         while self._stopping is None:
             caught_up = self._take_some()
             due = self._next_timer()
@@ -246,7 +247,7 @@ class TcpServer:
         for peer in gone:
             if self._peers.get(peer.identity) is peer:
                 self.forget(peer.identity)
-                self._coordinator.lost(peer.connection, "its connection closed")
+                self._coordinator.lost(peer.connection, _GONE)
 
 
 class _Peer:

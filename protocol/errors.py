@@ -217,4 +217,7 @@ def _tree(root: type[GradServerError]) -> dict[str, type[GradServerError]]:
 ERRORS: dict[str, type[GradServerError]] = _tree(GradServerError)
 """Every class of the tree by name: the name is what travels."""
 
+for _class in ERRORS.values():
+    _class.__module__ = "gradserver"  # where people import them from, and so what a traceback shows
+
 __all__ = ["ERRORS", *ERRORS]  # noqa: PLE0604 - the names are the keys, all of them strings

@@ -146,9 +146,7 @@ class Scope(IntEnum):
     """One exchange; the group goes on."""
     PROPOSAL = 1
     """The proposed plan; the worker may propose another."""
-    GROUP = 2
-    """The group cannot exchange any more: everything open and everything later fails with this."""
-    CONNECTION = 3
+    CONNECTION = 2
     """This worker's connection, which the coordinator forgets after this message."""
 
 

@@ -290,9 +290,13 @@ class Daemon(Program):
             self.__exit__()
             raise
 
+    def snapshot(self) -> dict[str, Any]:
+        """What it sees."""
+        return fetch(self.url)
+
     def group(self, name: str = "default") -> dict[str, Any]:
         """What it sees of one group; empty if there is none."""
-        group: dict[str, Any] = fetch(self.url)["groups"].get(name, {})
+        group: dict[str, Any] = self.snapshot()["groups"].get(name, {})
         return group
 
 

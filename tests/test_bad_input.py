@@ -257,7 +257,7 @@ def messages(chance: random.Random) -> Iterator[list[bytes]]:
         (Welcome("innocent", 0, 1, 1 << 24, ("w0", "w1")), []),
         (Agreed(PLAN.hash, 0), []),
         (Missing(KEY, ("w0",)), []),
-        (Failure.of(WorkerLostError("w0 is lost"), Scope.GROUP), []),
+        (Failure.of(WorkerLostError("w0 is lost"), Scope.CONNECTION), []),
         (Join("innocent", "intruder", chance.randrange(-1, 3), 2, 5.0), []),
     ]
     while True:

@@ -553,7 +553,7 @@ STRANGE: list[tuple[Message, tuple[bytes, ...]]] = [
     (Welcome("default", 0, 1, 1, ("w0", "w1")), ()),
     (Agreed("hash", 0), ()),
     (Result(bucket(0), 0, 1.0, False), ()),
-    (Failure(Scope.GROUP, "WorkerLostError", "me"), ()),
+    (Failure(Scope.CONNECTION, "WorkerLostError", "me"), ()),
     (Ping(), ()),
     (Status(), (b"{}",)),
 ]

@@ -108,7 +108,7 @@ _VALUES: dict[object, st.SearchStrategy[object]] = {
 @pytest.mark.parametrize("kind", ERRORS.values(), ids=str)
 @given(data=st.data())
 def test_every_error_arrives_as_it_was_sent(kind: type[GradServerError], data: st.DataObject) -> None:
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, vars(errors))
     fields = {name: data.draw(_VALUES[hints[name]]) for name in sorted(kind._FIELDS) if data.draw(st.booleans())}
     error = kind(data.draw(st.text(max_size=MAX_TEXT)), **fields)
     key = data.draw(st.none() | st.just(ExchangeKey(Stream.TRANSFER, 5, 6, 7, 8)))
@@ -123,7 +123,7 @@ def test_every_error_arrives_as_it_was_sent(kind: type[GradServerError], data: s
 
 
 def test_a_class_that_this_version_does_not_know_becomes_the_root() -> None:
-    error = through_the_wire(Failure(Scope.GROUP, "FutureError", "something new", {"rank": 3})).exception()
+    error = through_the_wire(Failure(Scope.CONNECTION, "FutureError", "something new", {"rank": 3})).exception()
 
     assert type(error) is GradServerError
     assert (error.message, error.fields) == ("something new", {})
@@ -131,11 +131,11 @@ def test_a_class_that_this_version_does_not_know_becomes_the_root() -> None:
 
 def test_a_name_that_is_no_error_class_becomes_the_root() -> None:
     for name in ("", "ERRORS", "Exception", "__class__"):
-        assert type(Failure(Scope.GROUP, name, "text").exception()) is GradServerError
+        assert type(Failure(Scope.CONNECTION, name, "text").exception()) is GradServerError
 
 
 def test_a_field_that_this_version_does_not_know_is_dropped() -> None:
-    sent = Failure(Scope.GROUP, "WorkerLostError", "gone", {"rank": 3, "host": "a", "args": "b", "_FIELDS": "c"})
+    sent = Failure(Scope.CONNECTION, "WorkerLostError", "gone", {"rank": 3, "host": "a", "args": "b", "_FIELDS": "c"})
     error = through_the_wire(sent).exception()
 
     assert type(error) is WorkerLostError
@@ -153,7 +153,7 @@ def test_a_long_list_is_cut_short() -> None:
 def test_facts_that_cannot_travel_stay_behind() -> None:
     error = NonFiniteError("NaN", bucket=None, rank=2)
 
-    assert Failure.of(error, Scope.GROUP).fields == {"rank": 2}
+    assert Failure.of(error, Scope.CONNECTION).fields == {"rank": 2}
 
 
 @given(

@@ -288,7 +288,7 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(5, [0, 0, 0], 0, 1.0, False, [0, 0, 0, MAX_NUMEL + 1, 0])], "expected an integer|no operation"),
         ([header(9, "x" * (MAX_TEXT + 1), False)], "expected text of at most 4096 characters, got str of length 4097"),
         ([header(9, b"", False)], "expected text of at most 4096 characters, got bytes of length 0"),
-        ([header(0, 4, "E", "t", {}, None)], "expected an integer from 0 to 3, got 4"),
+        ([header(0, 3, "E", "t", {}, None)], "expected an integer from 0 to 2, got 3"),
         ([header(0, 0, "E", "t", [], None)], "expected an error's fields"),
         ([header(0, 0, "E", "t", {"rank": 1.5}, None)], "expected text"),
         ([header(1, "g", "n", 1024, 0, 1.0)], "expected an integer from -1 to 1023, got 1024"),
@@ -297,6 +297,21 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
 def test_errors_say_what_is_wrong(frames: list[bytes], message: str) -> None:
     with pytest.raises(MalformedMessageError, match=message):
         decode(frames)
+
+
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("code", [5, 6, 7])
+def test_every_part_of_a_key_has_its_range(code: int, at: int) -> None:
+    rest = {5: (0, 1.0, False, None), 6: (0, 1.0, False), 7: ()}[code]
+    highest = [max(Stream), MAX_COUNTER, MAX_COUNTER, MAX_WORLD_SIZE - 1, MAX_WORLD_SIZE - 1]
+    lowest = [0, 0, 0, -1, -1]
+
+    decode([header(code, highest, *rest)])
+    decode([header(code, lowest, *rest)])
+    for key, step in ((highest, 1), (lowest, -1)):
+        beyond = [value + step * (place == at) for place, value in enumerate(key)]
+        with pytest.raises(MalformedMessageError, match="expected an integer from"):
+            decode([header(code, beyond, *rest)])
 
 
 # ── other versions ────────────────────────────────────────────────────────────────────────────────────
@@ -362,9 +377,9 @@ def test_a_header_that_would_be_refused_is_not_sent() -> None:
 def test_a_failure_that_is_too_long_goes_without_its_facts() -> None:
     rocket = "\U0001f680" * MAX_TEXT  # 16 KiB
 
-    message, _ = decode([encode(Failure(Scope.GROUP, "E", rocket, dict.fromkeys("abcd", rocket), KEY))])
+    message, _ = decode([encode(Failure(Scope.CONNECTION, "E", rocket, dict.fromkeys("abcd", rocket), KEY))])
 
-    assert message == Failure(Scope.GROUP, "E", rocket, {}, KEY)
+    assert message == Failure(Scope.CONNECTION, "E", rocket, {}, KEY)
 
 
 def array(items: Sequence[bytes]) -> bytes:
@@ -386,6 +401,8 @@ BOMBS = {
     "nested arrays that lie, full of maps": DEEP * 100 + array([b"\x81\xa0" * 900 + b"\x80"] * 36),
     "maps full of maps": array([b"\xde\x00\x40" + b"".join(b"\xa1" + bytes([i]) + b"\x80" for i in range(64))] * 330),
     "text of 4 GiB": b"\x91\xdb\xff\xff\xff\xff" + b"x" * 60_000,
+    "an array of 4 million": b"\xdd\x00\x40\x00\x00" + b"\x00" * 60_000,
+    "arrays of 4 million, nested": b"\xdd\x00\x40\x00\x00" * 1000,
     "an array of 4 billion": b"\xdd\xff\xff\xff\xff" + b"\x00" * 60_000,
     "a map of 4 billion": b"\x91\xdf\xff\xff\xff\xff" + b"\xa0\x00" * 30_000,
     "bytes of 4 GiB": b"\x91\xc6\xff\xff\xff\xff" + b"x" * 60_000,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
 import time
+import weakref
 from collections.abc import Mapping
 
 from protocol.errors import (
@@ -39,6 +42,8 @@ def connect(
     SLURM_PROCID, ``world_size`` from WORLD_SIZE or SLURM_NTASKS (as torchrun and Slurm set them). A rank
     that is nowhere given is assigned; a world size that is nowhere given is the coordinator's.
 
+    A worker that is still a member when its process ends leaves then, and the others are told of an uncaught error.
+
     Args:
         url: ``tcp://HOST:PORT`` of the coordinator.
         rank: the rank to have, 0 … world_size - 1.
@@ -72,10 +77,24 @@ def connect(
     session = Session(TcpChannel(url, timeout), timeout)
     try:
         _await_welcome(session.join(join), url, started + timeout - time.monotonic(), timeout)
-        return Worker(session)
+        worker = Worker(session)
     except BaseException:
         session.close("it could not join")
         raise
+    atexit.register(_leave_at_exit, weakref.ref(worker))
+    return worker
+
+
+def _leave_at_exit(reference: weakref.ref[Worker]) -> None:
+    """Say goodbye for a script that ends without ``close()``, and why, if that was an error."""
+    worker = reference()
+    if worker is None or worker.closed:
+        return
+    error = getattr(sys, "last_value", None)  # what the interpreter has just shown a traceback of
+    if error is None:
+        worker.close("its process ended")
+    else:
+        worker.abort(f"it raised {type(error).__name__}: {error}")
 
 
 def _await_welcome(joining: Handle, url: str, left: float, timeout: float) -> None:

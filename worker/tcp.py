@@ -81,7 +81,7 @@ class TcpChannel:
         self._socket = self._context.socket(zmq.DEALER)
         self._configure(ipv6="[" in address)
         self._monitor = self._socket.get_monitor_socket(_GONE)
-        self._monitor.get(_EVENTS)  # a descriptor may signal nothing before its socket was looked at once
+        self._monitor.get(_EVENTS)  # its descriptor signals nothing before this, and later this could swallow a signal
         self._socket.connect(address)
         self._lock = threading.Lock()
         self._reading = threading.Lock()
@@ -98,7 +98,6 @@ class TcpChannel:
         self._monitor_fd = int(self._monitor.get(zmq.FD))
         for descriptor in (int(self._socket.get(zmq.FD)), self._monitor_fd, self._wake_fd):
             self._poller.register(descriptor, select.POLLIN)
-        self._monitor.get(_EVENTS)  # a descriptor signals nothing before its socket was looked at once
         self._receiver: Receiver | None = None
         self._enough: Callable[[], bool] = lambda: True
         self._bystanders = 0

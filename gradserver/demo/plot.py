@@ -13,7 +13,7 @@ from gradserver.demo.settings import TOLERANCE, Settings
 
 _GROUP, _REFERENCE, _GREY = "#f2a03d", "#1f3a5f", "#6b7280"
 _NORM = "#9db4d0"
-_FLOOR = 1e-9
+_FLOOR = 3e-9
 
 
 def save_plot(path: Path, settings: Settings, group: Result, reference: Result) -> None:
@@ -64,7 +64,8 @@ def _draw_distances(axes: Axes, group: Result, reference: Result) -> None:
     losses = distances(group.losses, reference.losses)
     for label, gaps, colour in (("gradient norm", norms, _NORM), ("loss", losses, _REFERENCE)):
         # A logarithmic axis has no zero: equal values are drawn at the bottom.
-        axes.semilogy(range(1, len(gaps) + 1), [max(gap, _FLOOR) for gap in gaps], color=colour, lw=1, label=label)
+        shown = [max(gap, _FLOOR) for gap in gaps]
+        axes.semilogy(range(1, len(gaps) + 1), shown, ".", markersize=5, color=colour, label=label)
     axes.axhline(TOLERANCE, color="#b91c1c", linewidth=1, linestyle=(0, (4, 3)))
     axes.annotate("tolerance", (1, TOLERANCE), xytext=(4, -4), textcoords="offset points", va="top", color="#b91c1c")
     finite = [gap for gap in (*norms, *losses) if math.isfinite(gap)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ class View:
             ("", f"{s.steps:,} steps of {s.workers} x {s.batch} sequences; gradients averaged in every step"),
             ("then", f"one process trains it: {_batch(s)}, the same seed and samples"),
             ("promise", "all replicas are bit-identical, and both loss curves are the same"),
-            ("time", f"about {duration(s.expected_seconds(self.cores))} on {_cores(self.cores)}"),
+            ("time", f"about {duration(s.expected_seconds(self.cores))} on {_cores(self.cores)}{_others(self.cores)}"),
         )
 
     def heading(self, number: int, text: str) -> None:
@@ -187,6 +188,11 @@ def _batch(settings: Settings) -> str:
 
 def _cores(cores: int) -> str:
     return f"{cores} cores" if cores > 1 else "one core"
+
+
+def _others(cores: int) -> str:
+    """A warning that the guess at the duration is too low, if other programs keep the cores busy."""
+    return ", longer while they are as busy as now" if os.getloadavg()[0] > cores / 2 else ""
 
 
 def _count(number: int) -> str:

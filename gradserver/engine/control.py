@@ -244,12 +244,12 @@ class Control:
         rank = next(rank for rank, seat in group.members.items() if seat.connection == connection)
         del group.members[rank]
         group.proposals.pop(rank, None)
+        kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
+        commands.append(Log(f"group {name!r}: {group.call(rank)} {verb} ({reason})"))
         if not group.members:
             del self.groups[name]
-            commands.append(Log(f"group {name!r}: the last worker is gone, after {group.rounds} rounds"))
+            commands.append(Log(f"group {name!r}: that was the last worker, after {group.rounds} rounds"))
             return [CloseGroup(name)]
-        commands.append(Log(f"group {name!r}: {group.call(rank)} {'left' if politely else 'was lost'} ({reason})"))
-        kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
         when = f" after round {group.rounds - 1}" if group.rounds else ""
         error = kind(
             f"{group.call(rank)} {verb}{when} and is needed to go on: {reason}",

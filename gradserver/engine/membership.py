@@ -160,4 +160,5 @@ def describe(group: Group, now: float) -> dict[str, object]:
         "waiting": waiting,
         "broken": group.broken.message if group.broken else None,
         "last_round": asdict(group.ledger[-1]) if group.ledger else None,
+        "timeout": group.timeout,
     }
