@@ -60,7 +60,7 @@ def test_daemon_says_where_it_listens_and_nothing_else_until_a_signal_ends_it(nu
             "'w0' joined",
             "complete with 2 workers",
             ") left",
-            "the last worker is gone",
+            "the last worker",
             "stopped",
         ):
             assert event in log

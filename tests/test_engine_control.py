@@ -31,6 +31,7 @@ from protocol.messages import (
     Inquire,
     Leave,
     Message,
+    Missing,
     Ping,
     Propose,
     Push,
@@ -40,7 +41,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.plan import Bucket, Component, Plan
-from protocol.wire import encode
+from protocol.wire import decode, encode
 from tests.engine_harness import SEATS, TIMEOUT, Harness, all_reduce, bucket, collective, floats, plan_of
 
 
@@ -260,21 +261,33 @@ def test_names_that_are_too_long_are_refused_before_anybody_has_to_hear_them() -
     assert harness.engine.control.groups == {}
 
 
-def test_every_failure_about_the_longest_names_fits_into_a_header() -> None:
+def test_whatever_is_said_about_many_long_names_fits_into_a_header() -> None:
     harness = Harness(checked=False)
-    name = "\x00" * 50  # its repr is four times as long
+    name = "\\" * 50  # its repr is twice as long
     for rank in range(MAX_WORLD_SIZE):
         harness.join(SEATS + rank, name, rank=rank, world=MAX_WORLD_SIZE)
     harness.inbox.clear()
     harness.propose(0, plan_of(1))
-    harness.receive(SEATS, Inquire(collective(0)))
-    harness.receive(SEATS, Push(bucket(9), 0))
+    harness.push(1, collective(0), floats(1), operation=all_reduce(1))
+    harness.receive(SEATS + 1, Inquire(collective(0)))
     harness.wait(TIMEOUT)
-    harness.leave(1)
+    harness.receive(SEATS + 2, Push(bucket(9), 0))
+    harness.join(7, "late", world=MAX_WORLD_SIZE)
 
-    for messages in harness.inbox.values():
-        for message, _ in messages:
-            encode(message)
+    said = [message for connection in (SEATS, SEATS + 1, SEATS + 2, 7) for message, _ in harness.inbox[connection]]
+    assert [type(message) for message in said] == [Failure, Missing, Failure, Failure, Failure]
+    for message in said:
+        assert decode([encode(message)])[0] == message
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "two\nlines", "\udc80"])
+def test_names_that_could_upset_a_terminal_are_refused(name: str) -> None:
+    harness = Harness()
+    harness.join(1, name, world=2)
+    harness.join(2, group=name, world=2)
+
+    for connection in (1, 2):
+        assert "must be printable text" in str(harness.refusal(connection))
 
 
 # ── deadlines ─────────────────────────────────────────────────────────────────────────────────────────
