@@ -180,7 +180,7 @@ class TcpServer:
             else:
                 self._coordinator.garbled(peer.connection, error)
             return
-        if isinstance(message, StatusRequest):
+        if type(message) is StatusRequest:
             status = json.dumps({"url": self.url, **self._coordinator.snapshot()}).encode()
             self._route(identity, Status(), [status])
         elif peer is not None:

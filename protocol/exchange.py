@@ -107,6 +107,17 @@ class Operation:
         return what + of + (f" from rank {self.root}" if self.root >= 0 else "")
 
 
+@lru_cache(maxsize=4096)
+def operation_of(kind: Kind, op: Op, dtype: DType, numel: int, root: int = -1) -> Operation:
+    """The operation of these parts, and always the same object: comparing it is then quick.
+
+    Raises:
+        UnsupportedOperationError: ``op`` is not defined for ``dtype``.
+    """
+    check_reducible(op, dtype)
+    return Operation(kind, op, dtype, numel, root)
+
+
 def check_reducible(op: Op, dtype: DType) -> None:
     """UnsupportedOperationError unless ``op`` is defined for ``dtype``."""
     if op is Op.MEAN and not dtype.is_floating:
@@ -152,6 +163,8 @@ class Layout:
 
     def nbytes(self, index: int) -> int:
         """Bytes of one contribution to slice ``index``."""
+        if self.count == 1:
+            return self.numel * self.itemsize
         start, stop = self.span(index)
         return (stop - start) * self.itemsize
 

@@ -17,7 +17,7 @@ from protocol.errors import (
     SizeMismatchError,
     UsageError,
 )
-from protocol.exchange import Kind, Op, Operation, check_reducible
+from protocol.exchange import Kind, Op, Operation, operation_of
 from protocol.limits import MAX_COUNTER, MAX_WEIGHT
 from protocol.plan import Plan
 from protocol.wire import Buffer
@@ -78,8 +78,7 @@ class Worker:
             The tensor, or a Handle.
         """
         bound = bind(tensor, writes=True)
-        operation = Operation(Kind.ALL_REDUCE, _op(op), bound.dtype, bound.numel)
-        check_reducible(operation.op, bound.dtype)
+        operation = operation_of(Kind.ALL_REDUCE, _op(op), bound.dtype, bound.numel)
         source = bound.data if check_weight(weight) > 0 else None
         return self._collective(operation, source, into(bound.data), bound, tensor, async_op, weight)
 
@@ -88,7 +87,7 @@ class Worker:
         self._check_rank(root, "root")
         gives = root == self.rank
         bound = bind(tensor, writes=not gives)
-        operation = Operation(Kind.BROADCAST, Op.NONE, bound.dtype, bound.numel, root)
+        operation = operation_of(Kind.BROADCAST, Op.NONE, bound.dtype, bound.numel, root)
         destination = None if gives else into(bound.data)
         return self._collective(operation, bound.data if gives else None, destination, bound, tensor, async_op)
 
@@ -97,7 +96,7 @@ class Worker:
         source = bind(tensor, writes=False)
         gathered = like(tensor, (self.world_size, *source.shape))
         bound = bind(gathered, writes=True)
-        operation = Operation(Kind.ALL_GATHER, Op.NONE, source.dtype, source.numel)
+        operation = operation_of(Kind.ALL_GATHER, Op.NONE, source.dtype, source.numel)
         if self.world_size == 1:
             bound.data[:] = source.data
         rows = bound.data.reshape(self.world_size, -1)
@@ -116,8 +115,7 @@ class Worker:
             )
         part = like(tensor, (source.shape[0] // self.world_size, *source.shape[1:]))
         bound = bind(part, writes=True)
-        operation = Operation(Kind.REDUCE_SCATTER, _op(op), source.dtype, source.numel)
-        check_reducible(operation.op, source.dtype)
+        operation = operation_of(Kind.REDUCE_SCATTER, _op(op), source.dtype, source.numel)
         if self.world_size == 1:
             bound.data[:] = source.data
         given = source.data if check_weight(weight) > 0 else None
@@ -129,7 +127,7 @@ class Worker:
         if self.world_size == 1:
             self._session.check_open()
         else:
-            operation = Operation(Kind.BARRIER, Op.NONE, UINT8, 0)
+            operation = operation_of(Kind.BARRIER, Op.NONE, UINT8, 0)
             self._session.collective(operation, None, None).wait(timeout)
 
     def send(self, tensor: Any, target: int, tag: int = 0, *, async_op: bool = False) -> Any:
@@ -263,7 +261,7 @@ class Worker:
         return handle if async_op else handle.wait()
 
     def _transfer(self, ends: tuple[int, int, int], bound: Binding, gives: bool, tensor: Any, async_op: bool) -> Any:
-        operation = Operation(Kind.TRANSFER, Op.NONE, bound.dtype, bound.numel)
+        operation = operation_of(Kind.TRANSFER, Op.NONE, bound.dtype, bound.numel)
         if bound.numel == 0:
             self._session.check_open()
             handle = finished(tensor)
@@ -288,6 +286,8 @@ class Worker:
 
 def check_weight(weight: float) -> float:
     """``weight`` as a float; InvalidArgumentError unless it is finite, not negative and at most 1e30."""
+    if weight == 1.0:
+        return 1.0
     try:
         value = float(weight)
     except (TypeError, ValueError, OverflowError):

@@ -240,7 +240,7 @@ class Session:
         while self._pump_again and self._pumping.acquire(blocking=False):
             try:
                 self._pump_again = False
-                while (push := self._next_push()) is not None:
+                while self._outbox.waiting and (push := self._next_push()) is not None:
                     self._channel.send(*push)
             except (ClosedError, ConnectionError) as error:
                 self.lost(error if isinstance(error, GradServerError) else ClosedError(str(error)))

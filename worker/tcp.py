@@ -186,6 +186,8 @@ class TcpChannel:
                     self._wake_out.recv(4096)
                 elif descriptor == self._monitor_fd:
                     self._check_connection()
+                else:
+                    self._take()
         except GradServerError as error:
             self._closing = True
             if self._receiver is not None:

@@ -54,8 +54,8 @@ class Engine:
         orders: list[Order] = []
         reports: list[Report] = []
         match event:
-            case Received(connection, Push() as push, payloads):
-                reports = self.data.push(connection, push, payloads, now, commands)
+            case Received() if type(event.message) is Push:
+                reports = self.data.push(event.connection, event.message, event.payloads, now, commands)
             case Reduced():
                 reports = self.data.reduced(event, now, commands)
             case Received(connection, Inquire() as inquire):
