@@ -314,16 +314,17 @@ def test_error_messages_are_the_real_ones() -> None:
 
 def test_status_is_as_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with coordinator() as server, box_and_spot(server.url, 20.0) as (box, spot):
-        together((box, spot), Worker.agree, plan())
+        sizes = ((0, 64_000), (1, 16))
+        together((box, spot), Worker.agree, plan(Component("head.weight", (1000, 64))))
         for number in range(2):
-            pushed = [box.push(index, np.zeros(size, np.float32)) for index, size in ((0, 640), (1, 16))]
+            pushed = [box.push(index, np.zeros(size, np.float32)) for index, size in sizes]
             wait_until(lambda: len(open_exchanges(server.url)) == 2, "two open exchanges")
             if number == 0:  # a whole round, for which spot-3 is the last to come
-                for index, size in ((0, 640), (1, 16)):
+                for index, size in sizes:
                     spot.push(index, np.zeros(size, np.float32))
                 box.finish_round()
                 spot.finish_round()
-        spot.push(0, np.zeros(640, np.float32))
+        spot.push(0, np.zeros(64_000, np.float32))
         pushed[0].wait()
         assert cli.main(["status", server.url, "--interval", "0.05"]) == 0
     shown = capsys.readouterr().out
