@@ -46,7 +46,7 @@ MAX_COUNTER: Final = 1 << 62
 """Rounds, sequence numbers and tags."""
 MAX_WEIGHT: Final = 1e30
 """Larger than any count of tokens, and still a float32 when a thousand are added up."""
-MAX_TRANSFERS: Final = 4096
+MAX_TRANSFERS: Final = 65_536
 """Different combinations of source, target and tag that a worker can use: each is counted for the group's life."""
 MAX_TIMEOUT: Final = 7 * 24 * 3600.0
 """Seconds. Every wait ends; a week is for groups that a cluster's queue fills slowly."""

@@ -53,7 +53,7 @@ from protocol.messages import (
 )
 from protocol.plan import simple_plan
 from protocol.wire import decode, encode
-from tests.cluster import Daemon, Task, coordinator, joined, wait_until
+from tests.cluster import PATIENCE, Daemon, Task, coordinator, joined, wait_until
 from tests.strangers import Stranger, impostor, plain_server, say_plainly
 from worker.client import Worker
 from worker.connect import connect
@@ -451,41 +451,36 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.connect.VERDICT_SECONDS", 0.1)
 
 
-def refusal(url: str, timeout: float) -> str:
-    """What a worker says of something that is no coordinator."""
-    with pytest.raises(CoordinatorUnreachableError) as caught:
-        connect(url, 0, 2, timeout=timeout)
-    return str(caught.value)
-
-
-def test_web_server_is_told_from_a_coordinator() -> None:
+def test_web_server_is_told_from_a_coordinator_at_once() -> None:
     with plain_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as url:
-        assert refusal(url, 10.0) == f"whatever listens at {url} is no gradserver coordinator"
+        error = Task(connect, url, 0, 2, timeout=PATIENCE).error(CoordinatorUnreachableError, timeout=PATIENCE / 2)
+
+    assert str(error) == f"whatever listens at {url} is no gradserver coordinator"
 
 
 @pytest.mark.usefixtures("impatient")
 def test_silent_server_is_told_from_a_coordinator() -> None:
     with plain_server() as url:
-        assert refusal(url, 0.2) == (
-            f"whatever listens at {url} has not answered as a gradserver coordinator within 0.2 s"
-        )
+        error = Task(connect, url, 0, 2, timeout=0.2).error(CoordinatorUnreachableError)
+
+    assert str(error) == f"whatever listens at {url} has not answered as a gradserver coordinator within 0.2 s"
 
 
 @pytest.mark.parametrize("kind", [zmq.PUB, zmq.PULL, zmq.PAIR, zmq.SUB])
-def test_socket_that_takes_no_worker_is_told_from_a_coordinator(kind: int) -> None:
-    with impostor(kind) as url, pytest.raises(CoordinatorError) as caught:
-        connect(url, 0, 2, timeout=10.0)
+def test_socket_that_takes_no_worker_is_told_from_a_coordinator_at_once(kind: int) -> None:
+    with impostor(kind) as url:
+        error = Task(connect, url, 0, 2, timeout=PATIENCE).error(CoordinatorError, timeout=PATIENCE / 2)
 
-    assert url in str(caught.value)
+    assert url in str(error)
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("kind", [zmq.REP, zmq.ROUTER, zmq.DEALER])
 def test_socket_that_never_answers_is_told_from_a_coordinator(kind: int) -> None:
     with impostor(kind) as url:
-        assert refusal(url, 0.2) == (
-            f"whatever listens at {url} has not answered as a gradserver coordinator within 0.2 s"
-        )
+        error = Task(connect, url, 0, 2, timeout=0.2).error(CoordinatorUnreachableError)
+
+    assert str(error) == f"whatever listens at {url} has not answered as a gradserver coordinator within 0.2 s"
 
 
 def other_version(error: GradServerError) -> bytes:

@@ -6,6 +6,7 @@ They say what they have reached on stdout, and where a test decides what is next
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -100,6 +101,17 @@ def leave_without_a_word(worker: Worker) -> None:
     worker.all_reduce(np.zeros(10, np.float32))
     worker.barrier()
     sys.exit(0)
+
+
+def fork(worker: Worker) -> None:
+    """Fork a child that ends like a script, between two exchanges."""
+    worker.barrier()
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    worker.barrier()
+    say("ok")
 
 
 def main() -> None:

@@ -81,14 +81,14 @@ def connect(
     except BaseException:
         session.close("it could not join")
         raise
-    atexit.register(_leave_at_exit, weakref.ref(worker))
+    atexit.register(_leave_at_exit, weakref.ref(worker), os.getpid())
     return worker
 
 
-def _leave_at_exit(reference: weakref.ref[Worker]) -> None:
+def _leave_at_exit(reference: weakref.ref[Worker], process: int) -> None:
     """Say goodbye for a script that ends without ``close()``, and why, if that was an error."""
     worker = reference()
-    if worker is None or worker.closed:
+    if worker is None or worker.closed or process != os.getpid():  # a forked child has no say
         return
     error = getattr(sys, "last_value", None)  # what the interpreter has just shown a traceback of
     if error is None:

@@ -60,6 +60,7 @@ from protocol.errors import (
     InvalidArgumentError,
     InvalidWorldSizeError,
     LimitExceededError,
+    MalformedMessageError,
     PlanMismatchError,
     ProtocolError,
     UnexpectedMessageError,
@@ -100,8 +101,8 @@ class Control:
             match message:
                 case Join():
                     return self._join(connection, message, now, commands)
-                case Propose():
-                    return self._propose(connection, payloads[0], now, commands)
+                case Propose(digest):
+                    return self._propose(connection, digest, payloads[0], now, commands)
                 case Leave(reason, failed):
                     return self._gone(connection, reason, not failed, commands)
             raise UnexpectedMessageError(f"a {type(message).__name__} is not for a coordinator")
@@ -183,14 +184,17 @@ class Control:
 
     # ── the plan ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _propose(self, connection: int, data: Buffer, now: float, commands: list[Command]) -> list[Order]:
+    def _propose(self, connection: int, digest: str, data: Buffer, now: float, commands: list[Command]) -> list[Order]:
         group, rank = self._seat(connection)
         if group.broken is not None:
             self._fail_proposal(group, rank, group.broken, commands)
             return []
         if rank in group.proposals:
             raise UnexpectedMessageError(f"{group.call(rank)} proposed a second plan before the first was settled")
-        group.proposals[rank] = Proposal(decode_plan(memoryview(data)), now)
+        plan = decode_plan(memoryview(data))
+        if plan.hash != digest:
+            raise MalformedMessageError(f"a plan whose hash is {plan.hash}, announced as {digest[:64]}")
+        group.proposals[rank] = Proposal(plan, now)
         if len(group.proposals) < group.world:
             return []
         votes = Counter(proposal.plan.hash for proposal in group.proposals.values())
