@@ -106,9 +106,10 @@ class Coordinator:
             self._on_deadline(deadline)
 
     def _carry_out(self, command: Command) -> None:
+        if type(command) is Send:  # by far the most frequent
+            self._send(command.connection, command.message, command.payloads)
+            return
         match command:
-            case Send(connection, message, payloads):
-                self._send(connection, message, payloads)
             case Reduce(group, epoch, key, index):
                 self._handle(Reduced(group, epoch, key, index, reduce(command)))
             case Close(connection):
