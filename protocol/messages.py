@@ -9,7 +9,8 @@ worker                                  coordinator
   ◄────────────────────────────────────── Result + slice, one for every Push
   Inquire ───────────────────────────────► "who is missing?", when a wait ran out
   ◄────────────────────────────────────── Missing
-  Leave ─────────────────────────────────►
+  Leave ─────────────────────────────────► forgets the worker
+  ◄────────────────────────────────────── Leave, the same: all that was said before it was heard
   ◄────────────────────────────────────── Failure at any time; Ping at any time, not answered
 
 anyone

@@ -132,7 +132,10 @@ class Harness:
         return self.feed(Disconnected(SEATS + rank, reason))
 
     def leave(self, rank: int, reason: str = "done") -> list[Command]:
-        return self.receive(SEATS + rank, Leave(reason))
+        """The answer, that it was heard, is taken out of the inbox."""
+        commands = self.receive(SEATS + rank, Leave(reason))
+        self.inbox[SEATS + rank] = [(m, p) for m, p in self.inbox[SEATS + rank] if not isinstance(m, Leave)]
+        return commands
 
     def wait(self, seconds: float) -> list[Command]:
         """Let time pass, and the engine know."""

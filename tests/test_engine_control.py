@@ -345,9 +345,9 @@ def test_time_does_not_run_for_a_group_that_waits_for_nothing() -> None:
 @pytest.mark.parametrize("lost", [False, True])
 def test_an_applicant_that_goes_is_forgotten(lost: bool) -> None:
     harness = Harness()
-    harness.join(SEATS, rank=0, world=2)
+    harness.join(SEATS + 5, rank=0, world=2)
     harness.join(SEATS + 9, rank=-1, world=3, group="other")
-    harness.lose(0) if lost else harness.leave(0)
+    harness.lose(5) if lost else harness.leave(5)
     assert list(harness.engine.control.groups) == ["other"]
 
     harness.assemble(2)
@@ -516,6 +516,14 @@ def test_a_loss_says_after_which_round() -> None:
     harness.push(0, bucket(3), floats(1))
 
     assert "was lost after round 2 and is needed" in str(harness.failure(0, key=bucket(3)))
+
+
+def test_who_leaves_is_told_that_it_was_heard_and_who_is_lost_is_not() -> None:
+    harness = Harness()
+    harness.assemble(3)
+
+    assert Send(SEATS, Leave("done")) in harness.leave(0)
+    assert not any(isinstance(c, Send) and c.connection == SEATS + 1 for c in harness.lose(1))
 
 
 def test_who_is_gone_is_gone_only_once() -> None:

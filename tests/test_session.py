@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,6 +60,7 @@ class Tape:
         self.sent: list[tuple[Message, Sequence[Buffer]]] = []
         self.reply: Message | None = None
         """What is answered to the next message, at once."""
+        self.hears = True
         self.closed = False
         self.broken = False
 
@@ -74,6 +76,8 @@ class Tape:
         reply, self.reply = self.reply, None
         if reply is not None:
             self._receiver.receive(reply, ())
+        if isinstance(message, Leave) and self.hears:
+            self._receiver.receive(message, ())  # as the coordinator does when it has heard everything
 
     def close(self) -> None:
         self.closed = True
@@ -525,6 +529,36 @@ def test_everything_fails_when_nothing_can_be_sent_any_more(session: Session, ta
 
 
 # ── closing ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_exchange_that_fails_while_a_worker_says_goodbye_harms_nothing(session: Session, tape: Tape) -> None:
+    handle = all_reduce(session, memory(4))  # half of it waits for credit
+    tape.reply = Failure.of(WorkerLostError("w2 was lost"), Scope.EXCHANGE, collective(0))
+
+    session.close("its work was done")
+
+    assert tape.closed
+    with pytest.raises(WorkerLostError, match="w2 was lost"):
+        handle.wait()
+
+
+def test_nothing_is_sent_after_goodbye(session: Session, tape: Tape) -> None:
+    all_reduce(session, memory(4))
+    tape.reply = Result(collective(0), 0, 3.0, False)  # gives credit back
+
+    session.close("its work was done")
+
+    assert isinstance(tape.take()[-1], Leave)
+
+
+def test_goodbye_that_nobody_hears_is_not_waited_for_long(session: Session, tape: Tape) -> None:
+    tape.hears = False
+    begun = time.monotonic()
+
+    session.close("its work was done")
+
+    assert tape.closed
+    assert time.monotonic() - begun < 5.0
 
 
 @pytest.mark.parametrize("failed", [False, True])

@@ -19,7 +19,7 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from tests.cluster import Daemon, Program, Task, coordinator, errors, joined, together, worker_program
+from tests.cluster import Daemon, Program, Task, coordinator, errors, joined, together, wait_until, worker_program
 from worker.client import Worker
 
 DEATH_IS_NOTICED_WITHIN = 3.0
@@ -135,8 +135,10 @@ def test_what_a_worker_said_before_it_left_counts_behind_a_backlog(daemon: Daemo
     with joined(daemon.url, 8) as workers:
         daemon.send_signal(signal.SIGSTOP)
         handles = [[worker.all_reduce(floats(1), async_op=True) for _ in range(100)] for worker in workers]
-        workers[0].close("its data is used up")
+        closing = Task(workers[0].close, "its data is used up")
+        wait_until(lambda: workers[0].closed, "it is leaving")
         daemon.send_signal(signal.SIGCONT)
+        closing.result()
 
         for handle in (handle for of_worker in handles[1:] for handle in of_worker):
             assert handle.wait().tolist() == [1]

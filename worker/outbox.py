@@ -146,5 +146,7 @@ class Outbox:
         self.waiting = 0
 
     def _remove(self, exchange: Exchange) -> None:
-        self._unsent[exchange.pool].remove(exchange)
-        self.waiting -= 1
+        unsent = self._unsent[exchange.pool]
+        if exchange in unsent:  # not after `clear`
+            unsent.remove(exchange)
+            self.waiting -= 1

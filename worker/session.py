@@ -41,6 +41,8 @@ from worker.handle import VERDICT_SECONDS, Handle
 from worker.outbox import Destination, Exchange, Outbox, into
 from worker.tensors import Bytes
 
+_FAREWELL_SECONDS = 1.0
+"""How long a worker that leaves waits for the coordinator to have heard it."""
 MAX_REASON = 500
 """Characters of a reason for leaving that others are shown."""
 
@@ -61,6 +63,7 @@ class Session:
         self._outbox = Outbox()
         self._numbers: dict[tuple[int, ...], int] = {}
         self._joining: Handle | None = None
+        self._leaving: Handle | None = None
         self._proposal: tuple[Plan, Handle] | None = None
         self._inquiries: dict[ExchangeKey, Handle] = {}
         self._pushed: dict[int, Handle] = {}
@@ -116,11 +119,21 @@ class Session:
         error = ClosedError(f"the worker was closed ({reason})")
         with self._state:
             still_open, self._closed = self._closed is None, self._closed or error
+            self._outbox.clear()
         if still_open:
-            with suppress(GradServerError):
-                self._channel.send(Leave(reason[:MAX_REASON], failed))
+            self._say_goodbye(Leave(reason[:MAX_REASON], failed))
         self._channel.close()
         self._fail_everything(error)
+
+    def _say_goodbye(self, leave: Leave) -> None:
+        """Leave, and wait until the coordinator has heard it, and so all that was said before.
+
+        A connection that is closed too early can take with it what the other side has not read yet.
+        """
+        heard = self._leaving = Handle(_FAREWELL_SECONDS, self._channel)
+        with suppress(GradServerError):
+            self._channel.send(leave)
+            heard.wait(_FAREWELL_SECONDS)
 
     @property
     def closed(self) -> bool:
@@ -286,6 +299,9 @@ class Session:
                     joining, self._joining = self._joining, None
                 if joining is not None:
                     joining._complete()
+            case Leave():
+                if self._leaving is not None:
+                    self._leaving._complete()
             case Agreed(_, first_round):
                 self._take_agreed(first_round)
             case Missing(key, workers):
@@ -365,6 +381,7 @@ class Session:
             handles += self._inquiries.values()
             handles += [self._joining] if self._joining is not None else []
             handles += [self._proposal[1]] if self._proposal is not None else []
+            handles += [self._leaving] if self._leaving is not None else []
             self._exchanges.clear()
             self._inquiries.clear()
             self._joining = None

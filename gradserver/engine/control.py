@@ -104,6 +104,8 @@ class Control:
                 case Propose(digest):
                     return self._propose(connection, digest, payloads[0], now, commands)
                 case Leave(reason, failed):
+                    if connection in self._places:
+                        commands.append(Send(connection, message))  # all that it said before has been heard
                     return self._gone(connection, reason, not failed, commands)
             raise UnexpectedMessageError(f"a {type(message).__name__} is not for a coordinator")
         except GradServerError as error:
