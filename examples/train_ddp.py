@@ -37,7 +37,7 @@ def digest(module: nn.Module) -> str:
 
 def main() -> None:
     points, above = samples()
-    torch.manual_seed(0)  # every run is alike
+    torch.manual_seed(1)  # every run is alike
     network = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
     with gradserver.connect() as worker:
         model = gradserver.DistributedDataParallel(network, worker)  # from here on all have rank 0's weights

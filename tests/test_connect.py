@@ -171,15 +171,14 @@ def test_groups_at_one_coordinator_exchange_side_by_side(server: TcpServer) -> N
         assert together([*small, *large, *single], work) == [{1.0}] * 2 + [{3.0}] * 3 + [{0.0}]
 
 
-def test_group_forms_anew_after_the_last_has_left(server: TcpServer) -> None:
+def test_group_forms_anew_as_soon_as_the_last_has_left(server: TcpServer) -> None:
     epochs = []
-    for world_size in (2, 3):
+    for world_size in [2, 3] * 5:
         with joined(server.url, world_size) as workers:
             assert together(workers, total) == [world_size * (world_size - 1) / 2] * world_size
             epochs.append(workers[0].epoch)
-        wait_until(lambda: not server._coordinator.snapshot()["groups"], "the group is gone")
 
-    assert epochs[0] < epochs[1]
+    assert epochs == sorted(set(epochs))
 
 
 def test_applicant_that_gives_up_leaves_its_place_to_another(server: TcpServer) -> None:
