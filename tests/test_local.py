@@ -135,6 +135,18 @@ def test_others_are_told_whose_error_it_was() -> None:
     )
 
 
+def test_late_worker_is_told_who_was_lost_first_and_not_who_left_therefore() -> None:
+    with LocalCluster(3) as cluster:
+        zero, one, two = cluster.workers
+        one.abort("out of memory")
+        with pytest.raises(WorkerLostError):
+            zero.recv(ones(), 1)
+        zero.close()
+
+        with pytest.raises(WorkerLostError, match=r"'worker-1' \(rank 1\) was lost .*: out of memory"):
+            two.all_reduce(ones())
+
+
 def test_exit_of_a_worker_is_raised_too() -> None:
     def work(worker: Worker) -> None:
         if worker.rank == 0:

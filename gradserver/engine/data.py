@@ -195,7 +195,8 @@ class Data:
         participants = (key.source, key.target) if transfer else tuple(range(group.world))
         exchange = Exchange(key, operation, layout, participants, rank, now, now)
         halted = group.halted or (group.buckets_halted if key.stream == Stream.BUCKET else None)
-        exchange.failure = halted or next((group.departed[r] for r in participants if r in group.departed), None)
+        first_to_depart = next((rank for rank in group.departed if rank in participants), None)
+        exchange.failure = halted or (None if first_to_depart is None else group.departed[first_to_depart])
         if exchange.failure is not None:  # for the others too, when they come: there is nothing to remember
             return exchange
         group.exchanges[key] = exchange
