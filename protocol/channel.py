@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from protocol.errors import ClosedError, GradServerError, UsageError
-from protocol.messages import Message
+from protocol.messages import HERE, Message, Place
 from protocol.wire import Buffer
 
 
@@ -48,6 +51,12 @@ class Outlet(Protocol):
 class Channel(Outlet, Protocol):
     """The worker's end."""
 
+    def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """Uninitialised memory that the coordinator sees too; None if it sees none, or only all of it."""
+
+    def place_of(self, data: npt.NDArray[np.uint8]) -> Place | None:
+        """Where ``data`` (contiguous) lies in memory that the coordinator sees too; None if it does not."""
+
     def wait(self, done: Lock, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds until ``done`` can be acquired, and acquire it; False if it cannot.
 
@@ -81,6 +90,14 @@ class MemoryChannel:
         if peer._receiver is None:
             raise UsageError(f"nobody is attached to {peer._name} yet")
         peer._receiver.receive(message, payloads)
+
+    def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """None: all memory is shared."""
+        return None
+
+    def place_of(self, data: npt.NDArray[np.uint8]) -> Place | None:
+        """Where it is."""
+        return HERE
 
     def wait(self, done: Lock, timeout: float) -> bool:
         """Wait; messages arrive in their senders' threads."""

@@ -35,6 +35,9 @@ MAX_NAME_BYTES: Final = 128
 MAX_LIST: Final = 1024
 """Items of any list in a header."""
 
+MAX_SLICES: Final = 1 << 16
+"""Slices that one message speaks of; more than one only if they lie in shared memory."""
+
 MAX_WORLD_SIZE: Final = 1024
 MAX_GROUPS: Final = 256
 MAX_BUCKETS: Final = 16_384
@@ -55,5 +58,7 @@ CREDIT_BYTES: Final = 16 * MIB
 """What one worker may have in flight in one pool by default: pushed, and not yet answered."""
 MIN_SLICE_COST: Final = 2 * KIB
 """Credit that a slice takes however short it is: what the coordinator has to keep about it."""
+SHARED_SLICE_COST: Final = 64
+"""Credit for a slice in shared memory, behind its exchange's first: nothing of it is kept but its number."""
 MIN_CREDIT_BYTES: Final = 2 * SLICE_BYTES
 """Below two slices a worker could not push one while the reply to another travels."""

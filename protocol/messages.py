@@ -3,10 +3,12 @@
 worker                                  coordinator
   Join ──────────────────────────────────► waits until the group is complete
   ◄────────────────────────────────────── Welcome (or Failure)
+  ShareMemory ───────────────────────────► "is there memory that both of us see?"
+  ◄────────────────────────────────────── MemoryAt, where to hand it over
   Propose + plan ────────────────────────► compares, when all have proposed
   ◄────────────────────────────────────── Agreed (or Failure)
   Push + slice ──────────────────────────►
-  ◄────────────────────────────────────── Result + slice, one for every Push
+  ◄────────────────────────────────────── Result + slice, until every slice of the Push has one
   Inquire ───────────────────────────────► "who is missing?", when a wait ran out
   ◄────────────────────────────────────── Missing
   Leave ─────────────────────────────────► forgets the worker
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Final, NamedTuple
 
 from protocol.errors import ERRORS, GradServerError
 from protocol.exchange import ExchangeKey, Operation
@@ -74,15 +77,43 @@ class Agreed:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareMemory:
+    """Where can this worker hand over memory, so that its gradients need not travel?"""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAt:
+    """A local socket's ``address``, and the ``token`` to show there. An empty address: nowhere."""
+
+    address: str
+    token: str
+
+
+class Place(NamedTuple):
+    """Where something lies in memory that a worker shares with the coordinator: ``offset`` in bytes."""
+
+    segment: int
+    offset: int
+
+
+HERE: Final = Place(-1, 0)
+"""The payload itself is shared memory: between threads of one process."""
+
+
+@dataclass(frozen=True, slots=True)
 class Push:
-    """One worker's contribution to one slice.
+    """One worker's contribution to one slice, or to several that follow one another.
+
+    A contribution either travels as payload, or lies in shared memory. There its result is written too, over it.
 
     Attributes:
         key: which exchange.
         slice: which piece of it, in order from 0.
         weight: this worker's weight, constant over an exchange; 0 means that it does not count.
-        present: whether a payload follows. Without one the contribution is all zeros (or not called for).
+        present: whether there is data. Without it the contribution is all zeros (or not called for).
         operation: what this worker believes the exchange to be; None for buckets, the plan says it.
+        count: how many slices. More than one only in shared memory.
+        place: where in shared memory the contribution lies (if present) and the result belongs.
     """
 
     key: ExchangeKey
@@ -90,16 +121,24 @@ class Push:
     weight: float = 1.0
     present: bool = True
     operation: Operation | None = None
+    count: int = 1
+    place: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one slice. ``weight`` is the sum over contributions that counted; 0 if none did."""
+    """What became of a slice, or of several. ``weight`` is the sum over contributions that counted; 0 if none did.
+
+    Without data (``present``) the result is zeros, or none was called for. If it is ``placed``, it lies in
+    shared memory where the Push said; else it is the payload.
+    """
 
     key: ExchangeKey
     slice: int
     weight: float
     present: bool
+    count: int = 1
+    placed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +234,8 @@ class Failure:
 Message = (
     Join
     | Welcome
+    | ShareMemory
+    | MemoryAt
     | Propose
     | Agreed
     | Push

@@ -32,6 +32,7 @@ from protocol.limits import (
     MAX_HEADER_BYTES,
     MAX_LIST,
     MAX_NUMEL,
+    MAX_SLICES,
     MAX_TEXT,
     MAX_TIMEOUT,
     MAX_WEIGHT,
@@ -45,13 +46,16 @@ from protocol.messages import (
     Inquire,
     Join,
     Leave,
+    MemoryAt,
     Message,
     Missing,
     Ping,
+    Place,
     Propose,
     Push,
     Result,
     Scope,
+    ShareMemory,
     Status,
     StatusRequest,
     Welcome,
@@ -160,6 +164,17 @@ def _scope(value: Any) -> Scope:
     return Scope(_integer(0, max(Scope))(value))
 
 
+_slices = _integer(1, MAX_SLICES)
+
+
+def _place(value: Any) -> Place | None:
+    if value is None:
+        return None
+    if type(value) is not list or len(value) != 2:
+        raise MalformedMessageError(f"expected a place in shared memory, got {_brief(value)}")
+    return Place(_counter(value[0]), _counter(value[1]))
+
+
 def _brief(value: Any) -> str:
     if isinstance(value, (str, bytes, list, dict)):
         return f"{type(value).__name__} of length {len(value)}"
@@ -175,15 +190,19 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Welcome, (_text, _rank, _counter, _counter, _texts), 0, 0, 0),
     (Propose, (_text,), 1, 1, MAX_FRAME_BYTES),
     (Agreed, (_text, _counter), 0, 0, 0),
-    (Push, (_key, _counter, _weight, _flag, _operation), 0, 1, SLICE_BYTES),
-    (Result, (_key, _counter, _number(0.0, _MAX_TOTAL), _flag), 0, 1, SLICE_BYTES),
+    (Push, (_key, _counter, _weight, _flag, _operation, _slices, _place), 0, 1, SLICE_BYTES),
+    (Result, (_key, _counter, _number(0.0, _MAX_TOTAL), _flag, _slices, _flag), 0, 1, SLICE_BYTES),
     (Inquire, (_key,), 0, 0, 0),
     (Missing, (_key, _texts), 0, 0, 0),
     (Leave, (_text, _flag), 0, 0, 0),
     (Ping, (), 0, 0, 0),
     (StatusRequest, (), 0, 0, 0),
     (Status, (), 1, 1, MAX_FRAME_BYTES),
+    (ShareMemory, (), 0, 0, 0),
+    (MemoryAt, (_text, _text), 0, 0, 0),
 )
+_SHARED_FIELDS: Final = (Push, Result)
+"""Their last two fields concern shared memory, and are left out where there is none."""
 _CODE_OF: Final = {row[0]: code for code, row in enumerate(_TYPES)}
 
 
@@ -198,8 +217,12 @@ def encode(message: Message) -> bytes:
     values: tuple[Any, ...]
     if isinstance(message, Push):
         values = (message.key, message.slice, message.weight, message.present, _pack_operation(message.operation))
+        if message.place is not None or message.count != 1:
+            values = (*values, message.count, message.place)
     elif isinstance(message, Result):
         values = (message.key, message.slice, message.weight, message.present)
+        if message.placed or message.count != 1:
+            values = (*values, message.count, message.placed)
     else:
         values = tuple(getattr(message, name) for name in message.__slots__)
     header: bytes = _PREFIX + _packb((_CODE_OF[type(message)], *values))
@@ -226,7 +249,7 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, Sequence[Buffer]]:
         raise LimitExceededError(f"a header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}")
     code, values = _unpack(header)
     kind, checks, fewest, most, largest = _TYPES[code]
-    if len(values) != len(checks):
+    if len(values) != len(checks) and not (kind in _SHARED_FIELDS and len(values) == len(checks) - 2):
         raise MalformedMessageError(f"{kind.__name__} has {len(checks)} fields, got {len(values)}")
     payloads = frames[1:]
     if not fewest <= len(payloads) <= most:
@@ -237,12 +260,21 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, Sequence[Buffer]]:
     quick = _quick_push if kind is Push else _quick_result if kind is Result else None
     message: Message | None = quick(values) if quick is not None else None
     if message is None:
-        message = kind(*[check(value) for check, value in zip(checks, values, strict=True)])
-    if isinstance(message, (Push, Result)) and message.present != (len(payloads) == 1):
-        raise MalformedMessageError(
-            f"a {kind.__name__} that announces a payload without one, or has one without announcing it"
-        )
+        message = kind(*[check(value) for check, value in zip(checks, values, strict=False)])
+    if isinstance(message, (Push, Result)):
+        _check_payload(message, len(payloads))
     return message, payloads
+
+
+def _check_payload(message: Push | Result, payloads: int) -> None:
+    """Data travels as payload or lies in shared memory, one of the two."""
+    shared = message.placed if isinstance(message, Result) else message.place is not None
+    if payloads != (message.present and not shared):
+        raise MalformedMessageError(
+            f"a {type(message).__name__} that announces a payload without one, or has one without announcing it"
+        )
+    if message.count > 1 and message.present and not shared:
+        raise MalformedMessageError(f"a {type(message).__name__} of {message.count} slices with a payload: one at most")
 
 
 # The two messages of the data path, checked as the table says, in one expression each: a small tensor is
@@ -250,6 +282,8 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, Sequence[Buffer]]:
 
 
 def _quick_push(values: list[Any]) -> Push | None:
+    if len(values) != 5:
+        return None
     key, index, weight, present, operation = values
     exchange = _quick_key(key)
     if exchange is None or not (
@@ -262,6 +296,8 @@ def _quick_push(values: list[Any]) -> Push | None:
 
 
 def _quick_result(values: list[Any]) -> Result | None:
+    if len(values) != 4:
+        return None
     key, index, weight, present = values
     exchange = _quick_key(key)
     if exchange is None or not (

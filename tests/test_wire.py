@@ -29,6 +29,7 @@ from protocol.limits import (
     MAX_HEADER_BYTES,
     MAX_LIST,
     MAX_NUMEL,
+    MAX_SLICES,
     MAX_TEXT,
     MAX_TIMEOUT,
     MAX_WORLD_SIZE,
@@ -42,13 +43,16 @@ from protocol.messages import (
     Inquire,
     Join,
     Leave,
+    MemoryAt,
     Message,
     Missing,
     Ping,
+    Place,
     Propose,
     Push,
     Result,
     Scope,
+    ShareMemory,
     Status,
     StatusRequest,
     Welcome,
@@ -61,6 +65,8 @@ OPERATION = Operation(Kind.BROADCAST, Op.NONE, FLOAT32, 5, 1)
 
 # ── every message there can be, the edges of the limits included ──────────────────────────────────────
 
+places = st.builds(Place, st.integers(0, MAX_COUNTER), st.integers(0, MAX_COUNTER))
+slices = st.integers(1, MAX_SLICES)
 names = st.text(max_size=20) | st.just("ü" * MAX_TEXT)
 ranks = st.integers(-1, MAX_WORLD_SIZE - 1)
 counters = st.integers(0, 99) | st.integers(0, MAX_COUNTER) | st.just(MAX_COUNTER)
@@ -93,12 +99,20 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.builds(Push, keys, counters, weights, st.just(False), st.none() | operations), none),
         (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(True)), one),
         (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(False)), none),
+        (
+            st.builds(Push, keys, counters, weights, st.booleans(), st.none() | operations, slices, places),
+            none,
+        ),
+        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(True), slices, st.just(True)), none),
+        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(False), slices, st.booleans()), none),
         (st.builds(Inquire, keys), none),
         (st.builds(Missing, keys, short_lists), none),
         (st.builds(Leave, names, st.booleans()), none),
         (st.just(Ping()), none),
         (st.just(StatusRequest()), none),
         (st.just(Status()), one),
+        (st.just(ShareMemory()), none),
+        (st.builds(MemoryAt, names, names), none),
     ]
 ]
 messages: st.SearchStrategy[tuple[Message, list[bytes]]] = st.one_of(frames_of)
@@ -118,6 +132,10 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Ping(), []),
     (StatusRequest(), []),
     (Status(), [b"{}"]),
+    (ShareMemory(), []),
+    (MemoryAt("gradserver-12", "ab" * 16), []),
+    (Push(KEY, 0, 1.0, True, None, 100, Place(3, 4096)), []),
+    (Result(KEY, 0, 4.0, True, 100, True), []),
 ]
 
 
@@ -269,6 +287,11 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(-1)], "unknown message type -1"),
         ([header(11, 1)], "StatusRequest has 0 fields, got 1"),
         ([header(11), b""], "StatusRequest with 1 payloads; 0 to 0 go with it"),
+        ([header(5, [0, 0, 0], 0, 1.0, True, None, 2, None), b""], "a Push of 2 slices with a payload: one at most"),
+        ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0, 0]), b""], "announces a payload without one, or has one"),
+        ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0]), b""], "expected a place in shared memory"),
+        ([header(5, [0, 0, 0], 0, 1.0, True, None, 0, [0, 0])], "expected an integer from 1"),
+        ([header(6, [0, 0, 0], 0, 1.0, True, 1), b""], "Result has 6 fields, got 5"),
         ([header(6, [0, 0, 0], 0, 1.0, True), b"", b""], "Result with 2 payloads; 0 to 1 go with it"),
         ([header(3, "hash")], "Propose with 0 payloads; 1 to 1"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None)], "announces a payload without one"),
