@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from gradserver.engine import Engine
 from gradserver.engine.events import (
@@ -22,7 +23,7 @@ from gradserver.engine.events import (
     Stop,
     Tick,
 )
-from gradserver.reducer import reduce
+from gradserver.reducer import PENDING, Outcome, Reducer
 from protocol.channel import Outlet
 from protocol.errors import ClosedError, GradServerError
 from protocol.messages import Message
@@ -39,17 +40,30 @@ class Coordinator:
 
     Args:
         engine: the mind.
+        reducer: who combines contributions.
         on_deadline: called after an event with the time of the next deadline, when that has come nearer.
     """
 
-    def __init__(self, engine: Engine, on_deadline: Callable[[float], None] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, on_deadline: Callable[[float], None] | None = None, reducer: Reducer | None = None
+    ) -> None:
         self._engine = engine
+        self._reducer = reducer or Reducer()
+        self._call_soon: Callable[[Callable[[], None]], None] = lambda call: call()
         self._lock = threading.Lock()
         self._channels: dict[int, Outlet] = {}
         self._connections = 0
         self._on_deadline = on_deadline
         self._announced: float | None = None
         self.started = time.monotonic()
+
+    def run_in(self, call_soon: Callable[[Callable[[], None]], None]) -> None:
+        """What other threads have to say shall come through ``call_soon``: into the thread of a channel's server."""
+        self._call_soon = call_soon
+
+    def close(self) -> None:
+        """End threads that combine contributions."""
+        self._reducer.close()
 
     # ── what channel servers call ─────────────────────────────────────────────────────────────────────
 
@@ -110,14 +124,22 @@ class Coordinator:
             self._send(command.connection, command.message, command.payloads)
             return
         match command:
-            case Reduce(group, epoch, key, index):
-                self._handle(Reduced(group, epoch, key, index, reduce(command)))
+            case Reduce():
+                outcome = self._reducer.start(command, partial(self._reduced_later, command))
+                if outcome is not PENDING:
+                    self._reduced(command, outcome)
             case Close(connection):
                 channel = self._channels.pop(connection, None)
                 if channel is not None:
                     channel.close()
             case Log(text, warning):
                 log.log(logging.WARNING if warning else logging.INFO, "%s", text)
+
+    def _reduced(self, command: Reduce, outcome: Outcome) -> None:
+        self._handle(Reduced(command.group, command.epoch, command.key, command.slice, outcome))
+
+    def _reduced_later(self, command: Reduce, outcome: Outcome) -> None:
+        self._call_soon(partial(self._reduced, command, outcome))
 
     def _send(self, connection: int, message: Message, payloads: Sequence[Buffer]) -> None:
         channel = self._channels.get(connection)

@@ -87,6 +87,7 @@ class LocalCluster:
             for worker in self.workers:
                 worker.close("the LocalCluster was closed")
             self._alarm.close()
+            self._coordinator.close()
 
     def __enter__(self) -> Self:
         return self

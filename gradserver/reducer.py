@@ -4,60 +4,264 @@ Sums run in rank order, in fp32 or wider (integers in their own type, where they
 same contributions give the same bits whenever they arrive and however tensors are cut. A mean is
 ``sum(w·g) / sum(w)``; when all weights are equal it is ``sum(g) / n``, which rounds less; a single
 contribution is its own mean, bit by bit.
+
+Work goes in blocks that stay in a core's cache: every contribution is read from memory once, and every
+result written once. Blocks of large reductions are spread over threads.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from functools import cache
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from gradserver.engine.events import Contribution, NonFinite, Reduce
+from gradserver.engine.events import NonFinite, Reduce
 from protocol.dtypes import DType, numpy_dtype
 from protocol.exchange import Kind, Op
+from protocol.limits import KIB, MIB
 from protocol.wire import Buffer
 
-Array = npt.NDArray[Any]
+log = logging.getLogger("gradserver")
 
+Array = npt.NDArray[Any]
+Outcome = Buffer | NonFinite | None
+
+_BLOCK_BYTES: Final = 256 * KIB
+"""Of the type that is computed in. Sum and one contribution fit into a core's second-level cache."""
+_SPREAD_BYTES: Final = 4 * MIB
+"""Contributions of less than this in all are combined faster than another thread wakes up."""
 _UFUNCS: Final = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
 _WIDE: Final = {"float64": np.float64, "complex128": np.float64}
 
 
-def reduce(command: Reduce) -> Buffer | NonFinite:
-    """The combination of ``command``'s contributions, in new memory; or what keeps it from being one."""
-    contributions, operation = command.contributions, command.operation
-    if operation.kind is Kind.ALL_GATHER:
-        return b"".join(c.payload for c in contributions if c.payload is not None)
-    if operation.op is Op.FIRST:
-        return bytes(contributions[0].payload or b"")
-    with np.errstate(all="ignore"):  # what is not finite is looked for, and reported with its owner
-        if operation.op is Op.MEAN:
-            return _mean(contributions, operation.dtype)
-        return _fold(contributions, operation.op, operation.dtype)
+class Pending(Enum):
+    """The outcome that is not there yet."""
+
+    PENDING = 0
 
 
-def _fold(contributions: Sequence[Contribution], op: Op, dtype: DType) -> Buffer:
-    """Sum, minimum, maximum or product."""
-    elements = _number_type(dtype, op)
-    size = next(len(c.payload) for c in contributions if c.payload is not None)
-    result: Array | None = None
-    for contribution in contributions:
-        if contribution.payload is None:
-            values = np.zeros(size // dtype.itemsize, elements)
+PENDING: Final = Pending.PENDING
+
+
+class Reducer:
+    """Carries out reductions: small ones at once, large ones in threads of its own.
+
+    Args:
+        threads: how many; None for one on each processor, up to 8.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._threads = min(len(os.sched_getaffinity(0)), 8) if threads is None else threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._starting = threading.Lock()
+
+    def start(self, command: Reduce, later: Callable[[Outcome], None]) -> Outcome | Pending:
+        """Carry out ``command``; if that is left to other threads, one of them will call ``later`` with the outcome."""
+        if self._threads < 2 or command.nbytes * len(command.contributions) < _SPREAD_BYTES:
+            return reduce(command)
+        with self._starting:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads, "gradserver-reducer")
+        _Spread(command, self._threads, later).submit(self._pool)
+        return PENDING
+
+    def close(self) -> None:
+        """End the threads, when what was started is done."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+class _Spread:
+    """One reduction in several threads: each takes the next block until there is none."""
+
+    def __init__(self, command: Reduce, threads: int, later: Callable[[Outcome], None]) -> None:
+        self._job = _Job(command)
+        self._blocks = itertools.count()
+        self._threads = threads
+        self._finished = itertools.count(1)
+        self._found: list[NonFinite] = []
+        self._later = later
+
+    def submit(self, pool: ThreadPoolExecutor) -> None:
+        for _ in range(self._threads):
+            pool.submit(self._work)
+
+    def _work(self) -> None:
+        try:
+            for block in iter(lambda: next(self._blocks), None):
+                if block >= self._job.blocks or self._found:
+                    break
+                if (found := self._job.combine(block)) is not None:
+                    self._found.append(found)
+            if next(self._finished) == self._threads:
+                self._later(min(self._found, key=lambda found: found.element) if self._found else self._job.kept)
+        except Exception:  # nobody looks at this thread; whoever waits for the outcome runs into its deadline
+            log.exception("a reduction failed: this is a fault of gradserver")
+
+
+def reduce(command: Reduce) -> Outcome:
+    """Carry out ``command`` in this thread. The result's bytes, if they are to be kept; or what forbids a result."""
+    job = _Job(command)
+    for block in range(job.blocks):
+        found = job.combine(block)
+        if found is not None:
+            return found
+    return job.kept
+
+
+class _Job:
+    """One reduction, cut into blocks which can be combined in any order.
+
+    Attributes:
+        blocks: how many.
+        kept: the result, once every block is combined; None if only the targets are to have it.
+    """
+
+    def __init__(self, command: Reduce) -> None:
+        operation = command.operation
+        self._op, self._dtype = operation.op, operation.dtype
+        size = command.nbytes
+        self._given = [
+            (c.rank, c.weight, None if c.payload is None else np.frombuffer(c.payload, np.uint8, size))
+            for c in command.contributions
+        ]
+        self._elements = _number_type(self._dtype, Op.SUM if self._op is Op.MEAN else self._op)
+        self._equal, self._divisor, self._weights = _weights([weight for _, weight, _ in self._given])
+        self.kept: Buffer | None = None
+        if operation.kind is Kind.ALL_GATHER:
+            self.blocks = 0
+            self._gather(command)
+            return
+        self._outputs = [np.frombuffer(target, np.uint8, size) for target in command.targets]
+        if command.keep:
+            kept = np.empty(size, np.uint8)
+            self.kept = kept.data
+            self._outputs.append(kept)
+        per_element = max(self._elements.itemsize * (2 if self._dtype.kind == "c" else 1), 1)
+        self._step = _BLOCK_BYTES // per_element * self._dtype.itemsize
+        self._size = size
+        self.blocks = -(-size // self._step)
+
+    def _gather(self, command: Reduce) -> None:
+        gathered = b"".join(given.data for _, _, given in self._given if given is not None)
+        for target in command.targets:
+            memoryview(target)[: len(gathered)] = gathered
+        self.kept = gathered if command.keep else None
+
+    def combine(self, block: int) -> NonFinite | None:
+        """Write one block of the result everywhere, unless something in it is not finite."""
+        start = block * self._step
+        stop = min(start + self._step, self._size)
+        rows = [(weight, given) for (_, _, given), weight in zip(self._given, self._weights, strict=True)]
+        cut = [(weight, None if given is None else given[start:stop]) for weight, given in rows]
+        with np.errstate(all="ignore"):  # what is not finite is looked for, and reported with its owner
+            if self._op is Op.MEAN:
+                result = self._mean(cut)
+                if result is None:
+                    return self._blame(start, stop)
+            elif self._op in _UFUNCS:
+                result = self._fold([given for _, given in cut], stop - start)
+            else:  # one gives, and gets it too, perhaps
+                result = next(given for _, given in cut if given is not None)
+        for output in self._outputs:
+            output[start:stop] = result
+        return None
+
+    def _mean(self, given: Sequence[tuple[float, Array | None]]) -> Array | None:
+        """The mean of a block, as bytes; None if it has elements that are not finite."""
+        values = [(weight, self._widen(block)) for weight, block in given if block is not None]
+        if len(given) == 1:  # its own mean, bit by bit
+            return given[0][1] if _is_finite(values[0][1]) else None
+        total = np.empty_like(values[0][1])
+        if self._equal:
+            if len(values) > 1:
+                np.add(values[0][1], values[1][1], out=total)
+            else:
+                total[:] = values[0][1]
+            for _, block in values[2:]:
+                np.add(total, block, out=total)
         else:
-            values = _widen(contribution.payload, dtype, elements)
-        if result is None:
-            result = values.copy()
-        elif dtype.kind == "c" and op is Op.PRODUCT:
-            result = _multiply(result, values)
-        else:
-            result = _UFUNCS[op](result, values, out=result)
-    assert result is not None
-    return _narrow(result, dtype)
+            np.multiply(values[0][1], self._elements.type(values[0][0]), out=total)
+            product = np.empty_like(total)
+            for weight, block in values[1:]:
+                np.multiply(block, self._elements.type(weight), out=product)
+                np.add(total, product, out=total)
+        np.divide(total, self._elements.type(self._divisor), out=total)
+        return self._narrow(total) if _is_finite(total) else None
+
+    def _fold(self, given: Sequence[Array | None], size: int) -> Array:
+        """Sum, minimum, maximum or product of a block, as bytes."""
+        result: Array | None = None
+        for block in given:
+            if block is None:
+                values = np.zeros(size // self._dtype.itemsize, self._elements)
+            else:
+                values = self._widen(block)
+            if result is None:
+                result = values.copy()
+            elif self._dtype.kind == "c" and self._op is Op.PRODUCT:
+                result = _multiply(result, values)
+            else:
+                result = _UFUNCS[self._op](result, values, out=result)
+        assert result is not None
+        return self._narrow(result)
+
+    def _blame(self, start: int, stop: int) -> NonFinite:
+        """The first contribution to a block, in rank order, that has an element which is not finite."""
+        first = start // self._dtype.itemsize
+        for rank, _, given in self._given:
+            if given is None:
+                continue
+            values = self._widen(given[start:stop])
+            bad = np.flatnonzero(~np.isfinite(values))
+            if bad.size:
+                value = values[bad[0]]
+                what = "NaN" if np.isnan(value) else "Inf" if value > 0 else "-Inf"
+                per_element = 2 if self._dtype.kind == "c" else 1
+                return NonFinite(rank, first + int(bad[0]) // per_element, what)
+        return NonFinite(-1, first, "Inf")
+
+    def _widen(self, block: Array) -> Array:
+        """Bytes as numbers to compute with: a view where the bits allow it, else a wider copy."""
+        dtype = self._dtype
+        if dtype.name == "complex32":
+            return block.view(np.float16).astype(np.float32).view(self._elements)
+        if dtype.kind == "c":
+            return block.view(self._elements)
+        if dtype.name == "bfloat16":  # the upper half of a float32: ten times faster than an element-wise cast
+            bits = block.view(np.uint16).astype(np.uint32)
+            return np.left_shift(bits, 16, out=bits).view(np.float32)
+        return block.view(numpy_dtype(dtype)).astype(self._elements, copy=False)
+
+    def _narrow(self, values: Array) -> Array:
+        """Numbers in the bits of the exchange's type, rounded to nearest, as bytes."""
+        if self._dtype.name == "complex32":
+            values = values.view(np.float32).astype(np.float16)
+        elif self._dtype.kind != "c":
+            values = values.astype(numpy_dtype(self._dtype), copy=False)
+        return values.view(np.uint8)
+
+
+def _weights(weights: Sequence[float]) -> tuple[bool, float, Sequence[float]]:
+    """Whether all weigh the same; what a sum is divided by to be a mean; what contributions are multiplied with if not.
+
+    A power of two changes no bits, and keeps ``w·g`` from leaving the range of ``g``.
+    """
+    if not weights or min(weights) == max(weights):
+        return True, len(weights), weights
+    scale = -math.frexp(max(weights))[1]
+    scaled = [math.ldexp(weight, scale) for weight in weights]
+    return False, sum(scaled), scaled
 
 
 def _multiply(left: Array, right: Array) -> Array:
@@ -68,50 +272,9 @@ def _multiply(left: Array, right: Array) -> Array:
     return result
 
 
-def _mean(contributions: Sequence[Contribution], dtype: DType) -> Buffer | NonFinite:
-    elements = _number_type(dtype, Op.SUM)
-    given = [c for c in contributions if c.payload is not None]
-    if len(contributions) == 1:
-        payload = bytes(given[0].payload or b"")
-        return payload if _is_finite(_widen(payload, dtype, elements)) else _blame(given, dtype)
-    weights = [c.weight for c in contributions]
-    equal = min(weights) == max(weights)
-    if not equal:  # a power of two changes no bits, and keeps w·g from leaving the range of g
-        scale = -math.frexp(max(weights))[1]
-        weights = [math.ldexp(weight, scale) for weight in weights]
-    total: Array | None = None
-    for contribution, weight in zip(contributions, weights, strict=True):
-        if contribution.payload is None:
-            continue
-        values = _widen(contribution.payload, dtype, elements)
-        if not equal:
-            values = values * elements.type(weight)
-        if total is not None:
-            np.add(total, values, out=total)
-        else:
-            total = values.copy() if equal else values
-    assert total is not None
-    np.divide(total, elements.type(len(weights) if equal else sum(weights)), out=total)
-    return _narrow(total, dtype) if _is_finite(total) else _blame(given, dtype)
-
-
 def _is_finite(values: Array) -> bool:
     """Whether every element is. A finite sum proves it in one pass without a temporary."""
     return math.isfinite(abs(np.add.reduce(values))) or bool(np.isfinite(values).all())
-
-
-def _blame(given: Sequence[Contribution], dtype: DType) -> NonFinite:
-    """The first contribution, in rank order, that has an element which is not finite."""
-    elements = _number_type(dtype, Op.SUM)
-    for contribution in given:
-        values = _widen(contribution.payload or b"", dtype, elements)
-        bad = np.flatnonzero(~np.isfinite(values))
-        if bad.size:
-            value = values[bad[0]]
-            what = "NaN" if np.isnan(value) else "Inf" if value > 0 else "-Inf"
-            per_element = 2 if dtype.kind == "c" else 1
-            return NonFinite(contribution.rank, int(bad[0]) // per_element, what)
-    return NonFinite(-1, 0, "Inf")
 
 
 @cache
@@ -122,25 +285,3 @@ def _number_type(dtype: DType, op: Op) -> np.dtype[Any]:
     if dtype.kind == "c" and op is Op.PRODUCT:
         return np.dtype(np.complex128 if dtype.name == "complex128" else np.complex64)
     return np.dtype(_WIDE.get(dtype.name, np.float32))
-
-
-def _widen(payload: Buffer, dtype: DType, elements: np.dtype[Any]) -> Array:
-    """``payload`` as an array of ``elements``: a view where the bits allow it, else a wider copy."""
-    if dtype.name == "complex32":
-        halves = np.frombuffer(payload, np.float16).astype(np.float32)
-        return halves.view(elements)
-    if dtype.kind == "c":
-        return np.frombuffer(payload, elements)
-    if dtype.name == "bfloat16":  # the upper half of a float32: ten times faster than an element-wise cast
-        bits = np.frombuffer(payload, np.uint16).astype(np.uint32)
-        return np.left_shift(bits, 16, out=bits).view(np.float32)
-    return np.frombuffer(payload, numpy_dtype(dtype)).astype(elements, copy=False)
-
-
-def _narrow(values: Array, dtype: DType) -> Buffer:
-    """``values`` in the bits of ``dtype``, rounded to nearest, as bytes."""
-    if dtype.name == "complex32":
-        values = values.view(np.float32).astype(np.float16)
-    elif dtype.kind != "c":
-        values = values.astype(numpy_dtype(dtype), copy=False)
-    return values.view(np.uint8).data

@@ -51,10 +51,10 @@ class Outlet(Protocol):
 class Channel(Outlet, Protocol):
     """The worker's end."""
 
-    def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+    def empty(self, nbytes: int, /) -> npt.NDArray[np.uint8] | None:
         """Uninitialised memory that the coordinator sees too; None if it sees none, or only all of it."""
 
-    def place_of(self, data: npt.NDArray[np.uint8]) -> Place | None:
+    def place_of(self, data: npt.NDArray[np.uint8], /) -> Place | None:
         """Where ``data`` (contiguous) lies in memory that the coordinator sees too; None if it does not."""
 
     def wait(self, done: Lock, timeout: float) -> bool:
@@ -91,11 +91,11 @@ class MemoryChannel:
             raise UsageError(f"nobody is attached to {peer._name} yet")
         peer._receiver.receive(message, payloads)
 
-    def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+    def empty(self, _nbytes: int) -> npt.NDArray[np.uint8] | None:
         """None: all memory is shared."""
         return None
 
-    def place_of(self, data: npt.NDArray[np.uint8]) -> Place | None:
+    def place_of(self, _data: npt.NDArray[np.uint8]) -> Place | None:
         """Where it is."""
         return HERE
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from protocol.dtypes import DType
 from protocol.errors import InvalidArgumentError, UnsupportedOperationError
-from protocol.limits import MIN_SLICE_COST, SLICE_BYTES
+from protocol.limits import MIN_SLICE_COST, SHARED_SLICE_COST, SLICE_BYTES
 
 
 class Stream(IntEnum):
@@ -168,9 +168,23 @@ class Layout:
         start, stop = self.span(index)
         return (stop - start) * self.itemsize
 
+    def run_bytes(self, start: int, stop: int) -> int:
+        """Bytes of one contribution to the slices from ``start`` up to ``stop``."""
+        if self.count == 1 or start == stop:
+            return self.nbytes(start) if start < stop else 0
+        return (self.span(stop - 1)[1] - self.span(start)[0]) * self.itemsize
+
     def cost(self, index: int) -> int:
         """Credit that slice ``index`` takes from its push until its result: the larger of the two, in bytes."""
         return max(self.nbytes(index) * self.replies, MIN_SLICE_COST)
+
+    def run_cost(self, start: int, stop: int, shared: bool) -> int:
+        """Credit for the slices from ``start`` up to ``stop``; in shared memory nothing has to be kept of them."""
+        if shared:
+            return SHARED_SLICE_COST * (stop - start) + (MIN_SLICE_COST if start == 0 else 0)
+        if stop - start == 1:
+            return self.cost(start)
+        return sum(self.cost(index) for index in range(start, stop))
 
 
 @lru_cache(maxsize=4096)
@@ -190,6 +204,10 @@ def layout_of(operation: Operation, world_size: int) -> Layout:
     step = max(1, SLICE_BYTES // (itemsize * replies))
     count = chunks * -(-chunk // step)
     return Layout(count, step, max(chunk, 1), numel, itemsize, replies)
+
+
+IN_PLACE: Final = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST, Kind.TRANSFER})
+"""What gives everybody as many bytes as one contributes: it can be done over whole runs of slices in shared memory."""
 
 
 def gives(operation: Operation, rank: int, key: ExchangeKey) -> bool:

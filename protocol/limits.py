@@ -35,8 +35,8 @@ MAX_NAME_BYTES: Final = 128
 MAX_LIST: Final = 1024
 """Items of any list in a header."""
 
-MAX_SLICES: Final = 1 << 16
-"""Slices that one message speaks of; more than one only if they lie in shared memory."""
+MAX_SLICES: Final = 8192
+"""Slices that one message speaks of; more than one only if they lie in shared memory. Their credit is below a slice."""
 
 MAX_WORLD_SIZE: Final = 1024
 MAX_GROUPS: Final = 256

@@ -48,6 +48,7 @@ def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("protocol.exchange.SLICE_BYTES", size)
         patch.setattr("protocol.exchange.MIN_SLICE_COST", smallest_cost)
+        patch.setattr("protocol.exchange.SHARED_SLICE_COST", 0)
         patch.setattr("gradserver.engine.exchanges.SLICE_BYTES", size)
         patch.setattr("gradserver.engine.control.MIN_CREDIT_BYTES", smallest_credit)
         layout_of.cache_clear()
@@ -60,12 +61,14 @@ def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) ->
 def reference(reduce: Reduce) -> bytes | NonFinite:
     """The reduction of float32 contributions, in the order given, in float32: as simple as can be."""
     if reduce.operation.kind is Kind.ALL_GATHER:
-        return b"".join(given.payload or b"" for given in reduce.contributions)
+        return b"".join(bytes(given.payload or b"")[: reduce.nbytes] for given in reduce.contributions)
+    if reduce.operation.op in (Op.NONE, Op.FIRST):
+        return bytes(reduce.contributions[0].payload or b"")[: reduce.nbytes]
     arrays = []
     for given in reduce.contributions:
         if given.payload is None:
             continue
-        array = np.frombuffer(given.payload, np.float32)
+        array = np.frombuffer(given.payload, np.float32, reduce.nbytes // 4)
         if not np.isfinite(array).all():
             element = int(np.flatnonzero(~np.isfinite(array))[0])
             return NonFinite(given.rank, element, str(array[element]))
@@ -121,9 +124,13 @@ class Harness:
         return commands + [answer for reduce in reduces for answer in self.answer(reduce)]
 
     def answer(self, reduce: Reduce, outcome: Buffer | NonFinite | None = None) -> list[Command]:
-        """Carry out one reduction."""
+        """Carry out one reduction; the result goes to the targets, and back if it is to be kept."""
         done = reference(reduce) if outcome is None else outcome
-        return self.feed(Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, done))
+        if not isinstance(done, NonFinite):
+            for target in reduce.targets:
+                memoryview(target)[: len(done)] = done
+        told = done if reduce.keep or isinstance(done, NonFinite) else None
+        return self.feed(Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, told))
 
     def receive(self, connection: int, message: Message, *payloads: Buffer) -> list[Command]:
         return self.feed(Received(connection, message, payloads))

@@ -629,12 +629,11 @@ def test_with_next_to_no_credit_all_is_exchanged_all_the_same(scenario: Scenario
 def held_bytes(harness: Harness) -> int:
     """Bytes of payloads that the engine keeps."""
     return sum(
-        len(payload)
+        len(run.payload)
         for group in harness.engine.data.groups.values()
         for exchange in group.exchanges.values()
-        for given in exchange.slices.values()
-        for payload in given.values()
-        if payload is not None
+        for _, run in exchange.unanswered()
+        if run.payload is not None
     )
 
 

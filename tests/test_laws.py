@@ -24,7 +24,7 @@ from protocol.channel import Lock, Receiver
 from protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
 from protocol.errors import DeadlineError
 from protocol.limits import MIN_CREDIT_BYTES
-from protocol.messages import Join, Message
+from protocol.messages import HERE, Join, Message, Place, Push
 from protocol.plan import Bucket, Component, Plan, simple_plan
 from protocol.wire import Buffer, decode, encode
 from tests.cluster import Program, joined, members, together
@@ -32,6 +32,7 @@ from tests.engine_harness import small_slices
 from worker.client import Worker
 from worker.handle import Handle
 from worker.session import Session
+from worker.tensors import Bytes
 
 Array = np.ndarray[Any, Any]
 
@@ -128,7 +129,7 @@ class Network:
         self._lines += [up, down]
         connection = self._coordinator.connect(End(down))
         up.deliver = lambda message, payloads: self._coordinator.receive(connection, message, payloads)
-        session = Session(WorkersEnd(up), timeout=10.0)
+        session = Session(WorkersEnd(up, shares=self._chance.random() < 0.5), timeout=10.0)
         down.deliver = session.receive
         session.join(Join("group", f"w{rank}", rank, 0, 10.0))
         return session
@@ -163,7 +164,7 @@ class Line:
 
 
 class End:
-    """Where messages go into a line: copied, as by a socket."""
+    """Where messages go into a line: copied, as by a socket. Shared memory stays where it is."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -172,13 +173,28 @@ class End:
         pass
 
     def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
-        self._line.queue.append(decode([encode(message), *(bytes(payload) for payload in payloads)]))
+        if isinstance(message, Push) and message.place is not None:
+            self._line.queue.append((message, payloads))
+        else:
+            self._line.queue.append(decode([encode(message), *(bytes(payload) for payload in payloads)]))
 
     def close(self) -> None:
         pass
 
 
 class WorkersEnd(End):
+    """``shares``: whether contributions and results stay where they are, or travel."""
+
+    def __init__(self, line: Line, shares: bool) -> None:
+        super().__init__(line)
+        self._shares = shares
+
+    def empty(self, nbytes: int) -> Bytes | None:
+        return None
+
+    def place_of(self, data: Bytes) -> Place | None:
+        return HERE if self._shares else None
+
     def wait(self, done: Lock, timeout: float) -> bool:
         assert timeout == 0, "nothing would be delivered meanwhile"
         return done.acquire(blocking=False)

@@ -38,7 +38,7 @@ def command(
     size = next(len(payload) for payload in payloads if payload is not None)
     dtype = BY_NAME[name]
     operation = Operation(kind, op, dtype, size // dtype.itemsize)
-    return Reduce("group", 1, ExchangeKey(Stream.BUCKET, 0), 0, operation, given)
+    return Reduce("group", 1, ExchangeKey(Stream.BUCKET, 0), 0, operation, size, given, (), True)
 
 
 def outcome_of(

@@ -15,36 +15,49 @@ from typing import Protocol
 
 import numpy as np
 
-from protocol.exchange import ExchangeKey, Layout, Operation, Pool, Stream
-from protocol.messages import Push
+from protocol.channel import Channel
+from protocol.exchange import IN_PLACE, ExchangeKey, Layout, Operation, Pool, Stream
+from protocol.limits import MAX_SLICES
+from protocol.messages import HERE, Place, Push, Result
 from protocol.wire import Buffer
 from worker.handle import Handle
 from worker.tensors import Bytes
 
 
-class Destination(Protocol):
+class Writer(Protocol):
     """Puts the results of slices where they belong. Called for every slice, also those that others get."""
 
     def __call__(self, start: int, stop: int, payload: Buffer | None) -> None:
         """Take bytes ``start`` to ``stop`` of the exchange; None stands for zeros."""
 
 
-def into(data: Bytes) -> Destination:
-    """Results go where the contribution came from."""
-
-    def write(start: int, stop: int, payload: Buffer | None) -> None:
-        if payload is None:
-            data[start:stop] = 0
-        else:
-            data[start:stop] = np.frombuffer(payload, np.uint8)
-
-    return write
+Destination = Bytes | Writer
+"""Where results go: into memory as long as the exchange, or wherever a function puts them."""
 
 
 class Exchange:
-    """One exchange that this worker takes part in and that is not done."""
+    """One exchange that this worker takes part in and that is not done.
 
-    __slots__ = ("answered", "destination", "handle", "key", "layout", "operation", "pool", "sent", "source", "weight")
+    Attributes:
+        place: where in shared memory contribution and result lie; None if they travel.
+        sent: slices that were pushed.
+        answered: slices whose result is here.
+    """
+
+    __slots__ = (
+        "_destination",
+        "_memory",
+        "_source",
+        "answered",
+        "handle",
+        "key",
+        "layout",
+        "operation",
+        "place",
+        "pool",
+        "sent",
+        "weight",
+    )
 
     def __init__(
         self,
@@ -56,29 +69,73 @@ class Exchange:
         destination: Destination | None,
         weight: float,
         handle: Handle,
+        channel: Channel,
     ) -> None:
         self.key = key
         self.pool = pool
         self.operation = operation
         self.layout = layout
-        self.source = source
-        self.destination = destination
+        self._source = source
+        self._destination = destination
         self.weight = weight
         self.handle = handle
         self.sent = 0
         self.answered: set[int] = set()
+        memory = source if destination is None else destination if isinstance(destination, np.ndarray) else None
+        in_place = memory is not None and operation.kind in IN_PLACE
+        self._memory = memory
+        self.place = channel.place_of(memory) if memory is not None and in_place else None
 
     def push(self) -> tuple[Push, Sequence[Buffer]]:
-        """The next slice's message."""
-        index = self.sent
-        self.sent += 1
+        """The next message: one slice, or as many as possible where nothing has to travel."""
+        index, layout = self.sent, self.layout
         operation = self.operation if index == 0 and self.key.stream != Stream.BUCKET else None
-        if self.source is None:
+        if self.place is not None:
+            return self._push_place(index, self.place, operation)
+        self.sent += 1
+        if self._source is None:
             return Push(self.key, index, self.weight, False, operation), ()
-        start, stop = self.layout.span(index)
-        item = self.layout.itemsize
-        payload = self.source[start * item : stop * item].data
+        if layout.count == 1:
+            return Push(self.key, index, self.weight, True, operation), (self._source.data,)
+        start, stop = layout.span(index)
+        payload = self._source[start * layout.itemsize : stop * layout.itemsize].data
         return Push(self.key, index, self.weight, True, operation), (payload,)
+
+    def _push_place(self, index: int, place: Place, operation: Operation | None) -> tuple[Push, Sequence[Buffer]]:
+        count = min(self.layout.count - index, MAX_SLICES)
+        self.sent += count
+        skipped = self.layout.run_bytes(0, index)
+        present = self._source is not None
+        if place is HERE:
+            assert self._memory is not None
+            return Push(self.key, index, self.weight, present, operation, count, HERE), (self._memory[skipped:].data,)
+        there = Place(place.segment, place.offset + skipped)
+        return Push(self.key, index, self.weight, present, operation, count, there), ()
+
+    def next_cost(self) -> int:
+        """Credit that the next message takes, in bytes."""
+        if self.place is None:
+            return self.layout.cost(self.sent)
+        return self.cost(self.sent, min(self.layout.count, self.sent + MAX_SLICES))
+
+    def cost(self, start: int, stop: int) -> int:
+        """Credit of the slices from ``start`` up to ``stop``, in bytes."""
+        return self.layout.run_cost(start, stop, self.place is not None)
+
+    def write(self, result: Result, payload: Buffer | None) -> None:
+        """Put a result where it belongs; where it lies already, nothing is to be done."""
+        destination = self._destination
+        if destination is None or result.placed:
+            return
+        layout = self.layout
+        start = layout.span(result.slice)[0] * layout.itemsize
+        stop = start + layout.run_bytes(result.slice, result.slice + result.count)
+        if not isinstance(destination, np.ndarray):
+            destination(start, stop, payload)
+        elif payload is None:
+            destination[start:stop] = 0
+        else:
+            destination[start:stop] = np.frombuffer(payload, np.uint8)
 
     def first_unanswered(self) -> int:
         """The first slice without a result."""
@@ -113,12 +170,12 @@ class Outbox:
             if not unsent:
                 continue
             exchange = unsent[0]
-            cost = exchange.layout.cost(exchange.sent)
+            cost = exchange.next_cost()
             if self._in_flight[pool] + cost > credit:
                 first = frontier() if pool is Pool.BUCKETS else None
                 if first is None:
                     continue
-                exchange, cost = first, first.layout.cost(first.sent)
+                exchange, cost = first, first.next_cost()
             self._in_flight[pool] += cost
             push = exchange.push()
             if exchange.sent == exchange.layout.count:
@@ -126,16 +183,16 @@ class Outbox:
             return push
         return None
 
-    def answered(self, exchange: Exchange, index: int) -> None:
-        """Slice ``index`` has its result: its credit is free again."""
-        exchange.answered.add(index)
-        self._in_flight[exchange.pool] -= exchange.layout.cost(index)
+    def answered(self, exchange: Exchange, start: int, stop: int) -> None:
+        """The slices from ``start`` up to ``stop`` have their result: their credit is free again."""
+        exchange.answered.update(range(start, stop))
+        self._in_flight[exchange.pool] -= exchange.cost(start, stop)
 
     def write_off(self, exchange: Exchange) -> None:
         """Take back the credit of slices that will not be answered, and send no more of them."""
         for index in range(exchange.sent):
             if index not in exchange.answered:
-                self._in_flight[exchange.pool] -= exchange.layout.cost(index)
+                self._in_flight[exchange.pool] -= exchange.cost(index, index + 1)
         if exchange.sent < exchange.layout.count:
             self._remove(exchange)
 

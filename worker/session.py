@@ -38,7 +38,7 @@ from protocol.messages import (
 from protocol.plan import Plan
 from protocol.wire import Buffer
 from worker.handle import VERDICT_SECONDS, Handle
-from worker.outbox import Destination, Exchange, Outbox, into
+from worker.outbox import Destination, Exchange, Outbox
 from worker.tensors import Bytes
 
 _FAREWELL_SECONDS = 1.0
@@ -140,6 +140,10 @@ class Session:
         """Whether nothing can be sent any more."""
         return self._closed is not None
 
+    def empty(self, nbytes: int) -> Bytes | None:
+        """Memory that the coordinator sees too; None if there is none, or any memory is as good."""
+        return self._channel.empty(nbytes)
+
     # ── exchanging ────────────────────────────────────────────────────────────────────────────────────
 
     def push_bucket(self, index: int, data: Bytes, weight: float, present: bool) -> Handle:
@@ -155,7 +159,7 @@ class Session:
                 )
             key = ExchangeKey(Stream.BUCKET, self.round, index)
             operation = self.plan.buckets[index].operation
-            handle = self._begin(key, operation, data if present and weight > 0 else None, into(data), weight)
+            handle = self._begin(key, operation, data if present and weight > 0 else None, data, weight)
             self._pushed[index] = handle
         self._pump()
         self._channel.watch(self.idle)
@@ -236,7 +240,7 @@ class Session:
             handle._complete()
             return handle
         pool = pool_of(key, welcome.rank)
-        exchange = Exchange(key, pool, operation, layout, source, destination, weight, handle)
+        exchange = Exchange(key, pool, operation, layout, source, destination, weight, handle, self._channel)
         self._exchanges[key] = exchange
         self._outbox.add(exchange)
         return handle
@@ -319,25 +323,23 @@ class Session:
         self._fail_everything(error)
 
     def _take_result(self, result: Result, payloads: Sequence[Buffer]) -> None:
-        index = result.slice
+        start, stop = result.slice, result.slice + result.count
         with self._state:
             exchange = self._exchanges.get(result.key)
-            if exchange is None or index in exchange.answered or index >= exchange.sent:
+            if exchange is None or start in exchange.answered or stop > exchange.sent:
                 return
         layout, handle = exchange.layout, exchange.handle
-        if payloads and len(payloads[0]) != layout.nbytes(index) * layout.replies:
+        payload = payloads[0] if payloads else None
+        if payload is not None and len(payload) != layout.run_bytes(start, stop) * layout.replies:
             raise MalformedMessageError(
-                f"slice {index} of {exchange.operation} came with {len(payloads[0])} bytes, "
-                f"{layout.nbytes(index) * layout.replies} are due"
+                f"slice {start} of {exchange.operation} came with {len(payload)} bytes, "
+                f"{layout.run_bytes(start, stop) * layout.replies} are due"
             )
-        if exchange.destination is not None:
-            start, stop = layout.span(index)
-            item = layout.itemsize
-            exchange.destination(start * item, stop * item, payloads[0] if payloads else None)
+        exchange.write(result, payload)
         with self._state:
             if self._exchanges.get(result.key) is not exchange:
                 return  # it failed meanwhile, in another thread
-            self._outbox.answered(exchange, index)
+            self._outbox.answered(exchange, start, stop)
             handle.present |= result.present
             handle.weight = result.weight
             done = len(exchange.answered) == layout.count

@@ -43,7 +43,7 @@ from gradserver.engine.events import (
     SetPlan,
     Violation,
 )
-from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Round, check_operation
+from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Piece, Round, Run, check_operation
 from protocol.errors import (
     GradServerError,
     InvalidRankError,
@@ -52,8 +52,10 @@ from protocol.errors import (
     UnexpectedMessageError,
 )
 from protocol.exchange import (
+    IN_PLACE,
     ExchangeKey,
     Kind,
+    Layout,
     Op,
     Operation,
     Stream,
@@ -136,16 +138,16 @@ class Data:
             exchange = self._admit(group, rank, push, now, commands)
             if exchange is None:
                 return []
-            payload = payloads[0] if payloads else None
-            self._keep(group, exchange, rank, push.slice, payload, now)
+            run = self._check(group, exchange, rank, push, payloads[0] if payloads else None)
+            group.charge(exchange, rank, run)
         except GradServerError as violation:
             return [Violation(connection, violation)]
-        contributions = exchange.slices[push.slice]
-        if len(contributions) < len(exchange.participants):
-            return []
-        del exchange.slices[push.slice]
-        exchange.last = rank
-        return self._complete(group, exchange, push.slice, contributions, now, commands)
+        exchange.touched = now
+        reports: list[Report] = []
+        for piece in exchange.take(rank, run):
+            exchange.last = rank
+            reports += self._complete(group, exchange, piece, now, commands)
+        return reports
 
     def _admit(self, group: Group, rank: int, push: Push, now: float, commands: list[Command]) -> Exchange | None:
         """The exchange that ``push`` is for, opened if need be; None if there is nothing more to do."""
@@ -158,11 +160,10 @@ class Data:
                 exchange = self._open(group, rank, key, operation, now)
             elif exchange.operation is not operation and exchange.operation != operation and exchange.failure is None:
                 error = group.mismatch(exchange, rank, operation)
-                exchange.pushed[rank] = 0
+                exchange.join(rank, push.weight)
                 self._fail(group, exchange, error, commands)
                 return None
-            exchange.weights[rank] = push.weight
-            exchange.pushed[rank] = 0
+            exchange.join(rank, push.weight)
         elif exchange is None:
             if group.is_past(rank, key):
                 return None  # the tail of an exchange that failed meanwhile
@@ -192,7 +193,7 @@ class Data:
         if layout.count == 0:
             raise UnexpectedMessageError("empty tensors are not exchanged")
         transfer = key.stream == Stream.TRANSFER
-        participants = (key.source, key.target) if transfer else tuple(range(group.world))
+        participants = tuple(sorted((key.source, key.target))) if transfer else tuple(range(group.world))
         exchange = Exchange(key, operation, layout, participants, rank, now, now)
         halted = group.halted or (group.buckets_halted if key.stream == Stream.BUCKET else None)
         first_to_depart = next((rank for rank in group.departed if rank in participants), None)
@@ -207,59 +208,71 @@ class Data:
             self._plan_next_check()
         return exchange
 
-    def _keep(
-        self, group: Group, exchange: Exchange, rank: int, index: int, payload: Buffer | None, now: float
-    ) -> None:
-        """Check one contribution against what is due from ``rank``, and keep it."""
-        if index != exchange.pushed.get(rank, -1) or index >= exchange.layout.count:
+    def _check(self, group: Group, exchange: Exchange, rank: int, push: Push, payload: Buffer | None) -> Run:
+        """Check a contribution against what is due from ``rank``."""
+        layout, operation = exchange.layout, exchange.operation
+        start, stop = push.slice, push.slice + push.count
+        if start != exchange.pushed.get(rank, -1) or stop > layout.count:
             raise OutOfStepError(
-                f"{group.describe(exchange.key)} from {group.call(rank)}: slice {index} came, "
-                f"{exchange.pushed.get(rank, 0)} of {exchange.layout.count} is due"
+                f"{group.describe(exchange.key)} from {group.call(rank)}: slice {start} came, "
+                f"{exchange.pushed.get(rank, 0)} of {layout.count} is due"
             )
-        has_to_give = gives(exchange.operation, rank, exchange.key)
-        expected = exchange.layout.nbytes(index) if has_to_give else 0
+        if push.count > 1 and operation.kind not in IN_PLACE:
+            raise OutOfStepError(f"{operation} from {group.call(rank)} goes slice by slice, {push.count} came together")
+        has_to_give = gives(operation, rank, exchange.key)
+        expected = layout.run_bytes(start, stop)
         size = 0 if payload is None else len(payload)
-        if payload is None:
-            is_right = not has_to_give or exchange.operation.kind in WEIGHED
+        shared = push.place is not None
+        if shared:  # there must be room for what is given, and for the result
+            is_right = size >= expected * layout.replies and (
+                push.present == has_to_give or (has_to_give and operation.kind in WEIGHED)
+            )
+        elif payload is None:
+            is_right = not has_to_give or operation.kind in WEIGHED
         else:
             is_right = has_to_give and size == expected
         if not is_right:
             raise SizeMismatchError(
-                f"{group.describe(exchange.key)} from {group.call(rank)}: slice {index} has {size} "
-                f"bytes, {expected} were agreed"
+                f"{group.describe(exchange.key)} from {group.call(rank)}: slice {start} has {size} "
+                f"bytes, {expected if has_to_give else 0} were agreed"
             )
-        group.bytes_in += size
-        group.charge(exchange, rank, index)
-        exchange.pushed[rank] = index + 1
-        exchange.touched = now
-        exchange.slices.setdefault(index, {})[rank] = payload
+        if push.present:
+            group.bytes_in += expected
+        return Run(start, stop, payload, push.present, shared)
 
     # ── results ───────────────────────────────────────────────────────────────────────────────────────
 
     def _complete(
-        self,
-        group: Group,
-        exchange: Exchange,
-        index: int,
-        given: dict[int, Buffer | None],
-        now: float,
-        commands: list[Command],
+        self, group: Group, exchange: Exchange, piece: Piece, now: float, commands: list[Command]
     ) -> list[Report]:
-        """All contributions to a slice are in."""
+        """All contributions to some slices are in."""
         operation, weights = exchange.operation, exchange.weights
-        contributions = [Contribution(rank, weights[rank], given[rank]) for rank in sorted(given)]
+        contributions = [
+            Contribution(rank, weights[rank], run.payload if run.present else None) for rank, run in piece.given.items()
+        ]
         if operation.kind in WEIGHED:
             contributions = [contribution for contribution in contributions if contribution.weight > 0]
-        elif operation.kind is not Kind.ALL_GATHER:  # one gives, others get: the bytes pass through as they are
-            given_away = [payload for payload in given.values() if payload is not None]
-            return self._answer(group, exchange, index, given_away, now, commands)
+        elif operation.kind is not Kind.ALL_GATHER:
+            contributions = [contribution for contribution in contributions if contribution.payload is not None]
         if operation.op is Op.FIRST:
             del contributions[1:]
         if all(contribution.payload is None for contribution in contributions):
-            return self._answer(group, exchange, index, (), now, commands)
-        exchange.reducing.add(index)
-        order = group.order
-        commands.append(Reduce(order.group, order.epoch, exchange.key, index, operation, contributions))
+            return self._answer(group, exchange, piece, None, now, commands)
+        getters = [
+            piece.given[rank]
+            for rank in exchange.participants
+            if gets(operation, rank, exchange.key, exchange.layout.owner(piece.start))
+        ]
+        targets = [run.payload for run in getters if run.shared and run.payload is not None]
+        if operation.op is Op.NONE and operation.kind is not Kind.ALL_GATHER and not targets:
+            (contribution,) = contributions  # one gives, others get: the bytes pass through as they are
+            if not piece.given[contribution.rank].shared:
+                return self._answer(group, exchange, piece, contribution.payload, now, commands)
+        exchange.reducing[piece.start] = piece
+        nbytes = exchange.layout.run_bytes(piece.start, piece.stop)
+        keep = len(targets) < len(getters)
+        where = group.order.group, group.order.epoch, exchange.key, piece.start
+        commands.append(Reduce(*where, operation, nbytes, contributions, targets, keep))
         return []
 
     def reduced(self, event: Reduced, now: float, commands: list[Command]) -> list[Report]:
@@ -268,49 +281,63 @@ class Data:
         if group is None or group.order.epoch != event.epoch:
             return []
         exchange = group.exchanges.get(event.key)
-        if exchange is None or event.slice not in exchange.reducing:
+        piece = exchange.reducing.pop(event.slice, None) if exchange is not None else None
+        if exchange is None or piece is None:
+            return []
+        if exchange.failure is not None:
+            self._tell_all(group, exchange, commands)
             return []
         if isinstance(event.outcome, NonFinite):
-            return self._halt(group, exchange, event.slice, event.outcome, commands)
-        exchange.reducing.remove(event.slice)
-        return self._answer(group, exchange, event.slice, (event.outcome,), now, commands)
+            self._refund(group, exchange, piece)
+            return self._halt(group, exchange, piece.start, event.outcome, commands)
+        payload = b"" if event.outcome is None else event.outcome
+        return self._answer(group, exchange, piece, payload, now, commands)
 
     def _answer(
         self,
         group: Group,
         exchange: Exchange,
-        index: int,
-        payloads: Sequence[Buffer],
+        piece: Piece,
+        payload: Buffer | None,
         now: float,
         commands: list[Command],
     ) -> list[Report]:
-        """Send everybody the result of one slice."""
+        """Send everybody the result of some slices: ``payload``, or None for zeros. To shared memory it was written."""
         key, operation, layout = exchange.key, exchange.operation, exchange.layout
+        start, stop, given = piece
         weight = sum(exchange.weights[rank] for rank in exchange.participants)
-        owner = layout.owner(index)
-        full = Result(key, index, weight, bool(payloads))
-        empty = Result(key, index, weight, False)
-        size = sum(len(payload) for payload in payloads)
+        owner = layout.owner(start)
+        placed = Result(key, start, weight, True, stop - start, True)
+        empty = Result(key, start, weight, False, stop - start)
+        travels: list[tuple[Result, Sequence[Buffer]]] = []
         acknowledged: list[Command] = []
         seats, departed = group.order.seats, group.departed
+        self._refund(group, exchange, piece)
         for rank in exchange.participants:
             if rank in departed:
                 continue
-            group.refund(exchange, rank, index)
             connection = seats[rank].connection
-            if payloads and gets(operation, rank, key, owner):
-                commands.append(Send(connection, full, payloads))
-                group.bytes_out += size
-            else:
+            if payload is None or not gets(operation, rank, key, owner):
                 acknowledged.append(Send(connection, empty))
+                continue
+            group.bytes_out += layout.run_bytes(start, stop) * layout.replies
+            if given[rank].shared:
+                commands.append(Send(connection, placed))
+                continue
+            travels = travels or list(_by_slice(key, layout, piece, weight, payload))
+            commands += [Send(connection, result, payloads) for result, payloads in travels]
         # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
         commands += acknowledged
-        group.slices += 1
-        exchange.answered += 1
+        group.slices += stop - start
+        exchange.answered += stop - start
         if exchange.answered < layout.count:
             return []
         del group.exchanges[key]
         return self._bucket_done(group, exchange, now) if key.stream == Stream.BUCKET else []
+
+    def _refund(self, group: Group, exchange: Exchange, piece: Piece) -> None:
+        for rank, run in piece.given.items():
+            group.refund(exchange, rank, run)
 
     def _bucket_done(self, group: Group, exchange: Exchange, now: float) -> list[Report]:
         number = exchange.key.number
@@ -330,7 +357,7 @@ class Data:
     def _halt(
         self, group: Group, exchange: Exchange, index: int, found: NonFinite, commands: list[Command]
     ) -> list[Report]:
-        """A contribution was not finite: nothing of this group reaches anyone any more."""
+        """A contribution to the slices from ``index`` was not finite: this group hands out nothing any more."""
         element = exchange.layout.span(index)[0] + found.element
         error = group.non_finite(exchange, element, found)
         group.halted = error
@@ -343,18 +370,24 @@ class Data:
         if exchange.failure is not None:
             return
         exchange.failure = error
-        for index, rank in exchange.kept():
-            group.refund(exchange, rank, index)
-        exchange.slices.clear()
-        exchange.reducing.clear()
+        for rank, run in exchange.unanswered():
+            group.refund(exchange, rank, run)
+        exchange.runs.clear()
+        if not exchange.writes():
+            exchange.reducing.clear()
         if exchange.key.stream == Stream.BUCKET and group.buckets_halted is None:
             group.buckets_halted = error
-        for rank in exchange.pushed:
-            self._tell(group, exchange, rank, commands)
         group.failed.append(exchange.key)
         if len(group.failed) > _MAX_FAILED:
             group.exchanges.pop(group.failed.popleft(), None)
-        self._forget_if_over(group, exchange)
+        self._tell_all(group, exchange, commands)
+
+    def _tell_all(self, group: Group, exchange: Exchange, commands: list[Command]) -> None:
+        """Tell those who contributed, unless something is still being written to their memory: then later."""
+        if not exchange.reducing:
+            for rank in exchange.pushed:
+                self._tell(group, exchange, rank, commands)
+            self._forget_if_over(group, exchange)
 
     def _tell(self, group: Group, exchange: Exchange, rank: int, commands: list[Command]) -> None:
         if rank not in group.departed and exchange.failure is not None:
@@ -362,8 +395,10 @@ class Data:
             commands.append(Send(group.order.seats[rank].connection, failure))
 
     def _forget_if_over(self, group: Group, exchange: Exchange) -> None:
-        if exchange.failure is not None and all(
-            rank in exchange.pushed or rank in group.departed for rank in exchange.participants
+        if (
+            exchange.failure is not None
+            and not exchange.reducing
+            and all(rank in exchange.pushed or rank in group.departed for rank in exchange.participants)
         ):
             group.exchanges.pop(exchange.key, None)
 
@@ -418,3 +453,17 @@ class Data:
         """Raise AssertionError if an invariant does not hold."""
         for group in self.groups.values():
             group.validate()
+
+
+def _by_slice(
+    key: ExchangeKey, layout: Layout, piece: Piece, weight: float, payload: Buffer
+) -> Iterator[tuple[Result, Sequence[Buffer]]]:
+    """The results of ``piece`` for who is to get them as payloads."""
+    if piece.stop - piece.start == 1:
+        yield Result(key, piece.start, weight, True), (payload,)
+        return
+    view, at = memoryview(payload), 0
+    for index in range(piece.start, piece.stop):
+        size = layout.nbytes(index)
+        yield Result(key, index, weight, True), (view[at : at + size],)
+        at += size

@@ -50,13 +50,13 @@ class NonFinite:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A `Reduce` was carried out. ``outcome`` holds the result's bytes, or says what was wrong."""
+    """A `Reduce` was carried out. ``outcome`` holds the result's bytes, if asked for, or says what was wrong."""
 
     group: str
     epoch: int
     key: ExchangeKey
     slice: int
-    outcome: Buffer | NonFinite
+    outcome: Buffer | NonFinite | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One worker's slice. ``payload`` None stands for zeros. Weight 0 never gets this far."""
+    """One worker's slices. ``payload`` None stands for zeros. Weight 0 never gets this far."""
 
     rank: int
     weight: float
@@ -98,8 +98,13 @@ class Contribution:
 class Reduce:
     """Combine contributions, given in rank order; then tell the engine with `Reduced`.
 
-    The outcome must be memory of its own: a contribution's is its worker's again with the first result.
-    ALL_GATHER puts the contributions one behind the other; Op.FIRST copies the only one given.
+    ALL_GATHER puts the contributions one behind the other; Op.FIRST and Op.NONE copy the only one given.
+
+    Attributes:
+        slice: the first one; there may be several.
+        nbytes: size of one contribution.
+        targets: memory that the result is written to. Some of it may be where contributions lie.
+        keep: whether the result's bytes are wanted too, in memory of their own.
     """
 
     group: str
@@ -107,7 +112,10 @@ class Reduce:
     key: ExchangeKey
     slice: int
     operation: Operation
+    nbytes: int
     contributions: Sequence[Contribution]
+    targets: Sequence[Buffer]
+    keep: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gradserver.engine.events import NonFinite, OpenGroup
 from protocol.errors import (
@@ -27,6 +28,28 @@ WEIGHED = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER})
 """Contributions of weight 0 are left out, and absent ones are zeros."""
 
 
+class Run(NamedTuple):
+    """Slices ``start`` to ``stop`` of one participant, which came with one message.
+
+    ``payload`` is a contribution if ``present``. It is memory to write the result to if ``shared``, and
+    then begins with slice ``start`` and may be longer than the run.
+    """
+
+    start: int
+    stop: int
+    payload: Buffer | None
+    present: bool
+    shared: bool
+
+
+class Piece(NamedTuple):
+    """Slices ``start`` to ``stop``, to which everybody has contributed: a part of one run of each, by rank."""
+
+    start: int
+    stop: int
+    given: dict[int, Run]
+
+
 @dataclass(slots=True)
 class Exchange:
     """One exchange that has begun."""
@@ -35,32 +58,71 @@ class Exchange:
     operation: Operation
     layout: Layout
     participants: tuple[int, ...]
+    """In rank order."""
     first: int
     opened: float
     touched: float
     weights: dict[int, float] = field(default_factory=dict)
     pushed: dict[int, int] = field(default_factory=dict)
-    """Slices that each participant has contributed."""
-    slices: dict[int, dict[int, Buffer | None]] = field(default_factory=dict)
-    """Slices that are not complete: payloads by rank."""
-    reducing: set[int] = field(default_factory=set)
+    """Slices that each participant has contributed; they come in order."""
+    runs: dict[int, deque[Run]] = field(default_factory=dict)
+    """Contributions that wait for others, by rank."""
+    complete: int = 0
+    """Slices to which everybody has contributed."""
+    reducing: dict[int, Piece] = field(default_factory=dict)
     answered: int = 0
     last: int = -1
     failure: GradServerError | None = None
 
-    def kept(self) -> Iterator[tuple[int, int]]:
-        """Every (slice, rank) whose contribution is here and not answered."""
-        for index, given in self.slices.items():
-            yield from ((index, rank) for rank in given)
-        for index in self.reducing:
-            yield from ((index, rank) for rank in self.participants)
+    def join(self, rank: int, weight: float) -> None:
+        """``rank`` begins to contribute."""
+        self.weights[rank] = weight
+        self.pushed[rank] = 0
+        self.runs[rank] = deque()
+
+    def take(self, rank: int, run: Run) -> Iterator[Piece]:
+        """Keep one contribution, and give what has become complete by it, in pieces as long as possible."""
+        was_behind = self.pushed[rank] == self.complete
+        self.pushed[rank] = run.stop
+        self.runs[rank].append(run)
+        if not was_behind or len(self.pushed) < len(self.participants):
+            return
+        everybody_has = min(self.pushed.values())
+        while self.complete < everybody_has:
+            start, stop = self.complete, min(runs[0].stop for runs in self.runs.values())
+            given = {rank: self._cut(self.runs[rank], start, stop) for rank in self.participants}
+            self.complete = stop
+            yield Piece(start, stop, given)
+
+    def _cut(self, runs: deque[Run], start: int, stop: int) -> Run:
+        run = runs[0]
+        if run.stop == stop:
+            runs.popleft()
+        if run.start == start and run.stop == stop:
+            return run
+        if run.payload is None:
+            return run._replace(start=start, stop=stop)
+        skipped = self.layout.run_bytes(run.start, start)
+        return run._replace(start=start, stop=stop, payload=memoryview(run.payload)[skipped:])
+
+    def cost(self, run: Run) -> int:
+        """Credit that a contribution takes until its result, in bytes."""
+        return self.layout.run_cost(run.start, run.stop, run.shared)
+
+    def unanswered(self) -> Iterator[tuple[int, Run]]:
+        """Every contribution that is here and not answered, with its rank."""
+        for rank, runs in self.runs.items():
+            yield from ((rank, run._replace(start=max(run.start, self.complete))) for run in runs)
+        for piece in self.reducing.values():
+            yield from piece.given.items()
+
+    def writes(self) -> bool:
+        """Whether something is being written to members' memory."""
+        return any(run.shared for piece in self.reducing.values() for run in piece.given.values())
 
     def missing(self) -> list[int]:
         """Ranks that have yet to contribute to the earliest slice that is not complete."""
-        if not self.slices:
-            return [rank for rank in self.participants if self.pushed.get(rank, 0) < self.layout.count]
-        earliest = self.slices[min(self.slices)]
-        return [rank for rank in self.participants if rank not in earliest]
+        return [rank for rank in self.participants if self.pushed.get(rank, 0) <= self.complete < self.layout.count]
 
 
 @dataclass(slots=True)
@@ -129,19 +191,19 @@ class Group:
             return self.plan.buckets[key.part].key
         return ""
 
-    def charge(self, exchange: Exchange, rank: int, index: int) -> None:
-        """Let ``rank`` have one more slice in flight. It may overdraw its credit by one, for its frontier."""
+    def charge(self, exchange: Exchange, rank: int, run: Run) -> None:
+        """Let ``rank`` have more in flight. It may overdraw its credit by one slice, for its frontier."""
         account = rank, pool_of(exchange.key, rank)
-        outstanding = self.outstanding[account] + exchange.layout.cost(index)
+        outstanding = self.outstanding[account] + exchange.cost(run)
         if outstanding > self.order.credit + SLICE_BYTES:
             raise LimitExceededError(
                 f"{self.call(rank)} has {outstanding} bytes in flight, its credit is {self.order.credit}"
             )
         self.outstanding[account] = outstanding
 
-    def refund(self, exchange: Exchange, rank: int, index: int) -> None:
-        """A slice of ``rank`` is answered, or will not be."""
-        self.outstanding[rank, pool_of(exchange.key, rank)] -= exchange.layout.cost(index)
+    def refund(self, exchange: Exchange, rank: int, run: Run) -> None:
+        """Slices of ``rank`` are answered, or will not be."""
+        self.outstanding[rank, pool_of(exchange.key, rank)] -= exchange.cost(run)
 
     def take_number(self, rank: int, key: ExchangeKey) -> None:
         """Numbers of a sequence come without gaps; that is how members' exchanges are matched."""
@@ -231,12 +293,19 @@ class Group:
         """Raise AssertionError if an invariant does not hold."""
         expected: Counter[tuple[int, Pool]] = Counter()
         for exchange in self.exchanges.values():
-            assert exchange.failure is None or not (exchange.slices or exchange.reducing), exchange
-            for given in exchange.slices.values():
-                assert 0 < len(given) < len(exchange.participants), "a complete slice was kept"
-            for index, rank in exchange.kept():
-                assert index < exchange.pushed[rank], "a slice was kept that was not counted"
-                expected[rank, pool_of(exchange.key, rank)] += exchange.layout.cost(index)
+            if exchange.failure is not None:
+                continue
+            assert set(exchange.weights) == set(exchange.pushed) == set(exchange.runs), exchange
+            for rank, runs in exchange.runs.items():
+                position = exchange.complete
+                for run in runs:
+                    assert run.start <= position < run.stop, "contributions with a gap"
+                    position = run.stop
+                assert position == exchange.pushed[rank], "a contribution was kept that was not counted"
+            if len(exchange.pushed) == len(exchange.participants):
+                assert exchange.complete == min(exchange.pushed.values()), "a complete slice was kept"
+            for rank, run in exchange.unanswered():
+                expected[rank, pool_of(exchange.key, rank)] += exchange.cost(run)
         for (rank, pool), outstanding in self.outstanding.items():
             if rank not in self.departed:
                 assert outstanding == expected[rank, pool], (rank, pool, outstanding)
