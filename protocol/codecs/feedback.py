@@ -1,0 +1,91 @@
+"""Error feedback: what an encoding loses is added to what is encoded next.
+
+So nothing is lost for good, only late: over any number of steps the sum of what was decoded differs from the sum of
+what was given by the last residual alone. That is why lossy gradients still train (Seide et al. 2014, *1-bit SGD*;
+Stich et al. 2018, *Sparsified SGD with Memory*; Karimireddy et al. 2019, *Error Feedback Fixes SignSGD*). The
+coordinator does the same with the mean before it replies, as in Tang et al. 2019, *DoubleSqueeze*.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from protocol.codecs.base import Bytes, Codec, Floats, Scratch, is_finite
+from protocol.errors import SizeMismatchError
+
+
+def encode_with_feedback(
+    codec: Codec,
+    values: Floats,
+    residual: Floats,
+    out: Bytes | None = None,
+    seed: int = 0,
+    scratch: Scratch | None = None,
+) -> memoryview:
+    """Encode ``values + residual``, and leave in ``residual`` what that lost.
+
+    If the sum is not finite, ``values`` alone are encoded and ``residual`` stays as it was: a NaN or Inf is seen by the
+    coordinator and counts for nothing, so it must not come back in every later step.
+
+    Args:
+        codec: what encodes.
+        values: float32, one-dimensional, contiguous. Not changed.
+        residual: float32, as many, changed in place; zeros before the first call.
+        out: uint8, at least ``codec.nbytes(values.size)`` long, apart from the others; by default new memory.
+        seed: as for `Codec.encode`.
+        scratch: working memory; by default new memory.
+
+    Returns:
+        The payload.
+
+    Raises:
+        SizeMismatchError: ``residual`` is not as long as ``values``, or ``out`` is too small.
+        DTypeError, LayoutError: as `Codec.encode`.
+    """
+    if residual.shape != values.shape:
+        raise SizeMismatchError(f"residual has shape {residual.shape}, values have {values.shape}")
+    scratch = scratch or Scratch()
+    compensated = scratch.floats(values.size)
+    with np.errstate(all="ignore"):
+        np.add(values, residual, out=compensated)
+    if not is_finite(compensated):
+        return codec.encode(values, out, seed, scratch)
+    payload = codec.encode(compensated, out, seed, scratch)
+    codec.decode(payload, values.size, residual, seed, scratch)
+    np.subtract(compensated, residual, out=residual)
+    return payload
+
+
+class Feedback:
+    """The residual of one exchange: at a worker of a bucket it contributes, at the coordinator of one it replies with.
+
+    Attributes:
+        residual: float32, one for each element; what is still owed. It is state, to be saved with the optimizer's.
+    """
+
+    __slots__ = ("residual",)
+
+    def __init__(self, numel: int) -> None:
+        self.residual: Floats = np.zeros(numel, np.float32)
+
+    def compensate(self, start: int, stop: int, values: Floats) -> Floats:
+        """``values`` of elements ``start`` to ``stop`` with what is owed to them: what `encode` would encode.
+
+        For choosing a codec by its error; nothing is changed.
+        """
+        with np.errstate(all="ignore"):
+            compensated: Floats = np.add(values, self.residual[start:stop])
+        return compensated
+
+    def encode(
+        self,
+        codec: Codec,
+        start: int,
+        stop: int,
+        values: Floats,
+        out: Bytes | None = None,
+        seed: int = 0,
+        scratch: Scratch | None = None,
+    ) -> memoryview:
+        """`encode_with_feedback` of elements ``start`` to ``stop``."""
+        return encode_with_feedback(codec, values, self.residual[start:stop], out, seed, scratch)

@@ -1,0 +1,161 @@
+"""Codecs that keep a fraction of the elements, as they are, and drop the rest: topk and randomk.
+
+Both are contractions (Stich et al. 2018, *Sparsified SGD with Memory*): a block loses at most 1 − k/n of its squared
+length, for randomk on average. They are made for error feedback, which brings what was dropped later, so randomk does
+not scale what it keeps by n/k: that would make it unbiased, but no contraction, and its residual would grow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.codecs.base import MAGNITUDE, Bytes, Codec, Floats, Scratch, is_finite
+from protocol.errors import MalformedMessageError
+
+Indices = npt.NDArray[np.int64]
+
+MILLION: Final = 1_000_000
+
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E37_79B9_7F4A_7C15
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse(Codec):
+    """Keeps ``parameter`` parts per million of each block, rounded up: at least one element."""
+
+    parameter: int = MILLION // 100
+
+    @property
+    def name(self) -> str:
+        """What `codec_of` makes this codec from."""
+        return f"{self.family}:{self.parameter / MILLION:g}"
+
+    def kept(self, numel: int) -> int:
+        """How many of a block's elements are kept."""
+        return -(-numel * self.parameter // MILLION)
+
+
+class TopK(Sparse):
+    """The elements of largest magnitude in each block of 65536, as float32 (Aji and Heafield 2017).
+
+    A block is its values, then their offsets in ascending order: as uint16, or where that is longer as one bit for each
+    element of the block. One in a hundred takes 0.06 bytes an element. Among elements of equal magnitude the first are
+    taken. NaN counts as largest, Inf as next.
+    """
+
+    __slots__ = ()
+    code: ClassVar[int] = 4
+    family: ClassVar[str] = "topk"
+
+    def _block_nbytes(self, numel: int) -> int:
+        kept = self.kept(numel)
+        return 4 * kept + min(2 * kept, -(-numel // 8))
+
+    def _encode(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
+        numel, kept = values.size, self.kept(values.size)
+        magnitude, work, _ = scratch.words(numel)
+        np.bitwise_and(values.view(np.uint32), MAGNITUDE, out=magnitude)
+        np.copyto(work, magnitude)
+        work.partition(numel - kept)
+        threshold = work[numel - kept]
+        chosen = np.flatnonzero(magnitude >= threshold)
+        if chosen.size > kept:  # which equals `partition` would take depends on the processor
+            equal = np.flatnonzero(magnitude[chosen] == threshold)
+            chosen = np.delete(chosen, equal[kept - chosen.size :])
+
+        out[: 4 * kept].view(np.float32)[:] = values[chosen]
+        places = out[4 * kept :]
+        if self._has_bitmap(numel):
+            bitmap = np.zeros(numel, np.bool_)
+            bitmap[chosen] = True
+            places[:] = np.packbits(bitmap)
+        else:
+            places.view(np.uint16)[:] = chosen
+
+    def _decode(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
+        numel, kept = out.size, self.kept(out.size)
+        places = data[4 * kept :]
+        if self._has_bitmap(numel):
+            offsets = np.flatnonzero(np.unpackbits(places))
+        else:
+            offsets = places.view(np.uint16).astype(np.int64)
+        if offsets.size != kept:
+            raise MalformedMessageError(f"{self.name} of {numel} elements keeps {kept}, got {offsets.size} offsets")
+        if offsets[-1] >= numel or (offsets[1:] <= offsets[:-1]).any():
+            raise MalformedMessageError(f"{self.name}: offsets do not ascend within {numel} elements")
+        out.fill(0)
+        out[offsets] = data[: 4 * kept].view(np.float32)
+
+    def _has_bitmap(self, numel: int) -> bool:
+        return -(-numel // 8) < 2 * self.kept(numel)
+
+
+class RandomK(Sparse):
+    """Elements drawn by the seed, as float32, without their offsets: 4 bytes for each one kept.
+
+    Every worker that encodes with the same seed keeps the same elements, so that their mean has no others, and the
+    coordinator's own encoding of it with that seed loses nothing.
+
+    Each element is as likely to be kept as any other. A block with a NaN or Inf anywhere has a NaN as its first value.
+    """
+
+    __slots__ = ()
+    code: ClassVar[int] = 5
+    family: ClassVar[str] = "randomk"
+
+    def _block_nbytes(self, numel: int) -> int:
+        return 4 * self.kept(numel)
+
+    def _encode(self, values: Floats, out: Bytes, seed: int, _scratch: Scratch, /) -> None:
+        chosen = values[self._drawn(values.size, seed)]
+        if not is_finite(values):
+            chosen[0] = np.nan
+        out.view(np.float32)[:] = chosen
+
+    def _decode(self, data: Bytes, out: Floats, seed: int, _scratch: Scratch, /) -> None:
+        out.fill(0)
+        out[self._drawn(out.size, seed)] = data.view(np.float32)
+
+    def _drawn(self, numel: int, seed: int) -> Indices:
+        """Different offsets below ``numel``: one out of each of equal parts of a ring that is turned at random.
+
+        Without the turn, elements in a part that is one shorter than others would be kept more often.
+        """
+        kept = self.kept(numel)
+        numbers = split_mix(seed, kept + 1)
+        begins = np.arange(kept + 1) * numel // kept
+        offsets = begins[:-1] + _below(np.diff(begins), numbers[1:])
+        offsets += _below(np.int64(numel), numbers[:1])
+        offsets[offsets >= numel] -= numel
+        return offsets
+
+
+def seed_of(round_number: int, bucket: int, index: int) -> int:
+    """The seed for slice ``index`` of a bucket in a round: the same at every worker and at the coordinator."""
+    seed = 0
+    for number in (round_number, bucket, index):
+        seed = int(split_mix(seed ^ number, 1)[0])
+    return seed
+
+
+def split_mix(seed: int, count: int) -> npt.NDArray[np.uint64]:
+    """``count`` words by SplitMix64 (Steele, Lea and Flood 2014), which makes each of its number alone.
+
+    Written here as numpy's generators may give other numbers in its next version, and members may differ in theirs.
+    """
+    words = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed & _MASK)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    mixed: npt.NDArray[np.uint64] = words ^ (words >> np.uint64(31))
+    return mixed
+
+
+def _below(bounds: Indices | np.int64, words: npt.NDArray[np.uint64]) -> Indices:
+    """Each word as a number below its bound, which is at most 2³² (Lemire 2019)."""
+    numbers: Indices = ((words >> np.uint64(32)).astype(np.int64) * bounds) >> 32
+    return numbers
