@@ -1,4 +1,4 @@
-"""The command line: ``gradserver serve | status | demo``."""
+"""The command line: ``gradserver serve | status | demo | bench``."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ def _parser() -> argparse.ArgumentParser:
 
     demonstration.add_arguments(demo)
     demo.set_defaults(run=demonstration.run)
+    bench = commands.add_parser("bench", help="measure it here, beside gloo and what the machine can do at most")
+    from gradserver.bench import command as benchmarks
+
+    benchmarks.add_arguments(bench)
+    bench.set_defaults(run=benchmarks.run)
     return parser
 
 

@@ -1,0 +1,204 @@
+"""`gradserver bench`: what an exchange costs here, beside gloo and beside what the machine can do at most.
+
+Importing this module is light: the processes that measure import torch, and the parent at most matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradserver.bench import arguments as parse
+
+if TYPE_CHECKING:
+    from gradserver.bench.session import Session
+
+_SUITES = {
+    "same-host": "processes and threads of this machine, against gloo and the memory's bandwidth",
+    "loopback": "processes of this machine over TCP, against gloo and plain sockets",
+    "cluster": "a host for each worker, with links of a given rate; emulated on this machine, needs root",
+    "latency": "small tensors, against gloo and plain pyzmq",
+    "train": "training steps of a GPT, against torch DDP on gloo, and overlap with an emulated backward",
+}
+_LAYOUTS = {"same-host": "same-host", "latency": "latency", "train": "step"}
+_MOST_WORKERS = 16
+_sizes = parse.listed(parse.size)
+_workers = parse.listed(parse.number(2, _MOST_WORKERS))
+_wires = parse.listed(parse.wire)
+_count = parse.number(1, 100_000)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives `parser` the suites and their options."""
+    parser.description = (
+        "Measure on your own machine or cluster. Every row is a median over repetitions in which gradserver, gloo "
+        "and the raw limit take turns, and its values are checked."
+    )
+    suites = parser.add_subparsers(metavar="SUITE", required=True)
+    added = {
+        name: suites.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        for name, text in _SUITES.items()
+    }
+    for name, one in added.items():
+        one.set_defaults(suite=name)
+
+    one = added["same-host"]
+    _option(one, "--workers", _workers, "2,4", "N,…", "numbers of processes")
+    _option(one, "--sizes", _sizes, "4KiB,1MB,26MB,100MB", "SIZE,…", "bytes of fp32")
+    variants = parse.listed(parse.one_of("buckets", "plan", "ordinary", "threads"))
+    _option(one, "--variants", variants, "buckets,plan,ordinary,threads", "NAME,…", "memory, and way of reducing")
+
+    variants = parse.listed(parse.one_of("buckets", "plan", "ordinary"))
+    one = added["loopback"]
+    _option(one, "--workers", _workers, "2,4", "N,…", "numbers of processes")
+    _option(one, "--sizes", _sizes, "4KiB,1MB,26MB,100MB", "SIZE,…", "bytes of fp32")
+    _option(one, "--variants", variants, "buckets,plan", "NAME,…", "memory, and way of reducing")
+    _option(one, "--wire", _wires, "fp32", "TYPE,…", "element types on the wire: fp32, bf16, int8")
+
+    one = added["cluster"]
+    _option(one, "--hosts", parse.number(2, 64), "4", "N", "hosts, with a worker each")
+    _add_links(one, "1gbit", "4gbit")
+    one.add_argument("--shards-beside", action="store_true", help="a data shard beside each worker")
+    _option(one, "--sizes", _sizes, "1MB,26MB,100MB", "SIZE,…", "bytes of fp32")
+    _option(one, "--variants", variants, "plan", "NAME,…", "memory, and way of reducing")
+    _option(one, "--wire", _wires, "fp32", "TYPE,…", "element types on the wire: fp32, bf16, int8")
+
+    one = added["latency"]
+    _option(one, "--workers", _workers, "2,4,8", "N,…", "numbers of processes")
+    _option(one, "--sizes", _sizes, "8B,4KiB,64KiB", "SIZE,…", "bytes of fp32")
+
+    one = added["train"]
+    _option(one, "--workers", parse.number(2, _MOST_WORKERS), "2", "N", "workers")
+    _add_links(one, None, None)
+    _option(one, "--wire", _wires, "fp32", "TYPE,…", "element types on the wire: fp32, bf16, int8")
+    _option(one, "--width", parse.number(16, 4096), "512", "N", "of the model; 512 with 8 blocks has 25 M parameters")
+    _option(one, "--blocks", parse.number(1, 256), "8", "N", "transformer blocks")
+    _option(one, "--context", parse.number(8, 4096), "128", "N", "bytes of one sequence")
+    _option(one, "--batch", parse.number(1, 1024), "1", "N", "sequences per worker and step")
+    _option(one, "--overlap-size", parse.size, "100MB", "SIZE", "bytes exchanged behind the emulated backward")
+
+    for name, one in added.items():
+        turns = "20" if name == "train" else "15"
+        what = "measured steps" if name == "train" else "turns that every contender gets"
+        _option(one, "--repetitions", _count, turns, "N", what)
+        _option(one, "--sample-ms", _count, "30", "MS", "fast operations are repeated until a sample lasts so long")
+        one.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+        one.add_argument("--plot", type=parse.picture, metavar="FILE.png", help="save a picture")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs a suite. 0: all values right; 1: some wrong, or a process failed; 2: it cannot start."""
+    reason = _why_not(arguments)
+    if reason is not None:
+        print(f"gradserver bench: {reason}", file=sys.stderr)
+        return 2
+    from gradserver.bench import session as sessions
+    from gradserver.bench.processes import ended_by_signals
+    from gradserver.bench.spec import BenchError
+    from gradserver.demo.screen import Screen
+
+    screen = None if arguments.json else Screen(sys.stdout)
+    with tempfile.TemporaryDirectory(prefix="gradserver-bench-") as folder:
+        session = sessions.Session(
+            arguments.suite,
+            _LAYOUTS.get(arguments.suite, "all_reduce"),
+            arguments.repetitions,
+            arguments.sample_ms / 1e3,
+            Path(folder),
+            screen,
+        )
+        try:
+            with ended_by_signals():
+                session.introduce()
+                _suite(arguments.suite)(arguments, session)
+            status = session.conclude()
+            if arguments.json:
+                print(session.document(sys.argv, _settings(arguments)))
+            if arguments.plot is not None:
+                from gradserver.bench.plot import save_plot
+
+                save_plot(arguments.plot, arguments.suite, session.rows)
+                if screen is not None:
+                    screen.line(f"The picture is {arguments.plot}")
+        except BenchError as error:
+            session.interrupted()
+            print(f"gradserver bench: {error}", file=sys.stderr)
+            return 1
+        except BrokenPipeError:  # nobody reads any more, as behind `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except KeyboardInterrupt:
+            session.interrupted()
+            print("Interrupted. All processes and hosts of the benchmark have been removed.", file=sys.stderr)
+            return 130
+    return status
+
+
+def _suite(name: str) -> Callable[[argparse.Namespace, Session], None]:
+    from gradserver.bench import suites, train_suite
+
+    return {
+        "same-host": suites.same_host,
+        "loopback": suites.loopback,
+        "cluster": suites.cluster,
+        "latency": suites.latency,
+        "train": train_suite.train,
+    }[name]
+
+
+def _why_not(arguments: argparse.Namespace) -> str | None:
+    """Why this cannot run here, and what to do about it."""
+    if importlib.util.find_spec("torch") is None:
+        return "the peer that it measures against, gloo, comes with PyTorch: pip install 'gradserver[torch]'"
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        return "--plot needs matplotlib: pip install 'gradserver[demo]'"
+    if getattr(arguments, "coordinator_rate", None) and not arguments.rate:
+        return "--coordinator-rate needs --rate, the rate of the workers' links"
+    if getattr(arguments, "rate", None):
+        from gradserver.bench import netns
+
+        if (reason := netns.why_not()) is not None:
+            return reason
+    lossy = [wire for wire in getattr(arguments, "wire", []) if wire != "fp32"]
+    if lossy:
+        from gradserver import connect
+
+        if "wire" not in inspect.signature(connect).parameters:
+            return f"this version's connect() cannot choose a wire: leave out {', '.join(lossy)}"
+    if getattr(arguments, "shards_beside", False):
+        from gradserver.bench.fleet import serve_knows
+
+        if not (serve_knows("--join") and serve_knows("--shards")):
+            return "this version's `gradserver serve` has no --join yet: leave out --shards-beside"
+    return None
+
+
+def _add_links(parser: argparse.ArgumentParser, rate: str | None, coordinator: str | None) -> None:
+    without = "" if rate else " (default: no emulated links, the loopback)"
+    _option(parser, "--rate", parse.rate, rate, "RATE", f"of every worker's link, each way, as 1gbit{without}")
+    _option(
+        parser, "--coordinator-rate", parse.rate, coordinator, "RATE", "of the coordinator's link (default: --rate)"
+    )
+
+
+def _option(
+    parser: argparse.ArgumentParser,
+    name: str,
+    kind: Callable[[str], object],
+    default: str | None,
+    metavar: str,
+    text: str,
+) -> None:
+    text = f"{text} (default {default})" if default and "(default" not in text else text
+    parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, object]:
+    return {name: value for name, value in vars(arguments).items() if not callable(value) and name != "plot"}

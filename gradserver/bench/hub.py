@@ -1,0 +1,27 @@
+"""The middle of the plain pyzmq comparison: waits for a message from every worker, then answers them all.
+
+Two hops and nothing else: no engine, no sum, no check. Started as ``python -m gradserver.bench.hub URL WORKERS``;
+prints the URL that it listens at.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import zmq
+
+
+def main() -> int:
+    """Answers until it is ended."""
+    url, workers = sys.argv[1], int(sys.argv[2])
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind(url)
+    print(router.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)
+    while True:
+        for message in [router.recv_multipart() for _ in range(workers)]:
+            router.send_multipart(message)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""What a result was measured on: without it, a number says nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import gradserver
+
+
+def describe() -> dict[str, Any]:
+    """This machine, as plain values."""
+    return {
+        "cpu": _cpu(),
+        "cores": cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of everything that takes part."""
+    found = {"gradserver": gradserver.__version__, "python": platform.python_version()}
+    for name in ("torch", "numpy", "pyzmq"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text("utf-8", "replace")
+    except OSError:
+        text = ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()

@@ -1,0 +1,92 @@
+"""One picture of a run: time over size for ours, gloo and the limit, a panel for each number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gradserver.bench.report import Row
+from gradserver.bench.stats import Stats, size_name
+
+_OURS = ("#f2a03d", "#c2410c", "#7c2d12", "#d97706", "#92400e", "#fbbf24")
+_PEER, _LIMIT, _GREY = "#1f3a5f", "#6b7280", "#6b7280"
+
+
+def save_plot(path: Path, suite: str, rows: Sequence[Row]) -> None:
+    """Writes the picture to `path` as a PNG."""
+    panels = list(dict.fromkeys((row.op, row.workers) for row in rows))
+    # A Figure made without pyplot draws into memory (Agg): no display is needed, and no state is left behind.
+    figure = Figure(figsize=(max(6.5, 5.2 * len(panels)), 4.6), layout="constrained")
+    figure.suptitle(f"gradserver bench {suite}", x=0.01, ha="left", fontsize=13, fontweight="bold")
+    for axes, (op, workers) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        mine = [row for row in rows if (row.op, row.workers) == (op, workers)]
+        (_draw_sizes if op == "all_reduce" else _draw_bars)(axes, mine)
+        axes.set_title(f"{op}, {workers} workers", loc="left", fontsize=10, color=_GREY)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.tick_params(colors=_GREY)
+    figure.savefig(path, dpi=130, format="png")
+
+
+def _draw_sizes(axes: Axes, rows: Sequence[Row]) -> None:
+    """Logarithmic both ways; bands are quartiles."""
+    for colour, key in zip(_cycle(len(rows)), dict.fromkeys((row.variant, row.wire) for row in rows), strict=False):
+        mine = sorted((row for row in rows if (row.variant, row.wire) == key), key=lambda row: row.nbytes)
+        label = key[0] if key[1] == "fp32" else f"{key[0]}, {key[1]}"
+        _line(axes, mine, lambda row: row.time, colour, f"gradserver: {label}", 2.2)
+    for peer in dict.fromkeys(row.peer for row in rows if row.peer_time):
+        mine = _one_each(row for row in rows if row.peer == peer)
+        _line(axes, mine, lambda row: row.peer_time, _PEER, peer, 1.4)
+    limited = _one_each(row for row in rows if row.limit_seconds is not None and row.wire == rows[0].wire)
+    if limited:
+        sizes, seconds = [row.nbytes for row in limited], [row.limit_seconds or 0.0 for row in limited]
+        axes.plot(
+            sizes, seconds, color=_LIMIT, linewidth=1.2, linestyle=(0, (4, 3)), label=f"limit: {limited[0].limit}"
+        )
+    sizes = sorted({row.nbytes for row in rows})
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [size_name(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("size of the tensor")
+    axes.set_ylabel("time of one operation (s)")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_bars(axes: Axes, rows: Sequence[Row]) -> None:
+    """A bar for each row, of which the darker part is computing."""
+    names = [f"{row.variant}\n{row.wire}" for row in rows]
+    colours = [_OURS[0] if row.variant == "gradserver" else _PEER for row in rows]
+    places = range(len(rows))
+    axes.bar(places, [row.time.median for row in rows], color=colours, width=0.6)
+    compute = [row.more.get("compute_s", 0.0) for row in rows]
+    axes.bar(places, compute, color="black", alpha=0.25, width=0.6, label="computing alone")
+    axes.set_xticks(list(places), names, fontsize=8)
+    axes.set_ylabel("time (s)")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _line(
+    axes: Axes, rows: Sequence[Row], times: Callable[[Row], Stats | None], colour: str, label: str, width: float
+) -> None:
+    known = [(row.nbytes, found) for row in rows if (found := times(row)) is not None]
+    sizes = [nbytes for nbytes, _ in known]
+    axes.plot(sizes, [one.median for _, one in known], "o-", color=colour, linewidth=width, markersize=4, label=label)
+    low, high = [one.quartiles[0] for _, one in known], [one.quartiles[1] for _, one in known]
+    axes.fill_between(sizes, low, high, color=colour, alpha=0.18, linewidth=0)
+
+
+def _one_each(rows: Iterable[Row]) -> list[Row]:
+    """A row for each size: the others name the same measurement."""
+    found: dict[int, Row] = {}
+    for row in rows:
+        found.setdefault(row.nbytes, row)
+    return [found[size] for size in sorted(found)]
+
+
+def _cycle(count: int) -> list[str]:
+    return [_OURS[i % len(_OURS)] for i in range(count)]

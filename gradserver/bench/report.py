@@ -1,0 +1,235 @@
+"""Rows of results, and what they look like as a table, as JSON, and in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradserver.bench.stats import Stats, figures, microseconds, milliseconds
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: ours, beside the peer and the limit that took turns with it.
+
+    Attributes:
+        op: what was done: ``all_reduce``, ``step``, ``overlap``.
+        variant: how.
+        wire: element type on the wire.
+        workers: number of them.
+        nbytes: fp32 bytes of one worker's data.
+        time: of one operation.
+        wrong: values that were not what they should be.
+        peer: what it is compared with, and `peer_time` its time.
+        limit: what bounds it, and `limit_time` the time which that allows; a Stats where it was measured.
+        more: further figures of a suite, by name.
+    """
+
+    op: str
+    variant: str
+    wire: str
+    workers: int
+    nbytes: int
+    time: Stats
+    wrong: int
+    peer: str = ""
+    peer_time: Stats | None = None
+    limit: str = ""
+    limit_time: Stats | float | None = None
+    more: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def algbw(self) -> float:
+        """Bytes per second: one worker's data over the time."""
+        return self.nbytes / self.time.median
+
+    @property
+    def busbw(self) -> float:
+        """As nccl-tests has it for all_reduce: what a ring's links would have to carry for the same time."""
+        return self.algbw * 2 * (self.workers - 1) / self.workers
+
+    @property
+    def ratio(self) -> float | None:
+        """The peer's median over ours: above 1 ours is faster."""
+        return self.peer_time.median / self.time.median if self.peer_time else None
+
+    @property
+    def peer_seconds(self) -> float | None:
+        """The peer's median."""
+        return self.peer_time.median if self.peer_time else None
+
+    @property
+    def limit_seconds(self) -> float | None:
+        """The time that the limit allows."""
+        return self.limit_time.median if isinstance(self.limit_time, Stats) else self.limit_time
+
+    @property
+    def share(self) -> float | None:
+        """How much of the limit was reached: 1 is all that is possible."""
+        seconds = self.limit_seconds
+        return None if seconds is None else seconds / self.time.median
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values. Times are in seconds, bandwidths in bytes per second."""
+        limit = self.limit_time.to_json() if isinstance(self.limit_time, Stats) else None
+        return {
+            "op": self.op,
+            "variant": self.variant,
+            "wire": self.wire,
+            "workers": self.workers,
+            "bytes": self.nbytes,
+            "time_s": self.time.to_json(),
+            "algbw": self.algbw,
+            "busbw": self.busbw,
+            "wrong": self.wrong,
+            "peer": self.peer or None,
+            "peer_time_s": self.peer_time.to_json() if self.peer_time else None,
+            "ratio": self.ratio,
+            "limit": self.limit or None,
+            "limit_s": self.limit_seconds,
+            "limit_time_s": limit,
+            "share_of_limit": self.share,
+            **self.more,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: two lines of heading (name and unit), a width, and what stands in it."""
+
+    name: str
+    unit: str
+    width: int
+    cell: Callable[[Row], str]
+    left: bool = False
+
+    def set(self, text: str) -> str:
+        """`text` in the column's width."""
+        return text.ljust(self.width) if self.left else text.rjust(self.width)
+
+
+def _columns(unit: str, shown: Callable[[float], str]) -> dict[str, Column]:
+    def maybe(value: float | None, form: Callable[[float], str]) -> str:
+        return "-" if value is None else form(value)
+
+    def spread(row: Row) -> str:
+        low, high = row.time.quartiles
+        return f"{shown(low)}..{shown(high)}"
+
+    return {
+        "size": Column("size", "bytes", 11, lambda row: f"{row.nbytes:,}"),
+        "variant": Column("type", "", 10, lambda row: row.variant, left=True),
+        "wire": Column("wire", "", 4, lambda row: row.wire, left=True),
+        "time": Column("time", unit, 7, lambda row: shown(row.time.median)),
+        "spread": Column("quartiles", unit, 14, spread),
+        "algbw": Column("algbw", "GB/s", 7, lambda row: figures(row.algbw / 1e9)),
+        "busbw": Column("busbw", "GB/s", 7, lambda row: figures(row.busbw / 1e9)),
+        "wrong": Column("#wrong", "", 6, lambda row: str(row.wrong)),
+        "peer": Column("gloo", unit, 7, lambda row: maybe(row.peer_seconds, shown)),
+        "ratio": Column("gloo/ours", "", 9, lambda row: maybe(row.ratio, lambda ratio: f"{ratio:.2f}x")),
+        "limit": Column("limit", unit, 7, lambda row: maybe(row.limit_seconds, shown)),
+        "share": Column("reached", "", 7, lambda row: maybe(row.share, lambda share: f"{share:.1%}")),
+        "exposed": Column("exposed", unit, 8, lambda row: maybe(row.more.get("exposed_s"), shown)),
+        "part": Column("of time", "", 7, lambda row: maybe(row.more.get("exposed_share"), lambda part: f"{part:.1%}")),
+        "loss": Column("loss", "nats", 7, lambda row: maybe(row.more.get("loss"), lambda loss: f"{loss:.4f}")),
+        "alone": Column("exchange", unit, 8, lambda row: maybe(row.more.get("exchange_s"), shown)),
+        "computing": Column("compute", unit, 8, lambda row: maybe(row.more.get("compute_s"), shown)),
+    }
+
+
+_REDUCING = ("size", "variant", "wire", "time", "spread", "algbw", "busbw", "wrong", "peer", "ratio", "limit", "share")
+LAYOUTS = {
+    "all_reduce": ("ms", milliseconds, _REDUCING),
+    "same-host": ("ms", milliseconds, tuple(name for name in _REDUCING if name != "wire")),
+    "latency": ("us", microseconds, tuple(name for name in _REDUCING if name not in ("wire", "algbw", "busbw"))),
+    "step": (
+        "ms",
+        milliseconds,
+        ("variant", "wire", "time", "spread", "computing", "exposed", "part", "loss", "wrong", "ratio"),
+    ),
+    "overlap": (
+        "ms",
+        milliseconds,
+        ("variant", "wire", "computing", "alone", "limit", "time", "spread", "exposed", "part", "ratio"),
+    ),
+}
+
+
+BANDWIDTHS = ("memory", "plain sockets", "links")
+"""Limits that are about bytes, not about the way."""
+LARGE_BYTES = 1_000_000
+
+NOTES = {
+    "all_reduce": (
+        "time: median of one operation, from a barrier to the end of the slowest rank; middle half of the samples",
+        "algbw: size / time; busbw: algbw * 2(W-1)/W as in nccl-tests; #wrong: values checked against the exact mean",
+        "gloo/ours: above 1.00x gradserver is faster; limit: what the bytes take at least; reached: limit / time",
+    ),
+    "latency": (
+        "time: median of one operation, from a barrier to the end of the slowest rank; middle half of the samples",
+        "gloo/ours: above 1.00x gradserver is faster; limit: the same two hops over plain pyzmq; reached: limit / time",
+    ),
+    "step": (
+        "time: median of one training step of the slowest rank; compute: the same step without any exchange",
+        "exposed: time - compute, and its share of the time; loss: on held-out text, after the same steps for all",
+        "#wrong: replicas that are not bit-identical to rank 0's; gloo/ours: above 1.00x gradserver is faster",
+        "overlap: exchange: by itself; limit: the longer of compute and exchange; exposed: time - compute",
+    ),
+}
+
+
+class Table:
+    """The columns of one layout."""
+
+    def __init__(self, layout: str) -> None:
+        unit, shown, names = LAYOUTS[layout]
+        known = _columns(unit, shown)
+        self._columns = [known[name] for name in names]
+
+    def heading(self) -> list[str]:
+        """Names, and units below them."""
+        names = "  ".join(column.set(column.name) for column in self._columns)
+        units = "  ".join(column.set(column.unit) for column in self._columns)
+        return [f"  {names}".rstrip(), f"  {units}".rstrip()]
+
+    def line(self, row: Row) -> str:
+        """One row."""
+        return "  " + "  ".join(column.set(column.cell(row)) for column in self._columns).rstrip()
+
+
+def conclusion(rows: Sequence[Row]) -> str:
+    """One sentence over all rows."""
+    if not rows:
+        return "Nothing was measured."
+    wrong = sum(row.wrong for row in rows)
+    if wrong:
+        bad = sum(row.wrong > 0 for row in rows)
+        return f"WRONG: {wrong:,} values in {bad} of {_counted(len(rows), 'row')} are not what they should be."
+    said = []
+    ours = [row for row in rows if row.peer_time is not None]
+    ratios = [row.ratio for row in ours if row.ratio is not None]
+    if ratios:
+        ahead = sum(ratio > 1 for ratio in ratios)
+        span = _span(f"{min(ratios):.2f}", f"{max(ratios):.2f}")
+        rows_compared = _counted(len(ratios), "row")
+        said.append(f"gradserver was faster than gloo in {ahead} of {rows_compared} (gloo took {span} times as long)")
+    # What a limit of bandwidth allows for a few bytes, nothing could reach.
+    bound = [row for row in ours if row.limit not in BANDWIDTHS or row.nbytes >= LARGE_BYTES]
+    for limit in dict.fromkeys(row.limit for row in bound if row.limit):
+        shares = [row.share for row in bound if row.limit == limit and row.share is not None]
+        sizes = f", {LARGE_BYTES // 10**6} MB and more" if limit in BANDWIDTHS else ""
+        said.append(f"it reached {_span(f'{min(shares):.0%}', f'{max(shares):.0%}')} of the limit ({limit}{sizes})")
+    lossy = any(row.wire != "fp32" for row in rows)
+    exact = "every value was right to its wire format's precision" if lossy else "every value was exact"
+    if any(row.op == "step" for row in rows):
+        exact = "replicas stayed bit-identical"
+    return f"{'; '.join([*said, exact])}."
+
+
+def _span(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

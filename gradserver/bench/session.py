@@ -1,0 +1,139 @@
+"""One run of a suite, as its user sees it: sections and rows while they come, and what is left in the end."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gradserver.bench import machine
+from gradserver.bench.fleet import Fleet, Measured, Needs
+from gradserver.bench.places import Place
+from gradserver.bench.report import NOTES, Row, Table, conclusion
+from gradserver.bench.spec import Case
+from gradserver.bench.stats import size_name
+from gradserver.demo.screen import BOLD, CYAN, DIM, GREEN, RED, Screen
+
+_WIDTH = 110  # of running text
+
+
+class Session:
+    """Collects rows, and shows them on `screen` unless that is None."""
+
+    def __init__(
+        self, suite: str, layout: str, repetitions: int, sample_seconds: float, folder: Path, screen: Screen | None
+    ) -> None:
+        self.suite = suite
+        self.rows: list[Row] = []
+        self._layout = layout
+        self._repetitions = repetitions
+        self._sample_seconds = sample_seconds
+        self._folder = folder
+        self._screen = screen
+        self._table = Table(layout)
+        self._began = datetime.now(UTC)
+        self._machine = machine.describe()  # before we load it ourselves
+        self._fleets = 0
+
+    def introduce(self) -> None:
+        """Where this runs, and how the table is to be read."""
+        if self._screen is None:
+            return
+        here, versions = self._machine, machine.versions()
+        self._screen.line(self._screen.style(f"gradserver bench {self.suite}", BOLD))
+        self._screen.line()
+        memory = f"{here['memory_bytes'] / 2**30:.0f} GiB"
+        self._note(f"{here['cpu']}, {_counted(here['cores'], 'core')}, {memory}, {here['system']}")
+        self._note(", ".join(f"{name} {version}" for name, version in versions.items()))
+        if here["load_before"] > here["cores"] / 2:
+            busy = f"the load is {here['load_before']:g}: other programs keep the cores busy, expect wide quartiles"
+            self._screen.line(f"  {self._screen.style(busy, RED)}")
+        self._screen.line()
+        for note in NOTES[self._layout if self._layout in NOTES else "all_reduce"]:
+            self._note(note)
+
+    @contextmanager
+    def fleet(
+        self, workers: int, needs: Needs, title: str, place: Place | None = None, layout: str | None = None
+    ) -> Iterator[Fleet]:
+        """Starts processes, under a heading."""
+        self.section(title, layout or self._layout)
+        self._live("starting processes: importing torch")
+        self._fleets += 1
+        with Fleet(workers, needs, self._folder / f"fleet-{self._fleets}", place) as fleet:
+            yield fleet
+
+    def section(self, title: str, layout: str) -> None:
+        """Opens a table."""
+        self._table = Table(layout)
+        if self._screen is not None:
+            self._screen.line()
+            self._screen.line(self._screen.style(title, CYAN))
+            for line in self._table.heading():
+                self._screen.line(self._screen.style(line, DIM))
+
+    def measure(
+        self, fleet: Fleet, case: Case, *, repetitions: int | None = None, sample_seconds: float | None = None
+    ) -> dict[str, Measured]:
+        """As `Fleet.measure`, with the run's own numbers where none are given."""
+        seconds = self._sample_seconds if sample_seconds is None else sample_seconds
+        where = f"{fleet.workers} workers, {size_name(case.nbytes)}"
+        return fleet.measure(
+            case, repetitions or self._repetitions, seconds, lambda what: self._live(f"{where}: {what}")
+        )
+
+    def add(self, row: Row) -> None:
+        """Shows a row."""
+        self.rows.append(row)
+        if self._screen is not None:
+            line = self._table.line(row)
+            self._screen.line(self._screen.style(line, RED) if row.wrong else line)
+
+    def conclude(self) -> int:
+        """The sentence at the end. Returns the exit status: 1 if any value was wrong."""
+        failed = any(row.wrong for row in self.rows)
+        if self._screen is not None:
+            self._screen.line()
+            for line in textwrap.wrap(conclusion(self.rows), _WIDTH):
+                self._screen.line(self._screen.style(line, RED if failed else GREEN))
+        return int(failed)
+
+    def interrupted(self) -> None:
+        """The live line must not stay in the way of what comes next."""
+        if self._screen is not None:
+            self._screen.clear()
+
+    def document(self, command: list[str], settings: dict[str, Any]) -> str:
+        """All there is to know, as JSON."""
+        return json.dumps(
+            {
+                "suite": self.suite,
+                "date": self._began.isoformat(timespec="seconds"),
+                "seconds": round((datetime.now(UTC) - self._began).total_seconds(), 1),
+                "command": command,
+                "settings": settings,
+                "machine": self._machine,
+                "versions": machine.versions(),
+                "units": "times in seconds, bandwidths in bytes per second; a sample is the slowest rank's time",
+                "rows": [row.to_json() for row in self.rows],
+                "conclusion": conclusion(self.rows),
+            },
+            indent=2,
+            default=str,
+        )
+
+    def _note(self, text: str) -> None:
+        if self._screen is not None:
+            self._screen.line(f"  {self._screen.style(text, DIM)}")
+
+    def _live(self, text: str) -> None:
+        if self._screen is not None:
+            self._screen.live(f"  {text}")
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

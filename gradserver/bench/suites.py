@@ -1,0 +1,169 @@
+"""The suites that reduce: which contenders meet, at which sizes, and what bounds them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from gradserver.bench import netns
+from gradserver.bench.fleet import Needs
+from gradserver.bench.places import Place
+from gradserver.bench.report import Row
+from gradserver.bench.session import Session
+from gradserver.bench.spec import FLOAT_BYTES, WIRES, Case, Contender, Link
+
+_VARIANTS = {
+    "buckets": ("all_reduce", {"memory": "buckets"}),
+    "plan": ("rounds", {}),
+    "ordinary": ("all_reduce", {"memory": "ordinary"}),
+    "threads": ("threads", {}),
+}
+
+
+def same_host(arguments: argparse.Namespace, session: Session) -> None:
+    """Processes, and threads, of this machine over whatever channel is the default."""
+    contenders = [_ours(variant) for variant in arguments.variants]
+    needs = Needs(links=(Link(),), threads="threads" in arguments.variants)
+    for workers in arguments.workers:
+        with session.fleet(workers, needs, f"{workers} processes on this machine") as fleet:
+            for nbytes in arguments.sizes:
+                case = Case(nbytes, (*contenders, _gloo("fp32"), Contender("limit", "copy")))
+                measured = session.measure(fleet, case)
+                for one in contenders:
+                    ours = measured[one.name]
+                    session.add(
+                        Row(
+                            "all_reduce", one.name, "fp32", workers, nbytes, ours.times, ours.wrong,
+                            "gloo", measured["gloo fp32"].times, "memory", measured["limit"].times,
+                        )
+                    )  # fmt: skip
+
+
+def loopback(arguments: argparse.Namespace, session: Session) -> None:
+    """The same over TCP: one daemon, and the loopback as the network."""
+    needs = Needs(tuple(Link(wire, "tcp") for wire in arguments.wire), ring=True)
+    for workers in arguments.workers:
+        with session.fleet(workers, needs, f"{workers} processes over TCP on this machine") as fleet:
+            for nbytes in arguments.sizes:
+                ours = _over_wires(arguments, "tcp")
+                limits = [
+                    Contender(f"limit {wire}", "sockets", options={"nbytes": _on_wire(nbytes, wire)})
+                    for wire in arguments.wire
+                ]
+                measured = session.measure(fleet, Case(nbytes, (*ours, *_gloos(arguments.wire), *limits)))
+                for one in ours:
+                    mine, peer = measured[one.name], measured[_peer(one.wire)]
+                    session.add(
+                        Row(
+                            "all_reduce", _variant(one), one.wire, workers, nbytes, mine.times, mine.wrong,
+                            _peer(one.wire), peer.times, "plain sockets", measured[f"limit {one.wire}"].times,
+                        )
+                    )  # fmt: skip
+
+
+def cluster(arguments: argparse.Namespace, session: Session) -> None:
+    """A worker on each of several hosts, which are network namespaces with links of limited rate."""
+    workers = arguments.hosts
+    needs = Needs(tuple(Link(wire, "tcp") for wire in arguments.wire), shards=arguments.shards_beside)
+    with lab(arguments, workers) as place:
+        title = f"{workers} hosts, {link_names(arguments)}"
+        with session.fleet(workers, needs, title, place) as fleet:
+            for nbytes in arguments.sizes:
+                ours = _over_wires(arguments, "tcp")
+                measured = session.measure(fleet, Case(nbytes, (*ours, *_gloos(arguments.wire))))
+                for one in ours:
+                    mine, peer = measured[one.name], measured[_peer(one.wire)]
+                    limit = link_limit(arguments, workers, _on_wire(nbytes, one.wire))
+                    session.add(
+                        Row(
+                            "all_reduce", _variant(one), one.wire, workers, nbytes, mine.times, mine.wrong,
+                            _peer(one.wire), peer.times, "links", limit,
+                        )
+                    )  # fmt: skip
+
+
+def latency(arguments: argparse.Namespace, session: Session) -> None:
+    """Small tensors, where the way counts and not the bytes."""
+    channels = {"default": "", "tcp": "tcp"}
+    needs = Needs(tuple(Link(channel=channel) for channel in channels.values()), hub=True)
+    ours = [
+        Contender(name, "all_reduce", channel=channel, options={"memory": "buckets"})
+        for name, channel in channels.items()
+    ]
+    for workers in arguments.workers:
+        with session.fleet(workers, needs, f"{workers} processes on this machine") as fleet:
+            for nbytes in arguments.sizes:
+                measured = session.measure(fleet, Case(nbytes, (*ours, _gloo("fp32"), Contender("hops", "hops"))))
+                for one in ours:
+                    mine = measured[one.name]
+                    session.add(
+                        Row(
+                            "all_reduce", one.name, "fp32", workers, nbytes, mine.times, mine.wrong,
+                            "gloo", measured["gloo fp32"].times, "plain pyzmq", measured["hops"].times,
+                        )
+                    )  # fmt: skip
+
+
+# ── links of a cluster ────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def lab(arguments: argparse.Namespace, workers: int) -> Iterator[Place]:
+    """Hosts with the links that the arguments ask for."""
+    with netns.links(workers, arguments.rate, arguments.coordinator_rate or arguments.rate) as place:
+        yield place
+
+
+def link_names(arguments: argparse.Namespace) -> str:
+    """The links in words."""
+    coordinator = arguments.coordinator_rate or arguments.rate
+    return f"{_rate_name(arguments.rate)} each way, coordinator {_rate_name(coordinator)}"
+
+
+def link_limit(arguments: argparse.Namespace, workers: int, on_wire: float) -> float:
+    """Seconds that the links need at least for `on_wire` bytes of every worker, there and back at once."""
+    if getattr(arguments, "shards_beside", False):
+        # Each host sends its worker's bytes but for its own shard's, and its shard's results to the others.
+        return float(2 * (workers - 1) / workers * on_wire / arguments.rate)
+    return float(max(on_wire / arguments.rate, workers * on_wire / (arguments.coordinator_rate or arguments.rate)))
+
+
+# ── contenders ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _ours(variant: str, wire: str = "fp32", channel: str = "") -> Contender:
+    kind, options = _VARIANTS[variant]
+    name = variant if wire == "fp32" else f"{variant} {wire}"
+    return Contender(name, kind, wire, channel, dict(options))
+
+
+def _over_wires(arguments: argparse.Namespace, channel: str) -> list[Contender]:
+    return [_ours(variant, wire, channel) for wire in arguments.wire for variant in arguments.variants]
+
+
+def _variant(contender: Contender) -> str:
+    return contender.name.partition(" ")[0]
+
+
+def _gloo(wire: str) -> Contender:
+    return Contender(f"gloo {wire}", "gloo", wire)
+
+
+def _gloos(wires: Sequence[str]) -> list[Contender]:
+    return [_gloo(wire) for wire in dict.fromkeys(_peer(wire).removeprefix("gloo ") for wire in wires)]
+
+
+def _peer(wire: str) -> str:
+    """What stands beside a wire: gloo can do bf16 as well; the others are compared with its fp32."""
+    return "gloo bf16" if wire == "bf16" else "gloo fp32"
+
+
+def _on_wire(nbytes: int, wire: str) -> int:
+    """Without headers, and without the scales that an int8 block carries."""
+    return nbytes // FLOAT_BYTES * WIRES[wire]
+
+
+def _rate_name(rate: float) -> str:
+    bits = 8 * rate
+    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"

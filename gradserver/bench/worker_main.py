@@ -1,0 +1,122 @@
+"""One worker process of a benchmark, started as ``python -m gradserver.bench.worker_main``.
+
+Takes requests on standard input and answers on standard output, one line of JSON each:
+
+    {"do": "seat", "seat": …}                  who it is                            {"port": …}
+    {"do": "join", "addresses": …}             connect                              {}
+    {"do": "prepare", "case": …, "names": …}   set up these contenders of a case    {}
+    {"do": "check", "name": …}                 verify a contender's results         {"wrong": …, …}
+    {"do": "run", "name": …, "count": …}       measure                              {"seconds": …}
+    {"do": "end"}                              leave
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from gradserver.bench.contenders import KINDS, Contestant
+from gradserver.bench.member import Member
+from gradserver.bench.spec import Case, Seat
+
+
+class Process:
+    """Answers requests."""
+
+    def __init__(self) -> None:
+        self.member: Member | None = None
+        self.contestants: dict[str, Contestant] = {}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Does what is asked."""
+        do = request["do"]
+        if do == "seat":
+            self.member = Member(Seat.from_dict(request["seat"]))
+            return {"port": self.member.port}
+        assert self.member is not None
+        if do == "join":
+            self.member.join([(host, port) for host, port in request["addresses"]])
+            return {}
+        if do == "prepare":
+            self.prepare(self.member, Case.from_dict(request["case"]), request["names"])
+            return {}
+        contestant = self.contestants[request["name"]]
+        if do == "check":
+            return contestant.check()
+        return {"seconds": contestant.timed(request["count"])}
+
+    def prepare(self, member: Member, case: Case, names: list[str]) -> None:
+        """Sets up the contenders of a new case, in their order, which is the same in all processes."""
+        self.release()
+        for spec in case.contenders:
+            if spec.name in names:
+                self.contestants[spec.name] = _kind(spec.kind)(member, case, spec)
+
+    def release(self) -> None:
+        """Gives back what the contenders of the last case held."""
+        for contestant in self.contestants.values():
+            contestant.close()
+        self.contestants.clear()
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        self.release()
+        if self.member is not None:
+            self.member.close()
+
+
+def main() -> int:
+    """Answers until it is told to end, or its parent has gone."""
+    answers = _take_stdout()
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, _leave)
+    process = Process()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "end":
+            break
+        try:
+            answer = process.answer(request)
+        except Exception as error:  # whatever it is: the parent shows it and ends the run
+            traceback.print_exc()
+            answers({"error": f"{type(error).__name__}: {error}"})
+            return 1
+        answers(answer)
+    process.close()
+    return 0
+
+
+def _kind(name: str) -> Callable[..., Contestant]:
+    if name in KINDS:
+        return KINDS[name]
+    from gradserver.bench.training import TRAINING_KINDS  # here, as the other suites need none of it
+
+    return TRAINING_KINDS[name]
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    """Goes the ordinary way out, on which memberships and shared memory are given back."""
+    sys.exit(1)
+
+
+def _take_stdout() -> Callable[[dict[str, Any]], None]:
+    """Keeps standard output for answers: whatever else prints in this process goes to standard error."""
+    stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def answer(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=stream, flush=True)
+
+    return answer
+
+
+if __name__ == "__main__":
+    sys.exit(main())
