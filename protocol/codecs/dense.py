@@ -145,8 +145,8 @@ class Int8(Codec):
     even. A group with a NaN or Inf gets the scale NaN, and all of it decodes to that. Block-wise 8-bit quantisation is
     Dettmers et al. 2022, *8-bit Optimizers via Block-wise Quantization*, here with even steps.
 
-    A block is its scales, then its integers. Scales are rounded up to 17 significant bits: times 127 they are exact
-    then, thus the same scale is found again when what was decoded is encoded.
+    A block is its scales, then its integers. For every float32 p, p / 127 · 127 / 127 is p / 127, each step rounded:
+    so the same scale is found again when what was decoded is encoded.
     """
 
     __slots__ = ()
@@ -160,7 +160,7 @@ class Int8(Codec):
     _LEAST: ClassVar[np.float32] = np.finfo(np.float32).tiny
     """No scale is zero, or subnormal: those have too few bits, and some threads flush them to zero."""
     _GREATEST: ClassVar[np.float32] = np.uint32(0x7C01_0200).view(np.float32)
-    """127 times this is finite."""
+    """127 times this is finite, and that / 127 is this again."""
 
     def _block_nbytes(self, numel: int) -> int:
         return 4 * -(-numel // self.GROUP) + numel
@@ -186,8 +186,6 @@ class Int8(Codec):
         """The scales of groups with these largest magnitudes."""
         scales = peaks.view(np.float32) / np.float32(127)
         np.clip(scales, self._LEAST, self._GREATEST, out=scales)
-        bits = scales.view(np.uint32)
-        np.bitwise_and(bits + 0x7F, ~np.uint32(0x7F), out=bits)
         scales[peaks >= INFINITY] = np.nan
         return scales
 
