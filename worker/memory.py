@@ -1,0 +1,394 @@
+"""A worker's side of the memory that it shares with a coordinator of the same host.
+
+Memory is handed over in *segments* (`protocol.sharing` has the talk). What needs `OWN_SEGMENT_BYTES` or more gets one
+of its own, and the others divide *arenas* among themselves. An array from `SharedMemory.empty` is the only one that
+knows it is special: when it, and everything that views it, is garbage, its memory is shared no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import socket
+import sys
+import threading
+import weakref
+from bisect import bisect_right, insort
+from collections import deque
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import BackendUnavailableError, GradServerError, MalformedMessageError
+from protocol.limits import KIB, MIB
+from protocol.messages import Place
+from protocol.sharing import (
+    ADDRESS_PREFIX,
+    COORDINATORS_PROOF,
+    MAX_PACKET_BYTES,
+    MAX_SEGMENTS,
+    PAGE_BYTES,
+    PROOF_BYTES,
+    SEGMENT_HEADER_BYTES,
+    WORKERS_PROOF,
+    Offer,
+    Refused,
+    Release,
+    SharingMessage,
+    Taken,
+    decode_packet,
+    encode_packet,
+)
+
+log = logging.getLogger("gradserver")
+
+OWN_SEGMENT_BYTES: Final = 256 * KIB
+ARENA_BYTES: Final = 1 * MIB
+ALIGNMENT: Final = 64
+"""Of what lies in an arena: a cache line, which no two arrays share."""
+
+_address_of = ctypes.addressof
+_view_of: Any = ctypes.c_char.from_buffer
+
+
+class SharedMemory:
+    """Memory that both this worker and its coordinator see.
+
+    Args:
+        address: the coordinator's local socket, as it said.
+        token: what to show there.
+        timeout: seconds that the coordinator has for any answer.
+        level: of the log line that is written if later no more memory can be shared.
+
+    Raises:
+        BackendUnavailableError: nothing can be shared; says why.
+    """
+
+    def __init__(self, address: str, token: str, timeout: float, level: int = logging.INFO) -> None:
+        self._token = token
+        self._timeout = timeout
+        self._level = level
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._freed: deque[_Block] = deque()
+        """Blocks whose arrays are garbage, until someone who holds the lock sees to them."""
+        self._segments: dict[int, _Segment] = {}
+        self._index: tuple[list[int], list[_Segment]] = ([], [])
+        """Where segments begin, and which; never changed but replaced, so that it is read without the lock."""
+        self._arenas: list[_Segment] = []
+        self._blocks: set[_Block] = set()
+        self._released: deque[int] = deque()
+        """Segments that the coordinator was not told of yet, because its socket is full."""
+        self._offered = 0
+        self._trouble: str | None = None
+        """Why no more segments can be shared, since when one could not."""
+        self._socket = _connect(address, timeout)
+        try:
+            self._arenas.append(self._share(ARENA_BYTES))
+        except (GradServerError, OSError) as error:
+            self._socket.close()
+            raise BackendUnavailableError(_why(error)) from error
+
+    # ── what the channel calls ────────────────────────────────────────────────────────────────────────
+
+    def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """Uninitialised shared memory; None if there is none to be had, or none is needed."""
+        if nbytes <= 0 or self._process != os.getpid():  # a forked child must not speak on its parent's socket
+            return None
+        with self._lock:
+            self._tidy()
+            try:
+                block = self._own(nbytes) if nbytes >= OWN_SEGMENT_BYTES else self._carve(nbytes)
+            except (GradServerError, OSError) as error:
+                self._complain(nbytes, error)
+                block = None
+            array = None if block is None else self._array(block, nbytes)
+        self._tidy_soon()
+        return array
+
+    def place_of(self, data: npt.NDArray[np.uint8]) -> Place | None:
+        """Where ``data``, which is contiguous, lies in shared memory; None unless all of it does."""
+        starts, segments = self._index
+        length = data.nbytes
+        if not starts or not length:
+            return None
+        try:
+            address = _address_of(_view_of(data))
+        except (TypeError, ValueError):  # read-only; this way takes longer
+            if not data.flags.c_contiguous:
+                return None
+            address = data.__array_interface__["data"][0]
+        found = bisect_right(starts, address) - 1
+        if found < 0:
+            return None
+        segment = segments[found]
+        offset = address - segment.address
+        if offset < SEGMENT_HEADER_BYTES or offset + length > segment.size or self._process != os.getpid():
+            return None
+        return Place(segment.number, offset)
+
+    def close(self) -> None:
+        """Share nothing any more. Arrays that exist stay what they are: memory."""
+        if self._process != os.getpid():
+            return
+        with self._lock:
+            self._trouble = self._trouble or "it was closed"
+            self._index = ([], [])
+            self._segments.clear()
+            self._arenas.clear()
+            self._blocks.clear()
+            self._freed.clear()
+            self._socket.close()
+
+    @property
+    def segments(self) -> int:
+        """How many segments are shared now."""
+        return len(self._segments)
+
+    # ── blocks: what arrays lie in ────────────────────────────────────────────────────────────────────
+
+    def _own(self, nbytes: int) -> _Block | None:
+        if self._is_full():
+            return None
+        segment = self._share(-(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+        return segment.carve(nbytes)
+
+    def _carve(self, nbytes: int) -> _Block | None:
+        for arena in self._arenas:
+            if (block := arena.carve(nbytes)) is not None:
+                return block
+        if self._is_full():
+            return None
+        self._arenas.append(self._share(ARENA_BYTES))
+        return self._arenas[-1].carve(nbytes)
+
+    def _is_full(self) -> bool:
+        if self._trouble is not None:
+            return True
+        if len(self._segments) < MAX_SEGMENTS:
+            return False
+        raise BackendUnavailableError(f"{MAX_SEGMENTS} segments are shared already, that is all there may be")
+
+    def _array(self, block: _Block, nbytes: int) -> npt.NDArray[np.uint8]:
+        """The array over ``block``, which is free again when the array and all views of it are garbage.
+
+        What views view is the owner: numpy does not look through it for the mapping, because its type is another.
+        """
+        owner = _Owner.__new__(_Owner, (nbytes,), np.uint8, block.segment.mapping, block.start)
+        block.alive = weakref.ref(owner, lambda _: self._free(block))
+        self._blocks.add(block)
+        return owner.view(np.ndarray)
+
+    def _free(self, block: _Block) -> None:
+        """Called by the garbage collector: in any thread, at any line, also at those where it holds the lock."""
+        if self._process == os.getpid():
+            self._freed.append(block)
+            self._tidy_soon()
+
+    def _tidy_soon(self) -> None:
+        """See to what was freed, now, or when whoever holds the lock lets go of it."""
+        while self._freed and self._lock.acquire(blocking=False):
+            try:
+                self._tidy()
+            finally:
+                self._lock.release()
+
+    def _tidy(self) -> None:
+        while self._freed:
+            block = self._freed.popleft()
+            if block not in self._blocks:
+                continue  # of before `close`
+            self._blocks.discard(block)
+            segment = block.segment
+            segment.put_back(block)
+            if segment.is_unused() and self._arenas != [segment]:  # the last arena stays: small arrays come and go
+                if segment in self._arenas:
+                    self._arenas.remove(segment)
+                self._withdraw(segment)
+
+    # ── segments: what the coordinator knows ──────────────────────────────────────────────────────────
+
+    def _share(self, nbytes: int) -> _Segment:
+        """A new segment for ``nbytes`` bytes of data, which the coordinator has mapped too."""
+        number, self._offered = self._offered, self._offered + 1
+        size = SEGMENT_HEADER_BYTES + nbytes
+        descriptor, mapping = _allocate(size)
+        try:
+            mapping[WORKERS_PROOF] = proof = secrets.token_bytes(PROOF_BYTES)
+            self._socket.settimeout(self._timeout)
+            self._send_releases()
+            answer = self._ask(Offer(self._token, number, size), descriptor)
+        except BaseException as error:
+            self._trouble = self._trouble or _why(error)  # the talk has come out of step
+            raise
+        finally:
+            os.close(descriptor)
+        if not (answer.segment == number and answer.seen == proof and mapping[COORDINATORS_PROOF] == answer.written):
+            self._trouble = "what the coordinator sees there is other memory"
+            raise BackendUnavailableError(self._trouble)
+        segment = _Segment(number, mapping, size)
+        self._segments[number] = segment
+        self._index_again()
+        return segment
+
+    def _ask(self, offer: Offer, descriptor: int) -> Taken:
+        socket.send_fds(self._socket, [encode_packet(offer)], [descriptor], socket.MSG_NOSIGNAL)
+        packet = self._socket.recv(MAX_PACKET_BYTES + 1)
+        if not packet:
+            raise BackendUnavailableError("the coordinator hung up")
+        answer: SharingMessage = decode_packet(packet)
+        if isinstance(answer, Refused):
+            raise BackendUnavailableError(f"the coordinator refused it: {answer.reason}")
+        if not isinstance(answer, Taken):
+            raise MalformedMessageError(f"a {type(answer).__name__} in answer to an Offer")
+        return answer
+
+    def _withdraw(self, segment: _Segment) -> None:
+        """Share ``segment`` no more. Its address is forgotten before it is unmapped, and can be another's."""
+        del self._segments[segment.number]
+        self._index_again()
+        self._released.append(segment.number)
+        with contextlib.suppress(OSError):
+            self._socket.settimeout(0.0)  # a garbage collector does not wait for a coordinator
+            self._send_releases()
+
+    def _send_releases(self) -> None:
+        while self._released:
+            self._socket.send(encode_packet(Release(self._released[0])), socket.MSG_NOSIGNAL)
+            self._released.popleft()
+
+    def _index_again(self) -> None:
+        segments = sorted(self._segments.values(), key=lambda segment: segment.address)
+        self._index = ([segment.address for segment in segments], segments)
+
+    def _complain(self, nbytes: int, error: BaseException) -> None:
+        if self._level:
+            log.log(
+                self._level,
+                "from now on some memory (now %.1f MB) is not shared with the coordinator, but sent: %s",
+                nbytes / 1e6,
+                _why(error),
+            )
+        self._level = 0  # once
+
+
+class _Owner(np.ndarray[Any, np.dtype[np.uint8]]):
+    """What all views of one block hang on."""
+
+
+class _Block:
+    """Bytes ``start`` to ``stop`` of a segment."""
+
+    __slots__ = ("alive", "segment", "start", "stop")
+
+    def __init__(self, segment: _Segment, start: int, stop: int) -> None:
+        self.segment = segment
+        self.start = start
+        self.stop = stop
+        self.alive: weakref.ref[_Owner] | None = None
+
+
+class _Segment:
+    """Memory that is mapped here and there, and which parts of it are free."""
+
+    def __init__(self, number: int, mapping: mmap.mmap, size: int) -> None:
+        self.number = number
+        self.mapping = mapping
+        self.size = size
+        self.address = _address_of(_view_of(mapping))
+        self._free = [(SEGMENT_HEADER_BYTES, size)]
+        """Sorted, and no two that touch."""
+
+    def carve(self, nbytes: int) -> _Block | None:
+        """A block of ``nbytes`` bytes, rounded up; None if no free part is as large."""
+        length = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        for index, (start, stop) in enumerate(self._free):
+            if stop - start >= length:
+                self._free[index : index + 1] = [(start + length, stop)] if stop - start > length else []
+                return _Block(self, start, start + length)
+        return None
+
+    def put_back(self, block: _Block) -> None:
+        """``block`` is free again."""
+        start, stop = block.start, block.stop
+        index = bisect_right(self._free, (start, stop))
+        if index < len(self._free) and self._free[index][0] == stop:
+            stop = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == start:
+            start = self._free.pop(index - 1)[0]
+        insort(self._free, (start, stop))
+
+    def is_unused(self) -> bool:
+        """Whether all of it is free."""
+        return self._free == [(SEGMENT_HEADER_BYTES, self.size)]
+
+
+def _connect(address: str, timeout: float) -> socket.socket:
+    if sys.platform != "linux":
+        raise BackendUnavailableError("only Linux can share memory without a name")
+    if not address:
+        raise BackendUnavailableError("the coordinator offers none")
+    if not address.startswith(ADDRESS_PREFIX) or not address.isascii():
+        raise BackendUnavailableError("the coordinator's local socket has no name of gradserver's")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(timeout)
+        connection.connect("\0" + address)
+    except OSError as error:
+        connection.close()
+        if error.errno == errno.ECONNREFUSED:
+            raise BackendUnavailableError(
+                "the coordinator's local socket cannot be reached: it runs on another host, or in another container. "
+                "Containers share memory if they share a network namespace (docker: --network=container:… or host)"
+            ) from None
+        raise BackendUnavailableError(f"the coordinator's local socket: {_why(error)}") from error
+    return connection
+
+
+def _allocate(size: int) -> tuple[int, mmap.mmap]:
+    """New memory of ``size`` bytes: its descriptor, and where it is mapped.
+
+    All of it is allocated at once, because the coordinator trusts in no page that does not exist. The kernel would
+    not refuse what it does not have, but kill someone: so we look before.
+    """
+    available = _available()
+    if size > available:
+        raise OSError(errno.ENOMEM, f"{size / 1e6:.0f} MB are not available")
+    descriptor = os.memfd_create("gradserver", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        if sys.version_info >= (3, 13):
+            mapping = mmap.mmap(descriptor, size, trackfd=False)  # else it keeps a descriptor of its own
+        else:
+            mapping = mmap.mmap(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    # One fault that reads maps sixteen pages, for writing too; one that writes would map one, and clearing it was done.
+    np.frombuffer(mapping, np.uint8)[::PAGE_BYTES].max()
+    return descriptor, mapping
+
+
+def _available() -> int:
+    """Bytes of memory that the system could give."""
+    with open("/proc/meminfo", "rb") as facts:
+        for line in facts:
+            if line.startswith(b"MemAvailable:"):
+                return int(line.split()[1]) * KIB
+    return sys.maxsize
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "the coordinator did not answer in time"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
