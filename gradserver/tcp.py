@@ -16,20 +16,34 @@ import math
 import select
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import zmq
 
 from gradserver.coordinator import Coordinator
+from gradserver.memory import MemoryServer
 from protocol.errors import (
     CoordinatorError,
     GradServerError,
     InvalidArgumentError,
+    MalformedMessageError,
     UnexpectedMessageError,
 )
 from protocol.limits import MAX_FRAME_BYTES
-from protocol.messages import Failure, Join, Message, Ping, Scope, Status, StatusRequest
+from protocol.messages import (
+    Failure,
+    Join,
+    MemoryAt,
+    Message,
+    Ping,
+    Push,
+    Scope,
+    ShareMemory,
+    Status,
+    StatusRequest,
+)
 from protocol.url import parse_url
 from protocol.wire import Buffer, decode, encode
 
@@ -62,12 +76,13 @@ class TcpServer:
     Args:
         coordinator: who is told what comes in.
         bind: ``tcp://HOST:PORT``; port 0 picks a free one.
+        share_memory: whether workers of this host may share memory instead of sending gradients.
 
     Raises:
         CoordinatorError: the address cannot be bound; the message says why.
     """
 
-    def __init__(self, coordinator: Coordinator, bind: str) -> None:
+    def __init__(self, coordinator: Coordinator, bind: str, share_memory: bool = True) -> None:
         self._coordinator = coordinator
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -84,7 +99,11 @@ class TcpServer:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._stopping: str | None = None
+        self._calls: deque[Callable[[], None]] = deque()
+        coordinator.run_in(self._call_soon)
         self._encoded: tuple[Message | None, bytes] = (None, b"")
+        self._poller = select.poll()
+        self._memory = MemoryServer(self._poller) if share_memory else None
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -99,6 +118,12 @@ class TcpServer:
         with contextlib.suppress(BlockingIOError):
             self._wake_in.send(b"\0")
 
+    def _call_soon(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called by the loop. Safe to call from any thread."""
+        self._calls.append(call)
+        with contextlib.suppress(OSError):  # full: it is awake already; closed: it has ended
+            self._wake_in.send(b"\0")
+
     def run(self) -> None:
         """Serve until `request_stop`.
 
@@ -106,7 +131,7 @@ class TcpServer:
         there is must be taken before waiting. (`zmq.Poller` does the same with six times the system calls.)
         """
         router, monitor, wake = int(self._router.get(zmq.FD)), int(self._monitor.get(zmq.FD)), self._wake_out.fileno()
-        poller = select.poll()
+        poller = self._poller
         for descriptor in (router, monitor, wake):
             poller.register(descriptor, select.POLLIN)
         self._notice_disconnects()  # also because its descriptor signals nothing before it was looked at once
@@ -122,10 +147,16 @@ class TcpServer:
                     self._notice_disconnects()
                 elif descriptor == wake:
                     self._wake_out.recv(4096)
+                    while self._calls:
+                        self._calls.popleft()()
+                elif descriptor != router and self._memory is not None:
+                    self._memory.ready(descriptor)
         self._coordinator.stop(self._stopping)
 
     def close(self) -> None:
         """Let go of the port. What was said to workers has a second to leave."""
+        if self._memory is not None:
+            self._memory.close()
         self._router.disable_monitor()
         self._monitor.close(linger=0)
         self._router.close(linger=1000)
@@ -181,10 +212,10 @@ class TcpServer:
                 self._coordinator.garbled(peer.connection, error)
             return
         if type(message) is StatusRequest:
-            status = json.dumps({"url": self.url, **self._coordinator.snapshot()}).encode()
+            status = json.dumps({"url": self.url, **self._shared(), **self._coordinator.snapshot()}).encode()
             self._route(identity, Status(), [status])
         elif peer is not None:
-            self._coordinator.receive(peer.connection, message, payloads)
+            self._take_from(peer, message, payloads)
         elif isinstance(message, Join):
             peer = self._peers[identity] = _Peer(self, identity)
             peer.connection = self._coordinator.connect(peer)
@@ -192,6 +223,27 @@ class TcpServer:
         else:
             what = type(message).__name__
             self._turn_away(identity, UnexpectedMessageError(f"{what} from someone who is in no group: join first"))
+
+    def _take_from(self, peer: _Peer, message: Message, payloads: Sequence[Buffer]) -> None:
+        """Pass on what a worker says; a place in memory that it shares becomes that memory."""
+        if type(message) is Push and message.place is not None:
+            view = self._memory.view(peer.identity, message.place) if self._memory is not None else None
+            if view is None:
+                where = f"segment {message.place.segment}, offset {message.place.offset}"
+                error = MalformedMessageError(f"a Push of what lies in memory that is not shared: {where}")
+                self._coordinator.garbled(peer.connection, error)
+                return
+            payloads = [view]
+        elif type(message) is ShareMemory:
+            address, token = self._memory.admit(peer.identity) if self._memory is not None else ("", "")
+            self._route(peer.identity, MemoryAt(address, token), ())
+            return
+        self._coordinator.receive(peer.connection, message, payloads)
+
+    def _shared(self) -> dict[str, object]:
+        if self._memory is None:
+            return {}
+        return {"shared_memory": {"segments": self._memory.segments, "bytes": self._memory.nbytes}}
 
     def _turn_away(self, identity: bytes, error: GradServerError) -> None:
         log.info("a stranger was turned away: %s", error)
@@ -222,6 +274,8 @@ class TcpServer:
     def forget(self, identity: bytes) -> None:
         """Drop a peer: what still comes from it is a stranger's."""
         self._peers.pop(identity, None)
+        if self._memory is not None:
+            self._memory.forget(identity)
 
     # ── who is gone ───────────────────────────────────────────────────────────────────────────────────
 

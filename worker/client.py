@@ -22,7 +22,7 @@ from protocol.limits import MAX_COUNTER, MAX_WEIGHT
 from protocol.plan import Plan
 from protocol.wire import Buffer
 from worker.handle import Handle
-from worker.outbox import Destination, into
+from worker.outbox import Destination, Writer
 from worker.session import Session
 from worker.tensors import Binding, Bytes, bind, empty, like
 
@@ -43,9 +43,11 @@ class Worker:
         name: what people call this worker.
         group: name of the group.
         timeout: seconds that any one exchange may wait for the others.
+        channel: how gradients reach the coordinator: "memory" (threads of one process), "shm" (processes of one
+            host, where they lie in what `empty` returns) or "tcp".
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, channel: str = "memory") -> None:
         welcome = session.membership
         self._session = session
         self.rank: int = welcome.rank
@@ -55,6 +57,7 @@ class Worker:
         self.name: str = welcome.names[welcome.rank]
         self.names: tuple[str, ...] = welcome.names
         self.timeout: float = session.timeout
+        self.channel: str = channel
 
     def __repr__(self) -> str:
         return f"<Worker {self.name!r}: rank {self.rank} of {self.world_size} in group {self.group!r}>"
@@ -80,7 +83,7 @@ class Worker:
         bound = bind(tensor, writes=True)
         operation = operation_of(Kind.ALL_REDUCE, _op(op), bound.dtype, bound.numel)
         source = bound.data if check_weight(weight) > 0 else None
-        return self._collective(operation, source, into(bound.data), bound, tensor, async_op, weight)
+        return self._collective(operation, source, bound.data, bound, tensor, async_op, weight)
 
     def broadcast(self, tensor: Any, root: int = 0, *, async_op: bool = False) -> Any:
         """Overwrite ``tensor`` at every member by that of rank ``root``, in place. Returns it, or a Handle."""
@@ -88,7 +91,7 @@ class Worker:
         gives = root == self.rank
         bound = bind(tensor, writes=not gives)
         operation = operation_of(Kind.BROADCAST, Op.NONE, bound.dtype, bound.numel, root)
-        destination = None if gives else into(bound.data)
+        destination = None if gives else bound.data
         return self._collective(operation, bound.data if gives else None, destination, bound, tensor, async_op)
 
     def all_gather(self, tensor: Any, *, async_op: bool = False) -> Any:
@@ -214,7 +217,7 @@ class Worker:
 
         A torch tensor if ``dtype`` is torch's, else a numpy array of that dtype (or name, as ``"bfloat16"``).
         """
-        return empty(shape, dtype)
+        return empty(shape, dtype, self._session.empty)
 
     def close(self, reason: str = "close() was called") -> None:
         """Leave the group. Calls that are still waiting fail with ClosedError; closing twice does nothing."""
@@ -268,7 +271,7 @@ class Worker:
         elif gives:
             handle = self._session.transfer(operation, ends, bound.data, None, tensor, async_op)
         else:
-            handle = self._session.transfer(operation, ends, None, into(bound.data), tensor, async_op)
+            handle = self._session.transfer(operation, ends, None, bound.data, tensor, async_op)
             handle.then(bound.store)
         return handle if async_op else handle.wait()
 
@@ -312,7 +315,7 @@ def _op(name: str) -> Op:
         raise InvalidArgumentError(f"op is {name!r}, and must be one of {', '.join(_OPS)}") from None
 
 
-def _into_rows(rows: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Destination:
+def _into_rows(rows: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Writer:
     """A slice of an all_gather holds that slice of every rank, one behind the other."""
 
     def write(start: int, stop: int, payload: Buffer | None) -> None:
@@ -322,12 +325,12 @@ def _into_rows(rows: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Destina
     return write
 
 
-def _into_part(part: Bytes, offset: int) -> Destination:
+def _into_part(part: Bytes, offset: int) -> Writer:
     """Slices of this rank's chunk go where they lie in the chunk; those of others are not for us."""
-    write = into(part)
 
     def write_own(start: int, stop: int, payload: Buffer | None) -> None:
         if offset <= start < offset + part.size:
-            write(start - offset, stop - offset, payload)
+            values = 0 if payload is None else np.frombuffer(payload, np.uint8)
+            part[start - offset : stop - offset] = values
 
     return write_own

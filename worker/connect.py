@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
 import sys
@@ -11,6 +12,7 @@ import weakref
 from collections.abc import Mapping
 
 from protocol.errors import (
+    BackendUnavailableError,
     CoordinatorUnreachableError,
     InvalidArgumentError,
     InvalidRankError,
@@ -24,6 +26,11 @@ from worker.handle import VERDICT_SECONDS, Handle
 from worker.session import Session
 from worker.tcp import TcpChannel
 
+log = logging.getLogger("gradserver")
+
+_CHANNELS = ("auto", "shm", "tcp")
+_SHARING_SECONDS = 5.0
+"""How long the coordinator may take for an answer when memory is shared. It is about 50 µs if it is not busy."""
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 _WORLD_VARIABLES = ("WORLD_SIZE", "SLURM_NTASKS")
 
@@ -35,12 +42,14 @@ def connect(
     group: str = "default",
     name: str | None = None,
     timeout: float = 60.0,
+    channel: str | None = None,
 ) -> Worker:
     """Join a group, and wait until all of its workers have.
 
     What is not given comes from the environment: ``url`` from GRADSERVER_URL, ``rank`` from RANK or
-    SLURM_PROCID, ``world_size`` from WORLD_SIZE or SLURM_NTASKS (as torchrun and Slurm set them). A rank
-    that is nowhere given is assigned; a world size that is nowhere given is the coordinator's.
+    SLURM_PROCID, ``world_size`` from WORLD_SIZE or SLURM_NTASKS (as torchrun and Slurm set them), ``channel``
+    from GRADSERVER_CHANNEL. A rank that is nowhere given is assigned; a world size that is nowhere given is
+    the coordinator's.
 
     A worker that is still a member when its process ends leaves then, and the others are told of an uncaught error.
 
@@ -51,18 +60,24 @@ def connect(
         group: the group to join; a coordinator serves many.
         name: what to call this worker in messages; host and process id if not given.
         timeout: seconds to wait for the coordinator and the other workers, and later for any one exchange.
+        channel: how gradients reach the coordinator: ``"shm"``, memory shared with a coordinator of the same
+            host; ``"tcp"``, the connection; or ``"auto"``, shared memory if that is possible.
 
     Raises:
         CoordinatorUnreachableError: nobody listens at ``url``, or whoever does is no coordinator.
         JoinTimeoutError: not all workers came in time; names who is missing.
         JoinRefusedError: the rank is taken, or the group is complete.
         InvalidRankError, InvalidWorldSizeError: out of range, or not the group's.
+        BackendUnavailableError: memory cannot be shared, and ``channel`` is ``"shm"``.
     """
     url = url or os.environ.get("GRADSERVER_URL")
     if not url:
         raise InvalidArgumentError("no coordinator's URL: give connect('tcp://HOST:PORT'), or set GRADSERVER_URL")
     if not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT:
         raise InvalidArgumentError(f"timeout is {timeout!r} seconds, and must be above 0 and at most {MAX_TIMEOUT:g}")
+    channel = channel or os.environ.get("GRADSERVER_CHANNEL") or "auto"
+    if channel not in _CHANNELS:
+        raise InvalidArgumentError(f"channel is {channel!r}, and must be one of {', '.join(_CHANNELS)}")
     rank = _from_environment(_RANK_VARIABLES) if rank is None else rank
     world_size = _from_environment(_WORLD_VARIABLES) if world_size is None else world_size
     _check(rank, world_size)
@@ -74,15 +89,30 @@ def connect(
         timeout=float(timeout),
     )
     started = time.monotonic()
-    session = Session(TcpChannel(url, timeout), timeout)
+    connection = TcpChannel(url, timeout)
+    session = Session(connection, timeout)
     try:
         _await_welcome(session.join(join), url, started + timeout - time.monotonic(), timeout)
-        worker = Worker(session)
+        if channel != "tcp":
+            _share_memory(connection, must=channel == "shm")
+        worker = Worker(session, connection.kind)
     except BaseException:
         session.close("it could not join")
         raise
     atexit.register(_leave_at_exit, weakref.ref(worker), os.getpid())
     return worker
+
+
+def _share_memory(connection: TcpChannel, must: bool) -> None:
+    try:
+        connection.share_memory(_SHARING_SECONDS)
+    except BackendUnavailableError as error:
+        if must:
+            raise BackendUnavailableError(
+                f"no memory can be shared with the coordinator, and channel is 'shm': {error}"
+            ) from error
+        level = logging.INFO if connection.on_this_host else logging.DEBUG
+        log.log(level, "gradients go through the connection, as no memory can be shared: %s", error)
 
 
 def _leave_at_exit(reference: weakref.ref[Worker], process: int) -> None:

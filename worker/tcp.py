@@ -21,11 +21,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from protocol.channel import Lock, Receiver
 from protocol.errors import (
+    BackendUnavailableError,
     ClosedError,
     ConnectionLostError,
     CoordinatorUnreachableError,
@@ -33,9 +36,10 @@ from protocol.errors import (
     ProtocolError,
 )
 from protocol.limits import MAX_FRAME_BYTES
-from protocol.messages import Message
+from protocol.messages import MemoryAt, Message, Place, ShareMemory
 from protocol.url import numeric_url, parse_target
 from protocol.wire import Buffer, decode, encode
+from worker.memory import SharedMemory
 
 log = logging.getLogger("gradserver")
 
@@ -76,7 +80,7 @@ class TcpChannel:
 
     def __init__(self, url: str, timeout: float) -> None:
         self._url = url
-        address = _wait_for_listener(url, timeout)
+        address, self.on_this_host = _wait_for_listener(url, timeout)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._configure(ipv6="[" in address)
@@ -104,11 +108,51 @@ class TcpChannel:
         """Threads that wait while another one reads."""
         self._watched = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._watch, name="gradserver-tcp", daemon=True)
+        self._memory: SharedMemory | None = None
+        self._memory_at: MemoryAt | None = None
+        self._asking: threading.Lock | None = None
+        """Whoever waits to hear where memory can be shared: let go of when that is known, or never will be."""
 
     def attach(self, receiver: Receiver) -> None:
         """What comes in goes to ``receiver``, in the thread of whoever reads."""
         self._receiver = receiver
         self._thread.start()
+
+    # ── memory that the coordinator sees too ──────────────────────────────────────────────────────────
+
+    def share_memory(self, timeout: float) -> None:
+        """Share memory with the coordinator from now on, where both run on one host.
+
+        Raises:
+            BackendUnavailableError: that cannot be; says why. Everything goes through the connection then.
+        """
+        self._asking = asking = threading.Lock()
+        asking.acquire()
+        with contextlib.suppress(ClosedError, ConnectionLostError):  # which is the next caller's to hear, and to handle
+            self.send(ShareMemory())
+        if self._closing or not self.wait(asking, timeout) or self._memory_at is None:
+            raise BackendUnavailableError("the coordinator does not say whether it shares memory")
+        level = logging.INFO if self.on_this_host else logging.DEBUG
+        self._memory = SharedMemory(self._memory_at.address, self._memory_at.token, timeout, level)
+
+    @property
+    def kind(self) -> str:
+        """How gradients reach the coordinator: "shm" or "tcp"."""
+        return "tcp" if self._memory is None else "shm"
+
+    def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """Memory that the coordinator sees too; None if there is none."""
+        return None if self._memory is None else self._memory.empty(nbytes)
+
+    def place_of(self, data: npt.NDArray[np.uint8]) -> Place | None:
+        """Where ``data`` lies in memory that the coordinator sees too; None if it does not."""
+        return None if self._memory is None else self._memory.place_of(data)
+
+    def _heard_of_memory(self, answer: MemoryAt | None) -> None:
+        asking, self._asking = self._asking, None
+        if asking is not None:
+            self._memory_at = answer
+            asking.release()
 
     # ── sending ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -192,6 +236,7 @@ class TcpChannel:
             self._closing = True
             if self._receiver is not None:
                 self._receiver.lost(error)
+            self._heard_of_memory(None)
 
     def _take(self) -> bool:
         """Hand one message to the receiver; whether there was one."""
@@ -203,7 +248,10 @@ class TcpChannel:
         except ProtocolError as error:
             raise type(error)(f"{self._url} answers, but not as a gradserver coordinator: {error}") from error
         assert self._receiver is not None
-        self._receiver.receive(message, payloads)
+        if type(message) is MemoryAt:
+            self._heard_of_memory(message)
+        else:
+            self._receiver.receive(message, payloads)
         return True
 
     def _receive(self) -> list[Buffer] | None:
@@ -253,6 +301,8 @@ class TcpChannel:
             self._wake_in.close()
             self._wake_out.close()
         self._context.term()
+        if self._memory is not None:
+            self._memory.close()
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -276,10 +326,11 @@ class TcpChannel:
         option(zmq.IPV6, int(ipv6))
 
 
-def _wait_for_listener(url: str, timeout: float) -> str:
+def _wait_for_listener(url: str, timeout: float) -> tuple[str, bool]:
     """Try a plain connection until somebody accepts: libzmq would keep its own attempts to itself.
 
-    Returns the URL with the address that was reached: a name may mean several, of which libzmq would try one.
+    Returns the URL with the address that was reached (a name may mean several, of which libzmq would try one),
+    and whether that is an address of this host.
     """
     target = parse_target(url)
     started = time.monotonic()
@@ -288,7 +339,8 @@ def _wait_for_listener(url: str, timeout: float) -> str:
         left = started + timeout - time.monotonic()
         try:
             with socket.create_connection(target, timeout=max(left, 0.01)) as connection:
-                return numeric_url(*connection.getpeername()[:2])
+                there, here = connection.getpeername(), connection.getsockname()[0]
+                return numeric_url(*there[:2]), there[0] == here or here in ("127.0.0.1", "::1")
         except OSError as error:
             why = error.strerror or str(error)
         if time.monotonic() + _RETRY_SECONDS >= started + timeout:

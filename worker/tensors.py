@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,14 +83,34 @@ def like(tensor: Any, shape: tuple[int, ...]) -> Any:
     return np.empty(shape, tensor.dtype)
 
 
-def empty(shape: tuple[int, ...] | int, dtype: Any) -> Any:
-    """An uninitialised torch tensor if ``dtype`` is torch's, else a numpy array of that dtype (or its name)."""
+Memory = Callable[[int], Bytes | None]
+"""Gives so many bytes of uninitialised memory of a special kind, or None where there is none."""
+
+
+def empty(shape: tuple[int, ...] | int, dtype: Any, memory: Memory = lambda _: None) -> Any:
+    """An uninitialised torch tensor if ``dtype`` is torch's, else a numpy array of that dtype (or its name).
+
+    It lies in what ``memory`` gives, or else in ordinary memory.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(dtype, torch.dtype):
-        return torch.empty(shape, dtype=dtype)
+        given = memory(_elements(shape) * dtype.itemsize)
+        if given is None:
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(given).view(dtype).reshape(shape)
     if isinstance(dtype, str):
         dtype = numpy_dtype(dtype_of(dtype))
-    return np.empty(shape, dtype)
+    dtype = np.dtype(dtype)
+    given = memory(_elements(shape) * dtype.itemsize) if not dtype.hasobject else None
+    if given is None:
+        return np.empty(shape, dtype)
+    return given.view(dtype).reshape(shape)
+
+
+def _elements(shape: tuple[int, ...] | int) -> int:
+    """How many elements an array of ``shape`` has; none if there can be no such array."""
+    sizes = (shape,) if isinstance(shape, int) else shape
+    return math.prod(sizes) if all(size >= 0 for size in sizes) else 0
 
 
 def _bind_numpy(array: npt.NDArray[Any], dtype: DType, writes: bool) -> Binding:
