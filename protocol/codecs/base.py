@@ -25,6 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 BLOCK: Final = 65_536
 """Elements that are encoded together: 256 KiB of float32, and an offset within it is a uint16. Part of the format."""
 
+SIGN: Final = 0x8000_0000
 MAGNITUDE: Final = 0x7FFF_FFFF
 """A float32 without its sign bit. Read as integers, magnitudes keep their order: finite < Inf < NaN."""
 INFINITY: Final = 0x7F80_0000

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codecs.base import INFINITY, MAGNITUDE, Bytes, Codec, Floats, Scratch, Words
+from protocol.codecs.base import INFINITY, MAGNITUDE, SIGN, Bytes, Codec, Floats, Scratch, Words
 
 
 class Fp32(Codec):
@@ -100,12 +100,11 @@ class Fp16(Codec):
         np.maximum(magnitude, exponent, out=exponent)
         np.bitwise_and(exponent, INFINITY, out=exponent)
         # Adding the power of two whose last bit is worth what the half's last bit is makes the adder round, and leaves
-        # the half's significand, its leading one included, in the low bits.
-        np.add(exponent, 13 << 23, out=work)
+        # the half's significand in the low bits, with its leading one: that carries into the exponent, which therefore
+        # is one less, and 0 at 2⁻¹⁴, where there may be none. Taking 113 from the exponent goes in with the power.
+        np.add(exponent, (13 << 23) + (-113 << 10 & 0xFFFF), out=work)
         np.add(magnitude.view(np.float32), work.view(np.float32), out=magnitude.view(np.float32))
-        # The leading one, if there is one, carries into the exponent, which therefore is one less; at 2⁻¹⁴ that is 0.
         np.right_shift(exponent, 13, out=exponent)
-        np.subtract(exponent, 113 << 10, out=exponent)
         np.add(magnitude, exponent, out=magnitude)
         np.right_shift(bits, 31, out=work)
         np.left_shift(work, 15, out=work)
@@ -118,9 +117,9 @@ class Fp16(Codec):
             codes[huge] = (bits[huge] >> 31 << 15) | unsigned
 
     def _decode(self, data: Bytes, out: Floats, _seed: int, scratch: Scratch, /) -> None:
-        bits, codes = out.view(np.uint32), data.view(np.uint16)
+        bits = out.view(np.uint32)
         wide, work, _ = scratch.words(out.size)
-        np.copyto(wide, codes)
+        np.copyto(wide.view(np.int32), data.view(np.int16))  # the sign goes to the top
         np.bitwise_and(wide, 0x7FFF, out=bits)
         special = np.flatnonzero(bits >= 0x7C00) if bits.max() >= 0x7C00 else None
         np.left_shift(bits, 13, out=bits)
@@ -133,8 +132,7 @@ class Fp16(Codec):
         np.minimum(out, doubled, out=out)
         if special is not None:
             bits[special] |= INFINITY
-        np.right_shift(wide, 15, out=wide)
-        np.left_shift(wide, 31, out=wide)
+        np.bitwise_and(wide, SIGN, out=wide)
         np.bitwise_or(bits, wide, out=bits)
 
 
