@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(one, "--workers", parse.number(2, _MOST_WORKERS), "2", "N", "workers")
     _add_links(one, None, None)
     _option(one, "--wire", _wires, "fp32", "TYPE,…", "element types on the wire: fp32, bf16, int8")
+    _option(one, "--channel", parse.one_of("tcp", "default"), "tcp", "NAME", "without --rate: tcp, or default")
     _option(one, "--width", parse.number(16, 4096), "512", "N", "of the model; 512 with 8 blocks has 25 M parameters")
     _option(one, "--blocks", parse.number(1, 256), "8", "N", "transformer blocks")
     _option(one, "--context", parse.number(8, 4096), "128", "N", "bytes of one sequence")
@@ -85,10 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(one, "--overlap-size", parse.size, "100MB", "SIZE", "bytes exchanged behind the emulated backward")
 
     for name, one in added.items():
-        turns = "20" if name == "train" else "15"
-        what = "measured steps" if name == "train" else "turns that every contender gets"
-        _option(one, "--repetitions", _count, turns, "N", what)
-        _option(one, "--sample-ms", _count, "30", "MS", "fast operations are repeated until a sample lasts so long")
+        if name == "train":
+            _option(one, "--repetitions", _count, "20", "N", "measured steps")
+            one.set_defaults(sample_ms=0)
+        else:
+            _option(one, "--repetitions", _count, "15", "N", "turns that every contender gets")
+            text = "fast operations are done several in a row, until that lasts so long"
+            _option(one, "--sample-ms", parse.number(1, 10_000), "30", "MS", text)
         one.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
         one.add_argument("--plot", type=parse.picture, metavar="FILE.png", help="save a picture")
 
@@ -184,7 +188,12 @@ def _add_links(parser: argparse.ArgumentParser, rate: str | None, coordinator: s
     without = "" if rate else " (default: no emulated links, the loopback)"
     _option(parser, "--rate", parse.rate, rate, "RATE", f"of every worker's link, each way, as 1gbit{without}")
     _option(
-        parser, "--coordinator-rate", parse.rate, coordinator, "RATE", "of the coordinator's link (default: --rate)"
+        parser,
+        "--coordinator-rate",
+        parse.rate,
+        coordinator,
+        "RATE",
+        f"of the coordinator's link (default {coordinator or 'as --rate'})",
     )
 
 

@@ -19,6 +19,9 @@ from typing import Any, Self
 
 from gradserver.bench.spec import BenchError
 
+ERROR = '{"error":'
+"""How an answer begins that says what went wrong."""
+
 STOP_SECONDS = 5.0  # between asking a process to end and killing it
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -99,32 +102,28 @@ class Processes:
         """The next line of each of `children`.
 
         Raises:
-            BenchError: one of the run's processes has ended, or not all of them were heard within `timeout` seconds.
+            BenchError: one of the run's processes reported an error, or has ended, or not all of `children` were
+                heard within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while not all(child.lines for child in children):
             left = deadline - time.monotonic()
             for key, _ in self._selector.select(max(0.0, left)):
-                key.data.read()
-                if key.data.ended and not (key.data.lines and key.data in children):
-                    raise BenchError(self._autopsy(key.data))
+                child: Child = key.data
+                child.read()
+                for line in child.lines:
+                    if line.startswith(ERROR):  # at once: the others may wait for this one for minutes
+                        raise BenchError(f"{child.name}: {json.loads(line)['error']}")
+                if child.ended:
+                    raise BenchError(self._autopsy(child))
             if left <= 0:
                 silent = ", ".join(child.name for child in children if not child.lines)
                 raise BenchError(f"nothing was heard from {silent} for {timeout:.0f} s")
         return [child.lines.pop(0) for child in children]
 
     def answers(self, children: Sequence[Child], timeout: float) -> list[dict[str, Any]]:
-        """The next answer of each of `children`, as `lines`; what one of them reports as its error is raised."""
-        answers: list[dict[str, Any]] = []
-        for child, line in zip(children, self.lines(children, timeout), strict=True):
-            try:
-                answer = json.loads(line)
-            except ValueError:
-                raise BenchError(f"{child.name} answered {line[:200]!r}") from None
-            if "error" in answer:
-                raise BenchError(f"{child.name}: {answer['error']}")
-            answers.append(answer)
-        return answers
+        """The next answer of each of `children`, as `lines`."""
+        return [json.loads(line) for line in self.lines(children, timeout)]
 
     def stop(self) -> None:
         """Ends all processes that are still there: the last one started first, and kills those that stay."""

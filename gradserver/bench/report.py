@@ -20,7 +20,8 @@ class Row:
         workers: number of them.
         nbytes: fp32 bytes of one worker's data.
         time: of one operation.
-        wrong: values that were not what they should be.
+        wrong: values that were not what they should be, and `peer_wrong` the peer's.
+        in_a_row: operations that one sample is the mean of.
         peer: what it is compared with, and `peer_time` its time.
         limit: what bounds it, and `limit_time` the time which that allows; a Stats where it was measured.
         more: further figures of a suite, by name.
@@ -33,8 +34,10 @@ class Row:
     nbytes: int
     time: Stats
     wrong: int
+    in_a_row: int = 1
     peer: str = ""
     peer_time: Stats | None = None
+    peer_wrong: int = 0
     limit: str = ""
     limit_time: Stats | float | None = None
     more: dict[str, float] = field(default_factory=dict)
@@ -83,8 +86,10 @@ class Row:
             "algbw": self.algbw,
             "busbw": self.busbw,
             "wrong": self.wrong,
+            "operations_per_sample": self.in_a_row,
             "peer": self.peer or None,
             "peer_time_s": self.peer_time.to_json() if self.peer_time else None,
+            "peer_wrong": self.peer_wrong,
             "ratio": self.ratio,
             "limit": self.limit or None,
             "limit_s": self.limit_seconds,
@@ -123,8 +128,8 @@ def _columns(unit: str, shown: Callable[[float], str]) -> dict[str, Column]:
         "wire": Column("wire", "", 4, lambda row: row.wire, left=True),
         "time": Column("time", unit, 7, lambda row: shown(row.time.median)),
         "spread": Column("quartiles", unit, 14, spread),
-        "algbw": Column("algbw", "GB/s", 7, lambda row: figures(row.algbw / 1e9)),
-        "busbw": Column("busbw", "GB/s", 7, lambda row: figures(row.busbw / 1e9)),
+        "algbw": Column("algbw", "GB/s", 7, lambda row: _gigabytes(row.algbw)),
+        "busbw": Column("busbw", "GB/s", 7, lambda row: _gigabytes(row.busbw)),
         "wrong": Column("#wrong", "", 6, lambda row: str(row.wrong)),
         "peer": Column("gloo", unit, 7, lambda row: maybe(row.peer_seconds, shown)),
         "ratio": Column("gloo/ours", "", 9, lambda row: maybe(row.ratio, lambda ratio: f"{ratio:.2f}x")),
@@ -202,9 +207,9 @@ def conclusion(rows: Sequence[Row]) -> str:
     """One sentence over all rows."""
     if not rows:
         return "Nothing was measured."
-    wrong = sum(row.wrong for row in rows)
+    wrong = sum(row.wrong + row.peer_wrong for row in rows)
     if wrong:
-        bad = sum(row.wrong > 0 for row in rows)
+        bad = sum(row.wrong + row.peer_wrong > 0 for row in rows)
         return f"WRONG: {wrong:,} values in {bad} of {_counted(len(rows), 'row')} are not what they should be."
     said = []
     ours = [row for row in rows if row.peer_time is not None]
@@ -225,6 +230,12 @@ def conclusion(rows: Sequence[Row]) -> str:
     if any(row.op == "step" for row in rows):
         exact = "replicas stayed bit-identical"
     return f"{'; '.join([*said, exact])}."
+
+
+def _gigabytes(bandwidth: float) -> str:
+    """Per second, without the unit. Small tensors are about latency: their bandwidth needs no digits."""
+    value = bandwidth / 1e9
+    return figures(value) if value >= 0.01 else f"{value:.4f}"
 
 
 def _span(low: str, high: str) -> str:

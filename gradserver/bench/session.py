@@ -95,7 +95,7 @@ class Session:
 
     def conclude(self) -> int:
         """The sentence at the end. Returns the exit status: 1 if any value was wrong."""
-        failed = any(row.wrong for row in self.rows)
+        failed = any(row.wrong or row.peer_wrong for row in self.rows)
         if self._screen is not None:
             self._screen.line()
             for line in textwrap.wrap(conclusion(self.rows), _WIDTH):

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from gradserver.bench import netns
-from gradserver.bench.fleet import Needs
+from gradserver.bench.fleet import Fleet, Measured, Needs
 from gradserver.bench.places import Place
 from gradserver.bench.report import Row
 from gradserver.bench.session import Session
 from gradserver.bench.spec import FLOAT_BYTES, WIRES, Case, Contender, Link
+from gradserver.bench.stats import Stats
 
 _VARIANTS = {
     "buckets": ("all_reduce", {"memory": "buckets"}),
@@ -31,13 +32,7 @@ def same_host(arguments: argparse.Namespace, session: Session) -> None:
                 case = Case(nbytes, (*contenders, _gloo("fp32"), Contender("limit", "copy")))
                 measured = session.measure(fleet, case)
                 for one in contenders:
-                    ours = measured[one.name]
-                    session.add(
-                        Row(
-                            "all_reduce", one.name, "fp32", workers, nbytes, ours.times, ours.wrong,
-                            "gloo", measured["gloo fp32"].times, "memory", measured["limit"].times,
-                        )
-                    )  # fmt: skip
+                    session.add(_row(fleet, case, one, measured, "memory", measured["limit"].times))
 
 
 def loopback(arguments: argparse.Namespace, session: Session) -> None:
@@ -51,15 +46,11 @@ def loopback(arguments: argparse.Namespace, session: Session) -> None:
                     Contender(f"limit {wire}", "sockets", options={"nbytes": _on_wire(nbytes, wire)})
                     for wire in arguments.wire
                 ]
-                measured = session.measure(fleet, Case(nbytes, (*ours, *_gloos(arguments.wire), *limits)))
+                case = Case(nbytes, (*ours, *_gloos(arguments.wire), *limits))
+                measured = session.measure(fleet, case)
                 for one in ours:
-                    mine, peer = measured[one.name], measured[_peer(one.wire)]
-                    session.add(
-                        Row(
-                            "all_reduce", _variant(one), one.wire, workers, nbytes, mine.times, mine.wrong,
-                            _peer(one.wire), peer.times, "plain sockets", measured[f"limit {one.wire}"].times,
-                        )
-                    )  # fmt: skip
+                    limit = measured[f"limit {one.wire}"].times
+                    session.add(_row(fleet, case, one, measured, "plain sockets", limit))
 
 
 def cluster(arguments: argparse.Namespace, session: Session) -> None:
@@ -71,16 +62,11 @@ def cluster(arguments: argparse.Namespace, session: Session) -> None:
         with session.fleet(workers, needs, title, place) as fleet:
             for nbytes in arguments.sizes:
                 ours = _over_wires(arguments, "tcp")
-                measured = session.measure(fleet, Case(nbytes, (*ours, *_gloos(arguments.wire))))
+                case = Case(nbytes, (*ours, *_gloos(arguments.wire)))
+                measured = session.measure(fleet, case)
                 for one in ours:
-                    mine, peer = measured[one.name], measured[_peer(one.wire)]
                     limit = link_limit(arguments, workers, _on_wire(nbytes, one.wire))
-                    session.add(
-                        Row(
-                            "all_reduce", _variant(one), one.wire, workers, nbytes, mine.times, mine.wrong,
-                            _peer(one.wire), peer.times, "links", limit,
-                        )
-                    )  # fmt: skip
+                    session.add(_row(fleet, case, one, measured, "links", limit))
 
 
 def latency(arguments: argparse.Namespace, session: Session) -> None:
@@ -94,15 +80,31 @@ def latency(arguments: argparse.Namespace, session: Session) -> None:
     for workers in arguments.workers:
         with session.fleet(workers, needs, f"{workers} processes on this machine") as fleet:
             for nbytes in arguments.sizes:
-                measured = session.measure(fleet, Case(nbytes, (*ours, _gloo("fp32"), Contender("hops", "hops"))))
+                case = Case(nbytes, (*ours, _gloo("fp32"), Contender("hops", "hops")))
+                measured = session.measure(fleet, case)
                 for one in ours:
-                    mine = measured[one.name]
-                    session.add(
-                        Row(
-                            "all_reduce", one.name, "fp32", workers, nbytes, mine.times, mine.wrong,
-                            "gloo", measured["gloo fp32"].times, "plain pyzmq", measured["hops"].times,
-                        )
-                    )  # fmt: skip
+                    session.add(_row(fleet, case, one, measured, "plain pyzmq", measured["hops"].times))
+
+
+def _row(
+    fleet: Fleet, case: Case, one: Contender, measured: dict[str, Measured], limit: str, limit_time: Stats | float
+) -> Row:
+    mine, peer = measured[one.name], measured[_peer(one.wire)]
+    return Row(
+        "all_reduce",
+        one.name.partition(" ")[0],
+        one.wire,
+        fleet.workers,
+        case.nbytes,
+        mine.times,
+        mine.wrong,
+        mine.in_a_row,
+        _peer(one.wire),
+        peer.times,
+        peer.wrong,
+        limit,
+        limit_time,
+    )
 
 
 # ── links of a cluster ────────────────────────────────────────────────────────────────────────────────────
@@ -140,10 +142,6 @@ def _ours(variant: str, wire: str = "fp32", channel: str = "") -> Contender:
 
 def _over_wires(arguments: argparse.Namespace, channel: str) -> list[Contender]:
     return [_ours(variant, wire, channel) for wire in arguments.wire for variant in arguments.variants]
-
-
-def _variant(contender: Contender) -> str:
-    return contender.name.partition(" ")[0]
 
 
 def _gloo(wire: str) -> Contender:

@@ -22,10 +22,12 @@ _CALIBRATION = 3  # exchanges
 def train(arguments: argparse.Namespace, session: Session) -> None:
     """Steps of a GPT, then backwards that are emulated by waiting."""
     workers = arguments.workers
-    links = tuple(Link(wire, "tcp" if arguments.rate else "") for wire in arguments.wire)
+    # Hosts that are namespaces share this machine's memory, and must not find that out.
+    channel = "tcp" if arguments.rate or arguments.channel == "tcp" else ""
+    links = tuple(Link(wire, channel) for wire in arguments.wire)
     with ExitStack() as stack:
         place: Place | None = None
-        where = f"{workers} processes on this machine"
+        where = f"{workers} processes {'over TCP ' if channel else ''}on this machine"
         if arguments.rate:
             place = stack.enter_context(lab(arguments, workers))
             where = f"{workers} hosts, {link_names(arguments)}"
@@ -81,6 +83,7 @@ def _steps(
                 mine.wrong,
                 peer="torch DDP on gloo" if is_ours else "",
                 peer_time=peer.times if is_ours else None,
+                peer_wrong=peer.wrong if is_ours else 0,
                 limit="computing alone" if is_ours else "",
                 limit_time=compute if is_ours else None,
                 more={
@@ -128,6 +131,7 @@ def _overlap_row(arguments: argparse.Namespace, name: str, measured: dict[str, M
         mine.wrong + measured[f"{name} alone"].wrong,
         peer="gloo" if is_ours else "",
         peer_time=measured["torch fp32"].times if is_ours else None,
+        peer_wrong=measured["torch fp32"].wrong if is_ours else 0,
         limit="longer of compute and exchange",
         limit_time=max(wait, exchange),
         more={

@@ -1,0 +1,404 @@
+"""`gradserver bench`: every suite in small, what it refuses and why, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradserver import cli
+from gradserver.bench import arguments as parse, netns, suites
+from gradserver.bench.processes import Processes
+from gradserver.bench.report import Row, Table, conclusion
+from gradserver.bench.spec import BenchError, Case, Contender, Link, Seat
+from gradserver.bench.stats import Stats, figures, size_name
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = ("--repetitions", "3")
+QUICK_SAMPLES = (*QUICK, "--sample-ms", "2")
+
+
+def start(*options: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    words = [sys.executable, "-m", "gradserver", "bench", *options]
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+
+
+def bench(*options: str) -> str:
+    """What it prints, when all went well."""
+    with start(*options) as running:
+        out, err = running.communicate(timeout=100)
+    assert running.returncode == 0, out + err
+    assert err == ""
+    return out
+
+
+def document(*options: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(bench(*options, "--json"))
+    assert set(found) >= {"suite", "date", "command", "settings", "machine", "versions", "units", "rows", "conclusion"}
+    assert found["suite"] == options[0]
+    assert found["command"][1:] == ["bench", *options, "--json"]
+    assert found["machine"]["cores"] >= 1
+    assert set(found["versions"]) == {"gradserver", "python", "torch", "numpy", "pyzmq"}
+    for row in found["rows"]:
+        assert row["wrong"] == row["peer_wrong"] == 0
+        times = row["time_s"]
+        assert times["n"] == len(times["samples"]) == 3
+        assert 0 < min(times["samples"]) <= times["q1"] <= times["median"] <= times["q3"] <= max(times["samples"])
+        assert row["algbw"] == pytest.approx(row["bytes"] / times["median"])
+        assert row["busbw"] == pytest.approx(row["algbw"] * 2 * (row["workers"] - 1) / row["workers"])
+        if row["ratio"] is not None:
+            assert row["ratio"] == pytest.approx(row["peer_time_s"]["median"] / times["median"])
+    return found
+
+
+def needs_hosts() -> None:
+    """Skips where no network namespaces can be made."""
+    reason = netns.why_not()
+    if reason is None:
+        try:
+            with netns.links(2, 1e9, 1e9):
+                pass
+        except BenchError as error:
+            reason = str(error)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+# ── the suites, as a user runs them ───────────────────────────────────────────────────────────────────────
+
+
+def test_same_host_reports_every_variant_and_draws(tmp_path: Path) -> None:
+    picture = tmp_path / "bench.png"
+    found = document(
+        "same-host", "--workers", "2", "--sizes", "4KiB,1MB", *QUICK, "--sample-ms", "20", "--plot", str(picture)
+    )  # fmt: skip
+    rows = found["rows"]
+    variants = ["buckets", "plan", "ordinary", "threads"]
+    assert [(row["bytes"], row["variant"]) for row in rows] == [(n, v) for n in (4096, 1_000_000) for v in variants]
+    for row in rows:
+        assert (row["op"], row["wire"], row["workers"]) == ("all_reduce", "fp32", 2)
+        assert (row["peer"], row["limit"]) == ("gloo fp32", "memory")
+        assert row["limit_s"] == row["limit_time_s"]["median"] > 0
+        assert row["peer_time_s"]["n"] == row["limit_time_s"]["n"] == 3
+        assert row["share_of_limit"] == pytest.approx(row["limit_s"] / row["time_s"]["median"])
+    assert rows[0]["operations_per_sample"] > 1
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_loopback_prints_a_table() -> None:
+    shown = bench("loopback", "--workers", "3", "--sizes", "400KB", "--variants", "plan", *QUICK_SAMPLES)
+    assert "\x1b" not in shown
+    assert "\r" not in shown
+    lines = shown.splitlines()
+    assert lines[0] == "gradserver bench loopback"
+    heading = next(i for i, line in enumerate(lines) if line.startswith("3 processes over TCP"))
+    names, units, row = lines[heading + 1 : heading + 4]
+    expected = "size type wire time quartiles algbw busbw #wrong gloo gloo/ours limit reached"
+    assert names.split() == expected.split()
+    assert units.split() == ["bytes", "ms", "ms", "GB/s", "GB/s", "ms", "ms"]
+    assert re.fullmatch(r" +400,000  plan +fp32( +\S+){4} +0( +\S+) +\S+x +\S+ +\S+%", row)
+    assert len(names) == len(row)
+    assert all(len(line) <= 120 for line in lines)
+    last = " ".join(lines[heading + 5 :])
+    assert re.fullmatch(r"gradserver was faster than gloo in [01] of 1 row \(.*\); every value was exact\.", last)
+
+
+def test_latency_compares_with_plain_pyzmq() -> None:
+    rows = document("latency", "--workers", "2", "--sizes", "8B,4KiB", *QUICK_SAMPLES)["rows"]
+    assert [(row["bytes"], row["variant"]) for row in rows] == [(n, v) for n in (8, 4096) for v in ("default", "tcp")]
+    assert {row["limit"] for row in rows} == {"plain pyzmq"}
+
+
+def test_train_says_what_is_exposed_and_what_was_learnt() -> None:
+    rows = document("train", "--width", "32", "--blocks", "2", "--context", "32", *QUICK, "--overlap-size", "1MB")[
+        "rows"
+    ]
+    steps, overlaps = rows[:3], rows[3:]
+    assert [(row["op"], row["variant"], row["wire"]) for row in steps] == [
+        ("step", "gradserver", "fp32"),
+        ("step", "torch", "fp32"),
+        ("step", "torch", "bf16"),
+    ]
+    for row in steps:
+        assert row["exposed_s"] == pytest.approx(row["time_s"]["median"] - row["compute_s"])
+        assert row["exposed_share"] == pytest.approx(row["exposed_s"] / row["time_s"]["median"])
+        assert row["steps"] == 5  # two of them to warm up
+    assert steps[0]["loss"] == pytest.approx(steps[1]["loss"], rel=1e-4)
+    assert steps[0]["loss"] == pytest.approx(steps[2]["loss"], rel=1e-2)
+    assert 1.0 < steps[0]["loss"] < 6.0
+    assert [row["variant"] for row in overlaps] == ["gradserver", "torch"]
+    for row in overlaps:
+        assert row["limit_s"] == max(row["compute_s"], row["exchange_s"])
+        assert row["time_s"]["median"] > row["compute_s"]
+
+
+def test_cluster_keeps_to_its_rates_and_removes_its_hosts() -> None:
+    needs_hosts()
+    options = ("--hosts", "2", "--rate", "200mbit", "--coordinator-rate", "1gbit", "--sizes", "1MB")
+    (row,) = document("cluster", *options, *QUICK_SAMPLES)["rows"]
+    assert row["limit"] == "links"
+    assert row["limit_s"] == pytest.approx(1e6 / (200e6 / 8))
+    # A token bucket lets a quarter of this megabyte through at once.
+    assert row["time_s"]["median"] > 0.7 * row["limit_s"]
+    assert row["peer_time_s"]["median"] > 0.7 * row["limit_s"]
+    assert [name for name in netns.existing() if not owner_lives(name)] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_cluster_leaves_nothing_behind(number: signal.Signals) -> None:
+    needs_hosts()
+    with start("cluster", "--hosts", "2", "--sizes", "1MB", "--repetitions", "10000", "--json") as running:
+        await_hosts(running, 4)
+        inside = processes_in(f"gsb-{running.pid}-h1")
+        running.send_signal(number)
+        out, err = running.communicate(timeout=30)
+    assert running.returncode == 130, out + err
+    assert "have been removed" in err
+    assert out == ""
+    assert [name for name in netns.existing() if f"-{running.pid}-" in name] == []
+    assert [pid for pid in inside if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_hosts_of_a_killed_run_are_removed_by_the_next() -> None:
+    needs_hosts()
+    with start("cluster", "--hosts", "2", "--repetitions", "10000", "--json") as running:
+        await_hosts(running, 4)
+        inside = processes_in(f"gsb-{running.pid}-h1")
+        running.kill()
+        running.communicate(timeout=30)
+    assert [name for name in netns.existing() if f"-{running.pid}-" in name]
+    deadline = time.monotonic() + 10
+    while [pid for pid in inside if Path(f"/proc/{pid}").exists()] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in inside if Path(f"/proc/{pid}").exists()] == []
+    netns.remove_leftovers()
+    assert [name for name in netns.existing() if f"-{running.pid}-" in name] == []
+
+
+def await_hosts(running: subprocess.Popen[str], count: int) -> None:
+    """Until the run has made its hosts, and started a worker on the first."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and running.poll() is None:
+        mine = [name for name in netns.existing() if f"-{running.pid}-" in name]
+        if len(mine) == count and processes_in(f"gsb-{running.pid}-h1"):
+            return
+        time.sleep(0.02)
+    running.kill()
+    raise AssertionError(f"no hosts: {running.communicate()}")
+
+
+def processes_in(host: str) -> list[str]:
+    return subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=False).stdout.split()
+
+
+def owner_lives(name: str) -> bool:
+    return Path(f"/proc/{name.split('-')[1]}").exists()
+
+
+# ── what is refused ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "the following arguments are required: SUITE"),
+        (["everything"], "invalid choice: 'everything'"),
+        (["same-host", "--sizes", "4XB"], "'4XB' is not a size: write 4KiB or 4K (4096 bytes), 26MB (26,000,000), 8B"),
+        (["same-host", "--sizes", "6B"], "6B is 6 bytes: sizes are multiples of 4, from 8 bytes to 4 GiB"),
+        (["same-host", "--sizes", "1MB,1000KB"], "'1MB,1000KB' names something twice"),
+        (["same-host", "--workers", "1"], "1 is out of range: 2 to 16"),
+        (["same-host", "--workers", "two"], "'two' is not a whole number"),
+        (["same-host", "--variants", "magic"], "'magic' is unknown: there are buckets, plan, ordinary, threads"),
+        (["same-host", "--plot", "out.pdf"], "'out.pdf': the picture is a PNG, name it FILE.png"),
+        (["same-host", "--plot", "/nowhere/out.png"], "'/nowhere/out.png': there is no folder /nowhere"),
+        (["loopback", "--wire", "fp8"], "'fp8' is not a wire format: there are fp32, bf16, int8"),
+        (["cluster", "--rate", "fast"], "'fast' is not a rate: write 100mbit or 2.5gbit (1mbit to 400gbit)"),
+        (["train", "--repetitions", "0"], "0 is out of range: 1 to 100,000"),
+    ],
+)
+def test_wrong_arguments_say_what_is_right(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", *options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "missing", "message"),
+    [
+        (["latency"], "torch", "pip install 'gradserver[torch]'"),
+        (["latency", "--plot", "x.png"], "matplotlib", "pip install 'gradserver[demo]'"),
+        (["cluster"], "root", "network namespaces need root: run it with sudo"),
+        (["train", "--rate", "1gbit"], "root", "network namespaces need root: run it with sudo"),
+        (["cluster"], "ip", "ip not found: install iproute2"),
+        (["train", "--coordinator-rate", "1gbit"], "", "--coordinator-rate needs --rate"),
+        (["loopback", "--wire", "fp32,int8"], "wire", "leave out int8"),
+        (["cluster", "--shards-beside"], "join", "leave out --shards-beside"),
+    ],
+)
+def test_what_is_missing_is_named_before_anything_starts(
+    options: list[str], missing: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else found(name))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000 if missing == "root" else 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == missing else tool)
+    monkeypatch.setattr("gradserver.bench.fleet.serve_knows", lambda _: missing != "join")
+    if missing == "wire":
+        monkeypatch.setattr("gradserver.connect", lambda url: url, raising=False)
+    assert cli.main(["bench", *options]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("gradserver bench: ")
+    assert message in shown.err
+    assert shown.out == ""
+
+
+def test_the_command_line_loads_no_torch() -> None:
+    code = (
+        "import sys; from gradserver import cli; cli._parser(); print('torch' in sys.modules, 'worker' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout == "False False\n"
+
+
+# ── processes ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_process_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        good = processes.start("worker 0", "-c", "import time; time.sleep(60)")
+        bad = processes.start("worker 1", "-c", "import sys; sys.exit('the disk is full')")
+        with pytest.raises(BenchError, match="worker 1 ended with status 1\nits last words:\n  | the disk is full"):
+            processes.lines([good, bad], 30)
+    assert good.process.returncode == -signal.SIGTERM
+
+
+def test_an_error_that_one_reports_is_not_waited_for_by_others(tmp_path: Path) -> None:
+    report = """print('{"error": "ValueError: no"}', flush=True); import time; time.sleep(60)"""
+    with Processes(tmp_path) as processes:
+        silent = processes.start("worker 0", "-c", "import time; time.sleep(60)")
+        bad = processes.start("worker 1", "-c", report)
+        with pytest.raises(BenchError, match="^worker 1: ValueError: no$"):
+            processes.answers([silent, bad], 30)
+
+
+def test_silence_is_an_error(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        silent = processes.start("worker 0", "-c", "import time; time.sleep(60)")
+        with pytest.raises(BenchError, match="nothing was heard from worker 0 for 0 s"):
+            processes.lines([silent], 0.1)
+
+
+def test_what_is_sent_to_processes_comes_back_the_same() -> None:
+    case = Case(4096, (Contender("a", "rounds", "int8", "tcp", {"blocks": 3}), Contender("b", "gloo")))
+    assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+    assert case.numel == 1024
+    seat = Seat(1, 2, "tcp://h:1", (Link("bf16", "tcp"), Link()))
+    fields = {name: getattr(seat, name) for name in Seat.__slots__}
+    fields["links"] = [{"wire": link.wire, "channel": link.channel} for link in seat.links]
+    assert Seat.from_dict(fields) == seat
+
+
+# ── numbers ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_statistics() -> None:
+    stats = Stats.of([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert (stats.median, stats.quartiles) == (3.0, (2.0, 4.0))
+    assert Stats.of([7.0]).quartiles == (7.0, 7.0)
+    assert Stats.of([1.0, 2.0]).to_json() == {"median": 1.5, "q1": 1.25, "q3": 1.75, "n": 2, "samples": [1.0, 2.0]}
+    with pytest.raises(ValueError, match="no samples"):
+        Stats.of([])
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.0, "0"), (0.00012, "0.000120"), (0.01, "0.0100"), (1.0, "1.00"), (9.996, "10.0"), (12.345, "12.3"),
+        (99.96, "100"), (123.4, "123"), (12345.6, "12346"), (-7.15, "-7.15"),
+    ],
+)  # fmt: skip
+def test_figures_have_three_digits_and_no_exponent(value: float, shown: str) -> None:
+    assert figures(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("8B", 8), ("8", 8), ("4K", 4096), ("4KiB", 4096), ("4kb", 4000), ("26MB", 26_000_000), ("1.5MiB", 3 << 19)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse.size(text) == nbytes
+    assert parse.size(size_name(nbytes)) == nbytes
+
+
+def test_rates_are_bytes_per_second() -> None:
+    assert (parse.rate("1gbit"), parse.rate("100mbit"), parse.rate("2.5Gbit")) == (125e6, 12.5e6, 312.5e6)
+
+
+def test_limit_of_links() -> None:
+    links = argparse.Namespace(rate=125e6, coordinator_rate=500e6)
+    assert suites.link_limit(links, 2, 125e6) == 1.0  # the workers' links
+    assert suites.link_limit(links, 8, 125e6) == 2.0  # the coordinator's
+    assert suites.link_limit(argparse.Namespace(rate=125e6, coordinator_rate=None), 4, 125e6) == 4.0
+    beside = argparse.Namespace(rate=125e6, coordinator_rate=None, shards_beside=True)
+    assert suites.link_limit(beside, 4, 125e6) == 1.5  # a ring's
+
+
+# ── reports ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def a_row(seconds: float = 0.01, wrong: int = 0, limit: str = "memory", nbytes: int = 1_000_000) -> Row:
+    times = Stats.of([seconds, seconds, seconds])
+    return Row(
+        "all_reduce", "plan", "fp32", 4, nbytes, times, wrong,
+        peer="gloo fp32", peer_time=Stats.of([0.02]), limit=limit, limit_time=0.005,
+    )  # fmt: skip
+
+
+def test_bandwidths_ratio_and_share() -> None:
+    row = a_row()
+    assert row.algbw == pytest.approx(1e8)
+    assert row.busbw == pytest.approx(1.5e8)
+    assert row.ratio == pytest.approx(2.0)
+    assert row.share == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("layout", ["all_reduce", "same-host", "latency", "step", "overlap"])
+def test_tables_are_aligned(layout: str) -> None:
+    table = Table(layout)
+    names, units = table.heading()
+    times = (9.87e-5, 0.0456) if layout == "latency" else (9.87e-5, 0.456, 12.3)
+    rows = [table.line(a_row(seconds)) for seconds in times]
+    assert {len(names), *map(len, rows)} == {len(names)}
+    assert len(units) <= len(names) <= 120
+
+
+def test_table_line() -> None:
+    assert Table("same-host").line(a_row()).split() == (
+        ["1,000,000", "plan", "10.0", "10.0..10.0", "0.100", "0.150", "0", "20.0", "2.00x", "5.00", "50.0%"]
+    )
+
+
+def test_conclusions() -> None:
+    assert conclusion([]) == "Nothing was measured."
+    assert conclusion([a_row(), a_row(0.04)]) == (
+        "gradserver was faster than gloo in 1 of 2 rows (gloo took 0.50 to 2.00 times as long); "
+        "it reached 12% to 50% of the limit (memory, 1 MB and more); every value was exact."
+    )
+    small = conclusion([a_row(nbytes=4096)])
+    assert "limit" not in small
+    assert conclusion([a_row(), a_row(wrong=3)]) == ("WRONG: 3 values in 1 of 2 rows are not what they should be.")
