@@ -204,6 +204,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
 _SHARED_FIELDS: Final = (Push, Result)
 """Their last two fields concern shared memory, and are left out where there is none."""
 _CODE_OF: Final = {row[0]: code for code, row in enumerate(_TYPES)}
+_PUSH_CODE: Final = bytes([_CODE_OF[Push]])
 
 
 def _pack_operation(operation: Operation | None) -> list[int] | None:
@@ -217,12 +218,12 @@ def encode(message: Message) -> bytes:
     values: tuple[Any, ...]
     if isinstance(message, Push):
         values = (message.key, message.slice, message.weight, message.present, _pack_operation(message.operation))
-        if message.place is not None or message.count != 1:
-            values = (*values, message.count, message.place)
+        if message.place is not None or message.slices != 1:
+            values = (*values, message.slices, message.place)
     elif isinstance(message, Result):
         values = (message.key, message.slice, message.weight, message.present)
-        if message.placed or message.count != 1:
-            values = (*values, message.count, message.placed)
+        if message.placed or message.slices != 1:
+            values = (*values, message.slices, message.placed)
     else:
         values = tuple(getattr(message, name) for name in message.__slots__)
     header: bytes = _PREFIX + _packb((_CODE_OF[type(message)], *values))
@@ -247,23 +248,38 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, Sequence[Buffer]]:
     header = frames[0]
     if len(header) > MAX_HEADER_BYTES:
         raise LimitExceededError(f"a header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}")
-    code, values = _unpack(header)
-    kind, checks, fewest, most, largest = _TYPES[code]
-    if len(values) != len(checks) and not (kind in _SHARED_FIELDS and len(values) == len(checks) - 2):
-        raise MalformedMessageError(f"{kind.__name__} has {len(checks)} fields, got {len(values)}")
+    common = len(header) <= _COMMON_BYTES and header[4:5] == _PUSH_CODE
+    message, (fewest, most, largest) = _common(bytes(header)) if common else _read(header)
     payloads = frames[1:]
     if not fewest <= len(payloads) <= most:
-        raise MalformedMessageError(f"{kind.__name__} with {len(payloads)} payloads; {fewest} to {most} go with it")
+        kind = type(message).__name__
+        raise MalformedMessageError(f"{kind} with {len(payloads)} payloads; {fewest} to {most} go with it")
     for payload in payloads:
         if len(payload) > largest:
-            raise LimitExceededError(f"{kind.__name__} with a payload of {len(payload)} bytes, the limit is {largest}")
+            kind = type(message).__name__
+            raise LimitExceededError(f"{kind} with a payload of {len(payload)} bytes, the limit is {largest}")
+    if type(message) is Push or type(message) is Result:
+        _check_payload(message, len(payloads))
+    return message, payloads
+
+
+def _read(header: Buffer) -> tuple[Message, tuple[int, int, int]]:
+    """The message in a header, and how many payloads go with it: the fewest, the most, and the bytes in one."""
+    code, values = _unpack(header)
+    kind, checks, *payloads = _TYPES[code]
+    if len(values) != len(checks) and not (kind in _SHARED_FIELDS and len(values) == len(checks) - 2):
+        raise MalformedMessageError(f"{kind.__name__} has {len(checks)} fields, got {len(values)}")
     quick = _quick_push if kind is Push else _quick_result if kind is Result else None
     message: Message | None = quick(values) if quick is not None else None
     if message is None:
         message = kind(*[check(value) for check, value in zip(checks, values, strict=False)])
-    if isinstance(message, (Push, Result)):
-        _check_payload(message, len(payloads))
-    return message, payloads
+    fewest, most, largest = payloads
+    return message, (fewest, most, largest)
+
+
+_COMMON_BYTES: Final = 64
+_common = lru_cache(maxsize=256)(_read)
+"""Members say the same of the same slice, most often: the coordinator reads it once."""
 
 
 def _check_payload(message: Push | Result, payloads: int) -> None:
@@ -273,8 +289,8 @@ def _check_payload(message: Push | Result, payloads: int) -> None:
         raise MalformedMessageError(
             f"a {type(message).__name__} that announces a payload without one, or has one without announcing it"
         )
-    if message.count > 1 and message.present and not shared:
-        raise MalformedMessageError(f"a {type(message).__name__} of {message.count} slices with a payload: one at most")
+    if message.slices > 1 and message.present and not shared:
+        raise MalformedMessageError(f"a {type(message).__name__} of {message.slices} slices with a payload: one at most")
 
 
 # The two messages of the data path, checked as the table says, in one expression each: a small tensor is

@@ -67,6 +67,7 @@ OPERATION = Operation(Kind.BROADCAST, Op.NONE, FLOAT32, 5, 1)
 
 places = st.builds(Place, st.integers(0, MAX_COUNTER), st.integers(0, MAX_COUNTER))
 slices = st.integers(1, MAX_SLICES)
+just_one = st.just(1)
 names = st.text(max_size=20) | st.just("ü" * MAX_TEXT)
 ranks = st.integers(-1, MAX_WORLD_SIZE - 1)
 counters = st.integers(0, 99) | st.integers(0, MAX_COUNTER) | st.just(MAX_COUNTER)
@@ -95,10 +96,10 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.builds(Welcome, names, ranks, counters, counters, short_lists), none),
         (st.builds(Propose, names), one),
         (st.builds(Agreed, names, counters), none),
-        (st.builds(Push, keys, counters, weights, st.just(True), st.none() | operations), one),
-        (st.builds(Push, keys, counters, weights, st.just(False), st.none() | operations), none),
-        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(True)), one),
-        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(False)), none),
+        (st.builds(Push, keys, counters, weights, st.just(True), st.none() | operations, just_one, st.none()), one),
+        (st.builds(Push, keys, counters, weights, st.just(False), st.none() | operations, just_one, st.none()), none),
+        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(True), just_one, st.just(False)), one),
+        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(False), just_one, st.just(False)), none),
         (
             st.builds(Push, keys, counters, weights, st.booleans(), st.none() | operations, slices, places),
             none,

@@ -129,7 +129,7 @@ class Exchange:
             return
         layout = self.layout
         start = layout.span(result.slice)[0] * layout.itemsize
-        stop = start + layout.run_bytes(result.slice, result.slice + result.count)
+        stop = start + layout.run_bytes(result.slice, result.slice + result.slices)
         if not isinstance(destination, np.ndarray):
             destination(start, stop, payload)
         elif payload is None:

@@ -323,7 +323,7 @@ class Session:
         self._fail_everything(error)
 
     def _take_result(self, result: Result, payloads: Sequence[Buffer]) -> None:
-        start, stop = result.slice, result.slice + result.count
+        start, stop = result.slice, result.slice + result.slices
         with self._state:
             exchange = self._exchanges.get(result.key)
             if exchange is None or start in exchange.answered or stop > exchange.sent:

@@ -211,14 +211,14 @@ class Data:
     def _check(self, group: Group, exchange: Exchange, rank: int, push: Push, payload: Buffer | None) -> Run:
         """Check a contribution against what is due from ``rank``."""
         layout, operation = exchange.layout, exchange.operation
-        start, stop = push.slice, push.slice + push.count
+        start, stop = push.slice, push.slice + push.slices
         if start != exchange.pushed.get(rank, -1) or stop > layout.count:
             raise OutOfStepError(
                 f"{group.describe(exchange.key)} from {group.call(rank)}: slice {start} came, "
                 f"{exchange.pushed.get(rank, 0)} of {layout.count} is due"
             )
-        if push.count > 1 and operation.kind not in IN_PLACE:
-            raise OutOfStepError(f"{operation} from {group.call(rank)} goes slice by slice, {push.count} came together")
+        if push.slices > 1 and operation.kind not in IN_PLACE:
+            raise OutOfStepError(f"{operation} from {group.call(rank)} goes slice by slice, {push.slices} came together")
         has_to_give = gives(operation, rank, exchange.key)
         expected = layout.run_bytes(start, stop)
         size = 0 if payload is None else len(payload)
