@@ -35,6 +35,7 @@ from protocol.limits import MAX_FRAME_BYTES
 from protocol.messages import (
     Failure,
     Join,
+    Leave,
     MemoryAt,
     Message,
     Ping,
@@ -238,6 +239,8 @@ class TcpServer:
             address, token = self._memory.admit(peer.identity) if self._memory is not None else ("", "")
             self._route(peer.identity, MemoryAt(address, token), ())
             return
+        elif type(message) is Leave and self._memory is not None:
+            self._memory.forget(peer.identity)  # before the answer: whoever has left has its memory for itself
         self._coordinator.receive(peer.connection, message, payloads)
 
     def _shared(self) -> dict[str, object]:

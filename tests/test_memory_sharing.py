@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -38,7 +38,7 @@ from gradserver.tcp import TcpServer
 from protocol.errors import BackendUnavailableError, InvalidArgumentError, MalformedMessageError
 from protocol.exchange import ExchangeKey, Stream
 from protocol.limits import CREDIT_BYTES, MAX_COUNTER
-from protocol.messages import Join, MemoryAt, Place, Push, ShareMemory, Welcome
+from protocol.messages import Join, MemoryAt, Message, Place, Push, ShareMemory, Welcome
 from protocol.sharing import (
     ADDRESS_PREFIX,
     COORDINATORS_PROOF,
@@ -56,10 +56,13 @@ from protocol.sharing import (
     decode_packet,
     encode_packet,
 )
-from tests.cluster import PATIENCE, ROOT, Daemon, Program, Task, coordinator, wait_until
+from protocol.wire import Buffer
+from tests.cluster import PATIENCE, ROOT, Daemon, Program, Task, coordinator, together, wait_until
 from tests.strangers import Stranger
+from worker.client import Worker
 from worker.connect import connect
 from worker.memory import ALIGNMENT, ARENA_BYTES, OWN_SEGMENT_BYTES, SharedMemory
+from worker.tcp import TcpChannel
 from worker.tensors import Bytes, empty
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
@@ -823,6 +826,54 @@ def test_ordinary_memory_after_the_coordinator_died(caplog: pytest.LogCaptureFix
         worker.close()
     lines = [record.getMessage() for record in caplog.records if "is not shared" in record.getMessage()]
     assert len(lines) == 1
+
+
+def test_whoever_has_left_has_its_memory_for_itself() -> None:
+    with coordinator() as server:
+        worker = connect(server.url, 0, 1)
+        array = worker.empty(LARGE, np.uint8)
+        assert server._memory is not None
+        assert server._memory.segments == 2
+        worker.close()
+        assert server._memory.segments == 0
+        array[:] = 1
+
+
+@pytest.mark.parametrize("numel", [1, 1000, 100_000, 3_000_001])
+@pytest.mark.parametrize("channels", [("shm", "shm", "shm"), ("tcp", "shm", "shm")])
+def test_gradients_in_shared_memory_do_not_travel(
+    monkeypatch: pytest.MonkeyPatch, numel: int, channels: tuple[str, ...]
+) -> None:
+    travelled = dict.fromkeys(range(3), 0)
+    ranks: dict[TcpChannel, int] = {}
+    send = TcpChannel.send
+
+    def count(self: TcpChannel, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        if isinstance(message, Push):
+            travelled[ranks[self]] += sum(len(payload) for payload in payloads)
+        send(self, message, payloads)
+
+    def work(worker: Worker) -> Any:
+        channel = worker._session._channel
+        assert isinstance(channel, TcpChannel)
+        ranks[channel] = worker.rank
+        for _ in range(3):
+            array = worker.empty(numel, np.float32)
+            array[:] = np.arange(numel) % 1000 + worker.rank
+            worker.all_reduce(array)
+            worker.all_reduce(array[: numel // 2], "sum")
+        return array
+
+    monkeypatch.setattr(TcpChannel, "send", count)
+    with coordinator() as server, ExitStack() as stack:
+        joining = [Task(connect, server.url, rank, 3, channel=channel) for rank, channel in enumerate(channels)]
+        workers = [stack.enter_context(task.result()) for task in joining]
+        expected = (np.arange(numel) % 1000 + 1).astype(np.float32)
+        expected[: numel // 2] *= 3
+        for result in together(workers, work):
+            np.testing.assert_array_equal(result, expected)
+
+    assert [travelled[rank] > 0 for rank in range(3)] == [channel == "tcp" for channel in channels]
 
 
 @pytest.mark.parametrize("how", ["argument", "environment"])
