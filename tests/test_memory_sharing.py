@@ -35,8 +35,9 @@ from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
 from gradserver.memory import MAX_STRANGERS, MemoryServer
 from gradserver.tcp import TcpServer
-from protocol.errors import BackendUnavailableError, InvalidArgumentError, MalformedMessageError
-from protocol.exchange import ExchangeKey, Stream
+from protocol.dtypes import FLOAT32
+from protocol.errors import BackendUnavailableError, GradServerError, InvalidArgumentError, MalformedMessageError
+from protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
 from protocol.limits import CREDIT_BYTES, MAX_COUNTER
 from protocol.messages import Join, MemoryAt, Message, Place, Push, ShareMemory, Welcome
 from protocol.sharing import (
@@ -922,6 +923,44 @@ def test_stranger_is_told_once_where_to_share_and_pays_for_a_wrong_place() -> No
         error = stranger.error()
         assert isinstance(error, MalformedMessageError)
         assert "memory that is not shared" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("offset", "slices", "fits"),
+    [
+        (0, 1, True),
+        (1, 1, True),
+        (LARGE - 4000, 1, True),
+        (LARGE + 4096 - 3999, 1, False),
+        (LARGE, 1, False),
+        (0, 2, False),
+    ],
+)
+def test_stranger_whose_place_is_odd_or_too_short_harms_nobody(offset: int, slices: int, fits: bool) -> None:
+    operation = operation_of(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, 1000)
+    with coordinator() as server, Stranger(server.url) as stranger:
+        joining = Task(connect, server.url, 0, 2, timeout=5.0)
+        stranger.send(Join("default", "stranger", 1, 2, 5.0))
+        assert isinstance(stranger.hear(), Welcome)
+        stranger.send(ShareMemory())
+        where = stranger.hear()
+        assert isinstance(where, MemoryAt)
+        memory = SharedMemory(where.address, where.token, PATIENCE)
+        data = some(memory, LARGE)
+        data[:] = 0
+        place = memory.place_of(data)
+        assert place is not None
+        with joining.result() as worker:
+            reducing = Task(worker.all_reduce, np.full(1000, 2, np.float32))
+            there = Place(place.segment, place.offset + offset)
+            stranger.send(Push(ExchangeKey(Stream.COLLECTIVE, 0), 0, operation=operation, slices=slices, place=there))
+            if fits:
+                assert (reducing.result() == 1).all()
+                assert data[offset : offset + 4000].tobytes() == np.full(1000, 1, np.float32).tobytes()
+            else:
+                assert isinstance(stranger.error(), GradServerError)
+                assert "stranger" in str(reducing.error(GradServerError))
+        memory.close()
 
 
 FORK = """
