@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -19,6 +21,10 @@ import pytest
 
 from gradserver import cli
 from gradserver.bench import arguments as parse, netns, suites
+from gradserver.bench.contenders import wrong
+from gradserver.bench.fleet import Fleet, Needs
+from gradserver.bench.member import mean_pattern, pattern
+from gradserver.bench.plot import save_plot
 from gradserver.bench.processes import Processes
 from gradserver.bench.report import Row, Table, conclusion
 from gradserver.bench.spec import BenchError, Case, Contender, Link, Seat
@@ -38,7 +44,11 @@ def start(*options: str) -> subprocess.Popen[str]:
 def bench(*options: str) -> str:
     """What it prints, when all went well."""
     with start(*options) as running:
-        out, err = running.communicate(timeout=100)
+        try:
+            out, err = running.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            running.terminate()
+            raise AssertionError(f"it has not ended: {running.communicate(timeout=30)}") from None
     assert running.returncode == 0, out + err
     assert err == ""
     return out
@@ -313,6 +323,26 @@ def test_what_is_sent_to_processes_comes_back_the_same() -> None:
     assert Seat.from_dict(fields) == seat
 
 
+def test_wrong_values_are_counted() -> None:
+    world = [pattern(1000, rank, 3) for rank in range(3)]
+    mean = sum(world[1:], start=world[0]) / 3
+    assert wrong(mean, 0.0) == 0
+    mean[7] += 2**-15
+    mean[999] = math.nan
+    assert wrong(mean, 0.0) == 2
+    assert wrong(mean, 0.5) == 1
+    assert wrong(world[0], 0.0) == 1000  # somebody's own, as if nothing had been exchanged
+    assert wrong(mean_pattern(2000)[1000:], 0.5) == 1000  # another slice's
+
+
+def test_contenders_that_no_suite_shows_without_lossy_wires(tmp_path: Path) -> None:
+    """And that a sample of something slow is one operation."""
+    contenders = (Contender("gloo bf16", "gloo", "bf16"), Contender("limit", "sockets", options={"nbytes": 200_000}))
+    with Fleet(2, Needs(ring=True), tmp_path / "fleet") as fleet:
+        measured = fleet.measure(Case(400_000, contenders), 2, 0.0)
+    assert [(one.wrong, one.in_a_row, len(one.times.samples)) for one in measured.values()] == [(0, 1, 2)] * 2
+
+
 # ── numbers ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -391,6 +421,14 @@ def test_table_line() -> None:
     assert Table("same-host").line(a_row()).split() == (
         ["1,000,000", "plan", "10.0", "10.0..10.0", "0.100", "0.150", "0", "20.0", "2.00x", "5.00", "50.0%"]
     )
+
+
+@pytest.mark.parametrize("sizes", [[1_000_000], [8, 4096, 1_000_000]])
+def test_pictures(sizes: list[int], tmp_path: Path) -> None:
+    rows = [a_row(1e-9 * nbytes + 1e-4, nbytes=nbytes) for nbytes in sizes]
+    bars = [dataclasses.replace(a_row(), op="step", variant="torch", peer_time=None, more={"compute_s": 0.004})]
+    save_plot(tmp_path / "x.png", "same-host", [*rows, *bars])
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_conclusions() -> None:

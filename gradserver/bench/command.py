@@ -131,12 +131,12 @@ def run(arguments: argparse.Namespace) -> int:
                 save_plot(arguments.plot, arguments.suite, session.rows)
                 if screen is not None:
                     screen.line(f"The picture is {arguments.plot}")
-        except BenchError as error:
-            session.interrupted()
-            print(f"gradserver bench: {error}", file=sys.stderr)
-            return 1
         except BrokenPipeError:  # nobody reads any more, as behind `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except (BenchError, OSError) as error:
+            session.interrupted()
+            print(f"gradserver bench: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             session.interrupted()

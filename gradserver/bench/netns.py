@@ -129,7 +129,12 @@ def _inside(namespace: str) -> list[str]:
 
 def _run(*command: str) -> None:
     # A session of its own: Ctrl-C must not reach it, which would leave its work half done.
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False, start_new_session=True)
+    try:
+        ran = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False, start_new_session=True
+        )
+    except subprocess.TimeoutExpired:
+        raise BenchError(f"`{' '.join(command)}` has not ended within {_SECONDS:.0f} s") from None
     if ran.returncode != 0:
         reason = ran.stderr.strip() or f"status {ran.returncode}"
         raise BenchError(f"`{' '.join(command)}` failed: {reason}")

@@ -98,7 +98,7 @@ class Session:
         failed = any(row.wrong or row.peer_wrong for row in self.rows)
         if self._screen is not None:
             self._screen.line()
-            for line in textwrap.wrap(conclusion(self.rows), _WIDTH):
+            for line in textwrap.wrap(conclusion(self.rows), _WIDTH, break_on_hyphens=False):
                 self._screen.line(self._screen.style(line, RED if failed else GREEN))
         return int(failed)
 
