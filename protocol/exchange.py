@@ -8,9 +8,11 @@ bytes to give, who has bytes to get, and what happens to them in between. That i
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 from protocol.dtypes import DType
@@ -130,12 +132,16 @@ def check_reducible(op: Op, dtype: DType) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How an operation is cut, the same at every participant: slices do not depend on channel or shards.
+    """How an operation is cut, the same at every participant and over every channel.
+
+    A tensor is cut into chunks and these into slices, which do not cross chunks. Most have one chunk;
+    REDUCE_SCATTER has one for each rank, and what is shared among several shards one for each of them.
 
     Attributes:
         count: number of slices; 0 for an empty tensor.
-        step: elements in every slice but the last (of a chunk).
-        chunk: elements in a chunk; slices do not cross chunks. Only REDUCE_SCATTER has more than one.
+        step: elements in every slice but the last of a chunk.
+        bounds: the first element of each chunk, and the number of elements.
+        firsts: the first slice of each chunk, and the number of slices.
         numel: elements in all.
         itemsize: bytes in an element.
         replies: how many times larger a reply is than a contribution (all_gather: the world size).
@@ -143,23 +149,24 @@ class Layout:
 
     count: int
     step: int
-    chunk: int
+    bounds: tuple[int, ...]
+    firsts: tuple[int, ...]
     numel: int
     itemsize: int
     replies: int
 
     def span(self, index: int) -> tuple[int, int]:
         """First element of slice ``index``, and the one behind its last."""
-        if self.chunk == self.numel:
+        if len(self.firsts) == 2:
             start = index * self.step
             return start, min(start + self.step, self.numel)
-        chunk, within = divmod(index, -(-self.chunk // self.step))
-        start = chunk * self.chunk + within * self.step
-        return start, min(start + self.step, (chunk + 1) * self.chunk)
+        chunk = bisect_right(self.firsts, index) - 1
+        start = self.bounds[chunk] + (index - self.firsts[chunk]) * self.step
+        return start, min(start + self.step, self.bounds[chunk + 1])
 
     def owner(self, index: int) -> int:
-        """The rank whose chunk slice ``index`` lies in."""
-        return index // -(-self.chunk // self.step)
+        """The chunk that slice ``index`` lies in: of REDUCE_SCATTER, the rank that gets it."""
+        return 0 if len(self.firsts) == 2 else bisect_right(self.firsts, index) - 1
 
     def nbytes(self, index: int) -> int:
         """Bytes of one contribution to slice ``index``."""
@@ -178,10 +185,13 @@ class Layout:
         """Credit that slice ``index`` takes from its push until its result: the larger of the two, in bytes."""
         return max(self.nbytes(index) * self.replies, MIN_SLICE_COST)
 
-    def run_cost(self, start: int, stop: int, shared: bool) -> int:
-        """Credit for the slices from ``start`` up to ``stop``; in shared memory nothing has to be kept of them."""
+    def run_cost(self, start: int, stop: int, shared: bool, first: int = 0) -> int:
+        """Credit for the slices from ``start`` up to ``stop``; in shared memory nothing has to be kept of them.
+
+        ``first`` is the first slice of the exchange that its shard has to do with.
+        """
         if shared:
-            return SHARED_SLICE_COST * (stop - start) + (MIN_SLICE_COST if start == 0 else 0)
+            return SHARED_SLICE_COST * (stop - start) + (MIN_SLICE_COST if start == first else 0)
         if stop - start == 1:
             return self.cost(start)
         return sum(self.cost(index) for index in range(start, stop))
@@ -190,20 +200,27 @@ class Layout:
 @lru_cache(maxsize=4096)
 def layout_of(operation: Operation, world_size: int) -> Layout:
     """Cut ``operation`` among ``world_size`` participants."""
-    numel, itemsize = operation.numel, operation.dtype.itemsize
+    numel = operation.numel
     if operation.kind is Kind.BARRIER:
-        return Layout(count=1, step=1, chunk=1, numel=0, itemsize=0, replies=1)
-    replies = world_size if operation.kind is Kind.ALL_GATHER else 1
-    chunks = world_size if operation.kind is Kind.REDUCE_SCATTER else 1
-    chunk, rest = divmod(numel, chunks)
+        return Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsize=0, replies=1)
+    if operation.kind is not Kind.REDUCE_SCATTER:
+        return cut(operation, (0, numel), world_size if operation.kind is Kind.ALL_GATHER else 1)
+    chunk, rest = divmod(numel, world_size)
     if rest:
         raise InvalidArgumentError(
             f"reduce_scatter of {numel} elements among {world_size} workers: "
             f"the first dimension must be divisible by the world size"
         )
+    return cut(operation, tuple(rank * chunk for rank in range(world_size + 1)))
+
+
+def cut(operation: Operation, bounds: tuple[int, ...], replies: int = 1) -> Layout:
+    """Cut ``operation`` into the chunks that begin at ``bounds`` (whose last one is its end), and these into slices."""
+    itemsize = operation.dtype.itemsize
     step = max(1, SLICE_BYTES // (itemsize * replies))
-    count = chunks * -(-chunk // step)
-    return Layout(count, step, max(chunk, 1), numel, itemsize, replies)
+    counts = (-(-(stop - start) // step) for start, stop in pairwise(bounds))
+    firsts = tuple(accumulate(counts, initial=0))
+    return Layout(firsts[-1], step, bounds, firsts, operation.numel, itemsize, replies)
 
 
 IN_PLACE: Final = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST, Kind.TRANSFER})
