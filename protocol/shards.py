@@ -1,0 +1,190 @@
+"""Which slices are whose: how every exchange is shared among the data shards of a group.
+
+All who take part compute it by themselves, from what they know alike: the shards' rates, the world size, the
+operation, and for buckets the plan. Each shard has to do with one run of consecutive slices of an exchange, or
+with none.
+
+- What has some size is cut so that each shard gets as much of it as its rate allows. Elementwise operations
+  are cut at elements, so that also a single slice is shared; the others between slices.
+- What is smaller goes whole to one shard: a collective or a transfer to the first one, where it is two hops; a
+  bucket to one that has little to do. Larger buckets are cut so that the whole round comes out even.
+
+Results do not depend on it: contributions are combined element by element.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+from protocol.exchange import IN_PLACE, ExchangeKey, Layout, Operation, Stream, cut, layout_of
+from protocol.limits import KIB
+from protocol.plan import Plan
+
+SPLIT_BYTES: Final = 256 * KIB
+"""What is smaller goes to one shard: the messages would cost more than the bytes."""
+SPLIT_BUCKET_BYTES: Final = (256 * KIB, 128 * KIB, 64 * KIB)
+"""For buckets the same; and what is tried, one after the other, while shards would have unequal work."""
+EVEN: Final = 1.02
+"""The work of the busiest shard over the mean, each by its rate, up to which work counts as equal."""
+ALIGNMENT: Final = 64
+"""Elements: where tensors are cut among shards."""
+
+
+class Share(NamedTuple):
+    """One exchange: how it is cut, and which slices are whose.
+
+    Attributes:
+        layout: the slices.
+        bounds: the first slice of each shard, and the number of slices.
+    """
+
+    layout: Layout
+    bounds: tuple[int, ...]
+
+    def interval(self, shard: int) -> tuple[int, int]:
+        """The first slice of ``shard``, and the one behind its last."""
+        return self.bounds[shard], self.bounds[shard + 1]
+
+    def shard_of(self, index: int) -> int:
+        """The shard that slice ``index`` belongs to."""
+        return bisect_right(self.bounds, index) - 1
+
+    def load(self, shard: int) -> int:
+        """Bytes of one contribution that go to ``shard``."""
+        return self.layout.run_bytes(*self.interval(shard))
+
+
+class Table:
+    """Which slices of a group's exchanges are whose.
+
+    Args:
+        world_size: number of participants.
+        rates: of all shards, compared with one another; none at all stand for one shard.
+    """
+
+    def __init__(self, world_size: int, rates: tuple[float, ...] = ()) -> None:
+        self.world_size = world_size
+        self.rates = rates if len(rates) > 1 else ()
+        self.shards = max(len(rates), 1)
+        self._buckets: Sequence[Share] = ()
+
+    def set_plan(self, plan: Plan) -> None:
+        """From now on buckets are this plan's."""
+        if self.rates:
+            self._buckets = share_plan(plan, self.world_size, self.rates)
+
+    def share(self, key: ExchangeKey, operation: Operation) -> Share:
+        """How the exchange ``key`` is shared. A bucket must be in the plan."""
+        if self._buckets and key.stream == Stream.BUCKET:
+            return self._buckets[key.part]
+        return share_of(operation, self.world_size, self.rates)
+
+    def buckets_of(self, plan: Plan, shard: int) -> int:
+        """How many buckets ``shard`` has to do with; ``plan`` is the one that was set."""
+        if not self.rates:
+            return sum(bucket.numel > 0 for bucket in plan.buckets)
+        return sum(share.bounds[shard] < share.bounds[shard + 1] for share in self._buckets)
+
+
+def comparable(stated: Sequence[float | None]) -> tuple[float, ...]:
+    """Rates that can be compared, from what was stated: who said nothing is as fast as the others are in the mean."""
+    known = [rate for rate in stated if rate is not None and rate > 0]
+    mean = sum(known) / len(known) if known else 1.0
+    rates = tuple(mean if rate is None else rate for rate in stated)
+    return rates if any(rates) else (1.0,) * len(rates)
+
+
+@lru_cache(maxsize=4096)
+def share_of(operation: Operation, world_size: int, rates: tuple[float, ...]) -> Share:
+    """How a collective or a transfer is shared among shards of these ``rates``."""
+    layout = layout_of(operation, world_size)
+    if not rates:
+        return Share(layout, (0, layout.count))
+    if operation.numel * layout.itemsize * layout.replies < SPLIT_BYTES or layout.count == 0:
+        return whole(layout, 0, len(rates))
+    if operation.kind in IN_PLACE:
+        return _cut_elements(operation, _round(_cumulated(rates), operation.numel, ALIGNMENT))
+    return Share(layout, _round(_cumulated(rates), layout.count, 1))
+
+
+def whole(layout: Layout, shard: int, shards: int) -> Share:
+    """All of it belongs to one shard."""
+    return Share(layout, (0,) * (shard + 1) + (layout.count,) * (shards - shard))
+
+
+def share_plan(plan: Plan, world_size: int, rates: tuple[float, ...]) -> list[Share]:
+    """How each bucket of ``plan`` is shared among shards of these ``rates``."""
+    shares: list[Share] = []
+    for split in SPLIT_BUCKET_BYTES:
+        shares = _share_plan(plan, world_size, rates, split)
+        if evenness(shares, rates) <= EVEN:
+            break
+    return shares
+
+
+def evenness(shares: Sequence[Share], rates: tuple[float, ...]) -> float:
+    """The work of the busiest shard over that of the mean shard, each by its rate. 1 is best."""
+    loads = [sum(share.load(shard) for share in shares) for shard in range(len(rates))]
+    total = sum(loads)
+    times = [load / rate for load, rate in zip(loads, rates, strict=True) if rate > 0]
+    return max(times) * sum(rates) / total if total else 1.0
+
+
+def _share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], split: int) -> list[Share]:
+    """Buckets below ``split`` bytes go whole to who has least to do; the others are cut to make up for that."""
+    shares: dict[int, Share] = {}
+    loads = [0] * len(rates)
+    fast = [shard for shard, rate in enumerate(rates) if rate > 0]
+    sizes = {part: bucket.numel * bucket.dtype.itemsize for part, bucket in enumerate(plan.buckets)}
+    for part in sorted((part for part in sizes if sizes[part] < split), key=lambda part: (-sizes[part], part)):
+        least = min(fast, key=lambda shard: (loads[shard] + sizes[part]) / rates[shard])
+        loads[least] += sizes[part]
+        shares[part] = whole(layout_of(plan.buckets[part].operation, world_size), least, len(rates))
+    fractions = _cumulated(_lacking(loads, rates, sum(sizes.values())))
+    owed = [0.0] * len(fractions)
+    """Bytes that each bound lies below where it should, over all buckets so far: so that rounding does not add up."""
+    for part, bucket in enumerate(plan.buckets):
+        if part in shares:
+            continue
+        numel, itemsize = bucket.numel, bucket.dtype.itemsize
+        exact = [fraction * numel + late / itemsize for fraction, late in zip(fractions, owed, strict=True)]
+        bounds = _round([place / numel for place in exact], numel, ALIGNMENT)
+        owed = [(place - bound) * itemsize for place, bound in zip(exact, bounds, strict=True)]
+        shares[part] = _cut_elements(bucket.operation, bounds)
+    return [shares[part] for part in sizes]
+
+
+def _lacking(loads: Sequence[int], rates: Sequence[float], total: int) -> list[float]:
+    """What each shard can still take of ``total`` bytes, until all have as much as their rates allow."""
+    open_to_more = [shard for shard, rate in enumerate(rates) if rate > 0]
+    while True:  # who has too much already is left out, and then others get less
+        left = total - sum(loads[shard] for shard in range(len(rates)) if shard not in open_to_more)
+        by_rate = sum(rates[shard] for shard in open_to_more)
+        lacking = {shard: left * (rates[shard] / by_rate) - loads[shard] for shard in open_to_more}
+        full = [shard for shard in open_to_more if lacking[shard] < 0]
+        if not full:
+            break
+        open_to_more = [shard for shard in open_to_more if shard not in full]
+    wanted = [lacking.get(shard, 0.0) for shard in range(len(rates))]
+    return wanted if sum(wanted) > 0 else list(rates)
+
+
+def _cut_elements(operation: Operation, bounds: tuple[int, ...]) -> Share:
+    layout = cut(operation, bounds)
+    return Share(layout, layout.firsts)
+
+
+def _cumulated(parts: Sequence[float]) -> list[float]:
+    """Fractions at which a whole is cut into ``parts``; from 0 to 1."""
+    total = sum(parts)
+    return [0.0, *(min(part / total, 1.0) for part in accumulate(parts[:-1])), 1.0]
+
+
+def _round(fractions: Sequence[float], count: int, unit: int) -> tuple[int, ...]:
+    """Where to cut ``count`` things at ``fractions``: at multiples of ``unit``, in order."""
+    places = [min(max(int(fraction * count / unit + 0.5) * unit, 0), count) for fraction in fractions]
+    return tuple(accumulate([0, *places[1:-1], count], max))
