@@ -40,6 +40,16 @@ MAX_SLICES: Final = 8192
 
 MAX_WORLD_SIZE: Final = 1024
 MAX_GROUPS: Final = 256
+MAX_SHARDS: Final = 32
+"""Data shards of one coordinator, itself included."""
+MAX_URL: Final = 128
+"""Characters of a data shard's URL."""
+MAX_TOKEN: Final = 64
+"""Characters of what a worker shows a data shard."""
+MAX_RATE: Final = 1e6
+"""Gbit/s."""
+MAX_ORDER_BYTES: Final = MAX_FRAME_BYTES + MAX_HEADER_BYTES
+"""What a coordinator tells a data shard at once: a plan, at most."""
 MAX_BUCKETS: Final = 16_384
 MAX_COMPONENTS: Final = 65_536
 """Parameters in a whole plan."""

@@ -5,6 +5,8 @@
 worker                                  coordinator
   Join ──────────────────────────────────► waits until the group is complete
   ◄────────────────────────────────────── Welcome (or Failure)
+  Attend ────────────────────────────────► to every further data shard, with the token that the Welcome brought
+  ◄────────────────────────────────────── Attended
   ShareMemory ───────────────────────────► "is there memory that both of us see?"
   ◄────────────────────────────────────── MemoryAt, where to hand it over
   Propose + plan ────────────────────────► compares, when all have proposed
@@ -16,6 +18,12 @@ worker                                  coordinator
   Leave ─────────────────────────────────► forgets the worker
   ◄────────────────────────────────────── Leave, the same: all that was said before it was heard
   ◄────────────────────────────────────── Failure at any time; Ping at any time, not answered
+
+data shard                              coordinator
+  Enlist ────────────────────────────────► uses it for the groups that become complete from now on
+  ◄────────────────────────────────────── Enlisted (or Failure)
+  ◄────────────────────────────────────── Ordered + order     (`gradserver.engine.orders` has them)
+  Reported + report ─────────────────────►
 
 anyone
   StatusRequest ─────────────────────────►
@@ -54,13 +62,60 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The group is complete. ``credit`` in bytes; ``names`` by rank."""
+    """The group is complete. ``credit`` in bytes; ``names`` by rank.
+
+    ``shards`` are the URLs of the data shards beside the coordinator itself, ``rates`` compare them (its own is the
+    first), and ``token`` is what this worker shows them.
+    """
 
     group: str
     rank: int
     epoch: int
     credit: int
     names: tuple[str, ...]
+    shards: tuple[str, ...] = ()
+    rates: tuple[float, ...] = ()
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """To a data shard: this connection is the one of ``rank`` in that group. ``token`` is from the Welcome."""
+
+    group: str
+    epoch: int
+    rank: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """The shard knows the worker, who may push."""
+
+
+@dataclass(frozen=True, slots=True)
+class Enlist:
+    """A data shard offers itself: workers reach it at ``url``; ``rate`` is its link's in Gbit/s, if it was told."""
+
+    url: str
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Enlisted:
+    """The coordinator takes it, and calls it by ``number``."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """What a data shard is to do: the order is the payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What happened at a data shard: the report is the payload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,4 +302,10 @@ Message = (
     | StatusRequest
     | Status
     | Failure
+    | Enlist
+    | Enlisted
+    | Ordered
+    | Reported
+    | Attend
+    | Attended
 )

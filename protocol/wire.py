@@ -32,6 +32,9 @@ from protocol.limits import (
     MAX_HEADER_BYTES,
     MAX_LIST,
     MAX_NUMEL,
+    MAX_ORDER_BYTES,
+    MAX_RATE,
+    MAX_SHARDS,
     MAX_SLICES,
     MAX_TEXT,
     MAX_TIMEOUT,
@@ -42,6 +45,10 @@ from protocol.limits import (
 )
 from protocol.messages import (
     Agreed,
+    Attend,
+    Attended,
+    Enlist,
+    Enlisted,
     Failure,
     Inquire,
     Join,
@@ -49,10 +56,12 @@ from protocol.messages import (
     MemoryAt,
     Message,
     Missing,
+    Ordered,
     Ping,
     Place,
     Propose,
     Push,
+    Reported,
     Result,
     Scope,
     ShareMemory,
@@ -105,6 +114,19 @@ def _texts(value: Any) -> tuple[str, ...]:
     if type(value) is not list:
         raise MalformedMessageError(f"expected a list of text, got {_brief(value)}")
     return tuple(_text(item) for item in value)
+
+
+_rate = _number(0.0, MAX_RATE)
+
+
+def _optional_rate(value: Any) -> float | None:
+    return None if value is None else _rate(value)
+
+
+def _rates(value: Any) -> tuple[float, ...]:
+    if type(value) is not list or len(value) > MAX_SHARDS:
+        raise MalformedMessageError(f"expected at most {MAX_SHARDS} rates, got {_brief(value)}")
+    return tuple(_rate(item) for item in value)
 
 
 _rank = _integer(-1, MAX_WORLD_SIZE - 1)
@@ -187,7 +209,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     # class, fields, fewest and most payloads, most bytes in a payload
     (Failure, (_scope, _text, _text, _fields, _optional_key), 0, 0, 0),
     (Join, (_text, _text, _rank, _integer(0, MAX_WORLD_SIZE), _number(0.0, MAX_TIMEOUT)), 0, 0, 0),
-    (Welcome, (_text, _rank, _counter, _counter, _texts), 0, 0, 0),
+    (Welcome, (_text, _rank, _counter, _counter, _texts, _texts, _rates, _text), 0, 0, 0),
     (Propose, (_text,), 1, 1, MAX_FRAME_BYTES),
     (Agreed, (_text, _counter), 0, 0, 0),
     (Push, (_key, _counter, _weight, _flag, _operation, _slices, _place), 0, 1, SLICE_BYTES),
@@ -200,6 +222,12 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Status, (), 1, 1, MAX_FRAME_BYTES),
     (ShareMemory, (), 0, 0, 0),
     (MemoryAt, (_text, _text), 0, 0, 0),
+    (Enlist, (_text, _optional_rate), 0, 0, 0),
+    (Enlisted, (_integer(1, MAX_COUNTER),), 0, 0, 0),
+    (Ordered, (), 1, 1, MAX_ORDER_BYTES),
+    (Reported, (), 1, 1, MAX_HEADER_BYTES),
+    (Attend, (_text, _counter, _rank, _text), 0, 0, 0),
+    (Attended, (), 0, 0, 0),
 )
 _SHARED_FIELDS: Final = (Push, Result)
 """Their last two fields concern shared memory, and are left out where there is none."""
@@ -290,7 +318,9 @@ def _check_payload(message: Push | Result, payloads: int) -> None:
             f"a {type(message).__name__} that announces a payload without one, or has one without announcing it"
         )
     if message.slices > 1 and message.present and not shared:
-        raise MalformedMessageError(f"a {type(message).__name__} of {message.slices} slices with a payload: one at most")
+        raise MalformedMessageError(
+            f"a {type(message).__name__} of {message.slices} slices with a payload: one at most"
+        )
 
 
 # The two messages of the data path, checked as the table says, in one expression each: a small tensor is

@@ -29,6 +29,8 @@ from protocol.limits import (
     MAX_HEADER_BYTES,
     MAX_LIST,
     MAX_NUMEL,
+    MAX_RATE,
+    MAX_SHARDS,
     MAX_SLICES,
     MAX_TEXT,
     MAX_TIMEOUT,
@@ -39,6 +41,10 @@ from protocol.limits import (
 )
 from protocol.messages import (
     Agreed,
+    Attend,
+    Attended,
+    Enlist,
+    Enlisted,
     Failure,
     Inquire,
     Join,
@@ -46,10 +52,12 @@ from protocol.messages import (
     MemoryAt,
     Message,
     Missing,
+    Ordered,
     Ping,
     Place,
     Propose,
     Push,
+    Reported,
     Result,
     Scope,
     ShareMemory,
@@ -81,6 +89,7 @@ operations = st.builds(
     st.integers(0, MAX_NUMEL),
     ranks,
 )
+rates = st.lists(st.floats(0, MAX_RATE), max_size=MAX_SHARDS).map(tuple)
 short_lists = st.lists(st.text(max_size=20), max_size=5).map(tuple) | st.just(("worker",) * MAX_LIST)
 fields = st.dictionaries(
     st.text(max_size=10), st.text(max_size=20) | st.integers(-(2**63), 2**63 - 1) | short_lists, max_size=5
@@ -94,6 +103,7 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.builds(Failure, st.sampled_from(Scope), names, names, fields, st.none() | keys), none),
         (st.builds(Join, names, names, ranks, st.integers(0, MAX_WORLD_SIZE), st.floats(0, MAX_TIMEOUT)), none),
         (st.builds(Welcome, names, ranks, counters, counters, short_lists), none),
+        (st.builds(Welcome, names, ranks, counters, counters, short_lists, short_lists, rates, names), none),
         (st.builds(Propose, names), one),
         (st.builds(Agreed, names, counters), none),
         (st.builds(Push, keys, counters, weights, st.just(True), st.none() | operations, just_one, st.none()), one),
@@ -114,6 +124,12 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.just(Status()), one),
         (st.just(ShareMemory()), none),
         (st.builds(MemoryAt, names, names), none),
+        (st.builds(Enlist, names, st.none() | st.floats(0, 1e6)), none),
+        (st.builds(Enlisted, st.integers(1, MAX_COUNTER)), none),
+        (st.just(Ordered()), one),
+        (st.just(Reported()), one),
+        (st.builds(Attend, names, counters, st.integers(-1, MAX_WORLD_SIZE - 1), names), none),
+        (st.just(Attended()), none),
     ]
 ]
 messages: st.SearchStrategy[tuple[Message, list[bytes]]] = st.one_of(frames_of)
@@ -137,6 +153,14 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (MemoryAt("gradserver-12", "ab" * 16), []),
     (Push(KEY, 0, 1.0, True, None, 100, Place(3, 4096)), []),
     (Result(KEY, 0, 4.0, True, 100, True), []),
+    (Welcome("default", 1, 5, 1 << 24, ("w0", "w1"), ("tcp://10.0.0.2:7411",), (0.0, 25.0), "ab" * 16), []),
+    (Attend("default", 5, 1, "ab" * 16), []),
+    (Attended(), []),
+    (Enlist("tcp://10.0.0.2:7411", 25.0), []),
+    (Enlist("tcp://10.0.0.2:7411"), []),
+    (Enlisted(2), []),
+    (Ordered(), [b"order"]),
+    (Reported(), [b"report"]),
 ]
 
 
