@@ -45,7 +45,7 @@ def bench(*options: str) -> str:
     """What it prints, when all went well."""
     with start(*options) as running:
         try:
-            out, err = running.communicate(timeout=60)
+            out, err = running.communicate(timeout=100)
         except subprocess.TimeoutExpired:
             running.terminate()
             raise AssertionError(f"it has not ended: {running.communicate(timeout=30)}") from None

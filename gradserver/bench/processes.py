@@ -38,7 +38,8 @@ class Child:
         self.unread = b""
         self.lines: list[str] = []
         self.ended = False
-        with log.open("wb") as errors:
+        # A signal that comes while we fork would raise its exception in some module's hook for that, and be lost.
+        with log.open("wb") as errors, uninterrupted() as mask:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-P", *arguments],  # -P: the current folder must not be imported from
                 stdin=subprocess.PIPE,
@@ -46,7 +47,7 @@ class Child:
                 stderr=errors,
                 env=dict(environment),
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which ends its children in order
-                preexec_fn=partial(_die_with_parent, os.getpid()),  # also where the parent is killed outright
+                preexec_fn=partial(_before_exec, os.getpid(), mask),  # also where the parent is killed outright
             )
 
     def tell(self, message: Mapping[str, Any]) -> None:
@@ -182,12 +183,14 @@ def ended_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Holds back Ctrl-C and requests to end until the block is through: for what must not be left half done."""
-    held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+def uninterrupted() -> Iterator[set[int]]:
+    """Holds back Ctrl-C and requests to end until the block is through: for what must not be left half done.
+
+    Yields the signals that were held back before.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
-        yield
+        yield {int(number) for number in before}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -195,8 +198,9 @@ def uninterrupted() -> Iterator[None]:
 _LIBC = ctypes.CDLL(None)
 
 
-def _die_with_parent(parent: int) -> None:
+def _before_exec(parent: int, mask: set[int]) -> None:
     """In the child: SIGTERM when the parent is gone. Nobody else would end a daemon whose run was killed."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _LIBC.prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() != parent:  # it went before we asked
         os._exit(1)
