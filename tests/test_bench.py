@@ -35,8 +35,8 @@ QUICK = ("--repetitions", "3")
 QUICK_SAMPLES = (*QUICK, "--sample-ms", "2")
 
 
-def start(*options: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+def start(*options: str, **variables: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **variables}
     words = [sys.executable, "-m", "gradserver", "bench", *options]
     return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
 
@@ -167,23 +167,29 @@ def test_cluster_keeps_to_its_rates_and_removes_its_hosts() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_cluster_leaves_nothing_behind(number: signal.Signals) -> None:
+def test_interrupted_cluster_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
     needs_hosts()
-    with start("cluster", "--hosts", "2", "--sizes", "1MB", "--repetitions", "10000", "--json") as running:
+    options = ("--hosts", "2", "--repetitions", "10000", "--json")
+    with start("cluster", *options, TMPDIR=str(tmp_path)) as running:
         await_hosts(running, 4)
         inside = processes_in(f"gsb-{running.pid}-h1")
         running.send_signal(number)
-        out, err = running.communicate(timeout=30)
+        try:
+            out, err = running.communicate(timeout=30)
+        finally:
+            running.kill()
     assert running.returncode == 130, out + err
+    assert list(tmp_path.iterdir()) == []
     assert "have been removed" in err
     assert out == ""
     assert [name for name in netns.existing() if f"-{running.pid}-" in name] == []
     assert [pid for pid in inside if Path(f"/proc/{pid}").exists()] == []
 
 
-def test_hosts_of_a_killed_run_are_removed_by_the_next() -> None:
+def test_hosts_of_a_killed_run_are_removed_by_the_next(tmp_path: Path) -> None:
     needs_hosts()
-    with start("cluster", "--hosts", "2", "--repetitions", "10000", "--json") as running:
+    options = ("--hosts", "2", "--repetitions", "10000", "--json")
+    with start("cluster", *options, TMPDIR=str(tmp_path)) as running:
         await_hosts(running, 4)
         inside = processes_in(f"gsb-{running.pid}-h1")
         running.kill()
