@@ -38,7 +38,7 @@ Outcome = Buffer | NonFinite | None
 
 _BLOCK_BYTES: Final = 256 * KIB
 """Of the type that is computed in. Sum and one contribution fit into a core's second-level cache."""
-_SPREAD_BYTES: Final = 4 * MIB
+_SPREAD_BYTES: Final = 16 * MIB
 """Contributions of less than this in all are combined faster than another thread wakes up."""
 _UFUNCS: Final = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
 _WIDE: Final = {"float64": np.float64, "complex128": np.float64}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from protocol.limits import MAX_SLICES
 from protocol.messages import HERE, Place, Push, Result
 from protocol.wire import Buffer
 from worker.handle import Handle
+from worker.slots import SLOT_BYTES, SMALLEST_BYTES, Slot, Slots
 from worker.tensors import Bytes
 
 
@@ -35,6 +36,14 @@ Destination = Bytes | Writer
 """Where results go: into memory as long as the exchange, or wherever a function puts them."""
 
 
+class Staged(NamedTuple):
+    """Slices that pass through a slot of shared memory."""
+
+    slot: Slot
+    start: int
+    stop: int
+
+
 class Exchange:
     """One exchange that this worker takes part in and that is not done.
 
@@ -47,7 +56,9 @@ class Exchange:
     __slots__ = (
         "_destination",
         "_memory",
+        "_slots",
         "_source",
+        "_staged",
         "answered",
         "handle",
         "key",
@@ -70,6 +81,7 @@ class Exchange:
         weight: float,
         handle: Handle,
         channel: Channel,
+        slots: Slots,
     ) -> None:
         self.key = key
         self.pool = pool
@@ -85,21 +97,26 @@ class Exchange:
         in_place = memory is not None and operation.kind in IN_PLACE
         self._memory = memory
         self.place = channel.place_of(memory) if memory is not None and in_place else None
+        self._slots = slots if self.place is None and layout.run_bytes(0, 1) >= SMALLEST_BYTES else None
+        self._staged: dict[int, Staged] = {}
 
-    def push(self) -> tuple[Push, Sequence[Buffer]]:
-        """The next message: one slice, or as many as possible where nothing has to travel."""
+    def push(self) -> tuple[Push, Sequence[Buffer]] | None:
+        """The next message: one slice that travels, or as many as lie in shared memory. None: not now."""
         index, layout = self.sent, self.layout
         operation = self.operation if index == 0 and self.key.stream != Stream.BUCKET else None
         if self.place is not None:
             return self._push_place(index, self.place, operation)
+        if self._slots is not None:
+            if (slot := self._slots.take()) is not None:
+                return self._push_slot(index, slot, operation), ()
+            if self._staged:  # one of its own slots will be free; others' may wait for this exchange
+                return None
         self.sent += 1
         if self._source is None:
             return Push(self.key, index, self.weight, False, operation), ()
         if layout.count == 1:
             return Push(self.key, index, self.weight, True, operation), (self._source.data,)
-        start, stop = layout.span(index)
-        payload = self._source[start * layout.itemsize : stop * layout.itemsize].data
-        return Push(self.key, index, self.weight, True, operation), (payload,)
+        return Push(self.key, index, self.weight, True, operation), (self._part(self._source, index, index + 1).data,)
 
     def _push_place(self, index: int, place: Place, operation: Operation | None) -> tuple[Push, Sequence[Buffer]]:
         count = min(self.layout.count - index, MAX_SLICES)
@@ -112,22 +129,64 @@ class Exchange:
         there = Place(place.segment, place.offset + skipped)
         return Push(self.key, index, self.weight, present, operation, count, there), ()
 
+    def _push_slot(self, index: int, slot: Slot, operation: Operation | None) -> Push:
+        layout, count = self.layout, 1
+        if self.operation.kind in IN_PLACE:
+            count = min(max(SLOT_BYTES // layout.run_bytes(index, index + 1), 1), layout.count - index)
+        stop = index + count
+        if self._source is not None:
+            given = self._part(self._source, index, stop)
+            slot.memory[: given.size] = given
+        self.sent = stop
+        self._staged.update(dict.fromkeys(range(index, stop), Staged(slot, index, stop)))
+        return Push(self.key, index, self.weight, self._source is not None, operation, count, slot.place)
+
+    def _part(self, memory: Bytes, start: int, stop: int) -> Bytes:
+        """What belongs to the slices from ``start`` up to ``stop`` in memory as long as the exchange."""
+        first = self.layout.span(start)[0] * self.layout.itemsize
+        return memory[first : first + self.layout.run_bytes(start, stop)]
+
     def next_cost(self) -> int:
-        """Credit that the next message takes, in bytes."""
+        """Credit that the next message takes, in bytes, if it travels; else at least as much."""
         if self.place is None:
             return self.layout.cost(self.sent)
         return self.cost(self.sent, min(self.layout.count, self.sent + MAX_SLICES))
 
     def cost(self, start: int, stop: int) -> int:
-        """Credit of the slices from ``start`` up to ``stop``, in bytes."""
-        return self.layout.run_cost(start, stop, self.place is not None)
+        """Credit of the slices from ``start`` up to ``stop``, all in one message, in bytes."""
+        return self.layout.run_cost(start, stop, self.place is not None or start in self._staged)
+
+    def settle(self, start: int, stop: int) -> None:
+        """The slices from ``start`` up to ``stop`` have their result: a slot that they passed through may be free."""
+        self.answered.update(range(start, stop))
+        if (staged := self._staged.get(start)) is None:
+            return
+        if all(index in self.answered for index in range(staged.start, staged.stop)):
+            self._free(staged)
+
+    def write_off(self) -> None:
+        """Nothing more will be answered."""
+        for staged in set(self._staged.values()):
+            self._free(staged)
+
+    def _free(self, staged: Staged) -> None:
+        for index in range(staged.start, staged.stop):
+            del self._staged[index]
+        if self._slots is not None:
+            self._slots.give_back(staged.slot)
 
     def write(self, result: Result, payload: Buffer | None) -> None:
         """Put a result where it belongs; where it lies already, nothing is to be done."""
-        destination = self._destination
-        if destination is None or result.placed:
+        destination, layout = self._destination, self.layout
+        if destination is None:
             return
-        layout = self.layout
+        if result.placed:
+            staged = self._staged.get(result.slice)
+            if staged is None:
+                return
+            skipped = layout.run_bytes(staged.start, result.slice)
+            size = layout.run_bytes(result.slice, result.slice + result.slices) * layout.replies
+            payload = staged.slot.memory[skipped : skipped + size].data
         start = layout.span(result.slice)[0] * layout.itemsize
         stop = start + layout.run_bytes(result.slice, result.slice + result.slices)
         if not isinstance(destination, np.ndarray):
@@ -175,9 +234,12 @@ class Outbox:
                 first = frontier() if pool is Pool.BUCKETS else None
                 if first is None:
                     continue
-                exchange, cost = first, first.next_cost()
-            self._in_flight[pool] += cost
+                exchange = first
+            before = exchange.sent
             push = exchange.push()
+            if push is None:
+                continue
+            self._in_flight[pool] += exchange.cost(before, exchange.sent)
             if exchange.sent == exchange.layout.count:
                 self._remove(exchange)
             return push
@@ -185,14 +247,15 @@ class Outbox:
 
     def answered(self, exchange: Exchange, start: int, stop: int) -> None:
         """The slices from ``start`` up to ``stop`` have their result: their credit is free again."""
-        exchange.answered.update(range(start, stop))
         self._in_flight[exchange.pool] -= exchange.cost(start, stop)
+        exchange.settle(start, stop)
 
     def write_off(self, exchange: Exchange) -> None:
         """Take back the credit of slices that will not be answered, and send no more of them."""
         for index in range(exchange.sent):
             if index not in exchange.answered:
                 self._in_flight[exchange.pool] -= exchange.cost(index, index + 1)
+        exchange.write_off()
         if exchange.sent < exchange.layout.count:
             self._remove(exchange)
 

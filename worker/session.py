@@ -39,6 +39,7 @@ from protocol.plan import Plan
 from protocol.wire import Buffer
 from worker.handle import VERDICT_SECONDS, Handle
 from worker.outbox import Destination, Exchange, Outbox
+from worker.slots import Slots
 from worker.tensors import Bytes
 
 _FAREWELL_SECONDS = 1.0
@@ -61,6 +62,7 @@ class Session:
         self._pump_again = False
         self._exchanges: dict[ExchangeKey, Exchange] = {}
         self._outbox = Outbox()
+        self._slots = Slots(channel)
         self._numbers: dict[tuple[int, ...], int] = {}
         self._joining: Handle | None = None
         self._leaving: Handle | None = None
@@ -240,7 +242,9 @@ class Session:
             handle._complete()
             return handle
         pool = pool_of(key, welcome.rank)
-        exchange = Exchange(key, pool, operation, layout, source, destination, weight, handle, self._channel)
+        exchange = Exchange(
+            key, pool, operation, layout, source, destination, weight, handle, self._channel, self._slots
+        )
         self._exchanges[key] = exchange
         self._outbox.add(exchange)
         return handle

@@ -1,0 +1,53 @@
+"""Slots of shared memory, through which tensors pass that do not lie there.
+
+A slot is as short as a few slices, and there are few of them, so that what passes through is still in the
+processors' cache when it is read: then it costs little more than if the tensor lay in shared memory itself.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from protocol.channel import Channel
+from protocol.limits import KIB, MIB
+from protocol.messages import Place
+from worker.tensors import Bytes
+
+SLOT_BYTES: Final = 2 * MIB
+SLOTS: Final = 4
+SMALLEST_BYTES: Final = 32 * KIB
+"""What is shorter travels as well as it is copied twice."""
+
+
+class Slot(NamedTuple):
+    """A piece of shared memory, and where the coordinator finds it."""
+
+    place: Place
+    memory: Bytes
+
+
+class Slots:
+    """A worker's slots. Not safe to share: the session's lock guards it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._free: list[Slot] | None = None
+
+    def take(self) -> Slot | None:
+        """A slot to be given back; None if all are taken, or nothing is shared."""
+        if self._free is None:
+            self._free = list(self._divide())
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: Slot) -> None:
+        """``slot`` may be taken again; the one given back last comes first, as it is in the cache."""
+        assert self._free is not None
+        self._free.append(slot)
+
+    def _divide(self) -> list[Slot]:
+        memory = self._channel.empty(SLOTS * SLOT_BYTES)
+        place = None if memory is None else self._channel.place_of(memory)
+        if memory is None or place is None:
+            return []
+        offsets = range(0, SLOTS * SLOT_BYTES, SLOT_BYTES)
+        return [Slot(Place(place.segment, place.offset + at), memory[at : at + SLOT_BYTES]) for at in offsets]
