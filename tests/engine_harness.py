@@ -32,6 +32,7 @@ from protocol.errors import GradServerError
 from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, layout_of
 from protocol.messages import Agreed, Failure, Join, Leave, Message, Propose, Push, Result, Scope, Welcome
 from protocol.plan import Plan, simple_plan
+from protocol.shards import share_of
 from protocol.wire import Buffer
 
 Array = npt.NDArray[np.float32]
@@ -51,11 +52,13 @@ def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) ->
         patch.setattr("protocol.exchange.SHARED_SLICE_COST", 0)
         patch.setattr("gradserver.engine.exchanges.SLICE_BYTES", size)
         patch.setattr("gradserver.engine.control.MIN_CREDIT_BYTES", smallest_credit)
-        layout_of.cache_clear()
+        for cached in (layout_of, share_of):
+            cached.cache_clear()
         try:
             yield
         finally:
-            layout_of.cache_clear()
+            for cached in (layout_of, share_of):
+                cached.cache_clear()
 
 
 def reference(reduce: Reduce) -> bytes | NonFinite:

@@ -368,7 +368,7 @@ ROGUISH: dict[str, tuple[list[list[bytes]], type[GradServerError], str]] = {
         OutOfStepError,
         "slice 1 came, 1 of 1 is due",
     ),
-    "second slice first": ([push(0, 0, 12_000, index=1)], UnexpectedMessageError, "did not begin with slice 0"),
+    "second slice first": ([push(0, 0, 12_000, index=1)], UnexpectedMessageError, "did not begin with its first slice"),
     "bucket of no plan": (
         [push(0, 7, 12_000)],
         OutOfStepError,

@@ -360,7 +360,7 @@ VIOLATIONS: dict[str, tuple[Violation, type[Exception], str]] = {
     "a round that is not due": ((bucket(1), X, 0, None), OutOfStepError, "round 0 is due, 1 came"),
     "a collective too early": ((collective(1), X, 0, all_reduce(1)), OutOfStepError, "number 0 is due, 1 came"),
     "a bucket of no plan": ((bucket(0, 9), X, 0, None), OutOfStepError, "bucket 9 is in no plan"),
-    "a later slice first": ((bucket(0), X, 1, None), UnexpectedMessageError, "did not begin with slice 0"),
+    "a later slice first": ((bucket(0), X, 1, None), UnexpectedMessageError, "did not begin with its first slice"),
     "no operation": ((collective(0), X, 0, None), UnexpectedMessageError, "must say which one"),
     "too long": ((bucket(0), floats(1, 2), 0, None), SizeMismatchError, "has 8 bytes, 4 were agreed"),
     "too short": ((collective(0), X, 0, all_reduce(2)), SizeMismatchError, "has 4 bytes, 8 were agreed"),

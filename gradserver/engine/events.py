@@ -139,7 +139,7 @@ Command = Send | Reduce | Close | Log
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A member's place: its connection and its name."""
+    """A member's place: its connection (-1 where it has yet to come) and its name."""
 
     connection: int
     name: str
@@ -147,13 +147,20 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """A group is complete. ``seats`` by rank; ``credit`` in bytes for each; ``timeout`` in seconds."""
+    """A group is complete. ``seats`` by rank; ``credit`` in bytes for each; ``timeout`` in seconds.
+
+    ``rates`` are those of its data shards (none if there is one only), and ``shard`` is the place of this one among
+    them. To a shard elsewhere workers come by themselves, and show ``tokens``, which are by rank too.
+    """
 
     group: str
     epoch: int
     seats: tuple[Seat, ...]
     credit: int
     timeout: float
+    rates: tuple[float, ...] = ()
+    shard: int = 0
+    tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +188,23 @@ class CloseGroup:
     group: str
 
 
-Order = OpenGroup | SetPlan | Depart | CloseGroup
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Another shard has reported `Halted`: here, too, the group exchanges nothing more, or no bucket any more."""
+
+    group: str
+    error: GradServerError
+    buckets_only: bool
+
+
+Order = OpenGroup | SetPlan | Depart | CloseGroup | Halt
 
 # ── reports: what data tells control ──────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """One finished round, for the ledger. Times are the loop's clock, in seconds."""
+    """One finished round, for the ledger. Times are the clock of the coordinator's loop, in seconds."""
 
     round: int
     weights: tuple[float, ...]
@@ -200,7 +216,7 @@ class RoundRecord:
 
 @dataclass(frozen=True, slots=True)
 class RoundCompleted:
-    """Every bucket of a round was exchanged."""
+    """Every bucket of a round was exchanged, as far as this shard has to do with it."""
 
     group: str
     record: RoundRecord
@@ -212,6 +228,7 @@ class Halted:
 
     group: str
     error: GradServerError
+    buckets_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,4 +239,13 @@ class Violation:
     error: GradServerError
 
 
-Report = RoundCompleted | Halted | Violation
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A member is not at this shard any more: its connection broke, or it broke the protocol. It is to depart."""
+
+    group: str
+    rank: int
+    error: GradServerError
+
+
+Report = RoundCompleted | Halted | Violation | Absent

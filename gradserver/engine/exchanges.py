@@ -21,7 +21,9 @@ from protocol.errors import (
 )
 from protocol.exchange import ExchangeKey, Kind, Layout, Op, Operation, Pool, Stream, check_reducible, pool_of
 from protocol.limits import MAX_TRANSFERS, SLICE_BYTES
+from protocol.messages import Push
 from protocol.plan import Plan
+from protocol.shards import Table
 from protocol.wire import Buffer
 
 WEIGHED = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER})
@@ -57,18 +59,22 @@ class Exchange:
     key: ExchangeKey
     operation: Operation
     layout: Layout
+    start: int
+    """The first slice that this shard has to do with."""
+    stop: int
+    """The one behind its last."""
     participants: tuple[int, ...]
     """In rank order."""
     first: int
     opened: float
     touched: float
+    complete: int
+    """Everybody has contributed to the slices from ``start`` up to this one."""
     weights: dict[int, float] = field(default_factory=dict)
     pushed: dict[int, int] = field(default_factory=dict)
-    """Slices that each participant has contributed; they come in order."""
+    """The slice that is due from each participant; they come in order."""
     runs: dict[int, deque[Run]] = field(default_factory=dict)
     """Contributions that wait for others, by rank."""
-    complete: int = 0
-    """Slices to which everybody has contributed."""
     reducing: dict[int, Piece] = field(default_factory=dict)
     answered: int = 0
     last: int = -1
@@ -77,7 +83,7 @@ class Exchange:
     def join(self, rank: int, weight: float) -> None:
         """``rank`` begins to contribute."""
         self.weights[rank] = weight
-        self.pushed[rank] = 0
+        self.pushed[rank] = self.start
         self.runs[rank] = deque()
 
     def take(self, rank: int, run: Run) -> Iterator[Piece]:
@@ -107,7 +113,7 @@ class Exchange:
 
     def cost(self, run: Run) -> int:
         """Credit that a contribution takes until its result, in bytes."""
-        return self.layout.run_cost(run.start, run.stop, run.shared)
+        return self.layout.run_cost(run.start, run.stop, run.shared, self.start)
 
     def unanswered(self) -> Iterator[tuple[int, Run]]:
         """Every contribution that is here and not answered, with its rank."""
@@ -122,7 +128,7 @@ class Exchange:
 
     def missing(self) -> list[int]:
         """Ranks that have yet to contribute to the earliest slice that is not complete."""
-        return [rank for rank in self.participants if self.pushed.get(rank, 0) <= self.complete < self.layout.count]
+        return [rank for rank in self.participants if self.pushed.get(rank, self.start) <= self.complete < self.stop]
 
 
 @dataclass(slots=True)
@@ -140,6 +146,9 @@ class Group:
     """What data knows of one group."""
 
     order: OpenGroup
+    table: Table
+    connections: list[int]
+    """By rank; -1 for whoever has yet to come to this shard."""
     exchanges: dict[ExchangeKey, Exchange] = field(default_factory=dict)
     due: dict[tuple[int, ...], int] = field(default_factory=dict)
     """The next number of each sequence, by (rank, stream, part, source, target)."""
@@ -205,16 +214,50 @@ class Group:
         """Slices of ``rank`` are answered, or will not be."""
         self.outstanding[rank, pool_of(exchange.key, rank)] -= exchange.cost(run)
 
-    def take_number(self, rank: int, key: ExchangeKey) -> None:
-        """Numbers of a sequence come without gaps; that is how members' exchanges are matched."""
+    def begins(self, push: Push) -> bool:
+        """Whether this is the first that its sender says of an exchange at this shard."""
+        if not self.table.rates:
+            return push.slice == 0
+        if push.key.stream != Stream.BUCKET or self.plan is None or push.key.part >= len(self.plan.buckets):
+            return push.operation is not None or push.key.stream == Stream.BUCKET
+        return push.slice == self.share(push.key, self.plan.buckets[push.key.part].operation)[1]
+
+    def share(self, key: ExchangeKey, operation: Operation) -> tuple[Layout, int, int]:
+        """How an exchange is cut, and the slices that this shard has to do with."""
+        layout, bounds = self.table.share(key, operation)
+        shard = self.order.shard
+        return layout, bounds[shard], bounds[shard + 1]
+
+    def take_number(self, rank: int, key: ExchangeKey) -> list[Exchange]:
+        """Numbers of a sequence come without gaps; that is how members' exchanges are matched.
+
+        Of several shards not every one has to do with every collective or transfer, so that at each of them there
+        are gaps. But who has begun a later one contributes nothing more to an earlier one, because it failed
+        elsewhere: these are given back.
+        """
         sequence = _sequence(rank, key)
         due = self.due.get(sequence)
         if due is None:
             due = self._first_due(rank, key)
-        if key.number != due:
+        if key.number != due and not (self.table.rates and key.number > due and key.stream != Stream.BUCKET):
             what = "round" if key.stream == Stream.BUCKET else "number"
             raise OutOfStepError(f"{self.describe(key)} from {self.call(rank)}: {what} {due} is due, {key.number} came")
-        self.due[sequence] = due + 1
+        self.due[sequence] = key.number + 1
+        return self._abandoned(rank, key, due) if self.table.rates and key.stream != Stream.BUCKET else []
+
+    def _abandoned(self, rank: int, key: ExchangeKey, due: int) -> list[Exchange]:
+        """Open exchanges that ``rank`` has not contributed to in full, and never will, as it has begun ``key``."""
+        last = due - 1
+        if key.number - last <= len(self.exchanges):
+            keys = [key._replace(number=number) for number in range(last, key.number)]
+        else:
+            keys = [k for k in self.exchanges if last <= k.number < key.number and k._replace(number=key.number) == key]
+        found = [self.exchanges.get(earlier) for earlier in keys]
+        return [
+            exchange
+            for exchange in found
+            if exchange is not None and exchange.failure is None and exchange.pushed.get(rank, -1) < exchange.stop
+        ]
 
     def _first_due(self, rank: int, key: ExchangeKey) -> int:
         if key.stream == Stream.TRANSFER:
@@ -228,6 +271,17 @@ class Group:
     def is_past(self, rank: int, key: ExchangeKey) -> bool:
         """Whether ``rank`` has begun ``key`` before."""
         return key.number < self.due.get(_sequence(rank, key), 0)
+
+    def abandoned(self, exchange: Exchange, rank: int, key: ExchangeKey) -> CollectiveMismatchError:
+        """``rank`` went on to ``key`` without it."""
+        return CollectiveMismatchError(
+            f"{self.describe(exchange.key, exchange.operation)} is not the same everywhere: {self.call(rank)} "
+            f"went on to {self.describe(key)}"
+        )
+
+    def has_heard(self, exchange: Exchange, rank: int) -> bool:
+        """Whether ``rank`` was told that ``exchange`` has failed, or has gone on without it."""
+        return rank in exchange.pushed or rank in self.departed or self.is_past(rank, exchange.key)
 
     def mismatch(self, exchange: Exchange, rank: int, operation: Operation) -> CollectiveMismatchError:
         """``rank`` called something else than those before it."""

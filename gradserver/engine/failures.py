@@ -1,0 +1,67 @@
+"""What the data half does about an exchange that fails: who is told, and when it is forgotten."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gradserver.engine.events import Command, Send
+from gradserver.engine.exchanges import Exchange, Group
+from protocol.errors import GradServerError
+from protocol.exchange import Stream
+from protocol.messages import Failure, Scope
+
+_MAX_FAILED: Final = 1024
+"""Failed exchanges that are kept for those who come late; whoever is later still waits for its deadline."""
+
+
+def halt_all(group: Group, error: GradServerError, buckets_only: bool, commands: list[Command]) -> None:
+    """Here, or at another shard, something happened after which this group hands out nothing any more."""
+    if buckets_only:
+        group.buckets_halted = group.buckets_halted or error
+        return
+    group.halted = group.halted or error
+    for exchange in list(group.exchanges.values()):
+        fail(group, exchange, group.halted, commands)
+
+
+def fail(group: Group, exchange: Exchange, error: GradServerError, commands: list[Command]) -> None:
+    """Fail ``exchange``, and tell those who contributed. Others are told when they come."""
+    if exchange.failure is not None:
+        return
+    exchange.failure = error
+    for rank, run in exchange.unanswered():
+        group.refund(exchange, rank, run)
+    exchange.runs.clear()
+    if not exchange.writes():
+        exchange.reducing.clear()
+    if exchange.key.stream == Stream.BUCKET and group.buckets_halted is None:
+        group.buckets_halted = error
+    group.failed.append(exchange.key)
+    if len(group.failed) > _MAX_FAILED:
+        group.exchanges.pop(group.failed.popleft(), None)
+    tell_all(group, exchange, commands)
+
+
+def tell_all(group: Group, exchange: Exchange, commands: list[Command]) -> None:
+    """Tell those who contributed, unless something is still being written to their memory: then later."""
+    if not exchange.reducing:
+        for rank in exchange.pushed:
+            tell(group, exchange, rank, commands)
+        forget_if_over(group, exchange)
+
+
+def tell(group: Group, exchange: Exchange, rank: int, commands: list[Command]) -> None:
+    """Tell ``rank`` why ``exchange`` failed."""
+    if rank not in group.departed and exchange.failure is not None:
+        failure = Failure.of(exchange.failure, Scope.EXCHANGE, exchange.key)
+        commands.append(Send(group.connections[rank], failure))
+
+
+def forget_if_over(group: Group, exchange: Exchange) -> None:
+    """Keep nothing of a failed exchange that everybody has heard of."""
+    if (
+        exchange.failure is not None
+        and not exchange.reducing
+        and all(group.has_heard(exchange, rank) for rank in exchange.participants)
+    ):
+        group.exchanges.pop(exchange.key, None)

@@ -1,0 +1,205 @@
+"""Orders and reports as bytes: what control and a data half elsewhere tell each other.
+
+One msgpack array each: [name, field, field, …]. Reports come from whoever has enlisted as a data shard, so every
+value is checked before anything is built from it, and reading takes memory in proportion to what came. Times are
+durations: each side has a clock of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+
+from gradserver.engine.events import (
+    Absent,
+    CloseGroup,
+    Depart,
+    Halt,
+    Halted,
+    OpenGroup,
+    Order,
+    RoundCompleted,
+    RoundRecord,
+    Seat,
+    SetPlan,
+)
+from protocol.errors import GradServerError, MalformedMessageError
+from protocol.limits import (
+    MAX_COUNTER,
+    MAX_FRAME_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_LIST,
+    MAX_NAME_BYTES,
+    MAX_ORDER_BYTES,
+    MAX_RATE,
+    MAX_SHARDS,
+    MAX_TEXT,
+    MAX_TIMEOUT,
+    MAX_TOKEN,
+    MAX_WEIGHT,
+    MAX_WORLD_SIZE,
+)
+from protocol.messages import Failure, Scope
+from protocol.plan import decode_plan
+from protocol.wire import Buffer
+
+RemoteReport = RoundCompleted | Halted | Absent
+
+
+def encode_order(order: Order) -> bytes:
+    """``order`` as it goes to a data shard elsewhere, whose seats nobody has taken yet."""
+    match order:
+        case OpenGroup(group, epoch, seats, credit, timeout, rates, shard, tokens):
+            names = [seat.name for seat in seats]
+            return _pack("open", group, epoch, names, credit, timeout, rates, shard, tokens)
+        case SetPlan(group, plan, first_round):
+            return _pack("plan", group, plan.encoded, first_round)
+        case Depart(group, rank, error):
+            return _pack("depart", group, rank, _pack_error(error))
+        case CloseGroup(group):
+            return _pack("close", group)
+        case Halt(group, error, buckets_only):
+            return _pack("halt", group, _pack_error(error), buckets_only)
+
+
+def decode_order(data: Buffer) -> Order:
+    """The order in ``data``; a ProtocolError says why there is none."""
+    match _unpack(data, MAX_ORDER_BYTES):
+        case ["open", group, epoch, names, credit, timeout, rates, shard, tokens]:
+            seats = tuple(Seat(-1, name) for name in _list(names, _name, MAX_WORLD_SIZE))
+            compared = _list(rates, _number(0.0, MAX_RATE), MAX_SHARDS)
+            shown = _list(tokens, _text(MAX_TOKEN), MAX_WORLD_SIZE)
+            place = _integer(shard, 1, MAX_SHARDS - 1)
+            if not seats or len(shown) != len(seats) or place >= len(compared) or not any(compared):
+                raise MalformedMessageError("an order to open a group that does not fit together")
+            seconds = _number(0.0, MAX_TIMEOUT)(timeout)
+            return OpenGroup(_name(group), _count(epoch), seats, _count(credit), seconds, compared, place, shown)
+        case ["plan", group, bytes(plan), first_round]:
+            return SetPlan(_name(group), decode_plan(plan), _count(first_round))
+        case ["depart", group, rank, error]:
+            return Depart(_name(group), _rank(rank), _error(error))
+        case ["close", group]:
+            return CloseGroup(_name(group))
+        case ["halt", group, error, bool(buckets_only)]:
+            return Halt(_name(group), _error(error), buckets_only)
+    raise MalformedMessageError("an order that is unknown, or has not the fields that it should have")
+
+
+def encode_report(epoch: int, report: RemoteReport) -> bytes:
+    """``report`` as it goes to the coordinator, about the group's membership ``epoch``."""
+    match report:
+        case RoundCompleted(group, record):
+            took = record.completed - record.opened
+            return _pack("round", epoch, group, record.round, record.weights, took, record.last)
+        case Halted(group, error, buckets_only):
+            return _pack("halted", epoch, group, _pack_error(error), buckets_only)
+        case Absent(group, rank, error):
+            return _pack("absent", epoch, group, rank, _pack_error(error))
+
+
+def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
+    """The epoch that a report is about, and the report; a ProtocolError says why there is none.
+
+    A round that a report speaks of is taken to have ended ``now``.
+    """
+    match _unpack(data, MAX_HEADER_BYTES):
+        case ["round", epoch, group, number, weights, took, last]:
+            weighed = _list(weights, _number(0.0, MAX_WEIGHT), MAX_WORLD_SIZE)
+            opened = now - _number(0.0, MAX_TIMEOUT)(took)
+            record = RoundRecord(_count(number), weighed, opened, now, _rank(last))
+            return _count(epoch), RoundCompleted(_name(group), record)
+        case ["halted", epoch, group, error, bool(buckets_only)]:
+            return _count(epoch), Halted(_name(group), _error(error), buckets_only)
+        case ["absent", epoch, group, rank, error]:
+            return _count(epoch), Absent(_name(group), _rank(rank), _error(error))
+    raise MalformedMessageError("a report that is unknown, or has not the fields that it should have")
+
+
+def _pack(*fields: Any) -> bytes:
+    packed: bytes = msgpack.packb(fields, unicode_errors="replace")
+    return packed
+
+
+def _unpack(data: Buffer, limit: int) -> list[Any]:
+    if len(data) > limit:
+        raise MalformedMessageError(f"{len(data)} bytes between control and data, the limit is {limit}")
+    try:
+        unpacked = msgpack.unpackb(
+            data,
+            use_list=True,
+            raw=False,
+            strict_map_key=True,
+            max_str_len=4 * MAX_TEXT,
+            max_bin_len=MAX_FRAME_BYTES,
+            max_ext_len=0,
+            max_array_len=MAX_LIST,
+            max_map_len=64,
+        )
+    except Exception as error:  # msgpack raises a zoo of types, all of them about these bytes
+        raise MalformedMessageError(f"neither an order nor a report: {str(error)[:120]}") from None
+    if type(unpacked) is not list:
+        raise MalformedMessageError("neither an order nor a report")
+    return unpacked
+
+
+def _pack_error(error: GradServerError) -> list[Any]:
+    failure = Failure.of(error, Scope.EXCHANGE)
+    return [failure.error, failure.text, failure.fields]
+
+
+def _error(value: Any) -> GradServerError:
+    if type(value) is not list or len(value) != 3 or type(value[2]) is not dict:
+        raise MalformedMessageError("expected an error")
+    name, text, fields = value
+    facts = {_text(MAX_TEXT)(key): _fact(fact) for key, fact in fields.items()}
+    return Failure(Scope.EXCHANGE, _text(MAX_TEXT)(name), _text(MAX_TEXT)(text), facts).exception()
+
+
+def _fact(value: Any) -> str | int | tuple[str, ...]:
+    if type(value) is list:
+        return _list(value, _text(MAX_TEXT), MAX_LIST)
+    return _integer(value, -MAX_COUNTER, MAX_COUNTER) if type(value) is int else _text(MAX_TEXT)(value)
+
+
+def _list(value: Any, check: Callable[[Any], Any], most: int) -> tuple[Any, ...]:
+    if type(value) is not list or len(value) > most:
+        raise MalformedMessageError(f"expected a list of {most} items at most")
+    items: Sequence[Any] = value
+    return tuple(check(item) for item in items)
+
+
+def _text(longest: int) -> Callable[[Any], str]:
+    def check(value: Any) -> str:
+        if type(value) is not str or len(value) > longest:
+            raise MalformedMessageError(f"expected text of {longest} characters at most")
+        return value
+
+    return check
+
+
+def _number(low: float, high: float) -> Callable[[Any], float]:
+    def check(value: Any) -> float:
+        if type(value) is not float or not low <= value <= high:  # NaN fails both comparisons
+            raise MalformedMessageError(f"expected a number from {low:g} to {high:g}")
+        return value
+
+    return check
+
+
+def _integer(value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise MalformedMessageError(f"expected an integer from {low} to {high}")
+    return value
+
+
+_name = _text(MAX_NAME_BYTES)
+
+
+def _count(value: Any) -> int:
+    return _integer(value, 0, MAX_COUNTER)
+
+
+def _rank(value: Any) -> int:
+    return _integer(value, 0, MAX_WORLD_SIZE - 1)

@@ -1,0 +1,119 @@
+"""What the data half does when all contributions are in: reduce them, and answer everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from gradserver.engine.events import Command, Contribution, Reduce, Report, RoundCompleted, RoundRecord, Send
+from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Piece
+from protocol.exchange import ExchangeKey, Kind, Layout, Op, Stream, gets
+from protocol.messages import Result
+from protocol.wire import Buffer
+
+
+def complete(group: Group, exchange: Exchange, piece: Piece, now: float, commands: list[Command]) -> list[Report]:
+    """All contributions to some slices are in."""
+    operation, weights = exchange.operation, exchange.weights
+    contributions = [
+        Contribution(rank, weights[rank], run.payload if run.present else None) for rank, run in piece.given.items()
+    ]
+    if operation.kind in WEIGHED:
+        contributions = [contribution for contribution in contributions if contribution.weight > 0]
+    elif operation.kind is not Kind.ALL_GATHER:
+        contributions = [contribution for contribution in contributions if contribution.payload is not None]
+    if operation.op is Op.FIRST:
+        del contributions[1:]
+    if all(contribution.payload is None for contribution in contributions):
+        return answer(group, exchange, piece, None, now, commands)
+    getters = [
+        piece.given[rank]
+        for rank in exchange.participants
+        if gets(operation, rank, exchange.key, exchange.layout.owner(piece.start))
+    ]
+    targets = [run.payload for run in getters if run.shared and run.payload is not None]
+    if operation.op is Op.NONE and operation.kind is not Kind.ALL_GATHER and not targets:
+        (contribution,) = contributions  # one gives, others get: the bytes pass through as they are
+        if not piece.given[contribution.rank].shared:
+            return answer(group, exchange, piece, contribution.payload, now, commands)
+    exchange.reducing[piece.start] = piece
+    nbytes = exchange.layout.run_bytes(piece.start, piece.stop)
+    keep = len(targets) < len(getters)
+    where = group.order.group, group.order.epoch, exchange.key, piece.start
+    commands.append(Reduce(*where, operation, nbytes, contributions, targets, keep))
+    return []
+
+
+def answer(
+    group: Group,
+    exchange: Exchange,
+    piece: Piece,
+    payload: Buffer | None,
+    now: float,
+    commands: list[Command],
+) -> list[Report]:
+    """Send everybody the result of some slices: ``payload``, or None for zeros. To shared memory it was written."""
+    key, operation, layout = exchange.key, exchange.operation, exchange.layout
+    start, stop, given = piece
+    weight = sum(exchange.weights[rank] for rank in exchange.participants)
+    owner = layout.owner(start)
+    placed = Result(key, start, weight, True, stop - start, True)
+    empty = Result(key, start, weight, False, stop - start)
+    travels: list[tuple[Result, Sequence[Buffer]]] = []
+    acknowledged: list[Command] = []
+    connections, departed = group.connections, group.departed
+    refund(group, exchange, piece)
+    for rank in exchange.participants:
+        if rank in departed:
+            continue
+        connection = connections[rank]
+        if payload is None or not gets(operation, rank, key, owner):
+            acknowledged.append(Send(connection, empty))
+            continue
+        group.bytes_out += layout.run_bytes(start, stop) * layout.replies
+        if given[rank].shared:
+            commands.append(Send(connection, placed))
+            continue
+        travels = travels or list(_by_slice(key, layout, piece, weight, payload))
+        commands += [Send(connection, result, payloads) for result, payloads in travels]
+    # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
+    commands += acknowledged
+    group.slices += stop - start
+    exchange.answered += stop - start
+    if exchange.answered < exchange.stop - exchange.start:
+        return []
+    del group.exchanges[key]
+    return _bucket_done(group, exchange, now) if key.stream == Stream.BUCKET else []
+
+
+def refund(group: Group, exchange: Exchange, piece: Piece) -> None:
+    """What was given for ``piece`` is nobody's debt any more."""
+    for rank, run in piece.given.items():
+        group.refund(exchange, rank, run)
+
+
+def _bucket_done(group: Group, exchange: Exchange, now: float) -> list[Report]:
+    number = exchange.key.number
+    current = group.rounds[number]
+    current.buckets += 1
+    current.weights.update(exchange.weights)
+    current.last = exchange.last
+    if current.buckets < group.full_buckets:
+        return []
+    del group.rounds[number]
+    weights = tuple(current.weights[rank] for rank in range(group.world))
+    record = RoundRecord(number, weights, current.opened, now, current.last)
+    return [RoundCompleted(group.order.group, record)]
+
+
+def _by_slice(
+    key: ExchangeKey, layout: Layout, piece: Piece, weight: float, payload: Buffer
+) -> Iterator[tuple[Result, Sequence[Buffer]]]:
+    """The results of ``piece`` for who is to get them as payloads."""
+    if piece.stop - piece.start == 1:
+        yield Result(key, piece.start, weight, True), (payload,)
+        return
+    view, at = memoryview(payload), 0
+    for index in range(piece.start, piece.stop):
+        size = layout.nbytes(index)
+        yield Result(key, index, weight, True), (view[at : at + size],)
+        at += size
