@@ -120,9 +120,10 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """The plan (in the payload) by which this worker wants to exchange from the next round on."""
+    """The plan (in the payload) by which this worker wants to exchange from the next round on, ``round``."""
 
     hash: str
+    round: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ several data halves can run elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gradserver.engine.control import Control
 from gradserver.engine.data import Data
 from gradserver.engine.events import (
@@ -42,10 +44,18 @@ class Engine:
     Args:
         worlds: world sizes by group, for groups whose size the coordinator was told.
         credit: bytes that one worker may have in flight.
+        entropy: gives text that nobody can guess; without it no data shards are taken.
+        rate: of this process's link in Gbit/s, as others state theirs; None if nobody said.
     """
 
-    def __init__(self, worlds: dict[str, int] | None = None, credit: int = CREDIT_BYTES) -> None:
-        self.control = Control(worlds or {}, credit)
+    def __init__(
+        self,
+        worlds: dict[str, int] | None = None,
+        credit: int = CREDIT_BYTES,
+        entropy: Callable[[], str] | None = None,
+        rate: float | None = None,
+    ) -> None:
+        self.control = Control(worlds or {}, credit, entropy, rate)
         self.data = Data()
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -90,7 +100,7 @@ class Engine:
         groups = self.control.snapshot(now)
         for name, traffic in self.data.snapshot(now).items():
             groups[name].update(traffic)
-        return {"groups": groups}
+        return {"shards": self.control.roster.snapshot(), "groups": groups}
 
     def validate(self) -> None:
         """Raise AssertionError if the engine's own invariants do not hold. For tests."""

@@ -11,11 +11,14 @@ A group's life:
     FORMING   an applicant's deadline               FORMING   it is told who is missing
     FORMING   an applicant leaves or is lost        FORMING   it is forgotten; the last one: (none)
     ACTIVE    Propose, not the last                 ACTIVE    kept
-    ACTIVE    Propose, the last, all alike          ACTIVE    the plan is set; Agreed to everybody
+    ACTIVE    Propose, the last, all alike          ACTIVE    the plan is set; other shards have to confirm it
+    ACTIVE    all of them have                      ACTIVE    Agreed to everybody
     ACTIVE    Propose, the last, not all alike      ACTIVE    the minority is told what differs
     ACTIVE    proposals' deadline                   ACTIVE    those who proposed are told who did not
     ACTIVE    a member leaves or is lost            BROKEN    data fails what needs it; proposers are told
-    ACTIVE    data reports Halted                   BROKEN
+    ACTIVE    data reports Halted                   BROKEN    the other shards halt it too
+    ACTIVE    data reports Absent                   BROKEN    the member is told why, and is lost
+    ACTIVE    a data shard that it uses is lost     BROKEN    everything open fails
     ACTIVE    Join                                  ACTIVE    refused: membership is fixed
     BROKEN    Join                                  BROKEN    refused, with the reason
     BROKEN    the last member leaves or is lost     (none)
@@ -24,17 +27,21 @@ A group's life:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from gradserver.engine.events import (
+    Absent,
     Close,
     CloseGroup,
     Command,
     Depart,
+    Halt,
     Halted,
     Log,
     OpenGroup,
     Order,
+    Planned,
     Report,
     RoundCompleted,
     Seat,
@@ -53,7 +60,10 @@ from gradserver.engine.membership import (
     describe,
     join_timeout,
 )
+from gradserver.engine.orders import decode_report, encode_order
+from gradserver.engine.roster import DataShard, Roster, count_round
 from protocol.errors import (
+    ConnectionLostError,
     CoordinatorStoppedError,
     DeadlineError,
     GradServerError,
@@ -68,20 +78,30 @@ from protocol.errors import (
     WorkerLostError,
 )
 from protocol.limits import MAX_GROUPS, MAX_NAME_BYTES, MIN_CREDIT_BYTES
-from protocol.messages import Agreed, Failure, Join, Leave, Message, Propose, Scope, Welcome
-from protocol.plan import decode_plan, first_difference
+from protocol.messages import Agreed, Enlist, Failure, Join, Leave, Message, Ordered, Propose, Reported, Scope, Welcome
+from protocol.plan import Plan, decode_plan, first_difference
 from protocol.wire import Buffer
+
+_HERE = 0
+"""Where the coordinator's own data half reports from; connections have larger numbers."""
 
 
 class Control:
-    """Groups and their members. Methods append commands and return orders for the data half."""
+    """Groups and their members. Methods append commands and return orders for the coordinator's own data half."""
 
-    def __init__(self, worlds: dict[str, int], credit: int) -> None:
+    def __init__(
+        self,
+        worlds: dict[str, int],
+        credit: int,
+        entropy: Callable[[], str] | None = None,
+        rate: float | None = None,
+    ) -> None:
         if credit < MIN_CREDIT_BYTES:
             raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
         for name, world in worlds.items():
             check_world(world, f"group {name!r}")
         self.groups: dict[str, Group] = {}
+        self.roster = Roster(entropy, rate)
         self._worlds = dict(worlds)
         self._credit = credit
         self._epochs = 0
@@ -101,8 +121,13 @@ class Control:
             match message:
                 case Join():
                     return self._join(connection, message, now, commands)
-                case Propose(digest):
-                    return self._propose(connection, digest, payloads[0], now, commands)
+                case Propose():
+                    return self._propose(connection, message, payloads[0], now, commands)
+                case Reported() if connection in self.roster.shards:
+                    return self._heed_elsewhere(connection, payloads[0], now, commands)
+                case Enlist() if connection not in self._places:
+                    self.roster.enlist(connection, message, commands)
+                    return []
                 case Leave(reason, failed):
                     if connection in self._places:
                         commands.append(Send(connection, message))  # all that it said before has been heard
@@ -115,18 +140,55 @@ class Control:
         """A connection broke."""
         return self._gone(connection, reason, False, commands)
 
-    def heed(self, report: Report, commands: list[Command]) -> list[Order]:
-        """Take a report from the data half."""
+    def heed(self, report: Report, commands: list[Command], source: int = _HERE) -> list[Order]:
+        """Take a report from a data half: the coordinator's own, or the one with connection ``source``."""
         match report:
             case RoundCompleted(name, record):
                 group = self.groups[name]
-                group.rounds = record.round + 1
-                group.ledger.append(record)
-            case Halted(name, error):
-                self._break(self.groups[name], error, commands)
+                done = count_round(group, source, record) if group.shards else record
+                if done is not None:
+                    group.rounds = done.round + 1
+                    group.ledger.append(done)
+            case Halted(name, error, buckets_only):
+                group = self.groups[name]
+                self._break(group, error, commands)
+                orders = self._order(group, Halt(name, error, buckets_only), commands, source)
+                return [] if source == _HERE else orders
             case Violation(connection, error):
                 return self._refuse(connection, error, commands)
+            case Planned(name, digest):
+                self._confirmed(self.groups[name], source, digest, commands)
+            case Absent(name, rank, error):
+                seat = self.groups[name].members.get(rank)
+                return [] if seat is None else self._refuse(seat.connection, error, commands)
         return []
+
+    # ── data shards elsewhere ─────────────────────────────────────────────────────────────────────────
+
+    def _order(self, group: Group, order: Order, commands: list[Command], but: int = -1) -> list[Order]:
+        """Send ``order`` to all shards of ``group`` elsewhere, ``but`` to one; and give it, for the one here."""
+        for connection in group.shards:
+            if connection != but and connection in self.roster.shards:
+                commands.append(Send(connection, Ordered(), (encode_order(order),)))
+        return [order]
+
+    def _heed_elsewhere(self, source: int, payload: Buffer, now: float, commands: list[Command]) -> list[Order]:
+        epoch, report = decode_report(payload, now)
+        group = self.groups.get(report.group)
+        if group is None or group.epoch != epoch or source not in group.shards:
+            return []  # of a group that has ended meanwhile
+        return self.heed(report, commands, source)
+
+    def _shard_gone(self, connection: int, shard: DataShard, reason: str, commands: list[Command]) -> list[Order]:
+        """Groups that use this shard go no further; later ones do without it."""
+        commands.append(Log(f"data shard {shard.number} at {shard.url} was lost ({reason})", warning=True))
+        error = ConnectionLostError(f"the data shard at {shard.url} was lost, and its slices with it: {reason}")
+        orders: list[Order] = []
+        for group in self.groups.values():
+            if connection in group.shards:
+                self._break(group, error, commands)
+                orders += self._order(group, Halt(group.name, error, False), commands)
+        return orders
 
     # ── joining ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -144,7 +206,7 @@ class Control:
         commands.append(Log(f"group {group.name!r}: {join.name!r} joined ({len(group.applicants)} of {group.world})"))
         if len(group.applicants) < group.world:
             return []
-        return [self._activate(group, commands)]
+        return self._activate(group, commands)
 
     def _new_group(self, join: Join) -> Group:
         told = self._worlds.get(join.group, 0)
@@ -164,7 +226,7 @@ class Control:
             raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
         return Group(join.group, world)
 
-    def _activate(self, group: Group, commands: list[Command]) -> Order:
+    def _activate(self, group: Group, commands: list[Command]) -> list[Order]:
         """All are here: give those without a rank one, in the order in which they came, and welcome everybody."""
         taken = {applicant.join.rank: applicant for applicant in group.applicants if applicant.join.rank >= 0}
         free = iter(sorted(set(range(group.world)) - taken.keys()))
@@ -177,16 +239,26 @@ class Control:
         group.names = tuple(seat.name for seat in group.members.values())
         group.timeout = max(applicant.join.timeout for applicant in group.applicants)
         group.applicants.clear()
+        self.roster.staff(group)
+        rates, tokens = group.table.rates, group.tokens
+        seats = tuple(group.members.values())
+        order = OpenGroup(group.name, group.epoch, seats, self._credit, group.timeout, rates, 0, tokens)
+        for shard, connection in enumerate(group.shards, 1):
+            commands.append(Send(connection, Ordered(), (encode_order(replace(order, shard=shard)),)))
         for rank, seat in group.members.items():
             welcome = Welcome(group.name, rank, group.epoch, self._credit, group.names)
+            if tokens:
+                welcome = replace(welcome, shards=group.urls, rates=rates, token=tokens[rank])
             commands.append(Send(seat.connection, welcome))
-        commands.append(Log(f"group {group.name!r}: complete with {group.world} workers, epoch {group.epoch}"))
-        seats = tuple(group.members.values())
-        return OpenGroup(group.name, group.epoch, seats, self._credit, group.timeout)
+        shards = f", {len(rates)} data shards" if rates else ""
+        commands.append(Log(f"group {group.name!r}: complete with {group.world} workers, epoch {group.epoch}{shards}"))
+        return [order]
 
     # ── the plan ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _propose(self, connection: int, digest: str, data: Buffer, now: float, commands: list[Command]) -> list[Order]:
+    def _propose(
+        self, connection: int, propose: Propose, data: Buffer, now: float, commands: list[Command]
+    ) -> list[Order]:
         group, rank = self._seat(connection)
         if group.broken is not None:
             self._fail_proposal(group, rank, group.broken, commands)
@@ -194,9 +266,9 @@ class Control:
         if rank in group.proposals:
             raise UnexpectedMessageError(f"{group.call(rank)} proposed a second plan before the first was settled")
         plan = decode_plan(memoryview(data))
-        if plan.hash != digest:
-            raise MalformedMessageError(f"a plan whose hash is {plan.hash}, announced as {digest[:64]}")
-        group.proposals[rank] = Proposal(plan, now)
+        if plan.hash != propose.hash:
+            raise MalformedMessageError(f"a plan whose hash is {plan.hash}, announced as {propose.hash[:64]}")
+        group.proposals[rank] = Proposal(plan, now, propose.round)
         if len(group.proposals) < group.world:
             return []
         votes = Counter(proposal.plan.hash for proposal in group.proposals.values())
@@ -206,14 +278,34 @@ class Control:
         if len(votes) > 1:
             self._reject_minority(group, reference, commands)
             return []
+        if not group.shards:
+            self._agree(group, plan, commands)
+            return [SetPlan(group.name, plan, group.rounds)]
+        # A round may be over for its members, and not for us yet: what other shards report takes its time.
+        group.rounds = max(group.rounds, *(proposal.round for proposal in group.proposals.values()))
+        group.unconfirmed = set(group.shards)
+        return self._order(group, SetPlan(group.name, plan, group.rounds), commands)
+
+    def _confirmed(self, group: Group, source: int, digest: str, commands: list[Command]) -> None:
+        """A shard elsewhere knows the plan. Members may push to it when all do."""
+        plan = next(iter(group.proposals.values())).plan if group.proposals else None
+        if plan is None or plan.hash != digest or source not in group.unconfirmed:
+            return
+        group.unconfirmed.discard(source)
+        if not group.unconfirmed:
+            self._agree(group, plan, commands)
+
+    def _agree(self, group: Group, plan: Plan, commands: list[Command]) -> None:
         group.plan = plan
         group.proposals.clear()
+        group.partial.clear()
+        group.table.set_plan(plan)
+        group.busy_shards = sum(group.table.buckets_of(plan, shard) > 0 for shard in range(group.table.shards))
         for seat in group.members.values():
             commands.append(Send(seat.connection, Agreed(plan.hash, group.rounds)))
         commands.append(
             Log(f"group {group.name!r}: plan of {len(plan.buckets)} buckets, {plan.nbytes / 1e6:.1f} MB a round")
         )
-        return [SetPlan(group.name, plan, group.rounds)]
 
     def _reject_minority(self, group: Group, reference: int, commands: list[Command]) -> None:
         """Tell those who differ from most (a tie goes to the lowest rank); the others' proposals stand."""
@@ -239,7 +331,8 @@ class Control:
     def _gone(self, connection: int, reason: str, politely: bool, commands: list[Command]) -> list[Order]:
         name = self._places.pop(connection, None)
         if name is None:
-            return []
+            shard = self.roster.shards.pop(connection, None)
+            return [] if shard is None else self._shard_gone(connection, shard, reason, commands)
         group = self.groups[name]
         if not group.members:
             group.applicants = [a for a in group.applicants if a.connection != connection]
@@ -255,7 +348,7 @@ class Control:
         if not group.members:
             del self.groups[name]
             commands.append(Log(f"group {name!r}: that was the last worker, after {group.rounds} rounds"))
-            return [CloseGroup(name)]
+            return self._order(group, CloseGroup(name), commands)
         when = f" after round {group.rounds - 1}" if group.rounds else ""
         error = kind(
             f"{group.call(rank)} {verb}{when} and is needed to go on: {reason}",
@@ -263,7 +356,7 @@ class Control:
             rank=rank,
         )
         self._break(group, error, commands)
-        return [Depart(name, rank, error)]
+        return self._order(group, Depart(name, rank, error), commands)
 
     def _break(self, group: Group, error: GradServerError, commands: list[Command]) -> None:
         """The group goes no further; the first reason stands."""
@@ -274,6 +367,7 @@ class Control:
         for rank in list(group.proposals):
             self._fail_proposal(group, rank, error, commands)
         group.proposals.clear()
+        group.unconfirmed.clear()
 
     def _refuse(self, connection: int, error: GradServerError, commands: list[Command]) -> list[Order]:
         """``error`` is this connection's own fault, and costs it the connection."""
@@ -286,7 +380,7 @@ class Control:
     def stop(self, reason: str, commands: list[Command]) -> None:
         """Tell everybody that the coordinator stops."""
         error = CoordinatorStoppedError(f"the coordinator was stopped ({reason})")
-        for connection in self._places:
+        for connection in (*self._places, *self.roster.shards):
             commands.append(Send(connection, Failure.of(error, Scope.CONNECTION)))
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────
@@ -312,13 +406,15 @@ class Control:
 
     def _proposals_overdue(self, group: Group, commands: list[Command]) -> None:
         missing = [rank for rank in group.members if rank not in group.proposals]
+        what = f"{group.calls(missing)} to propose one" if missing else "its data shards to confirm it"
         error = DeadlineError(
-            f"the plan of group {group.name!r} waited {group.timeout:g} s for {group.calls(missing)} to propose one",
+            f"the plan of group {group.name!r} waited {group.timeout:g} s for {what}",
             missing=tuple(group.call(rank) for rank in missing),
         )
         for rank in group.proposals:
             self._fail_proposal(group, rank, error, commands)
         group.proposals.clear()
+        group.unconfirmed.clear()
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 

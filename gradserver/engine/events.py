@@ -240,6 +240,14 @@ class Violation:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """A shard elsewhere goes by the plan of this hash from now on."""
+
+    group: str
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
 class Absent:
     """A member is not at this shard any more: its connection broke, or it broke the protocol. It is to depart."""
 
@@ -248,4 +256,4 @@ class Absent:
     error: GradServerError
 
 
-Report = RoundCompleted | Halted | Violation | Absent
+Report = RoundCompleted | Halted | Violation | Planned | Absent

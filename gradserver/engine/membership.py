@@ -15,11 +15,14 @@ from protocol.errors import (
     JoinRefusedError,
     JoinTimeoutError,
 )
-from protocol.limits import MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_WORLD_SIZE
+from protocol.limits import MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_SHARDS, MAX_TOKEN, MAX_URL, MAX_WORLD_SIZE
 from protocol.messages import Join
 from protocol.plan import Plan
+from protocol.shards import Table
 
 _LEDGER_ROUNDS = 256
+_BESIDE_NAMES = 2 * MAX_NAME_BYTES + MAX_TOKEN + MAX_SHARDS * (MAX_URL + 12)
+"""Bytes of a Welcome that are not names, at most."""
 
 
 @dataclass(slots=True)
@@ -42,6 +45,8 @@ class Proposal:
 
     plan: Plan
     since: float
+    round: int = 0
+    """The one that comes next, as the member knows."""
 
 
 @dataclass(slots=True)
@@ -60,7 +65,23 @@ class Group:
     proposals: dict[int, Proposal] = field(default_factory=dict)
     rounds: int = 0
     broken: GradServerError | None = None
+    shards: tuple[int, ...] = ()
+    """Connections of the data shards that it uses beside the coordinator's own."""
+    urls: tuple[str, ...] = ()
+    """Theirs."""
+    tokens: tuple[str, ...] = ()
+    """What members show there, by rank."""
+    table: Table = field(init=False)
+    unconfirmed: set[int] = field(default_factory=set)
+    """Shards that have yet to say that they go by the plan which all have proposed."""
+    busy_shards: int = 1
+    """How many have a part in every round."""
+    partial: dict[int, dict[int, RoundRecord]] = field(default_factory=dict)
+    """Rounds that some shards are done with, by connection."""
     ledger: deque[RoundRecord] = field(default_factory=lambda: deque(maxlen=_LEDGER_ROUNDS))
+
+    def __post_init__(self) -> None:
+        self.table = Table(self.world)
 
     @property
     def state(self) -> str:
@@ -95,7 +116,7 @@ def check_name(what: str, name: str, limit: int) -> None:
 
 def check_applicant(group: Group, join: Join, now: float) -> None:
     """Raise the error that keeps this applicant out, if there is one."""
-    fair_share = (MAX_HEADER_BYTES - 2 * MAX_NAME_BYTES) // group.world - 5  # of a Welcome, with msgpack's own bytes
+    fair_share = (MAX_HEADER_BYTES - _BESIDE_NAMES) // group.world - 5  # of a Welcome, with msgpack's own bytes
     check_name(f"in a group of {group.world}, the worker's name", join.name, min(MAX_NAME_BYTES, fair_share))
     if join.world_size not in (0, group.world):
         raise InvalidWorldSizeError(

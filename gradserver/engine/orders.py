@@ -20,6 +20,7 @@ from gradserver.engine.events import (
     Halted,
     OpenGroup,
     Order,
+    Planned,
     RoundCompleted,
     RoundRecord,
     Seat,
@@ -45,7 +46,7 @@ from protocol.messages import Failure, Scope
 from protocol.plan import decode_plan
 from protocol.wire import Buffer
 
-RemoteReport = RoundCompleted | Halted | Absent
+RemoteReport = RoundCompleted | Halted | Planned | Absent
 
 
 def encode_order(order: Order) -> bytes:
@@ -95,6 +96,8 @@ def encode_report(epoch: int, report: RemoteReport) -> bytes:
             return _pack("round", epoch, group, record.round, record.weights, took, record.last)
         case Halted(group, error, buckets_only):
             return _pack("halted", epoch, group, _pack_error(error), buckets_only)
+        case Planned(group, digest):
+            return _pack("planned", epoch, group, digest)
         case Absent(group, rank, error):
             return _pack("absent", epoch, group, rank, _pack_error(error))
 
@@ -112,6 +115,8 @@ def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
             return _count(epoch), RoundCompleted(_name(group), record)
         case ["halted", epoch, group, error, bool(buckets_only)]:
             return _count(epoch), Halted(_name(group), _error(error), buckets_only)
+        case ["planned", epoch, group, digest]:
+            return _count(epoch), Planned(_name(group), _text(MAX_TOKEN)(digest))
         case ["absent", epoch, group, rank, error]:
             return _count(epoch), Absent(_name(group), _rank(rank), _error(error))
     raise MalformedMessageError("a report that is unknown, or has not the fields that it should have")

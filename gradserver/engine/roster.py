@@ -1,0 +1,89 @@
+"""The data shards that a coordinator has beside its own data half, and what they have reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from gradserver.engine.events import Command, Log, RoundRecord, Send
+from gradserver.engine.membership import Group, check_name
+from protocol.errors import JoinRefusedError, LimitExceededError, MalformedMessageError, UnexpectedMessageError
+from protocol.limits import MAX_SHARDS, MAX_URL
+from protocol.messages import Enlist, Enlisted
+from protocol.shards import Table, comparable
+from protocol.url import parse_url
+
+_MAX_PARTIAL = 256
+"""Rounds that some shards have reported and others not yet; the reports of one shard may be that late."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataShard:
+    """One that has enlisted. ``rate`` in Gbit/s, None if nobody said."""
+
+    number: int
+    url: str
+    rate: float | None
+
+
+class Roster:
+    """Who has enlisted, by connection.
+
+    Args:
+        entropy: gives text that nobody can guess; without it no shards are taken.
+        rate: of the coordinator's own link, in Gbit/s; None if nobody said.
+    """
+
+    def __init__(self, entropy: Callable[[], str] | None, rate: float | None) -> None:
+        self.shards: dict[int, DataShard] = {}
+        self._entropy = entropy
+        self._rate = rate
+        self._numbers = 0
+
+    def enlist(self, connection: int, offer: Enlist, commands: list[Command]) -> None:
+        """Take a shard, for groups that become complete from now on."""
+        if self._entropy is None:
+            raise UnexpectedMessageError("this coordinator takes no data shards")
+        if connection in self.shards:
+            raise UnexpectedMessageError("this connection has enlisted already")
+        check_name("a data shard's URL", offer.url, MAX_URL)
+        if parse_url(offer.url)[1] == 0:
+            raise MalformedMessageError(f"{offer.url} is no data shard's URL: it has no port")
+        if any(shard.url == offer.url for shard in self.shards.values()):
+            raise JoinRefusedError(f"there is a data shard at {offer.url} already")
+        if len(self.shards) >= MAX_SHARDS - 1:
+            raise LimitExceededError(f"this coordinator has {MAX_SHARDS} data shards already, its own included")
+        self._numbers += 1
+        shard = self.shards[connection] = DataShard(self._numbers, offer.url, offer.rate)
+        commands.append(Send(connection, Enlisted(shard.number)))
+        rate = "" if shard.rate is None else f", {shard.rate:g} Gbit/s"
+        commands.append(Log(f"data shard {shard.number} is at {shard.url}{rate}"))
+
+    def staff(self, group: Group) -> None:
+        """``group`` is to use all shards there are."""
+        if self.shards and self._entropy is not None:
+            stated = [self._rate, *(shard.rate for shard in self.shards.values())]
+            group.shards = tuple(self.shards)
+            group.urls = tuple(shard.url for shard in self.shards.values())
+            group.table = Table(group.world, comparable(stated))
+            group.tokens = tuple(self._entropy() for _ in range(group.world))
+
+    def snapshot(self) -> list[dict[str, object]]:
+        """The shards, the coordinator's own first, as plain JSON values."""
+        own = DataShard(0, "", self._rate)
+        return [asdict(shard) for shard in (own, *self.shards.values())]
+
+
+def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord | None:
+    """Note that shard ``source`` is done with a round; the round's record, if all are that have to do with it."""
+    if len(record.weights) != group.world or not 0 <= record.last < group.world:
+        raise MalformedMessageError(f"a report of a round in which others took part than are in group {group.name!r}")
+    reported = group.partial.setdefault(record.round, {})
+    reported[source] = record
+    if len(reported) < group.busy_shards:
+        while len(group.partial) > _MAX_PARTIAL:
+            del group.partial[min(group.partial)]
+        return None
+    del group.partial[record.round]
+    latest = max(reported.values(), key=lambda record: record.completed)
+    return replace(latest, opened=min(record.opened for record in reported.values()))

@@ -1,0 +1,279 @@
+"""The mind of a data shard: a data half by itself, whose control is elsewhere.
+
+Orders come from the coordinator through one special connection, the link, and reports go back through it. Workers
+come by themselves, and show the token that the coordinator gave them:
+
+    event                                     what happens
+    ────────────────────────────────────────  ──────────────────────────────────────────────────────────
+    Attend, the group is open                 its rank has this connection from now on; Attended
+    Attend, the group is not open yet         it waits: the coordinator told both at the same time
+    Attend, it waited too long                refused
+    Attend, a wrong token, or a second time   refused
+    Leave                                     answered: all that it said before was heard
+    the connection breaks before that         reported as Absent: control lets the member depart
+    a member breaks the protocol              it is told, and reported as Absent
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from typing import Final
+
+from gradserver.engine.data import Data
+from gradserver.engine.events import (
+    Absent,
+    Close,
+    CloseGroup,
+    Command,
+    Depart,
+    Disconnected,
+    Event,
+    Garbled,
+    Log,
+    OpenGroup,
+    Planned,
+    Received,
+    Reduced,
+    Report,
+    Send,
+    SetPlan,
+    Stop,
+    Tick,
+    Violation,
+)
+from gradserver.engine.orders import decode_order, encode_report
+from protocol.errors import (
+    ConnectionLostError,
+    CoordinatorStoppedError,
+    GradServerError,
+    JoinRefusedError,
+    LimitExceededError,
+    UnexpectedMessageError,
+)
+from protocol.messages import (
+    Attend,
+    Attended,
+    Enlist,
+    Enlisted,
+    Failure,
+    Inquire,
+    Join,
+    Leave,
+    Message,
+    Ordered,
+    Push,
+    Reported,
+    Scope,
+)
+from protocol.wire import Buffer
+
+ATTENDING_SECONDS: Final = 10.0
+"""How long a worker may be here before the coordinator's word of its group."""
+MAX_ATTENDING: Final = 4096
+
+
+class ShardEngine:
+    """As `gradserver.engine.Engine`, for a process that has the data half only.
+
+    Args:
+        url: where workers reach this shard.
+        primary: the coordinator's URL.
+        link: the connection to it.
+
+    Attributes:
+        number: what the coordinator calls this shard; 0 until it has enlisted it.
+    """
+
+    def __init__(self, url: str, primary: str, link: int) -> None:
+        self.data = Data()
+        self.number = 0
+        self._url = url
+        self._primary = primary
+        self._link = link
+        self._seats: dict[int, tuple[str, int]] = {}
+        """Group and rank of workers that are here, by connection."""
+        self._attending: dict[int, tuple[Attend, float]] = {}
+        """Who waits for its group, and until when."""
+        self._latest = 0
+        """The latest epoch that the coordinator has told of."""
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """What to do about ``event``, in this order. ``now`` in seconds, never decreasing."""
+        commands: list[Command] = []
+        reports: list[Report] = []
+        match event:
+            case Received() if type(event.message) is Push:
+                reports = self.data.push(event.connection, event.message, event.payloads, now, commands)
+            case Reduced():
+                reports = self.data.reduced(event, now, commands)
+            case Received(connection, message, payloads):
+                try:
+                    if connection == self._link:
+                        reports = self._obey(message, payloads, commands)
+                    else:
+                        reports = self._receive(connection, message, now, commands)
+                except GradServerError as error:
+                    reports = [Violation(connection, error)]
+            case Garbled(connection, what):
+                reports = [Violation(connection, what)]
+            case Disconnected(connection, reason):
+                broke = ConnectionLostError(f"its connection to the data shard at {self._url} broke: {reason}")
+                reports = self._absent(connection, broke)
+            case Tick():
+                reports = self.data.tick(now, commands)
+                self._tick(now, commands)
+            case Stop(reason):
+                self._stop(reason, commands)
+        for report in reports:
+            self._report(report, commands)
+        return commands
+
+    def _report(self, report: Report, commands: list[Command]) -> None:
+        if isinstance(report, Violation):
+            for absent in self._refuse(report.connection, report.error, commands):
+                self._report(absent, commands)
+            return
+        epoch = self.data.groups[report.group].order.epoch
+        commands.append(Send(self._link, Reported(), (encode_report(epoch, report),)))
+
+    # ── the coordinator ───────────────────────────────────────────────────────────────────────────────
+
+    def _obey(self, message: Message, payloads: Sequence[Buffer], commands: list[Command]) -> list[Report]:
+        match message:
+            case Enlisted(number):
+                self.number = number
+                return []
+            case Ordered():
+                order = decode_order(payloads[0])
+            case _:
+                raise UnexpectedMessageError(
+                    f"a {type(message).__name__} is not what a coordinator says to a data shard"
+                )
+        if not isinstance(order, OpenGroup) and order.group not in self.data.groups:
+            raise UnexpectedMessageError(f"an order about group {order.group!r}, which was not opened")
+        if isinstance(order, Depart | CloseGroup):
+            for connection, (name, rank) in list(self._seats.items()):
+                if name == order.group and (isinstance(order, CloseGroup) or rank == order.rank):
+                    del self._seats[connection]
+                    commands.append(Close(connection))
+        reports = self.data.obey(order, commands)
+        if isinstance(order, OpenGroup):
+            self._latest = max(self._latest, order.epoch)
+            for connection, (attend, _) in list(self._attending.items()):
+                if attend.group == order.group and attend.epoch <= order.epoch:
+                    del self._attending[connection]
+                    reports += self._seat_or_refuse(connection, attend, commands)
+        elif isinstance(order, SetPlan):
+            reports.append(Planned(order.group, order.plan.hash))
+        return reports
+
+    # ── workers ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _receive(self, connection: int, message: Message, now: float, commands: list[Command]) -> list[Report]:
+        match message:
+            case Inquire():
+                return self.data.inquire(connection, message, commands)
+            case Attend():
+                self._attend(connection, message, now, commands)
+            case Leave():
+                if connection in self._seats:
+                    del self._seats[connection]
+                    self.data.unseat(connection)
+                commands.append(Send(connection, message))
+            case Join() | Enlist():
+                raise JoinRefusedError(
+                    f"this is no coordinator but a data shard of the one at {self._primary}: that is the URL to use"
+                )
+            case _:
+                raise UnexpectedMessageError(f"a {type(message).__name__} is not for a data shard")
+        return []
+
+    def _attend(self, connection: int, attend: Attend, now: float, commands: list[Command]) -> None:
+        if connection in self._seats or connection in self._attending:
+            raise UnexpectedMessageError("this connection attends already")
+        group = self.data.groups.get(attend.group)
+        if (group is not None and group.order.epoch == attend.epoch) or attend.epoch <= self._latest:
+            self._seat(connection, attend, commands)
+        elif len(self._attending) >= MAX_ATTENDING:
+            raise LimitExceededError(f"{MAX_ATTENDING} workers wait here for their groups already")
+        else:
+            self._attending[connection] = attend, now + ATTENDING_SECONDS
+
+    def _seat_or_refuse(self, connection: int, attend: Attend, commands: list[Command]) -> list[Report]:
+        try:
+            self._seat(connection, attend, commands)
+        except GradServerError as error:
+            return [Violation(connection, error)]
+        return []
+
+    def _seat(self, connection: int, attend: Attend, commands: list[Command]) -> None:
+        group = self.data.groups.get(attend.group)
+        if group is None or group.order.epoch != attend.epoch:
+            raise UnexpectedMessageError(f"membership {attend.epoch} of group {attend.group[:128]!r} is over")
+        tokens, rank = group.order.tokens, attend.rank
+        if not 0 <= rank < len(tokens) or not hmac.compare_digest(tokens[rank].encode(), attend.token.encode()):
+            raise UnexpectedMessageError(f"this is not the token of rank {rank} in group {attend.group!r}")
+        if rank in group.departed:
+            raise group.departed[rank].again()
+        if group.connections[rank] >= 0:
+            raise UnexpectedMessageError(f"{group.call(rank)} attends already, on another connection")
+        self._seats[connection] = attend.group, rank
+        self.data.seat(attend.group, rank, connection)
+        commands.append(Send(connection, Attended()))
+
+    def _absent(self, connection: int, error: GradServerError) -> list[Report]:
+        """A connection is gone, or about to go."""
+        self._attending.pop(connection, None)
+        seat = self._seats.pop(connection, None)
+        if seat is None:
+            return []
+        self.data.unseat(connection)
+        return [Absent(*seat, error)]
+
+    def _refuse(self, connection: int, error: GradServerError, commands: list[Command]) -> list[Report]:
+        """``error`` is this connection's own fault, and costs it the connection."""
+        commands.append(Send(connection, Failure.of(error, Scope.CONNECTION)))
+        commands.append(Close(connection))
+        commands.append(Log(f"connection {connection} refused: {error.message}", warning=True))
+        return self._absent(connection, error)
+
+    def _stop(self, reason: str, commands: list[Command]) -> None:
+        error = CoordinatorStoppedError(f"the data shard at {self._url} was stopped ({reason})")
+        for connection in (*self._seats, *self._attending):
+            commands.append(Send(connection, Failure.of(error, Scope.CONNECTION)))
+
+    # ── time ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def next_deadline(self) -> float | None:
+        """When a `Tick` is due at the latest; None when nothing waits."""
+        deadline = self.data.next_deadline()
+        if not self._attending:
+            return deadline
+        return min(until for until in (deadline, *(u for _, u in self._attending.values())) if until is not None)
+
+    def _tick(self, now: float, commands: list[Command]) -> None:
+        for connection, (attend, until) in list(self._attending.items()):
+            if until <= now:
+                error = UnexpectedMessageError(
+                    f"the coordinator at {self._primary} has not told the data shard at {self._url} of membership "
+                    f"{attend.epoch} of group {attend.group[:128]!r}"
+                )
+                self._refuse(connection, error, commands)
+
+    # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
+
+    def snapshot(self, now: float) -> dict[str, object]:
+        """What the shard sees, as plain JSON values."""
+        return {"shard": {"number": self.number, "primary": self._primary}, "groups": self.data.snapshot(now)}
+
+    def validate(self) -> None:
+        """Raise AssertionError if the engine's own invariants do not hold. For tests."""
+        self.data.validate()
+        assert not self._seats.keys() & self._attending.keys(), "someone attends who is here"
+        for connection, (name, rank) in self._seats.items():
+            assert self.data.groups[name].connections[rank] == connection, "a seat that data does not know"
+            assert rank not in self.data.groups[name].departed, "a seat of somebody who has departed"
+        seated = {c for group in self.data.groups.values() for c in group.connections if c >= 0}
+        departed = {g.connections[rank] for g in self.data.groups.values() for rank in g.departed}
+        assert seated - departed == set(self._seats), "somebody sits here whom nobody has let in"
