@@ -23,7 +23,8 @@ from gradserver.engine.events import (
     Stop,
     Tick,
 )
-from gradserver.reducer import PENDING, Outcome, Reducer
+from gradserver.mean import Outcome
+from gradserver.reducer import PENDING, Reducer
 from protocol.channel import Outlet
 from protocol.errors import ClosedError, GradServerError
 from protocol.messages import Message

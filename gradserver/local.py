@@ -36,15 +36,18 @@ class LocalCluster:
         world_size: number of workers.
         timeout: seconds that any one exchange may wait for the others.
         credit: bytes that one worker may have in flight.
+        wire: what gradients travel as, see `gradserver.connect`: to try out what a codec does to a training.
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 60.0, credit: int = CREDIT_BYTES) -> None:
+    def __init__(
+        self, world_size: int, *, timeout: float = 60.0, credit: int = CREDIT_BYTES, wire: str = "fp32"
+    ) -> None:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidArgumentError(f"world_size is a number of workers, not {world_size!r}")
         self._alarm = _Alarm(self._tick)
         self._coordinator = Coordinator(Engine({"local": world_size}, credit), self._alarm.set)
         sessions = [self._join(rank, timeout) for rank in range(world_size)]
-        self.workers: list[Worker] = [Worker(session) for session in sessions]
+        self.workers: list[Worker] = [Worker(session, wire=wire) for session in sessions]
         self._closed = False
 
     def run(self, fn: Callable[Concatenate[Worker, P], T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:

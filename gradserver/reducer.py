@@ -26,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.engine.events import NonFinite, Reduce
+from gradserver.lossy import reduce_lossy
+from gradserver.mean import Outcome, is_finite, weigh
 from protocol.dtypes import DType, numpy_dtype
 from protocol.exchange import Kind, Op
 from protocol.limits import KIB, MIB
@@ -34,7 +36,6 @@ from protocol.wire import Buffer
 log = logging.getLogger("gradserver")
 
 Array = npt.NDArray[Any]
-Outcome = Buffer | NonFinite | None
 
 _BLOCK_BYTES: Final = 256 * KIB
 """Of the type that is computed in. Sum and one contribution fit into a core's second-level cache."""
@@ -67,7 +68,11 @@ class Reducer:
 
     def start(self, command: Reduce, later: Callable[[Outcome], None]) -> Outcome | Pending:
         """Carry out ``command``; if that is left to other threads, one of them will call ``later`` with the outcome."""
-        if self._threads < 2 or command.nbytes * len(command.contributions) < _SPREAD_BYTES:
+        if (
+            self._threads < 2
+            or command.operation.is_lossy
+            or command.nbytes * len(command.contributions) < _SPREAD_BYTES
+        ):
             return reduce(command)
         with self._starting:
             if self._pool is None:
@@ -111,6 +116,8 @@ class _Spread:
 
 def reduce(command: Reduce) -> Outcome:
     """Carry out ``command`` in this thread. The result's bytes, if they are to be kept; or what forbids a result."""
+    if command.operation.is_lossy:
+        return reduce_lossy(command)
     job = _Job(command)
     for block in range(job.blocks):
         found = job.combine(block)
@@ -136,7 +143,7 @@ class _Job:
             for c in command.contributions
         ]
         self._elements = _number_type(self._dtype, Op.SUM if self._op is Op.MEAN else self._op)
-        self._equal, self._divisor, self._weights = _weights([weight for _, weight, _ in self._given])
+        self._equal, self._divisor, self._weights = weigh([weight for _, weight, _ in self._given])
         self.kept: Buffer | None = None
         if operation.kind is Kind.ALL_GATHER:
             self.blocks = 0
@@ -181,7 +188,7 @@ class _Job:
         """The mean of a block, as bytes; None if it has elements that are not finite."""
         values = [(weight, self._widen(block)) for weight, block in given if block is not None]
         if len(given) == 1:  # its own mean, bit by bit
-            return given[0][1] if _is_finite(values[0][1]) else None
+            return given[0][1] if is_finite(values[0][1]) else None
         total = _scratch(0, values[0][1])
         if self._equal:
             if len(values) > 1:
@@ -200,7 +207,7 @@ class _Job:
             np.multiply(total, self._elements.type(1 / self._divisor), out=total)
         else:
             np.divide(total, self._elements.type(self._divisor), out=total)
-        return self._narrow(total) if _is_finite(total) else None
+        return self._narrow(total) if is_finite(total) else None
 
     def _fold(self, given: Sequence[Array | None], size: int) -> Array:
         """Sum, minimum, maximum or product of a block, as bytes."""
@@ -269,29 +276,12 @@ def _scratch(number: int, like: Array) -> Array:
     return block[: like.nbytes].view(like.dtype)
 
 
-def _weights(weights: Sequence[float]) -> tuple[bool, float, Sequence[float]]:
-    """Whether all weigh the same; what a sum is divided by to be a mean; what contributions are multiplied with if not.
-
-    A power of two changes no bits, and keeps ``w·g`` from leaving the range of ``g``.
-    """
-    if not weights or min(weights) == max(weights):
-        return True, len(weights), weights
-    scale = -math.frexp(max(weights))[1]
-    scaled = [math.ldexp(weight, scale) for weight in weights]
-    return False, sum(scaled), scaled
-
-
 def _multiply(left: Array, right: Array) -> Array:
     """The product of complex numbers: numpy's own rounds otherwise at the edge of an array than in its middle."""
     result = np.empty_like(left)
     result.real = left.real * right.real - left.imag * right.imag
     result.imag = left.real * right.imag + left.imag * right.real
     return result
-
-
-def _is_finite(values: Array) -> bool:
-    """Whether every element is. NaN is both the largest and the smallest; a sum would take twice as long."""
-    return math.isfinite(np.maximum.reduce(values)) and math.isfinite(np.minimum.reduce(values))
 
 
 @cache

@@ -15,9 +15,13 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
-from protocol.dtypes import DType
+from protocol.codecs import Codec, codec_of
+from protocol.dtypes import FLOAT32, DType
 from protocol.errors import InvalidArgumentError, UnsupportedOperationError
 from protocol.limits import MIN_SLICE_COST, SHARED_SLICE_COST, SLICE_BYTES
+
+EXACT: Final = codec_of("fp32")
+"""As it is: the only codec for what is not float32, and the one whenever no other was asked for."""
 
 
 class Stream(IntEnum):
@@ -91,6 +95,7 @@ class Operation:
         dtype: element type.
         numel: elements that one participant gives (REDUCE_SCATTER: all chunks together).
         root: the rank that broadcasts; -1 elsewhere.
+        codec: how float32 travels, there and back.
     """
 
     kind: Kind
@@ -98,6 +103,12 @@ class Operation:
     dtype: DType
     numel: int
     root: int = -1
+    codec: Codec = EXACT
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what arrives is not, bit by bit, what was sent."""
+        return self.codec is not EXACT
 
     def __str__(self) -> str:
         what = self.kind.name.lower()
@@ -106,18 +117,20 @@ class Operation:
         if self.kind is Kind.BARRIER:
             return what
         of = f" of {self.dtype.name}[{self.numel}]"
-        return what + of + (f" from rank {self.root}" if self.root >= 0 else "")
+        what += of + (f" from rank {self.root}" if self.root >= 0 else "")
+        return what + (f" as {self.codec.name}" if self.is_lossy else "")
 
 
 @lru_cache(maxsize=4096)
-def operation_of(kind: Kind, op: Op, dtype: DType, numel: int, root: int = -1) -> Operation:
+def operation_of(kind: Kind, op: Op, dtype: DType, numel: int, root: int = -1, codec: Codec = EXACT) -> Operation:
     """The operation of these parts, and always the same object: comparing it is then quick.
 
     Raises:
-        UnsupportedOperationError: ``op`` is not defined for ``dtype``.
+        UnsupportedOperationError: ``op`` is not defined for ``dtype``, or its result cannot travel as ``codec``.
     """
     check_reducible(op, dtype)
-    return Operation(kind, op, dtype, numel, root)
+    check_codec(kind, op, dtype, codec)
+    return Operation(kind, op, dtype, numel, root, codec)
 
 
 def check_reducible(op: Op, dtype: DType) -> None:
@@ -128,6 +141,15 @@ def check_reducible(op: Op, dtype: DType) -> None:
         )
     if op in (Op.MIN, Op.MAX) and dtype.kind == "c":
         raise UnsupportedOperationError(f"complex numbers have no order: no {op.name.lower()} of {dtype.name}")
+
+
+def check_codec(kind: Kind, op: Op, dtype: DType, codec: Codec) -> None:
+    """UnsupportedOperationError unless this can travel as ``codec``: only of a mean is it known what may be lost."""
+    if codec is not EXACT and (kind is not Kind.ALL_REDUCE or op is not Op.MEAN or dtype != FLOAT32):
+        what = f"{kind.name.lower()}({op.name.lower()}) of {dtype.name}"
+        raise UnsupportedOperationError(f"{what} cannot travel as {codec.name}: only the mean of float32 can")
+    if codec is not EXACT and codec.nbytes(SLICE_BYTES // 4) > SLICE_BYTES:
+        raise UnsupportedOperationError(f"{codec.name} would send more bytes than fp32: keep fewer elements")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +167,7 @@ class Layout:
         numel: elements in all.
         itemsize: bytes in an element.
         replies: how many times larger a reply is than a contribution (all_gather: the world size).
+        codec: how elements travel.
     """
 
     count: int
@@ -154,6 +177,7 @@ class Layout:
     numel: int
     itemsize: int
     replies: int
+    codec: Codec = EXACT
 
     def span(self, index: int) -> tuple[int, int]:
         """First element of slice ``index``, and the one behind its last."""
@@ -170,16 +194,20 @@ class Layout:
 
     def nbytes(self, index: int) -> int:
         """Bytes of one contribution to slice ``index``."""
-        if self.count == 1:
+        if self.count == 1 and self.codec is EXACT:
             return self.numel * self.itemsize
         start, stop = self.span(index)
-        return (stop - start) * self.itemsize
+        return (stop - start) * self.itemsize if self.codec is EXACT else self.codec.nbytes(stop - start)
 
     def run_bytes(self, start: int, stop: int) -> int:
         """Bytes of one contribution to the slices from ``start`` up to ``stop``."""
-        if self.count == 1 or start == stop:
-            return self.nbytes(start) if start < stop else 0
+        if stop - start < 2 or self.codec is not EXACT:
+            return sum(self.nbytes(index) for index in range(start, stop))
         return (self.span(stop - 1)[1] - self.span(start)[0]) * self.itemsize
+
+    def run_numel(self, start: int, stop: int) -> int:
+        """Elements of the slices from ``start`` up to ``stop``."""
+        return self.span(stop - 1)[1] - self.span(start)[0] if start < stop else 0
 
     def cost(self, index: int) -> int:
         """Credit that slice ``index`` takes from its push until its result: the larger of the two, in bytes."""
@@ -220,7 +248,7 @@ def cut(operation: Operation, bounds: tuple[int, ...], replies: int = 1) -> Layo
     step = max(1, SLICE_BYTES // (itemsize * replies))
     counts = (-(-(stop - start) // step) for start, stop in pairwise(bounds))
     firsts = tuple(accumulate(counts, initial=0))
-    return Layout(firsts[-1], step, bounds, firsts, operation.numel, itemsize, replies)
+    return Layout(firsts[-1], step, bounds, firsts, operation.numel, itemsize, replies, operation.codec)
 
 
 IN_PLACE: Final = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST, Kind.TRANSFER})

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from math import prod
+from typing import Final
 
-from protocol.dtypes import BY_CODE, DType
+from protocol.codecs import Codec, codec_from, codec_of
+from protocol.dtypes import BY_CODE, FLOAT32, DType
 from protocol.errors import InvalidArgumentError, LimitExceededError, MalformedMessageError, ProtocolError
-from protocol.exchange import Kind, Op, Operation, check_reducible
+from protocol.exchange import EXACT, Kind, Op, Operation, check_codec, check_reducible
 from protocol.limits import (
+    KIB,
     MAX_BUCKETS,
     MAX_COMPONENTS,
     MAX_DIMENSIONS,
@@ -45,12 +48,14 @@ class Bucket:
         dtype: element type of the flat buffer and of the wire.
         components: what it is made of, in order. May be empty: such a bucket is never sent.
         op: how contributions become one; gradients are averaged.
+        codec: how elements travel; None where nobody has chosen, which is as they are.
     """
 
     key: str
     dtype: DType
     components: tuple[Component, ...]
     op: Op = Op.MEAN
+    codec: Codec | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -65,7 +70,7 @@ class Bucket:
     @cached_property
     def operation(self) -> Operation:
         """The exchange that this bucket takes part in every round."""
-        return Operation(Kind.ALL_REDUCE, self.op, self.dtype, self.numel)
+        return Operation(Kind.ALL_REDUCE, self.op, self.dtype, self.numel, codec=self.codec or EXACT)
 
     def component_at(self, element: int) -> Component:
         """The component that ``element`` (an index into the flat buffer) belongs to."""
@@ -98,6 +103,7 @@ class Plan:
             if bucket.op is Op.NONE:
                 raise InvalidArgumentError(f"bucket {bucket.key!r} says no way to combine contributions")
             check_reducible(bucket.op, bucket.dtype)
+            check_codec(Kind.ALL_REDUCE, bucket.op, bucket.dtype, bucket.codec or EXACT)
             if bucket.numel > MAX_NUMEL:
                 raise InvalidArgumentError(f"bucket {bucket.key!r} has {bucket.numel} elements, more than {MAX_NUMEL}")
 
@@ -137,19 +143,22 @@ def _rows(plan: Plan) -> Iterator[str]:
         for component in bucket.components:
             shape = "×".join(map(str, component.shape)) or "scalar"
             yield f"{component.name} ({shape}, {bucket.dtype.name}, {bucket.op.name.lower()}) in bucket {bucket.key!r}"
-        yield f"the end of bucket {bucket.key!r} ({bucket.dtype.name}, {bucket.op.name.lower()})"
+        codec = f" as {bucket.codec.name}" if bucket.codec else ""
+        yield f"the end of bucket {bucket.key!r} ({bucket.dtype.name}, {bucket.op.name.lower()}{codec})"
 
 
 # The encoding is flat, little-endian columns: reading it allocates in proportion to its length, and
 # nothing in it names a size that is not checked against what is there.
-#   u32 buckets, then per bucket: text key, u8 dtype, u8 op, u32 components,
+#   u32 buckets, then per bucket: text key, u8 dtype, u8 op, u8 codec, u32 its parameter, u32 components,
 #     then per component: text name, u8 dimensions, u64 each;   text: u16 length, UTF-8
 
 
 def _encode(plan: Plan) -> bytes:
     out = bytearray(struct.pack("<I", len(plan.buckets)))
     for bucket in plan.buckets:
-        out += _text(bucket.key) + struct.pack("<BBI", bucket.dtype.code, bucket.op, len(bucket.components))
+        codec = bucket.codec or EXACT
+        columns = (bucket.dtype.code, bucket.op, codec.code, codec.parameter, len(bucket.components))
+        out += _text(bucket.key) + struct.pack("<BBBII", *columns)
         for component in bucket.components:
             shape = component.shape
             if len(shape) > MAX_DIMENSIONS:
@@ -224,9 +233,10 @@ def decode_plan(data: bytes | memoryview) -> Plan:
 
 def _read_bucket(reader: _Reader) -> Bucket:
     key = reader.text()
-    dtype, op, count = reader.unpack("<BBI")
+    dtype, op, code, parameter, count = reader.unpack("<BBBII")
     components = tuple(_read_component(reader) for _ in range(reader.component_count(count)))
-    return Bucket(key, BY_CODE[dtype], components, Op(op))
+    codec = codec_from(code, parameter)
+    return Bucket(key, BY_CODE[dtype], components, Op(op), None if codec is EXACT else codec)
 
 
 def _read_component(reader: _Reader) -> Component:
@@ -235,6 +245,36 @@ def _read_component(reader: _Reader) -> Component:
     if dimensions > MAX_DIMENSIONS:
         raise LimitExceededError(f"{dimensions} dimensions in a plan, the limit is {MAX_DIMENSIONS}")
     return Component(name, reader.unpack(f"<{dimensions}Q"))
+
+
+EXEMPT_BYTES: Final = 64 * KIB
+"""Smaller buckets travel as they are, unless a codec is named for them: biases and norms, which weigh little."""
+
+
+def with_codec(plan: Plan, codec: Codec) -> Plan:
+    """``plan`` with ``codec`` for its means of float32, but for what is small and what has a codec already."""
+    if codec is EXACT:
+        return plan
+    return Plan(tuple(_with_codec(bucket, codec) for bucket in plan.buckets))
+
+
+def _with_codec(bucket: Bucket, codec: Codec) -> Bucket:
+    small = bucket.numel * bucket.dtype.itemsize < EXEMPT_BYTES
+    if bucket.codec is not None or bucket.dtype != FLOAT32 or bucket.op is not Op.MEAN or small:
+        return bucket
+    return replace(bucket, codec=codec)
+
+
+def with_named_codecs(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """``plan`` with the codecs that ``names`` has for the keys of its buckets.
+
+    Raises:
+        InvalidArgumentError: no bucket is called so, or no codec.
+        UnsupportedOperationError: a bucket cannot travel as its codec.
+    """
+    chosen = {plan.index(key): codec_of(name) for key, name in names.items()}
+    buckets = (replace(b, codec=chosen[i]) if i in chosen else b for i, b in enumerate(plan.buckets))
+    return Plan(tuple(buckets))
 
 
 def simple_plan(sizes: Iterable[tuple[str, int]], dtype: DType, op: Op = Op.MEAN) -> Plan:

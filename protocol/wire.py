@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import msgpack
 
+from protocol.codecs import codec_from
 from protocol.dtypes import BY_CODE
 from protocol.errors import (
     LimitExceededError,
@@ -25,7 +26,7 @@ from protocol.errors import (
     ProtocolError,
     VersionMismatchError,
 )
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from protocol.exchange import EXACT, ExchangeKey, Kind, Op, Operation, Stream
 from protocol.limits import (
     MAX_COUNTER,
     MAX_FRAME_BYTES,
@@ -147,7 +148,7 @@ def _key(value: Any) -> ExchangeKey:
 def _operation(value: Any) -> Operation | None:
     if value is None:
         return None
-    if type(value) is not list or len(value) != 5:
+    if type(value) is not list or len(value) not in (5, 7):
         raise MalformedMessageError(f"expected an operation, got {_brief(value)}")
     try:
         return _known_operation(*value)
@@ -156,9 +157,10 @@ def _operation(value: Any) -> Operation | None:
 
 
 @lru_cache(maxsize=1024)
-def _known_operation(kind: Any, op: Any, dtype: Any, numel: Any, root: Any) -> Operation:
+def _known_operation(kind: Any, op: Any, dtype: Any, numel: Any, root: Any, *codec: Any) -> Operation:
     """The operation of these numbers; the same object for the same ones, which makes comparing them quick."""
-    return Operation(Kind(kind), Op(op), BY_CODE[dtype], _numel(numel), _rank(root))
+    known = codec_from(_counter(codec[0]), _counter(codec[1])) if codec else EXACT
+    return Operation(Kind(kind), Op(op), BY_CODE[dtype], _numel(numel), _rank(root), known)
 
 
 _numel = _integer(0, MAX_NUMEL)
@@ -238,7 +240,8 @@ _PUSH_CODE: Final = bytes([_CODE_OF[Push]])
 def _pack_operation(operation: Operation | None) -> list[int] | None:
     if operation is None:
         return None
-    return [operation.kind, operation.op, operation.dtype.code, operation.numel, operation.root]
+    numbers = [operation.kind, operation.op, operation.dtype.code, operation.numel, operation.root]
+    return [*numbers, operation.codec.code, operation.codec.parameter] if operation.is_lossy else numbers
 
 
 def encode(message: Message) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +16,7 @@ from protocol.errors import (
     SizeMismatchError,
     UsageError,
 )
-from protocol.plan import Bucket, Component, Plan
+from protocol.plan import Bucket, Component, Plan, with_named_codecs
 from worker.client import Worker
 from worker.flatten import (
     COMPONENT_NAMES,
@@ -74,6 +74,7 @@ class GradientExchange:
         dtype: name of the element type.
         step: the first step, the same on all workers.
         timeout: seconds that others may be waited for; None takes the worker's.
+        wire: codecs by bucket, as in `DistributedDataParallel`; keys are ``block.0`` and so on, and the names above.
 
     Attributes:
         step: the step that is open.
@@ -97,21 +98,21 @@ class GradientExchange:
         dtype: str = "float32",
         step: int = 0,
         timeout: float | None = None,
+        wire: Mapping[str, str] | None = None,
     ) -> None:
         self._worker = worker
         self._timeout = timeout
         self._num_blocks = whole_number(num_blocks, "num_blocks")
         self._sizes = _per_block(component_sizes, self._num_blocks)
         self.step = whole_number(step, "step")
-        wire = dtype_of(dtype)
+        element = dtype_of(dtype)
         buckets = [
-            Bucket(f"block.{index}", wire, _components(index, self._sizes[index]))
+            Bucket(f"block.{index}", element, _components(index, self._sizes[index]))
             for index in reversed(range(self._num_blocks))
         ]
         for name, size in zip(NON_BLOCK_COMPONENTS, (lm_head, final_norm, embedding), strict=True):
-            buckets.append(Bucket(name, wire, (Component(name, (whole_number(size, name),)),)))
-        self.plan = Plan(tuple(buckets))
-        worker.agree(self.plan, timeout)
+            buckets.append(Bucket(name, element, (Component(name, (whole_number(size, name),)),)))
+        self.plan = worker.agree(with_named_codecs(Plan(tuple(buckets)), wire or {}), timeout)
         self._check_first_step()
 
     def _check_first_step(self) -> None:

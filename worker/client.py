@@ -8,7 +8,8 @@ from typing import Any, Literal, Self, overload
 
 import numpy as np
 
-from protocol.dtypes import UINT8
+from protocol.codecs import codec_of
+from protocol.dtypes import FLOAT32, UINT8
 from protocol.errors import (
     DTypeError,
     InvalidArgumentError,
@@ -17,9 +18,9 @@ from protocol.errors import (
     SizeMismatchError,
     UsageError,
 )
-from protocol.exchange import Kind, Op, Operation, operation_of
+from protocol.exchange import EXACT, Kind, Op, Operation, operation_of
 from protocol.limits import MAX_COUNTER, MAX_WEIGHT
-from protocol.plan import Plan
+from protocol.plan import EXEMPT_BYTES, Plan, with_codec
 from protocol.wire import Buffer
 from worker.handle import Handle
 from worker.outbox import Destination, Writer
@@ -43,11 +44,12 @@ class Worker:
         name: what people call this worker.
         group: name of the group.
         timeout: seconds that any one exchange may wait for the others.
+        wire: what gradients travel as, unless a plan says otherwise; see `gradserver.connect`.
         channel: how gradients reach the coordinator: "memory" (threads of one process), "shm" (processes of one
             host, where they lie in what `empty` returns) or "tcp".
     """
 
-    def __init__(self, session: Session, channel: str = "memory") -> None:
+    def __init__(self, session: Session, channel: str = "memory", wire: str = "fp32") -> None:
         welcome = session.membership
         self._session = session
         self.rank: int = welcome.rank
@@ -58,6 +60,8 @@ class Worker:
         self.names: tuple[str, ...] = welcome.names
         self.timeout: float = session.timeout
         self.channel: str = channel
+        self._codec = codec_of(wire)
+        self.wire: str = self._codec.name
 
     def __repr__(self) -> str:
         return f"<Worker {self.name!r}: rank {self.rank} of {self.world_size} in group {self.group!r}>"
@@ -82,6 +86,8 @@ class Worker:
         """
         bound = bind(tensor, writes=True)
         operation = operation_of(Kind.ALL_REDUCE, _op(op), bound.dtype, bound.numel)
+        if self._codec is not EXACT:
+            operation = self._lossy(operation)
         source = bound.data if check_weight(weight) > 0 else None
         return self._collective(operation, source, bound.data, bound, tensor, async_op, weight)
 
@@ -160,14 +166,19 @@ class Worker:
         """The round that is open or next. Rounds count from 0 over the group's life."""
         return self._session.round
 
-    def agree(self, plan: Plan, timeout: float | None = None) -> None:
+    def agree(self, plan: Plan, timeout: float | None = None) -> Plan:
         """Agree with all members on what a round exchanges; returns when everybody proposed the same plan.
+
+        Returns:
+            The plan, with this worker's codec (`Worker.wire`) for its larger means of float32.
 
         Raises:
             PlanMismatchError: this worker's plan is not the others'; names the first difference, both sides.
             DeadlineError: somebody did not propose in time; names them.
         """
-        self._session.agree(plan, timeout)
+        chosen = with_codec(plan, self._codec)
+        self._session.agree(chosen, timeout)
+        return chosen
 
     def push(self, bucket: int, data: Any, *, weight: float = 1.0, present: bool = True) -> Handle:
         """Contribute to one bucket of the present round.
@@ -244,6 +255,13 @@ class Worker:
             self.abort(f"it raised {type(error).__name__}: {error}")
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _lossy(self, operation: Operation) -> Operation:
+        """With the group's codec, if it is a dense one: without feedback the others would only shrink tensors."""
+        small = operation.numel * operation.dtype.itemsize < EXEMPT_BYTES
+        if self._codec.parameter or small or operation.op is not Op.MEAN or operation.dtype != FLOAT32:
+            return operation
+        return operation_of(operation.kind, operation.op, operation.dtype, operation.numel, codec=self._codec)
 
     def _collective(
         self,

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Mapping
 
+from protocol.codecs import codec_of
 from protocol.errors import (
     BackendUnavailableError,
     CoordinatorUnreachableError,
@@ -43,6 +44,7 @@ def connect(
     name: str | None = None,
     timeout: float = 60.0,
     channel: str | None = None,
+    wire: str = "fp32",
 ) -> Worker:
     """Join a group, and wait until all of its workers have.
 
@@ -62,6 +64,10 @@ def connect(
         timeout: seconds to wait for the coordinator and the other workers, and later for any one exchange.
         channel: how gradients reach the coordinator: ``"shm"``, memory shared with a coordinator of the same
             host; ``"tcp"``, the connection; or ``"auto"``, shared memory if that is possible.
+        wire: what float32 gradients travel as, to be the same at all members: ``"fp32"`` (as they are), or
+            with a loss ``"bf16"``, ``"fp16"``, ``"int8"``, ``"topk:FRACTION"`` or ``"randomk:FRACTION"``. It
+            concerns means of 64 KiB and more: buckets, where what is lost is made up for in later rounds, and
+            (the dense ones) `Worker.all_reduce`. Sums are fp32 always, and everybody gets the same bytes.
 
     Raises:
         CoordinatorUnreachableError: nobody listens at ``url``, or whoever does is no coordinator.
@@ -78,6 +84,7 @@ def connect(
     channel = channel or os.environ.get("GRADSERVER_CHANNEL") or "auto"
     if channel not in _CHANNELS:
         raise InvalidArgumentError(f"channel is {channel!r}, and must be one of {', '.join(_CHANNELS)}")
+    codec_of(wire)
     rank = _from_environment(_RANK_VARIABLES) if rank is None else rank
     world_size = _from_environment(_WORLD_VARIABLES) if world_size is None else world_size
     _check(rank, world_size)
@@ -95,7 +102,7 @@ def connect(
         _await_welcome(session.join(join), url, started + timeout - time.monotonic(), timeout)
         if channel != "tcp":
             _share_memory(connection, must=channel == "shm")
-        worker = Worker(session, connection.kind)
+        worker = Worker(session, connection.kind, wire)
     except BaseException:
         session.close("it could not join")
         raise

@@ -76,6 +76,8 @@ class DistributedDataParallel(nn.Module):
             or their ``mean`` over the number of backwards. A mean expects gradients to be zeroed after each
             exchange.
         timeout: seconds that one exchange may wait for others; None takes the worker's.
+        wire: what certain buckets travel as, by key: ``{"embedding": "topk:0.01", "block.0": "fp32"}``. The
+            others travel as `gradserver.connect` was told. Keys are those of ``plan``.
 
     Attributes:
         module: the wrapped module.
@@ -100,6 +102,7 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers: bool = True,
         accumulation: Literal["sum", "mean"] = "sum",
         timeout: float | None = None,
+        wire: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         if accumulation not in ("sum", "mean"):
@@ -112,6 +115,7 @@ class DistributedDataParallel(nn.Module):
             broadcast_buffers=broadcast_buffers,
             accumulation=accumulation,
             timeout=timeout,
+            wire=wire or {},
         )
         self.module = module
         self.worker = worker

@@ -20,6 +20,7 @@ from protocol.exchange import IN_PLACE, ExchangeKey, Layout, Operation, Pool, St
 from protocol.limits import MAX_SLICES
 from protocol.messages import HERE, Place, Push, Result
 from protocol.wire import Buffer
+from worker.coder import Coder
 from worker.handle import Handle
 from worker.slots import SLOT_BYTES, SMALLEST_BYTES, Slot, Slots
 from worker.tensors import Bytes
@@ -54,6 +55,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_coder",
         "_destination",
         "_memory",
         "_slots",
@@ -82,6 +84,7 @@ class Exchange:
         handle: Handle,
         channel: Channel,
         slots: Slots,
+        coder: Coder | None = None,
     ) -> None:
         self.key = key
         self.pool = pool
@@ -94,10 +97,12 @@ class Exchange:
         self.sent = 0
         self.answered: set[int] = set()
         memory = source if destination is None else destination if isinstance(destination, np.ndarray) else None
-        in_place = memory is not None and operation.kind in IN_PLACE
+        in_place = memory is not None and operation.kind in IN_PLACE and coder is None
         self._memory = memory
+        self._coder = coder
         self.place = channel.place_of(memory) if memory is not None and in_place else None
-        self._slots = slots if self.place is None and layout.run_bytes(0, 1) >= SMALLEST_BYTES else None
+        passes = self.place is None and coder is None and layout.run_bytes(0, 1) >= SMALLEST_BYTES
+        self._slots = slots if passes else None
         self._staged: dict[int, Staged] = {}
 
     def push(self) -> tuple[Push, Sequence[Buffer]] | None:
@@ -114,6 +119,8 @@ class Exchange:
         self.sent += 1
         if self._source is None:
             return Push(self.key, index, self.weight, False, operation), ()
+        if self._coder is not None:
+            return Push(self.key, index, self.weight, True, operation), (self._coder.encode(index),)
         if layout.count == 1:
             return Push(self.key, index, self.weight, True, operation), (self._source.data,)
         return Push(self.key, index, self.weight, True, operation), (self._part(self._source, index, index + 1).data,)
@@ -179,6 +186,10 @@ class Exchange:
         """Put a result where it belongs; where it lies already, nothing is to be done."""
         destination, layout = self._destination, self.layout
         if destination is None:
+            return
+        if self._coder is not None:
+            for index in range(result.slice, result.slice + result.slices):
+                self._coder.decode(index, payload)
             return
         if result.placed:
             staged = self._staged.get(result.slice)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import torch
 from torch import nn
 
 from protocol.errors import UsageError
-from protocol.plan import Plan
+from protocol.plan import Plan, with_named_codecs
 from worker.buckets import BufferBucket, FlatBucket, GradientBucket, buffer_buckets, group_parameters, used_spec
 from worker.client import Worker
 from worker.flatten import local_mean
@@ -38,6 +38,7 @@ class Options:
     broadcast_buffers: bool = True
     accumulation: Literal["sum", "mean"] = "sum"
     timeout: float | None = None
+    wire: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tracks_used(self) -> bool:
@@ -72,7 +73,7 @@ class Rounds:
         buckets: list[FlatBucket] = [*self.gradients, *self._buffers]
         specs = [bucket.spec for bucket in buckets]
         self.plan = Plan((*specs, used_spec(len(self.slots))) if options.tracks_used else tuple(specs))
-        worker.agree(self.plan, options.timeout)
+        self.plan = worker.agree(with_named_codecs(self.plan, options.wire), options.timeout)
         self._staging = Staging(worker, options.timeout)
         for bucket in buckets:
             bucket.place(self._staging.new_memory(bucket.spec.numel, bucket.dtype, bucket.device))

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from protocol.channel import Channel
+from protocol.codecs import Feedback
 from protocol.errors import (
     ClosedError,
     DeadlineError,
@@ -37,6 +40,7 @@ from protocol.messages import (
 )
 from protocol.plan import Plan
 from protocol.wire import Buffer
+from worker.coder import Coder
 from worker.handle import VERDICT_SECONDS, Handle
 from worker.outbox import Destination, Exchange, Outbox
 from worker.slots import Slots
@@ -69,6 +73,8 @@ class Session:
         self._proposal: tuple[Plan, Handle] | None = None
         self._inquiries: dict[ExchangeKey, Handle] = {}
         self._pushed: dict[int, Handle] = {}
+        self._feedback: dict[int, Feedback] = {}
+        """What lossy codecs have kept back, by bucket."""
         self._closed: GradServerError | None = None
         channel.attach(self)
 
@@ -161,11 +167,21 @@ class Session:
                 )
             key = ExchangeKey(Stream.BUCKET, self.round, index)
             operation = self.plan.buckets[index].operation
-            handle = self._begin(key, operation, data if present and weight > 0 else None, data, weight)
+            feedback = self._feedback_of(index, operation) if present and weight > 0 else None
+            source = data if present and weight > 0 else None
+            handle = self._begin(key, operation, source, data, weight, feedback=feedback)
             self._pushed[index] = handle
         self._pump()
         self._channel.watch(self.idle)
         return handle
+
+    def _feedback_of(self, index: int, operation: Operation) -> Feedback | None:
+        if not operation.is_lossy:
+            return None
+        feedback = self._feedback.get(index)
+        if feedback is None:
+            feedback = self._feedback[index] = Feedback(operation.numel)
+        return feedback
 
     def finish_round(self, timeout: float | None) -> None:
         """Wait for every bucket of the round, and go on to the next one."""
@@ -233,6 +249,7 @@ class Session:
         destination: Destination | None,
         weight: float,
         value: Any = None,
+        feedback: Feedback | None = None,
     ) -> Handle:
         welcome = self.membership
         layout = layout_of(operation, len(welcome.names))
@@ -242,8 +259,12 @@ class Session:
             handle._complete()
             return handle
         pool = pool_of(key, welcome.rank)
+        coder = None
+        if operation.is_lossy:
+            assert isinstance(destination, np.ndarray)
+            coder = Coder(key, layout, source, destination, feedback)
         exchange = Exchange(
-            key, pool, operation, layout, source, destination, weight, handle, self._channel, self._slots
+            key, pool, operation, layout, source, destination, weight, handle, self._channel, self._slots, coder
         )
         self._exchanges[key] = exchange
         self._outbox.add(exchange)
@@ -379,6 +400,7 @@ class Session:
             self.plan, handle = self._proposal
             self.round = first_round
             self._pushed.clear()
+            self._feedback.clear()
         handle._complete()
 
     def _fail_everything(self, error: GradServerError) -> None:

@@ -42,6 +42,7 @@ from gradserver.engine.events import (
     Report,
     Send,
     SetPlan,
+    Undecodable,
     Violation,
 )
 from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Round, Run, check_operation
@@ -114,6 +115,7 @@ class Data:
                 fail(group, exchange, error, commands)
                 reports.append(Halted(group.order.group, error, True))
         group.plan, group.first_round = plan, first_round
+        group.state = {}
         group.table.set_plan(plan)
         group.full_buckets = group.table.buckets_of(plan, group.order.shard)
         group.due = {key: due for key, due in group.due.items() if key[1] != Stream.BUCKET}
@@ -265,6 +267,11 @@ class Data:
         if exchange.failure is not None:
             tell_all(group, exchange, commands)
             return []
+        if isinstance(event.outcome, Undecodable):
+            refund(group, exchange, piece)
+            error = group.undecodable(exchange, event.outcome)
+            fail(group, exchange, error, commands)
+            return [Violation(group.connections[event.outcome.rank], error)]
         if isinstance(event.outcome, NonFinite):
             refund(group, exchange, piece)
             return self._halt(group, exchange, piece.start, event.outcome, commands)

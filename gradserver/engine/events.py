@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from protocol.errors import GradServerError
 from protocol.exchange import ExchangeKey, Operation
@@ -49,6 +49,16 @@ class NonFinite:
     rank: int
     element: int
     value: str
+    exact: bool = True
+    """Whether it was that very element, or one near it that shared its encoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undecodable:
+    """A contribution's bytes say nothing in its codec; ``error`` says why not."""
+
+    rank: int
+    error: GradServerError
 
 
 class Reduced(NamedTuple):
@@ -58,7 +68,7 @@ class Reduced(NamedTuple):
     epoch: int
     key: ExchangeKey
     slice: int
-    outcome: Buffer | NonFinite | None
+    outcome: Buffer | NonFinite | Undecodable | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,8 @@ class Reduce(NamedTuple):
     Attributes:
         slice: the first one; there may be several.
         nbytes: size of one contribution.
+        numel: elements of one contribution.
+        state: what reductions of this group keep from one round to the next. The engine only keeps it.
         targets: memory that the result is written to. Some of it may be where contributions lie.
         keep: whether the result's bytes are wanted too, in memory of their own.
     """
@@ -112,6 +124,8 @@ class Reduce(NamedTuple):
     slice: int
     operation: Operation
     nbytes: int
+    numel: int
+    state: dict[tuple[int, int], Any]
     contributions: Sequence[Contribution]
     targets: Sequence[Buffer]
     keep: bool

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gradserver.engine.events import NonFinite, OpenGroup
+from gradserver.engine.events import NonFinite, OpenGroup, Undecodable
 from protocol.errors import (
     CollectiveMismatchError,
     DeadlineError,
@@ -163,6 +163,8 @@ class Group:
     """Sequences of transfers that each rank takes part in."""
     failed: deque[ExchangeKey] = field(default_factory=deque)
     """Exchanges that failed, the latest ones; some of them not everybody has heard of yet."""
+    state: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """What reductions keep from one round of the plan to the next."""
     halted: GradServerError | None = None
     buckets_halted: GradServerError | None = None
     next_check: float | None = None
@@ -296,7 +298,7 @@ class Group:
         where, parameter = f"element {element}", ""
         if key.stream == Stream.BUCKET and self.plan is not None:
             parameter = self.plan.buckets[key.part].component_at(element).name
-            where = f"parameter {parameter!r}"
+            where = f"parameter {parameter!r}" if found.exact else f"parameter {parameter!r}, or one beside it,"
         if found.rank < 0:
             who, name = "the mean overflowed, though every contribution was finite:", ""
         else:
@@ -309,6 +311,13 @@ class Group:
             bucket=self.bucket_name(key),
             parameter=parameter,
             round=key.number,
+        )
+
+    def undecodable(self, exchange: Exchange, found: Undecodable) -> GradServerError:
+        """Somebody contributed bytes that say nothing."""
+        what = self.describe(exchange.key, exchange.operation)
+        return type(found.error)(
+            f"{self.call(found.rank)} contributed to {what} what is no {exchange.layout.codec.name}: {found.error}"
         )
 
     def overdue(self, exchange: Exchange) -> DeadlineError:

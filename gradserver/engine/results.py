@@ -36,10 +36,11 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
         if not piece.given[contribution.rank].shared:
             return answer(group, exchange, piece, contribution.payload, now, commands)
     exchange.reducing[piece.start] = piece
-    nbytes = exchange.layout.run_bytes(piece.start, piece.stop)
+    layout = exchange.layout
+    nbytes, numel = layout.run_bytes(piece.start, piece.stop), layout.run_numel(piece.start, piece.stop)
     keep = len(targets) < len(getters)
     where = group.order.group, group.order.epoch, exchange.key, piece.start
-    commands.append(Reduce(*where, operation, nbytes, contributions, targets, keep))
+    commands.append(Reduce(*where, operation, nbytes, numel, group.state, contributions, targets, keep))
     return []
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import DTypeError, LayoutError, MalformedMessageError, SizeMismatchError
-from protocol.wire import Buffer
+
+if TYPE_CHECKING:  # which needs this module
+    from protocol.wire import Buffer
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]

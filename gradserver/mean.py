@@ -1,0 +1,34 @@
+"""What a mean is, whatever its contributions travelled as: how they are weighed, and what is no mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradserver.engine.events import NonFinite, Undecodable
+from protocol.wire import Buffer
+
+Array = npt.NDArray[Any]
+Outcome = Buffer | NonFinite | Undecodable | None
+"""Of a reduction: the result's bytes (if they were to be kept), or what forbids a result."""
+
+
+def weigh(weights: Sequence[float]) -> tuple[bool, float, Sequence[float]]:
+    """Whether all weigh the same; what a sum is divided by to be a mean; what contributions are multiplied with if not.
+
+    A power of two changes no bits, and keeps ``w·g`` from leaving the range of ``g``.
+    """
+    if not weights or min(weights) == max(weights):
+        return True, len(weights), weights
+    scale = -math.frexp(max(weights))[1]
+    scaled = [math.ldexp(weight, scale) for weight in weights]
+    return False, sum(scaled), scaled
+
+
+def is_finite(values: Array) -> bool:
+    """Whether every element is. NaN is both the largest and the smallest; a sum would take twice as long."""
+    return math.isfinite(np.maximum.reduce(values)) and math.isfinite(np.minimum.reduce(values))

@@ -1,0 +1,70 @@
+"""Encodes what a lossy exchange contributes, slice by slice, and decodes what comes back."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.codecs import Feedback, Scratch, seed_of
+from protocol.exchange import ExchangeKey, Layout
+from protocol.wire import Buffer
+from worker.tensors import Bytes
+
+_threads = threading.local()
+
+
+class Coder:
+    """One exchange's.
+
+    Args:
+        key: which exchange.
+        layout: how it is cut; its codec is the one.
+        source: float32, as bytes: what is contributed; None for zeros.
+        destination: float32, as bytes: where results go. May be ``source``.
+        feedback: what earlier encodings of this bucket lost, to be made up for; None if nobody keeps count.
+    """
+
+    __slots__ = ("_destination", "_feedback", "_key", "_layout", "_source")
+
+    def __init__(
+        self, key: ExchangeKey, layout: Layout, source: Bytes | None, destination: Bytes, feedback: Feedback | None
+    ) -> None:
+        self._key = key
+        self._layout = layout
+        self._source = None if source is None else source.view(np.float32)
+        self._destination = destination.view(np.float32)
+        self._feedback = feedback
+
+    def encode(self, index: int) -> Buffer:
+        """The contribution to slice ``index``."""
+        assert self._source is not None
+        start, stop = self._layout.span(index)
+        values = _aligned(self._source[start:stop])
+        codec, seed = self._layout.codec, seed_of(self._key.number, self._key.part, index)
+        if self._feedback is None:
+            return codec.encode(values, None, seed, _scratch())
+        return self._feedback.encode(codec, start, stop, values, None, seed, _scratch())
+
+    def decode(self, index: int, payload: Buffer | None) -> None:
+        """Put the result of slice ``index`` where it belongs; None stands for zeros."""
+        start, stop = self._layout.span(index)
+        values = self._destination[start:stop]
+        if payload is None:
+            values[:] = 0
+        else:
+            seed = seed_of(self._key.number, self._key.part, index)
+            self._layout.codec.decode(payload, stop - start, values, seed, _scratch())
+
+
+def _aligned(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """``values``, or a copy of them where they begin in the middle of a word."""
+    return values if values.flags.aligned else values.copy()
+
+
+def _scratch() -> Scratch:
+    scratch: Scratch | None = getattr(_threads, "scratch", None)
+    if scratch is None:
+        scratch = _threads.scratch = Scratch()
+    return scratch
