@@ -189,10 +189,10 @@ class WorkersEnd(End):
         super().__init__(line)
         self._shares = shares
 
-    def empty(self, nbytes: int) -> Bytes | None:
+    def empty(self, _nbytes: int) -> Bytes | None:
         return None
 
-    def place_of(self, data: Bytes) -> Place | None:
+    def place_of(self, _data: Bytes) -> Place | None:
         return HERE if self._shares else None
 
     def wait(self, done: Lock, timeout: float) -> bool:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from gradserver.engine.events import Contribution, NonFinite, Reduce
-from gradserver.reducer import reduce
+from gradserver import reducer
+from gradserver.engine.events import Contribution, NonFinite, Reduce, Undecodable
 from protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
 from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
 from protocol.wire import Buffer
@@ -38,7 +38,15 @@ def command(
     size = next(len(payload) for payload in payloads if payload is not None)
     dtype = BY_NAME[name]
     operation = Operation(kind, op, dtype, size // dtype.itemsize)
-    return Reduce("group", 1, ExchangeKey(Stream.BUCKET, 0), 0, operation, size, given, (), True)
+    return Reduce("group", 1, ExchangeKey(Stream.BUCKET, 0), 0, operation, size, operation.numel, {}, given, (), True)
+
+
+def reduce(command: Reduce) -> Buffer | NonFinite:
+    """The outcome of a reduction whose result is kept."""
+    outcome = reducer.reduce(command)
+    assert outcome is not None
+    assert not isinstance(outcome, Undecodable)
+    return outcome
 
 
 def outcome_of(

@@ -90,7 +90,7 @@ class Tape:
     def watch(self, enough: Callable[[], bool]) -> None:
         pass
 
-    def empty(self, nbytes: int) -> Bytes | None:
+    def empty(self, _nbytes: int) -> Bytes | None:
         return None
 
     def place_of(self, data: Bytes) -> Place | None:
