@@ -15,7 +15,8 @@ GradServerError
 ├── JoinRefusedError              the job's: this worker may not enter the group (rank taken, full, …)
 ├── DisagreementError             the job's: members of one group want different things
 │   ├── PlanMismatchError
-│   └── CollectiveMismatchError
+│   ├── CollectiveMismatchError
+│   └── AbandonedError            somebody went on without this exchange, and that is all that is known
 ├── PeerError                     another worker's
 │   ├── WorkerLostError           died, or its connection did
 │   ├── WorkerLeftError           left politely, but was still needed
@@ -130,6 +131,10 @@ class PlanMismatchError(DisagreementError):
 
 class CollectiveMismatchError(DisagreementError):
     """The members called different collectives, or the same one on different tensors."""
+
+
+class AbandonedError(DisagreementError):
+    """A member went on without this exchange, as it does when the exchange has failed at another data shard."""
 
 
 class PeerError(GradServerError):

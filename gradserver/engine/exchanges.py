@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from gradserver.engine.events import NonFinite, OpenGroup, Undecodable
 from protocol.errors import (
+    AbandonedError,
     CollectiveMismatchError,
     DeadlineError,
     GradServerError,
@@ -274,11 +275,11 @@ class Group:
         """Whether ``rank`` has begun ``key`` before."""
         return key.number < self.due.get(_sequence(rank, key), 0)
 
-    def abandoned(self, exchange: Exchange, rank: int, key: ExchangeKey) -> CollectiveMismatchError:
+    def abandoned(self, exchange: Exchange, rank: int, key: ExchangeKey) -> AbandonedError:
         """``rank`` went on to ``key`` without it."""
-        return CollectiveMismatchError(
-            f"{self.describe(exchange.key, exchange.operation)} is not the same everywhere: {self.call(rank)} "
-            f"went on to {self.describe(key)}"
+        return AbandonedError(
+            f"{self.call(rank)} went on to {self.describe(key)} without {self.describe(exchange.key)} "
+            f"({exchange.operation})"
         )
 
     def has_heard(self, exchange: Exchange, rank: int) -> bool:
