@@ -49,6 +49,8 @@ class ShardedHarness(Harness):
     """What is on its way to shard i, or (-i) from it."""
     places: dict[int, int] = field(default_factory=dict)
     """The shard that a `Reduce` comes from, by its identity."""
+    origins: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The shard that a message to a worker came from."""
 
     def __post_init__(self) -> None:
         numbers = count()
@@ -100,6 +102,7 @@ class ShardedHarness(Harness):
         elif connection >= 0:
             if isinstance(message, Welcome):
                 self.welcomes[connection - SEATS] = message
+            self.origins[id(message), connection] = shard
             self.inbox[connection].append((message, payloads))
 
     def busy_links(self) -> list[int]:
