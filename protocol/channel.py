@@ -49,13 +49,16 @@ class Outlet(Protocol):
 
 
 class Channel(Outlet, Protocol):
-    """The worker's end."""
+    """The worker's end. Of several data shards each is reached through it, by its number."""
+
+    def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0) -> None:
+        """Pass a message on to a shard; returns without waiting for it. ClosedError after `close`."""
 
     def empty(self, nbytes: int, /) -> npt.NDArray[np.uint8] | None:
         """Uninitialised memory that the coordinator sees too; None if it sees none, or only all of it."""
 
-    def place_of(self, data: npt.NDArray[np.uint8], /) -> Place | None:
-        """Where ``data`` (contiguous) lies in memory that the coordinator sees too; None if it does not."""
+    def place_of(self, data: npt.NDArray[np.uint8], shard: int = 0, /) -> Place | None:
+        """Where ``data`` (contiguous) lies in memory that ``shard`` sees too; None if it does not."""
 
     def wait(self, done: Lock, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds until ``done`` can be acquired, and acquire it; False if it cannot.
@@ -82,7 +85,7 @@ class MemoryChannel:
         """From now on what arrives goes to ``receiver``."""
         self._receiver = receiver
 
-    def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+    def send(self, message: Message, payloads: Sequence[Buffer] = (), _shard: int = 0) -> None:
         """Hand ``message`` to the other end's receiver, here and now."""
         peer = self._peer
         if peer is None:
@@ -95,7 +98,7 @@ class MemoryChannel:
         """None: all memory is shared."""
         return None
 
-    def place_of(self, _data: npt.NDArray[np.uint8]) -> Place | None:
+    def place_of(self, _data: npt.NDArray[np.uint8], _shard: int = 0) -> Place | None:
         """Where it is."""
         return HERE
 

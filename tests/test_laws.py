@@ -172,7 +172,7 @@ class End:
     def attach(self, receiver: Receiver) -> None:
         pass
 
-    def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+    def send(self, message: Message, payloads: Sequence[Buffer] = (), _shard: int = 0) -> None:
         if isinstance(message, Push) and message.place is not None:
             self._line.queue.append((message, payloads))
         else:
@@ -192,7 +192,7 @@ class WorkersEnd(End):
     def empty(self, _nbytes: int) -> Bytes | None:
         return None
 
-    def place_of(self, _data: Bytes) -> Place | None:
+    def place_of(self, _data: Bytes, _shard: int = 0) -> Place | None:
         return HERE if self._shares else None
 
     def wait(self, done: Lock, timeout: float) -> bool:

@@ -58,6 +58,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.sent: list[tuple[Message, Sequence[Buffer]]] = []
+        self.shards: list[int] = []
         self.reply: Message | None = None
         """What is answered to the next message, at once."""
         self.hears = True
@@ -69,7 +70,8 @@ class Tape:
     def attach(self, receiver: Receiver) -> None:
         self._receiver = receiver
 
-    def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+    def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0) -> None:
+        self.shards.append(shard)
         if self.closed:
             raise ClosedError("this worker is closed")
         if self.broken:
@@ -93,7 +95,7 @@ class Tape:
     def empty(self, _nbytes: int) -> Bytes | None:
         return None
 
-    def place_of(self, data: Bytes) -> Place | None:
+    def place_of(self, data: Bytes, shard: int = 0) -> Place | None:
         return self.places.get(data.ctypes.data)
 
     def take(self) -> list[Message]:

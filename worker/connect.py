@@ -15,6 +15,7 @@ from protocol.codecs import codec_of
 from protocol.errors import (
     BackendUnavailableError,
     CoordinatorUnreachableError,
+    DeadlineError,
     InvalidArgumentError,
     InvalidRankError,
     InvalidWorldSizeError,
@@ -24,7 +25,7 @@ from protocol.limits import MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
 from protocol.messages import Join
 from worker.client import Worker
 from worker.handle import VERDICT_SECONDS, Handle
-from worker.session import Session
+from worker.session import Session, ShardReceiver
 from worker.tcp import TcpChannel
 
 log = logging.getLogger("gradserver")
@@ -100,6 +101,7 @@ def connect(
     session = Session(connection, timeout)
     try:
         _await_welcome(session.join(join), url, started + timeout - time.monotonic(), timeout)
+        _attend_shards(connection, session, started + timeout)
         if channel != "tcp":
             _share_memory(connection, must=channel == "shm")
         worker = Worker(session, connection.kind, wire)
@@ -108,6 +110,19 @@ def connect(
         raise
     atexit.register(_leave_at_exit, weakref.ref(worker), os.getpid())
     return worker
+
+
+def _attend_shards(connection: TcpChannel, session: Session, until: float) -> None:
+    """Connect to every further data shard of the group; ``until`` then, but give each of them a second at least."""
+    for number, url in enumerate(session.membership.shards, 1):
+        connection.add(url, ShardReceiver(session, number), max(until - time.monotonic(), 1.0))
+        left = max(until - time.monotonic(), 1.0)
+        try:
+            session.attend(number, left).wait(left + VERDICT_SECONDS)
+        except DeadlineError:
+            raise CoordinatorUnreachableError(
+                f"the data shard at {url} has not let this worker in within {left:.0f} s"
+            ) from None
 
 
 def _share_memory(connection: TcpChannel, must: bool) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from protocol.channel import Channel
+from protocol.errors import GradServerError
 from protocol.exchange import IN_PLACE, ExchangeKey, Layout, Operation, Pool, Stream
 from protocol.limits import MAX_SLICES
 from protocol.messages import HERE, Place, Push, Result
@@ -45,10 +46,31 @@ class Staged(NamedTuple):
     stop: int
 
 
-class Exchange:
-    """One exchange that this worker takes part in and that is not done.
+class Siblings:
+    """The parts of one exchange at several data shards, which are one thing to whoever waits for it.
 
     Attributes:
+        left: how many are neither done nor given up.
+        error: why the exchange failed, if a shard has said so.
+        verdict: what is known if no shard says why.
+    """
+
+    __slots__ = ("error", "left", "verdict")
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.error: GradServerError | None = None
+        self.verdict: GradServerError | None = None
+
+
+class Exchange:
+    """One exchange that this worker takes part in and that is not done; or the part of it that one shard has.
+
+    Attributes:
+        shard: whose part it is.
+        start: the first slice of that shard.
+        stop: the one behind its last.
+        siblings: what it has in common with the parts of other shards; None if there are none.
         place: where in shared memory contribution and result lie; None if they travel.
         sent: slices that were pushed.
         answered: slices whose result is here.
@@ -62,6 +84,7 @@ class Exchange:
         "_source",
         "_staged",
         "answered",
+        "dropped",
         "handle",
         "key",
         "layout",
@@ -69,6 +92,10 @@ class Exchange:
         "place",
         "pool",
         "sent",
+        "shard",
+        "siblings",
+        "start",
+        "stop",
         "weight",
     )
 
@@ -85,6 +112,9 @@ class Exchange:
         channel: Channel,
         slots: Slots,
         coder: Coder | None = None,
+        shard: int = 0,
+        interval: tuple[int, int] | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         self.key = key
         self.pool = pool
@@ -94,25 +124,31 @@ class Exchange:
         self._destination = destination
         self.weight = weight
         self.handle = handle
-        self.sent = 0
+        self.shard = shard
+        self.start, self.stop = (0, layout.count) if interval is None else interval
+        self.siblings = siblings
+        self.dropped = False
+        """The exchange has failed elsewhere: what is still to come of this part is nobody's."""
+        self.sent = self.start
         self.answered: set[int] = set()
         memory = source if destination is None else destination if isinstance(destination, np.ndarray) else None
         in_place = memory is not None and operation.kind in IN_PLACE and coder is None
         self._memory = memory
         self._coder = coder
-        self.place = channel.place_of(memory) if memory is not None and in_place else None
-        passes = self.place is None and coder is None and layout.run_bytes(0, 1) >= SMALLEST_BYTES
+        self.place = channel.place_of(memory, shard) if memory is not None and in_place else None
+        first = self.start
+        passes = self.place is None and coder is None and layout.run_bytes(first, first + 1) >= SMALLEST_BYTES
         self._slots = slots if passes else None
         self._staged: dict[int, Staged] = {}
 
     def push(self) -> tuple[Push, Sequence[Buffer]] | None:
         """The next message: one slice that travels, or as many as lie in shared memory. None: not now."""
         index, layout = self.sent, self.layout
-        operation = self.operation if index == 0 and self.key.stream != Stream.BUCKET else None
+        operation = self.operation if index == self.start and self.key.stream != Stream.BUCKET else None
         if self.place is not None:
             return self._push_place(index, self.place, operation)
         if self._slots is not None:
-            if (slot := self._slots.take()) is not None:
+            if (slot := self._slots.take(self.shard)) is not None:
                 return self._push_slot(index, slot, operation), ()
             if self._staged:  # one of its own slots will be free; others' may wait for this exchange
                 return None
@@ -126,7 +162,7 @@ class Exchange:
         return Push(self.key, index, self.weight, True, operation), (self._part(self._source, index, index + 1).data,)
 
     def _push_place(self, index: int, place: Place, operation: Operation | None) -> tuple[Push, Sequence[Buffer]]:
-        count = min(self.layout.count - index, MAX_SLICES)
+        count = min(self.stop - index, MAX_SLICES)
         self.sent += count
         skipped = self.layout.run_bytes(0, index)
         present = self._source is not None
@@ -139,7 +175,7 @@ class Exchange:
     def _push_slot(self, index: int, slot: Slot, operation: Operation | None) -> Push:
         layout, count = self.layout, 1
         if self.operation.kind in IN_PLACE:
-            count = min(max(SLOT_BYTES // layout.run_bytes(index, index + 1), 1), layout.count - index)
+            count = min(max(SLOT_BYTES // layout.run_bytes(index, index + 1), 1), self.stop - index)
         stop = index + count
         if self._source is not None:
             given = self._part(self._source, index, stop)
@@ -157,11 +193,11 @@ class Exchange:
         """Credit that the next message takes, in bytes, if it travels; else at least as much."""
         if self.place is None:
             return self.layout.cost(self.sent)
-        return self.cost(self.sent, min(self.layout.count, self.sent + MAX_SLICES))
+        return self.cost(self.sent, min(self.stop, self.sent + MAX_SLICES))
 
     def cost(self, start: int, stop: int) -> int:
         """Credit of the slices from ``start`` up to ``stop``, all in one message, in bytes."""
-        return self.layout.run_cost(start, stop, self.place is not None or start in self._staged)
+        return self.layout.run_cost(start, stop, self.place is not None or start in self._staged, self.start)
 
     def settle(self, start: int, stop: int) -> None:
         """The slices from ``start`` up to ``stop`` have their result: a slot that they passed through may be free."""
@@ -185,7 +221,7 @@ class Exchange:
     def write(self, result: Result, payload: Buffer | None) -> None:
         """Put a result where it belongs; where it lies already, nothing is to be done."""
         destination, layout = self._destination, self.layout
-        if destination is None:
+        if destination is None or self.dropped:
             return
         if self._coder is not None:
             for index in range(result.slice, result.slice + result.slices):
@@ -207,16 +243,21 @@ class Exchange:
         else:
             destination[start:stop] = np.frombuffer(payload, np.uint8)
 
+    @property
+    def done(self) -> bool:
+        """Whether every slice has its result."""
+        return len(self.answered) == self.stop - self.start
+
     def first_unanswered(self) -> int:
         """The first slice without a result."""
-        index = 0
+        index = self.start
         while index in self.answered:
             index += 1
         return index
 
 
 class Outbox:
-    """Exchanges with slices yet to be sent. Not safe to share: the session's lock guards it."""
+    """Exchanges with slices yet to be sent to one shard. Not safe to share: the session's lock guards it."""
 
     def __init__(self) -> None:
         self._unsent: dict[Pool, deque[Exchange]] = {pool: deque() for pool in Pool}
@@ -251,7 +292,7 @@ class Outbox:
             if push is None:
                 continue
             self._in_flight[pool] += exchange.cost(before, exchange.sent)
-            if exchange.sent == exchange.layout.count:
+            if exchange.sent == exchange.stop:
                 self._remove(exchange)
             return push
         return None
@@ -263,12 +304,20 @@ class Outbox:
 
     def write_off(self, exchange: Exchange) -> None:
         """Take back the credit of slices that will not be answered, and send no more of them."""
-        for index in range(exchange.sent):
+        for index in range(exchange.start, exchange.sent):
             if index not in exchange.answered:
                 self._in_flight[exchange.pool] -= exchange.cost(index, index + 1)
         exchange.write_off()
-        if exchange.sent < exchange.layout.count:
+        if exchange.sent < exchange.stop:
             self._remove(exchange)
+
+    def drop(self, exchange: Exchange) -> bool:
+        """Send no more of ``exchange``, which has failed elsewhere. Whether there is nothing left to be answered."""
+        exchange.dropped = True
+        if exchange.sent < exchange.stop:
+            self._remove(exchange)
+            exchange.stop = exchange.sent
+        return exchange.done
 
     def clear(self) -> None:
         """Send nothing more."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy as np
 from protocol.channel import Channel
 from protocol.codecs import Feedback
 from protocol.errors import (
+    AbandonedError,
     ClosedError,
     DeadlineError,
     GradServerError,
@@ -23,9 +26,11 @@ from protocol.errors import (
     OutOfStepError,
     UsageError,
 )
-from protocol.exchange import ExchangeKey, Operation, Stream, layout_of, pool_of
+from protocol.exchange import ExchangeKey, Operation, Stream, pool_of
 from protocol.messages import (
     Agreed,
+    Attend,
+    Attended,
     Failure,
     Inquire,
     Join,
@@ -39,10 +44,11 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.plan import Plan
+from protocol.shards import Table
 from protocol.wire import Buffer
 from worker.coder import Coder
 from worker.handle import VERDICT_SECONDS, Handle
-from worker.outbox import Destination, Exchange, Outbox
+from worker.outbox import Destination, Exchange, Outbox, Siblings
 from worker.slots import Slots
 from worker.tensors import Bytes
 
@@ -64,12 +70,16 @@ class Session:
         self._state = threading.Lock()
         self._pumping = threading.Lock()
         self._pump_again = False
-        self._exchanges: dict[ExchangeKey, Exchange] = {}
-        self._outbox = Outbox()
+        self._shards = [_Shard(0)]
+        """What is under way, by data shard."""
+        self._turn = 0
+        """The shard that is sent to next, if there is something for it."""
+        self._table = Table(1)
         self._slots = Slots(channel)
         self._numbers: dict[tuple[int, ...], int] = {}
         self._joining: Handle | None = None
-        self._leaving: Handle | None = None
+        self._attending: dict[int, Handle] = {}
+        self._leaving: dict[int, Handle] = {}
         self._proposal: tuple[Plan, Handle] | None = None
         self._inquiries: dict[ExchangeKey, Handle] = {}
         self._pushed: dict[int, Handle] = {}
@@ -112,7 +122,7 @@ class Session:
                 if proposed == plan:
                     return handle
                 raise UsageError("this worker waits for the others to agree on another plan")
-            message, payload = Propose(plan.hash), plan.encoded  # refuses a plan that is too large to go
+            message, payload = Propose(plan.hash, self.round), plan.encoded  # refuses a plan that is too large to go
             handle = Handle(self.timeout, self._channel, None, _not_agreed)
             self._proposal = (plan, handle)
         try:
@@ -127,7 +137,8 @@ class Session:
         error = ClosedError(f"the worker was closed ({reason})")
         with self._state:
             still_open, self._closed = self._closed is None, self._closed or error
-            self._outbox.clear()
+            for shard in self._shards:
+                shard.outbox.clear()
         if still_open:
             self._say_goodbye(Leave(reason[:MAX_REASON], failed))
         self._channel.close()
@@ -136,12 +147,16 @@ class Session:
     def _say_goodbye(self, leave: Leave) -> None:
         """Leave, and wait until the coordinator has heard it, and so all that was said before.
 
-        A connection that is closed too early can take with it what the other side has not read yet.
+        A connection that is closed too early can take with it what the other side has not read yet. Other data
+        shards hear it first: what was said to them counts too, and the coordinator then tells them to forget us.
         """
-        heard = self._leaving = Handle(_FAREWELL_SECONDS, self._channel)
         with suppress(GradServerError):
-            self._channel.send(leave)
-            heard.wait(_FAREWELL_SECONDS)
+            for numbers in ([shard.number for shard in self._shards[1:]], [0]):
+                for number in numbers:
+                    self._leaving[number] = Handle(_FAREWELL_SECONDS, self._channel)
+                    self._channel.send(leave, (), number)
+                for number in numbers:
+                    self._leaving[number].wait(_FAREWELL_SECONDS)
 
     @property
     def closed(self) -> bool:
@@ -252,7 +267,7 @@ class Session:
         feedback: Feedback | None = None,
     ) -> Handle:
         welcome = self.membership
-        layout = layout_of(operation, len(welcome.names))
+        layout, bounds = self._table.share(key, operation)
         handle = Handle(self.timeout, self._channel, value, lambda seconds: self._overdue(key, operation, seconds))
         if layout.count == 0:
             handle.weight, handle.present = weight, source is not None
@@ -263,11 +278,14 @@ class Session:
         if operation.is_lossy:
             assert isinstance(destination, np.ndarray)
             coder = Coder(key, layout, source, destination, feedback)
-        exchange = Exchange(
-            key, pool, operation, layout, source, destination, weight, handle, self._channel, self._slots, coder
-        )
-        self._exchanges[key] = exchange
-        self._outbox.add(exchange)
+        what = key, pool, operation, layout, source, destination, weight, handle, self._channel, self._slots, coder
+        if len(bounds) == 2:
+            self._shards[0].add(Exchange(*what))
+            return handle
+        parts = [(shard, run) for shard, run in enumerate(pairwise(bounds)) if run[0] < run[1]]
+        siblings = Siblings(len(parts))
+        for shard, run in parts:
+            self._shards[shard].add(Exchange(*what, shard, run, siblings))
         return handle
 
     # ── sending, as credit allows ─────────────────────────────────────────────────────────────────────
@@ -282,33 +300,52 @@ class Session:
         while self._pump_again and self._pumping.acquire(blocking=False):
             try:
                 self._pump_again = False
-                while self._outbox.waiting and (push := self._next_push()) is not None:
+                shards = self._shards
+                while (shards[0].outbox.waiting or len(shards) > 1) and (push := self._next_push()) is not None:
                     self._channel.send(*push)
             except (ClosedError, ConnectionError) as error:
                 self.lost(error if isinstance(error, GradServerError) else ClosedError(str(error)))
             finally:
                 self._pumping.release()
 
-    def _next_push(self) -> tuple[Push, Sequence[Buffer]] | None:
+    def _next_push(self) -> tuple[Push, Sequence[Buffer], int] | None:
         with self._state:
-            return self._outbox.next(self.membership.credit, self._frontier)
+            turn = self._turn
+            for shard in (*self._shards[turn:], *self._shards[:turn]) if turn else self._shards:
+                if not shard.outbox.waiting:
+                    continue
+                push = shard.outbox.next(self.membership.credit, partial(self._frontier, shard))
+                if push is not None:
+                    self._turn = (shard.number + 1) % len(self._shards)
+                    return *push, shard.number
+            return None
 
-    def _frontier(self) -> Exchange | None:
-        """The exchange whose next slice is the first in the plan's order that was not answered, if it is ready."""
+    def _frontier(self, shard: _Shard) -> Exchange | None:
+        """The exchange whose next slice is the first in the plan's order that was not answered, if it is ready.
+
+        That is, of the slices that ``shard`` has to do with: the reasons hold for each shard by itself.
+        """
         assert self.plan is not None
         for index, bucket in enumerate(self.plan.buckets):
             handle = self._pushed.get(index)
             if bucket.numel == 0 or (handle is not None and handle.done()):
                 continue
-            exchange = self._exchanges.get(ExchangeKey(Stream.BUCKET, self.round, index))
-            if exchange is None or exchange.sent == exchange.layout.count:
+            key = ExchangeKey(Stream.BUCKET, self.round, index)
+            exchange = shard.exchanges.get(key)
+            if exchange is None and (handle is not None or not self._concerns(shard.number, key, bucket.operation)):
+                continue
+            if exchange is None or exchange.sent == exchange.stop:
                 return None
             return exchange if exchange.sent == exchange.first_unanswered() else None
         return None
 
+    def _concerns(self, shard: int, key: ExchangeKey, operation: Operation) -> bool:
+        start, stop = self._table.share(key, operation).interval(shard)
+        return start < stop
+
     def idle(self) -> bool:
         """Whether no results are due."""
-        return not self._exchanges
+        return not any(shard.exchanges for shard in self._shards)
 
     # ── what the channel calls ────────────────────────────────────────────────────────────────────────
 
@@ -323,14 +360,17 @@ class Session:
             case Welcome():
                 if not 0 <= message.rank < len(message.names):
                     raise MalformedMessageError(f"a Welcome as rank {message.rank} of {len(message.names)}")
-                self.welcome = message
+                if message.shards and len(message.rates) != len(message.shards) + 1:
+                    raise MalformedMessageError(f"a Welcome with {len(message.rates)} rates of data shards")
                 with self._state:
+                    self.welcome = message
+                    self._table = Table(len(message.names), message.rates)
+                    self._shards = [_Shard(number) for number in range(len(message.shards) + 1)]
                     joining, self._joining = self._joining, None
                 if joining is not None:
                     joining._complete()
             case Leave():
-                if self._leaving is not None:
-                    self._leaving._complete()
+                self._heard_goodbye(0)
             case Agreed(_, first_round):
                 self._take_agreed(first_round)
             case Missing(key, workers):
@@ -347,11 +387,40 @@ class Session:
                 self._closed = error
         self._fail_everything(error)
 
-    def _take_result(self, result: Result, payloads: Sequence[Buffer]) -> None:
+    def receive_from(self, shard: int, message: Message, payloads: Sequence[Buffer]) -> None:
+        """Take one message from a data shard that is not the coordinator itself."""
+        match message:
+            case Result():
+                self._take_result(message, payloads, shard)
+            case Failure():
+                self._take_failure(message, shard)
+            case Attended():
+                with self._state:
+                    attending = self._attending.pop(shard, None)
+                if attending is not None:
+                    attending._complete()
+            case Leave():
+                self._heard_goodbye(shard)
+            case Missing():
+                self.receive(message, payloads)
+
+    def attend(self, shard: int, timeout: float) -> Handle:
+        """Tell a data shard who this is; the handle is done when it has let us in."""
+        welcome = self.membership
+        handle = self._attending[shard] = Handle(timeout, self._channel)
+        self._channel.send(Attend(welcome.group, welcome.epoch, welcome.rank, welcome.token), (), shard)
+        return handle
+
+    def _heard_goodbye(self, shard: int) -> None:
+        if shard in self._leaving:
+            self._leaving[shard]._complete()
+
+    def _take_result(self, result: Result, payloads: Sequence[Buffer], shard: int = 0) -> None:
         start, stop = result.slice, result.slice + result.slices
+        there = self._shards[shard]
         with self._state:
-            exchange = self._exchanges.get(result.key)
-            if exchange is None or start in exchange.answered or stop > exchange.sent:
+            exchange = there.exchanges.get(result.key)
+            if exchange is None or start in exchange.answered or not exchange.start <= start < stop <= exchange.sent:
                 return
         layout, handle = exchange.layout, exchange.handle
         payload = payloads[0] if payloads else None
@@ -362,36 +431,67 @@ class Session:
             )
         exchange.write(result, payload)
         with self._state:
-            if self._exchanges.get(result.key) is not exchange:
+            if there.exchanges.get(result.key) is not exchange:
                 return  # it failed meanwhile, in another thread
-            self._outbox.answered(exchange, start, stop)
+            there.outbox.answered(exchange, start, stop)
             handle.present |= result.present
             handle.weight = result.weight
-            done = len(exchange.answered) == layout.count
+            done, error = exchange.done, None
             if done:
-                self._exchanges.pop(result.key, None)
-            more = self._outbox.waiting > 0
+                there.exchanges.pop(result.key, None)
+                if exchange.siblings is not None:
+                    done, error = self._part_over(exchange, exchange.siblings, None)
+            more = there.outbox.waiting > 0
         if done:
-            handle._complete()
+            handle._complete(error)
         if more:
             self._pump()
 
-    def _take_failure(self, failure: Failure) -> None:
-        error = failure.exception()
+    def _take_failure(self, failure: Failure, shard: int = 0) -> None:
+        error: GradServerError | None = failure.exception()
+        there = self._shards[shard]
         match failure.scope:
             case Scope.EXCHANGE:
                 with self._state:
-                    exchange = self._exchanges.pop(failure.key, None) if failure.key else None
+                    exchange, done = there.exchanges.pop(failure.key, None) if failure.key else None, True
                     if exchange is not None:
-                        self._outbox.write_off(exchange)
+                        there.outbox.write_off(exchange)
+                        if exchange.siblings is not None:
+                            done, error = self._part_over(exchange, exchange.siblings, error)
                 if exchange is not None:
-                    exchange.handle._complete(error)
+                    if done:
+                        exchange.handle._complete(error)
                     self._pump()
             case Scope.PROPOSAL:
                 if self._proposal is not None:
                     self._proposal[1]._complete(error)
             case Scope.CONNECTION:
-                self.lost(error)
+                self.lost(failure.exception())
+
+    def _part_over(
+        self, part: Exchange, siblings: Siblings, error: GradServerError | None
+    ) -> tuple[bool, GradServerError | None]:
+        """One shard's part of an exchange has ended. Whether all of it has, and with which error.
+
+        What has failed at one shard is sent to the others no more. Credit there is free when they have answered, or
+        have found out that somebody else has given it up too. Whoever waits is told at once, unless something may
+        still be written to his memory.
+        """
+        siblings.left -= 1
+        if isinstance(error, AbandonedError):
+            siblings.verdict = error
+        elif error is not None and siblings.error is None:
+            siblings.error = error
+            for shard in self._shards:
+                other = shard.exchanges.get(part.key)
+                if other is not None and shard.outbox.drop(other):
+                    del shard.exchanges[part.key]
+                    siblings.left -= 1
+        waits = any(
+            other.place is not None for shard in self._shards if (other := shard.exchanges.get(part.key)) is not None
+        )
+        failed = siblings.error is not None and not waits
+        return siblings.left == 0 or failed, siblings.error or siblings.verdict
 
     def _take_agreed(self, first_round: int) -> None:
         with self._state:
@@ -401,19 +501,22 @@ class Session:
             self.round = first_round
             self._pushed.clear()
             self._feedback.clear()
+            self._table.set_plan(self.plan)
         handle._complete()
 
     def _fail_everything(self, error: GradServerError) -> None:
         with self._state:
-            handles = [exchange.handle for exchange in self._exchanges.values()]
+            handles = [exchange.handle for shard in self._shards for exchange in shard.exchanges.values()]
+            handles += self._attending.values()
             handles += self._inquiries.values()
             handles += [self._joining] if self._joining is not None else []
             handles += [self._proposal[1]] if self._proposal is not None else []
-            handles += [self._leaving] if self._leaving is not None else []
-            self._exchanges.clear()
+            handles += self._leaving.values()
+            for shard in self._shards:
+                shard.exchanges.clear()
+                shard.outbox.clear()
             self._inquiries.clear()
             self._joining = None
-            self._outbox.clear()
         for handle in handles:
             handle._complete(error)
 
@@ -444,14 +547,45 @@ class Session:
         """Names of those who are missing from an exchange, as the coordinator sees it."""
         handle = Handle(VERDICT_SECONDS, self._channel)
         with self._state:
-            if self._closed is not None or key not in self._exchanges:
+            concerned = next((shard.number for shard in self._shards if key in shard.exchanges), None)
+            if self._closed is not None or concerned is None:
                 return ()
             self._inquiries[key] = handle
         try:
-            self._channel.send(Inquire(key))
+            self._channel.send(Inquire(key), (), concerned)
             return tuple(handle.wait(VERDICT_SECONDS))
         except (GradServerError, ConnectionError):
             return ()
+
+
+class _Shard:
+    """What is under way with one data shard. Number 0 is the coordinator itself."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.exchanges: dict[ExchangeKey, Exchange] = {}
+        self.outbox = Outbox()
+
+    def add(self, exchange: Exchange) -> None:
+        """``exchange`` has begun."""
+        self.exchanges[exchange.key] = exchange
+        self.outbox.add(exchange)
+
+
+class ShardReceiver:
+    """Hands what one data shard says to the session."""
+
+    def __init__(self, session: Session, shard: int) -> None:
+        self._session = session
+        self._shard = shard
+
+    def receive(self, message: Message, payloads: Sequence[Buffer]) -> None:
+        """Take one message."""
+        self._session.receive_from(self._shard, message, payloads)
+
+    def lost(self, error: GradServerError) -> None:
+        """The connection to this shard broke, and nothing goes without it."""
+        self._session.lost(error)
 
 
 def _not_agreed(seconds: float) -> DeadlineError:

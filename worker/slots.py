@@ -32,21 +32,34 @@ class Slots:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._free: list[Slot] | None = None
+        self._apart: set[int] = set()
+        """Shards that memory is not shared with."""
 
-    def take(self) -> Slot | None:
-        """A slot to be given back; None if all are taken, or nothing is shared."""
+    def take(self, shard: int = 0) -> Slot | None:
+        """A slot to be given back; None if all are taken, or nothing is shared with that shard."""
+        if shard in self._apart:
+            return None
         if self._free is None:
-            self._free = list(self._divide())
-        return self._free.pop() if self._free else None
+            slots = self._divide(shard)
+            if not slots:
+                self._apart.add(shard)
+                return None
+            self._free = slots
+        if not self._free:
+            return None
+        if shard and self._channel.place_of(self._free[-1].memory, shard) is None:
+            self._apart.add(shard)
+            return None
+        return self._free.pop()
 
     def give_back(self, slot: Slot) -> None:
         """``slot`` may be taken again; the one given back last comes first, as it is in the cache."""
         assert self._free is not None
         self._free.append(slot)
 
-    def _divide(self) -> list[Slot]:
+    def _divide(self, shard: int) -> list[Slot]:
         memory = self._channel.empty(SLOTS * SLOT_BYTES)
-        place = None if memory is None else self._channel.place_of(memory)
+        place = None if memory is None else self._channel.place_of(memory, shard)
         if memory is None or place is None:
             return []
         offsets = range(0, SLOTS * SLOT_BYTES, SLOT_BYTES)

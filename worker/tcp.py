@@ -1,12 +1,14 @@
-"""A worker's end of the tcp channel: one ZeroMQ DEALER socket, shared by the threads that need it.
+"""A worker's end of the tcp channel: a ZeroMQ DEALER socket for each data shard, shared by the threads that need it.
 
 A small tensor should be two hops of the network and none between threads. So whoever sends does it in
 his own thread, and whoever waits for a result reads it himself: he becomes the *reader*, if nobody is.
 A thread of our own reads only while results are due that nobody waits for (see `TcpChannel.watch`).
 
-The socket is not safe to share, so every call on it is made under a lock. Its file descriptor is
+Sockets are not safe to share, so every call on one is made under a lock. Their file descriptors are
 edge-triggered, and any call can swallow the edge: therefore a reader first takes what there is and then
 waits, and a sender looks whether something came in under his hands, and if so wakes the reader.
+
+One reader reads all sockets. When one connection is lost, everything is: nothing goes without any of the shards.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from protocol.errors import (
 )
 from protocol.limits import MAX_FRAME_BYTES
 from protocol.messages import MemoryAt, Message, Place, ShareMemory
-from protocol.url import numeric_url, parse_target
+from protocol.url import numeric_url, parse_target, parse_url
 from protocol.wire import Buffer, decode, encode
 from worker.memory import SharedMemory
 
@@ -66,6 +68,36 @@ _GONE: Final = (
 )
 
 
+class _Line:
+    """The connection to one data shard. Number 0 is the coordinator itself."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, address: str, number: int) -> None:
+        self.url = url
+        self.what = "data shard" if number else "coordinator"
+        self.number = number
+        self.receiver: Receiver | None = None
+        self.gone = False
+        """The monitor has said that the connection ended."""
+        self.shares = False
+        """Its process sees the memory that this worker shares."""
+        self.socket = context.socket(zmq.DEALER)
+        _configure(self.socket, ipv6="[" in address)
+        self.monitor = self.socket.get_monitor_socket(_GONE)
+        self.monitor.get(_EVENTS)  # its descriptor signals nothing before this, and later this could swallow a signal
+        self.monitor_fd = int(self.monitor.get(zmq.FD))
+        self.socket.connect(address)
+
+    def lost_text(self, why: str) -> str:
+        return f"lost the {self.what} at {self.url}: {why}"
+
+    def close(self) -> None:
+        """Send what is queued, if it still can be, for a second at most."""
+        gone = self.gone or bool(int(self.monitor.get(_EVENTS)) & _POLLIN)  # then nothing can leave any more
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0 if gone else _LINGER_MS)
+
+
 class TcpChannel:
     """Connects to a coordinator.
 
@@ -79,30 +111,23 @@ class TcpChannel:
     """
 
     def __init__(self, url: str, timeout: float) -> None:
-        self._url = url
         address, self.on_this_host = _wait_for_listener(url, timeout)
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._configure(ipv6="[" in address)
-        self._monitor = self._socket.get_monitor_socket(_GONE)
-        self._monitor.get(_EVENTS)  # its descriptor signals nothing before this, and later this could swallow a signal
-        self._socket.connect(address)
+        self._lines = [_Line(self._context, url, address, 0)]
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._closing = False
         """Nothing is sent or received any more."""
         self._closed = False
-        self._gone = False
-        """The monitor has said that the connection ended."""
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._poller = select.poll()
         self._wake_fd = self._wake_out.fileno()
-        self._monitor_fd = int(self._monitor.get(zmq.FD))
-        for descriptor in (int(self._socket.get(zmq.FD)), self._monitor_fd, self._wake_fd):
-            self._poller.register(descriptor, select.POLLIN)
-        self._receiver: Receiver | None = None
+        self._poller.register(self._wake_fd, select.POLLIN)
+        self._monitors: dict[int, _Line] = {}
+        """Lines by their monitors' descriptors."""
+        self._listen(self._lines[0])
         self._enough: Callable[[], bool] = lambda: True
         self._bystanders = 0
         """Threads that wait while another one reads."""
@@ -115,8 +140,30 @@ class TcpChannel:
 
     def attach(self, receiver: Receiver) -> None:
         """What comes in goes to ``receiver``, in the thread of whoever reads."""
-        self._receiver = receiver
+        self._lines[0].receiver = receiver
         self._thread.start()
+
+    def add(self, url: str, receiver: Receiver, timeout: float) -> None:
+        """Connect to one more data shard; what comes from there goes to ``receiver``.
+
+        Raises:
+            CoordinatorUnreachableError: nobody listened there in time.
+        """
+        url = _beside(url, self._lines[0].url)
+        address, _ = _wait_for_listener(url, timeout, f"data shard of {self._lines[0].url}")
+        with self._lock:
+            if self._closing:
+                raise ClosedError("this worker is closed")
+            line = _Line(self._context, url, address, len(self._lines))
+            line.receiver = receiver
+            self._lines.append(line)
+            self._listen(line)
+        self._wake()
+
+    def _listen(self, line: _Line) -> None:
+        self._monitors[line.monitor_fd] = line
+        for descriptor in (int(line.socket.get(zmq.FD)), line.monitor_fd):
+            self._poller.register(descriptor, select.POLLIN)
 
     # ── memory that the coordinator sees too ──────────────────────────────────────────────────────────
 
@@ -134,6 +181,7 @@ class TcpChannel:
             raise BackendUnavailableError("the coordinator does not say whether it shares memory")
         level = logging.INFO if self.on_this_host else logging.DEBUG
         self._memory = SharedMemory(self._memory_at.address, self._memory_at.token, timeout, level)
+        self._lines[0].shares = True
 
     @property
     def kind(self) -> str:
@@ -144,9 +192,9 @@ class TcpChannel:
         """Memory that the coordinator sees too; None if there is none."""
         return None if self._memory is None else self._memory.empty(nbytes)
 
-    def place_of(self, data: npt.NDArray[np.uint8]) -> Place | None:
-        """Where ``data`` lies in memory that the coordinator sees too; None if it does not."""
-        return None if self._memory is None else self._memory.place_of(data)
+    def place_of(self, data: npt.NDArray[np.uint8], shard: int = 0) -> Place | None:
+        """Where ``data`` lies in memory that ``shard`` sees too; None if it does not."""
+        return self._memory.place_of(data) if self._memory is not None and self._lines[shard].shares else None
 
     def _heard_of_memory(self, answer: MemoryAt | None) -> None:
         asking, self._asking = self._asking, None
@@ -156,22 +204,23 @@ class TcpChannel:
 
     # ── sending ───────────────────────────────────────────────────────────────────────────────────────
 
-    def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+    def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0) -> None:
         """Queue a message; libzmq's own thread sends it. Payloads of some size are not copied."""
         header = encode(message)
+        line = self._lines[shard]
         with self._lock:
             if self._closing:
                 raise ClosedError("this worker is closed")
             try:
                 if payloads:
                     payload = payloads[0]
-                    self._socket.send(header, _NOBLOCK_MORE)
-                    self._socket.send(payload, _NOBLOCK, copy=len(payload) < _ZERO_COPY_BYTES)
+                    line.socket.send(header, _NOBLOCK_MORE)
+                    line.socket.send(payload, _NOBLOCK, copy=len(payload) < _ZERO_COPY_BYTES)
                 else:
-                    self._socket.send(header, _NOBLOCK)
+                    line.socket.send(header, _NOBLOCK)
             except zmq.Again:  # libzmq has given the connection up
-                raise ConnectionLostError(self._lost_text("the connection is gone")) from None
-            missed = self._reading.locked() and int(self._socket.get(_EVENTS)) & _POLLIN
+                raise ConnectionLostError(line.lost_text("the connection is gone")) from None
+            missed = self._reading.locked() and int(line.socket.get(_EVENTS)) & _POLLIN
         if missed:
             self._wake()
 
@@ -228,56 +277,60 @@ class TcpChannel:
             for descriptor, _ in self._poller.poll(None if timeout is None else math.ceil(timeout * 1000)):
                 if descriptor == self._wake_fd:
                     self._wake_out.recv(4096)
-                elif descriptor == self._monitor_fd:
-                    self._check_connection()
+                elif descriptor in self._monitors:
+                    self._check_connection(self._monitors[descriptor])
                 else:
                     self._take()
         except GradServerError as error:
             self._closing = True
-            if self._receiver is not None:
-                self._receiver.lost(error)
+            if self._lines[0].receiver is not None:
+                self._lines[0].receiver.lost(error)
             self._heard_of_memory(None)
 
     def _take(self) -> bool:
-        """Hand one message to the receiver; whether there was one."""
-        frames = self._receive()
-        if frames is None:
-            return False
-        try:
-            message, payloads = decode(frames)
-        except ProtocolError as error:
-            raise type(error)(f"{self._url} answers, but not as a gradserver coordinator: {error}") from error
-        assert self._receiver is not None
-        if type(message) is MemoryAt:
-            self._heard_of_memory(message)
-        else:
-            self._receiver.receive(message, payloads)
-        return True
+        """Hand one message of each line to its receiver; whether there was any."""
+        took = False
+        for line in self._lines:
+            frames = self._receive(line)
+            if frames is None:
+                continue
+            took = True
+            try:
+                message, payloads = decode(frames)
+            except ProtocolError as error:
+                raise type(error)(f"{line.url} answers, but not as a gradserver {line.what}: {error}") from error
+            assert line.receiver is not None
+            if type(message) is MemoryAt:
+                self._heard_of_memory(message)
+            else:
+                line.receiver.receive(message, payloads)
+        return took
 
-    def _receive(self) -> list[Buffer] | None:
+    def _receive(self, line: _Line) -> list[Buffer] | None:
+        receive = line.socket.recv
         with self._lock:
-            if self._closing or not int(self._socket.get(_EVENTS)) & _POLLIN:
+            if self._closing or not int(line.socket.get(_EVENTS)) & _POLLIN:
                 return None
             frames: list[Buffer] = []
             more = True
             while more:
-                frame = self._socket.recv(_NOBLOCK, copy=False)
+                frame = receive(_NOBLOCK, copy=False)
                 frames.append(frame.buffer)
                 more = frame.more
             return frames
 
-    def _check_connection(self) -> None:
+    def _check_connection(self, line: _Line) -> None:
         """Raise ConnectionLostError if the monitor says so, after taking in what arrived before the end."""
         with self._lock:
-            if self._closing or not int(self._monitor.get(_EVENTS)) & _POLLIN:
+            if self._closing or not int(line.monitor.get(_EVENTS)) & _POLLIN:
                 return
-            event = recv_monitor_message(self._monitor, _NOBLOCK)["event"]
-            self._gone = True
+            event = recv_monitor_message(line.monitor, _NOBLOCK)["event"]
+            line.gone = True
         while self._take():
             pass
         if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-            raise ConnectionLostError(self._lost_text("the coordinator died, or the network between us did"))
-        raise CoordinatorUnreachableError(f"whatever listens at {self._url} is no gradserver coordinator")
+            raise ConnectionLostError(line.lost_text(f"the {line.what} died, or the network between us did"))
+        raise CoordinatorUnreachableError(f"whatever listens at {line.url} is no gradserver {line.what}")
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -294,10 +347,8 @@ class TcpChannel:
         if self._thread.is_alive() and current is not self._thread:
             self._thread.join()
         with self._reading, self._lock:  # whoever still reads has been woken, and leaves
-            gone = self._gone or bool(int(self._monitor.get(_EVENTS)) & _POLLIN)  # then nothing can leave any more
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close(linger=0 if gone else _LINGER_MS)
+            for line in self._lines:
+                line.close()
             self._wake_in.close()
             self._wake_out.close()
         self._context.term()
@@ -310,23 +361,29 @@ class TcpChannel:
         with contextlib.suppress(OSError):  # full: it is awake already; closed: it has ended
             self._wake_in.send(b"\0")
 
-    def _lost_text(self, why: str) -> str:
-        return f"lost the coordinator at {self._url}: {why}"
 
-    def _configure(self, ipv6: bool) -> None:
-        option = self._socket.setsockopt
-        # A new connection would be a stranger to the coordinator, so there is to be none; but told never to
-        # reconnect (-1), libzmq throws away what has arrived and was not read yet, the reason for the end included.
-        option(zmq.RECONNECT_IVL, _NEVER_MS)
-        option(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        option(zmq.SNDHWM, 0)  # credits bound what is queued
-        option(zmq.RCVHWM, 0)
-        option(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
-        option(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-        option(zmq.IPV6, int(ipv6))
+def _configure(dealer: zmq.Socket[bytes], ipv6: bool) -> None:
+    option = dealer.setsockopt
+    # A new connection would be a stranger to the coordinator, so there is to be none; but told never to
+    # reconnect (-1), libzmq throws away what has arrived and was not read yet, the reason for the end included.
+    option(zmq.RECONNECT_IVL, _NEVER_MS)
+    option(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    option(zmq.SNDHWM, 0)  # credits bound what is queued
+    option(zmq.RCVHWM, 0)
+    option(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
+    option(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    option(zmq.IPV6, int(ipv6))
 
 
-def _wait_for_listener(url: str, timeout: float) -> tuple[str, bool]:
+def _beside(url: str, primary: str) -> str:
+    """``url`` of a data shard, which may say that it listens everywhere on the coordinator's own host."""
+    host, port = parse_url(url)
+    if host.strip("[]") in ("*", "0.0.0.0", "::"):
+        host = parse_url(primary)[0]
+    return f"tcp://{host}:{port}"
+
+
+def _wait_for_listener(url: str, timeout: float, what: str = "coordinator") -> tuple[str, bool]:
     """Try a plain connection until somebody accepts: libzmq would keep its own attempts to itself.
 
     Returns the URL with the address that was reached (a name may mean several, of which libzmq would try one),
@@ -345,10 +402,10 @@ def _wait_for_listener(url: str, timeout: float) -> tuple[str, bool]:
             why = error.strerror or str(error)
         if time.monotonic() + _RETRY_SECONDS >= started + timeout:
             raise CoordinatorUnreachableError(
-                f"no coordinator answered at {url} within {timeout:g} s ({why.lower()}). "
+                f"no {what} answered at {url} within {timeout:g} s ({why.lower()}). "
                 f"Is `gradserver serve` running there, and is the port right?"
             )
         if not said and time.monotonic() - started > _SAY_SO_AFTER:
             said = True
-            log.warning("no coordinator at %s yet (%s); trying for %g s in all", url, why.lower(), timeout)
+            log.warning("no %s at %s yet (%s); trying for %g s in all", what, url, why.lower(), timeout)
         time.sleep(_RETRY_SECONDS)
