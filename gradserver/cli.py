@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import gradserver
-from protocol.errors import GradServerError
+from protocol.errors import GradServerError, InvalidArgumentError
+from protocol.limits import MAX_RATE, MAX_SHARDS
 
 N = TypeVar("N", int, float)
 
@@ -55,7 +56,6 @@ def _parser() -> argparse.ArgumentParser:
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bind",
-        default=DEFAULT_BIND,
         metavar="URL",
         help=f"tcp://HOST:PORT to listen on (default {DEFAULT_BIND}: this machine only; "
         "tcp://0.0.0.0:7411 is reachable from others; port 0 picks a free one)",
@@ -65,6 +65,26 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--group", default="default", metavar="NAME", help="the group that --workers speaks of (default: default)"
+    )
+    parser.add_argument(
+        "--shards",
+        type=_shards,
+        default=1,
+        metavar="S",
+        help="processes of this machine that hold slices (default 1: the coordinator alone)",
+    )
+    parser.add_argument(
+        "--join",
+        metavar="URL",
+        help="be a data shard of the coordinator at URL, and hold some of its slices here "
+        "(then --bind is by default a free port of the address from which that one is reached)",
+    )
+    parser.add_argument(
+        "--rate",
+        type=_gigabits,
+        metavar="GBIT",
+        help="this machine's link in Gbit/s: shards get slices by their rates (default: all alike; "
+        "0 at a coordinator: none but small ones)",
     )
     parser.add_argument(
         "--credit", type=_mebibytes, metavar="MIB", help="MiB that one worker may have in flight (default 16)"
@@ -84,13 +104,29 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Run a coordinator until SIGTERM or SIGINT. Prints `listening on tcp://HOST:PORT` when it is ready."""
-    from gradserver.daemon import serve
+    from gradserver.daemon import serve, serve_shard
 
     logging.basicConfig(
         level=logging.WARNING if arguments.quiet else logging.INFO, format="%(asctime)s %(levelname).1s %(message)s"
     )
+    if arguments.join is not None:
+        for option in ("workers", "credit"):
+            if getattr(arguments, option) is not None:
+                raise InvalidArgumentError(f"--{option} is the coordinator's to say, not a data shard's (--join)")
+        if arguments.shards != 1:
+            raise InvalidArgumentError("--shards is for a coordinator: run --join once for each further data shard")
+        if arguments.rate == 0:
+            raise InvalidArgumentError("a data shard of rate 0 would hold nothing")
+        return serve_shard(arguments.join, arguments.bind, arguments.rate)
     worlds = {arguments.group: arguments.workers} if arguments.workers else {}
-    return serve(arguments.bind, worlds, arguments.credit)
+    return serve(
+        arguments.bind or DEFAULT_BIND,
+        worlds,
+        arguments.credit,
+        shards=arguments.shards,
+        rate=arguments.rate,
+        quiet=arguments.quiet,
+    )
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -106,6 +142,14 @@ def _count(text: str) -> int:
 
 def _mebibytes(text: str) -> int:
     return _number(text, int, 2, 1 << 20, "a number of MiB") << 20
+
+
+def _shards(text: str) -> int:
+    return _number(text, int, 1, MAX_SHARDS, "a number of data shards")
+
+
+def _gigabits(text: str) -> float:
+    return _number(text, float, 0, MAX_RATE, "a rate in Gbit/s")
 
 
 def _seconds(text: str) -> float:

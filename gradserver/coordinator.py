@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
-from gradserver.engine import Engine
 from gradserver.engine.events import (
     Close,
     Command,
@@ -33,6 +33,19 @@ from protocol.wire import Buffer
 log = logging.getLogger("gradserver")
 
 
+class Mind(Protocol):
+    """What decides: `gradserver.engine.Engine`, or that of a data shard."""
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """What to do about ``event``."""
+
+    def next_deadline(self) -> float | None:
+        """When a `Tick` is due at the latest."""
+
+    def snapshot(self, now: float) -> dict[str, object]:
+        """What it sees, as plain JSON values."""
+
+
 class Coordinator:
     """Feeds events to the engine and carries out what it commands.
 
@@ -46,7 +59,7 @@ class Coordinator:
     """
 
     def __init__(
-        self, engine: Engine, on_deadline: Callable[[float], None] | None = None, reducer: Reducer | None = None
+        self, engine: Mind, on_deadline: Callable[[float], None] | None = None, reducer: Reducer | None = None
     ) -> None:
         self._engine = engine
         self._reducer = reducer or Reducer()

@@ -1,34 +1,131 @@
-"""The daemon: a coordinator behind a TCP server, in the foreground, until a signal stops it."""
+"""The daemon: a coordinator or a data shard behind a TCP server, in the foreground, until a signal stops it."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import resource
+import secrets
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
+from gradserver.children import Children
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
+from gradserver.engine.shard import ShardEngine
+from gradserver.shard import Link, advertised
 from gradserver.tcp import TcpServer
-from protocol.limits import CREDIT_BYTES
+from protocol.limits import CREDIT_BYTES, MIB
+from protocol.messages import Enlist
+from protocol.url import numeric_url
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 log = logging.getLogger("gradserver")
 
 
-def serve(bind: str, worlds: dict[str, int], credit: int | None = None, share_memory: bool = True) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status.
+_JOINING_SECONDS = 10.0
+"""How long a data shard looks for its coordinator, and then for an answer."""
+
+
+def serve(
+    bind: str,
+    worlds: dict[str, int],
+    credit: int | None = None,
+    share_memory: bool = True,
+    shards: int = 1,
+    rate: float | None = None,
+    quiet: bool = False,
+) -> int:
+    """Serve as a coordinator until SIGTERM or SIGINT; returns the exit status.
 
     Args:
         bind: ``tcp://HOST:PORT``; port 0 picks a free one.
         worlds: world size by group, for groups whose size is fixed here.
-        credit: bytes that one worker may have in flight; None for the default.
+        credit: bytes that one worker may have in flight at each shard; None for the default.
         share_memory: whether workers of this host may share memory instead of sending gradients.
+        shards: processes of this host that hold slices; the coordinator itself is one of them.
+        rate: of this host's link in Gbit/s; None if it is as fast as that of other data shards.
+        quiet: whether further processes log warnings only.
     """
     _raise_limits()
-    coordinator = Coordinator(Engine(worlds, CREDIT_BYTES if credit is None else credit))
+    _keep_memory()
+    own, options = _share_rate(rate, shards)
+    entropy = partial(secrets.token_hex, 16)
+    engine = Engine(worlds, CREDIT_BYTES if credit is None else credit, entropy, own)
+    coordinator = Coordinator(engine)
     server = TcpServer(coordinator, bind, share_memory)
+    with _serving(server, coordinator):
+        children = Children()
+        before = signal.signal(signal.SIGCHLD, lambda *_: server.look())
+
+        def all_there() -> bool:
+            children.check()
+            return len(engine.control.roster.shards) >= shards - 1
+
+        try:
+            children.start(server.url, shards - 1, options + ["--quiet"] * quiet)
+            server.run(all_there)
+            if all_there():
+                print(f"listening on {server.url}", flush=True)
+                server.run()
+            log.info("stopped")
+        finally:
+            server.close()
+            signal.signal(signal.SIGCHLD, before)
+            children.end()
+    return 0
+
+
+def serve_shard(primary: str, bind: str | None, rate: float | None = None, share_memory: bool = True) -> int:
+    """Serve as a data shard of the coordinator at ``primary`` until a signal, or until that one is gone.
+
+    Args:
+        primary: the coordinator's URL.
+        bind: ``tcp://HOST:PORT``; None for a free port of the address from which the coordinator is reached.
+        rate: of this host's link in Gbit/s; None if it is as fast as that of the others.
+        share_memory: whether workers of this host may share memory instead of sending gradients.
+
+    Raises:
+        CoordinatorError: the coordinator is gone, or was not there.
+    """
+    _raise_limits()
+    link = Link(primary, _JOINING_SECONDS)
+    engine = ShardEngine(primary)
+    coordinator = Coordinator(engine)
+    try:
+        server = TcpServer(coordinator, bind or numeric_url(link.local, 0), share_memory)
+    except BaseException:
+        link.end()
+        raise
+    with _serving(server, coordinator):
+        try:
+            engine.url = advertised(server.url, link)
+            engine.link = coordinator.connect(link)
+            enlisted = link.enlist(Enlist(engine.url, rate), _JOINING_SECONDS)
+            coordinator.receive(engine.link, enlisted)
+            link.serve(coordinator, engine.link)
+            server.tend(link)
+            print(f"listening on {server.url} (data shard {enlisted.number} of {primary})", flush=True)
+            server.run()
+            if link.failure is not None and not isinstance(link.failure, CoordinatorStoppedError):
+                raise link.failure
+            log.info("stopped" if link.failure is None else f"stopped: {link.failure.message}")
+        finally:
+            server.close()
+            link.end()
+    return 0
+
+
+@contextmanager
+def _serving(server: TcpServer, coordinator: Coordinator) -> Iterator[None]:
+    """What a serving process is like: it stops on signals, and leaves nothing behind."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         server.request_stop(f"it received {signal.Signals(number).name}")
@@ -38,15 +135,33 @@ def serve(bind: str, worlds: dict[str, int], credit: int | None = None, share_me
         gc.collect()
         gc.freeze()  # what start-up made stays: collections need not look at it again,
         gc.set_threshold(50_000, 20, 20)  # nor run every few rounds, for an engine that makes no cycles
-        print(f"listening on {server.url}", flush=True)
-        server.run()
-        log.info("stopped")
+        yield
     finally:
-        server.close()
         coordinator.close()
         for number, handler in before.items():
             signal.signal(number, handler)
-    return 0
+
+
+def _share_rate(rate: float | None, shards: int) -> tuple[float | None, list[str]]:
+    """What of a host's rate is the coordinator's own, and options that say what is left for each other process.
+
+    They share the link. With 0 the coordinator holds no slices, and the others count as any other shard.
+    """
+    if not rate:
+        return rate, []
+    return rate / shards, ["--rate", repr(rate / shards)]
+
+
+def _keep_memory() -> None:
+    """Have malloc keep what it was given back: every slice is about as large as the one before.
+
+    The C library would return a slice's memory to the system when it is freed, and each new slice would be paid for
+    in page faults: an eighth of the time of large exchanges over TCP. Credits bound what is kept.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, 32 * MIB)
+        mallopt(_M_TRIM_THRESHOLD, 512 * MIB)
 
 
 def _raise_limits() -> None:

@@ -18,7 +18,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import zmq
 
@@ -33,6 +33,8 @@ from protocol.errors import (
 )
 from protocol.limits import MAX_FRAME_BYTES
 from protocol.messages import (
+    Attend,
+    Enlist,
     Failure,
     Join,
     Leave,
@@ -71,6 +73,19 @@ _ZERO_COPY_BYTES: Final = 32 * 1024
 """Below this a copy costs less than handing memory over and getting it back."""
 
 
+class Link(Protocol):
+    """A connection of another kind that the loop sees to: a data shard's to its coordinator."""
+
+    failure: GradServerError | None
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """What to wait at, once there is nothing left to take."""
+
+    def take_some(self) -> bool:
+        """Take what has come in; whether there was nothing. Sets ``failure`` when the link breaks."""
+
+
 class TcpServer:
     """Binds a ROUTER socket and runs the loop.
 
@@ -105,6 +120,7 @@ class TcpServer:
         self._encoded: tuple[Message | None, bytes] = (None, b"")
         self._poller = select.poll()
         self._memory = MemoryServer(self._poller) if share_memory else None
+        self._link: Link | None = None
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -125,8 +141,18 @@ class TcpServer:
         with contextlib.suppress(OSError):  # full: it is awake already; closed: it has ended
             self._wake_in.send(b"\0")
 
-    def run(self) -> None:
-        """Serve until `request_stop`.
+    def look(self) -> None:
+        """Make `run` look whether its condition holds. Safe to call from signal handlers and threads."""
+        self._call_soon(lambda: None)
+
+    def tend(self, link: Link) -> None:
+        """Have the loop see to ``link``, too, and stop when that breaks."""
+        self._link = link
+        for descriptor in link.descriptors:
+            self._poller.register(descriptor, select.POLLIN)
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Serve until `request_stop`, or ``until()``.
 
         libzmq's descriptors are edge-triggered, and any call on the router can swallow its edge: so what
         there is must be taken before waiting. (`zmq.Poller` does the same with six times the system calls.)
@@ -138,6 +164,13 @@ class TcpServer:
         self._notice_disconnects()  # also because its descriptor signals nothing before it was looked at once
         while self._stopping is None:
             caught_up = self._take_some()
+            if self._link is not None:
+                caught_up = self._link.take_some() and caught_up
+                if self._link.failure is not None:
+                    self._stopping = self._link.failure.message
+                    break
+            if until():
+                return
             due = self._next_timer()
             if due is not None and due <= time.monotonic():
                 self._run_timers()
@@ -217,7 +250,7 @@ class TcpServer:
             self._route(identity, Status(), [status])
         elif peer is not None:
             self._take_from(peer, message, payloads)
-        elif isinstance(message, Join):
+        elif isinstance(message, Join | Enlist | Attend):
             peer = self._peers[identity] = _Peer(self, identity)
             peer.connection = self._coordinator.connect(peer)
             self._coordinator.receive(peer.connection, message, payloads)

@@ -55,7 +55,7 @@ class ShardedHarness(Harness):
     def __post_init__(self) -> None:
         numbers = count()
         self.engine = Engine(self.worlds, self.credit, lambda: f"token {next(numbers)}", self.rates[0])
-        self.shards = [ShardEngine(url_of(shard), PRIMARY, LINK) if shard else None for shard in range(len(self.rates))]
+        self.shards = [ShardEngine(PRIMARY, url_of(shard), LINK) if shard else None for shard in range(len(self.rates))]
         self.welcomes: dict[int, Welcome] = {}
         slow, self.slow = self.slow, False
         for shard, rate in list(enumerate(self.rates))[1:]:

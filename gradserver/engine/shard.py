@@ -77,20 +77,20 @@ class ShardEngine:
     """As `gradserver.engine.Engine`, for a process that has the data half only.
 
     Args:
-        url: where workers reach this shard.
         primary: the coordinator's URL.
-        link: the connection to it.
 
     Attributes:
+        url: where workers reach this shard.
+        link: the connection to the coordinator.
         number: what the coordinator calls this shard; 0 until it has enlisted it.
     """
 
-    def __init__(self, url: str, primary: str, link: int) -> None:
+    def __init__(self, primary: str, url: str = "", link: int = -1) -> None:
         self.data = Data()
+        self.url = url
+        self.link = link
         self.number = 0
-        self._url = url
         self._primary = primary
-        self._link = link
         self._seats: dict[int, tuple[str, int]] = {}
         """Group and rank of workers that are here, by connection."""
         self._attending: dict[int, tuple[Attend, float]] = {}
@@ -109,7 +109,7 @@ class ShardEngine:
                 reports = self.data.reduced(event, now, commands)
             case Received(connection, message, payloads):
                 try:
-                    if connection == self._link:
+                    if connection == self.link:
                         reports = self._obey(message, payloads, commands)
                     else:
                         reports = self._receive(connection, message, now, commands)
@@ -118,7 +118,7 @@ class ShardEngine:
             case Garbled(connection, what):
                 reports = [Violation(connection, what)]
             case Disconnected(connection, reason):
-                broke = ConnectionLostError(f"its connection to the data shard at {self._url} broke: {reason}")
+                broke = ConnectionLostError(f"its connection to the data shard at {self.url} broke: {reason}")
                 reports = self._absent(connection, broke)
             case Tick():
                 reports = self.data.tick(now, commands)
@@ -135,7 +135,7 @@ class ShardEngine:
                 self._report(absent, commands)
             return
         epoch = self.data.groups[report.group].order.epoch
-        commands.append(Send(self._link, Reported(), (encode_report(epoch, report),)))
+        commands.append(Send(self.link, Reported(), (encode_report(epoch, report),)))
 
     # ── the coordinator ───────────────────────────────────────────────────────────────────────────────
 
@@ -239,7 +239,7 @@ class ShardEngine:
         return self._absent(connection, error)
 
     def _stop(self, reason: str, commands: list[Command]) -> None:
-        error = CoordinatorStoppedError(f"the data shard at {self._url} was stopped ({reason})")
+        error = CoordinatorStoppedError(f"the data shard at {self.url} was stopped ({reason})")
         for connection in (*self._seats, *self._attending):
             commands.append(Send(connection, Failure.of(error, Scope.CONNECTION)))
 
@@ -256,7 +256,7 @@ class ShardEngine:
         for connection, (attend, until) in list(self._attending.items()):
             if until <= now:
                 error = UnexpectedMessageError(
-                    f"the coordinator at {self._primary} has not told the data shard at {self._url} of membership "
+                    f"the coordinator at {self._primary} has not told the data shard at {self.url} of membership "
                     f"{attend.epoch} of group {attend.group[:128]!r}"
                 )
                 self._refuse(connection, error, commands)

@@ -1,0 +1,214 @@
+"""A data shard: a process that holds slices for a coordinator elsewhere, and reduces and answers them.
+
+It is the coordinator's own server and loop around another mind (`gradserver.engine.shard`), and has one connection
+more: the link to the coordinator, through which orders come and reports go. Without that it is of no use to
+anybody, so it ends when the link breaks, and tells its workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import zmq
+
+from gradserver.coordinator import Coordinator
+from gradserver.tcp import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
+from protocol.errors import (
+    CoordinatorError,
+    CoordinatorStoppedError,
+    CoordinatorUnreachableError,
+    GradServerError,
+    ProtocolError,
+    UnexpectedMessageError,
+)
+from protocol.limits import MAX_ORDER_BYTES
+from protocol.messages import Enlist, Enlisted, Failure, Message, Ping
+from protocol.url import numeric_url, parse_target, parse_url
+from protocol.wire import Buffer, decode, encode
+
+log = logging.getLogger("gradserver")
+
+_RETRY_SECONDS: Final = 0.1
+_NEVER_MS: Final = 24 * 3600 * 1000
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+_BATCH: Final = 64
+_GONE: Final = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_CLOSED
+)
+_EVERYWHERE: Final = ("*", "0.0.0.0", "[::]", "::")
+
+
+class Link:
+    """A data shard's end of the connection to its coordinator.
+
+    Args:
+        primary: the coordinator's URL.
+        timeout: seconds to keep trying while nobody listens there.
+
+    Raises:
+        CoordinatorUnreachableError: nobody listened there in time.
+    """
+
+    def __init__(self, primary: str, timeout: float) -> None:
+        self.primary = primary
+        self.failure: GradServerError | None = None
+        """Why there is no link any more."""
+        address, self.local, self.on_this_host = _reach(primary, timeout)
+        self._coordinator: Coordinator | None = None
+        self._connection = -1
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _configure(self._socket, "[" in address)
+        self._monitor = self._socket.get_monitor_socket(_GONE)
+        self._monitor.get(_EVENTS)  # its descriptor signals nothing before this
+        self._socket.connect(address)
+
+    def enlist(self, offer: Enlist, timeout: float) -> Enlisted:
+        """Offer this process as a data shard, and wait for the answer."""
+        self.send(offer)
+        until = time.monotonic() + timeout
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while (left := until - time.monotonic()) > 0:
+            ready = dict(poller.poll(int(left * 1000) + 1))
+            if self._socket in ready:
+                match self._take_one()[0]:
+                    case Enlisted() as enlisted:
+                        return enlisted
+                    case Failure() as failure:
+                        raise failure.exception()
+                    case Ping():
+                        continue
+                    case other:
+                        what = f"a {type(other).__name__}"
+                        raise UnexpectedMessageError(f"{self.primary} answers with {what}, as no coordinator does")
+            if self._monitor in ready:
+                raise CoordinatorUnreachableError(f"whatever listens at {self.primary} is no gradserver coordinator")
+        raise CoordinatorUnreachableError(
+            f"whatever listens at {self.primary} has not answered as a gradserver coordinator within {timeout:g} s"
+        )
+
+    # ── as the loop sees it ───────────────────────────────────────────────────────────────────────────
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """What to wait at. They are edge-triggered: call `take_some` before each wait, until there is nothing."""
+        return int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
+
+    def serve(self, coordinator: Coordinator, connection: int) -> None:
+        """From now on what comes in is handed to ``coordinator``, as what came on ``connection``."""
+        self._coordinator, self._connection = coordinator, connection
+
+    def take_some(self) -> bool:
+        """Take what has come in, up to a number; whether there was nothing. Sets ``failure`` when the link breaks."""
+        assert self._coordinator is not None
+        for taken in range(_BATCH):
+            if self.failure is not None:
+                return True
+            if not int(self._socket.get(_EVENTS)) & _POLLIN:
+                self._check_connection()
+                return taken == 0
+            try:
+                message, payloads = self._take_one()
+            except ProtocolError as error:
+                self._break(error)
+                return True
+            if isinstance(message, Failure):
+                self._break(message.exception())
+            elif not isinstance(message, Ping):
+                self._coordinator.receive(self._connection, message, payloads)
+        return False
+
+    def _take_one(self) -> tuple[Message, Sequence[Buffer]]:
+        frames = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+        try:
+            return decode(frames)
+        except ProtocolError as error:
+            raise type(error)(f"{self.primary} answers, but not as a gradserver coordinator: {error}") from error
+
+    def _check_connection(self) -> None:
+        if int(self._monitor.get(_EVENTS)) & _POLLIN and not int(self._socket.get(_EVENTS)) & _POLLIN:
+            self._break(CoordinatorError("it died, or the network between us did"))
+
+    def _break(self, error: GradServerError) -> None:
+        if self.failure is not None:
+            return
+        if isinstance(error, CoordinatorStoppedError):
+            self.failure = error
+        else:
+            self.failure = CoordinatorError(f"lost the coordinator at {self.primary}: {error.message}")
+
+    # ── as the engine sees it ─────────────────────────────────────────────────────────────────────────
+
+    def attach(self, receiver: object) -> None:
+        """What comes in goes to the coordinator, always."""
+
+    def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        """Queue a message."""
+        try:
+            self._socket.send_multipart([encode(message), *payloads], zmq.NOBLOCK)
+        except zmq.Again:  # libzmq has given the connection up
+            self._break(CoordinatorError("the connection is gone"))
+
+    def close(self) -> None:
+        """Something came through it that breaks the protocol."""
+        self._break(CoordinatorError("what it says is no order"))
+
+    def end(self) -> None:
+        """Let go of the connection."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0 if self.failure else 1000)
+        self._context.term()
+
+
+def advertised(url: str, link: Link) -> str:
+    """Where workers find a server that listens at ``url``.
+
+    If it listens everywhere, that is where it reaches the coordinator from. Or, on the coordinator's own host, still
+    everywhere: whoever has found the coordinator's host has found this one, by an address that works for him.
+    """
+    host, port = parse_url(url)
+    return url if host not in _EVERYWHERE or link.on_this_host else numeric_url(link.local, port)
+
+
+def _reach(url: str, timeout: float) -> tuple[str, str, bool]:
+    """The URL with the address that was reached, the local address that it was reached from, and whether both are one.
+
+    Tries a plain connection until somebody accepts: libzmq would keep its own attempts to itself.
+    """
+    target = parse_target(url)
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            with socket.create_connection(target, timeout=max(until - time.monotonic(), 0.01)) as connection:
+                there, here = connection.getpeername(), connection.getsockname()[0]
+                return numeric_url(*there[:2]), here, there[0] == here
+        except OSError as error:
+            why = error.strerror or str(error)
+        if time.monotonic() + _RETRY_SECONDS >= until:
+            raise CoordinatorUnreachableError(
+                f"no coordinator answered at {url} within {timeout:g} s ({why.lower()}). "
+                f"Is `gradserver serve` running there, and is the port right?"
+            )
+        time.sleep(_RETRY_SECONDS)
+
+
+def _configure(dealer: zmq.Socket[bytes], ipv6: bool) -> None:
+    dealer.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_ORDER_BYTES)
+    dealer.setsockopt(zmq.SNDHWM, 0)
+    dealer.setsockopt(zmq.RCVHWM, 0)
+    dealer.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    dealer.setsockopt(zmq.IPV6, int(ipv6))
