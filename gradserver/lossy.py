@@ -7,12 +7,14 @@ Tang et al. 2019): so it comes late, and is not lost.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 
 from gradserver.engine.events import NonFinite, Reduce, Undecodable
 from gradserver.mean import Array, Outcome, is_finite, weigh
-from protocol.codecs import Feedback, Scratch, seed_of
+from protocol.codecs import Codec, Scratch, encode_with_feedback, seed_of
+from protocol.codecs.base import BLOCK
 from protocol.errors import ProtocolError
 from protocol.exchange import Stream
 
@@ -39,36 +41,62 @@ _memory = _Memory()
 
 def reduce_lossy(command: Reduce) -> Outcome:
     """The encoded mean of encoded contributions of float32, weighed as any other."""
-    key, codec, numel = command.key, command.operation.codec, command.numel
-    seed = seed_of(key.number, key.part, command.slice)
+    key, codec = command.key, command.operation.codec
     equal, divisor, weights = weigh([contribution.weight for contribution in command.contributions])
-    total, values = _memory.rows(numel)
-    total[:] = 0
-    with np.errstate(all="ignore"):  # what is not finite is looked for, and reported with its owner
-        for contribution, weight in zip(command.contributions, weights, strict=True):
-            if contribution.payload is None:
-                continue
-            payload = memoryview(contribution.payload)[: command.nbytes]
-            try:
-                codec.decode(payload, numel, values, seed, _memory.scratch)
-            except ProtocolError as error:
-                return Undecodable(contribution.rank, error)
-            if not equal:
-                np.multiply(values, np.float32(weight), out=values)
-            np.add(total, values, out=total)
-        np.divide(total, np.float32(divisor), out=total)
-    if not is_finite(total):
-        return _blame(command, seed)
+    given = [
+        (contribution.rank, None if equal else np.float32(weight), np.frombuffer(contribution.payload, np.uint8))
+        for contribution, weight in zip(command.contributions, weights, strict=True)
+        if contribution.payload is not None
+    ]
+    residual = None
     if key.stream == Stream.BUCKET:
-        feedback = command.state.get((key.part, command.slice))
-        if feedback is None:
-            feedback = command.state[key.part, command.slice] = Feedback(numel)
-        result = feedback.encode(codec, 0, numel, total, None, seed, _memory.scratch)
-    else:
-        result = codec.encode(total, None, seed, _memory.scratch)
+        residual = command.state.get((key.part, command.slice))
+        if residual is None:
+            residual = command.state[key.part, command.slice] = np.zeros(command.numel, np.float32)
+    seed = seed_of(key.number, key.part, command.slice)
+    result = np.empty(command.nbytes, np.uint8)
+    for start, stop in _blocks(codec, command.numel):
+        first, last = codec.nbytes(start), codec.nbytes(stop)
+        total = _sum([(rank, weight, data[first:last]) for rank, weight, data in given], codec, stop - start, seed)
+        if isinstance(total, Undecodable):
+            return total
+        with np.errstate(all="ignore"):
+            np.divide(total, np.float32(divisor), out=total)
+        if not is_finite(total):
+            return _blame(command, seed)
+        out = result[first:last]
+        if residual is None:
+            codec.encode(total, out, seed, _memory.scratch)
+        else:
+            encode_with_feedback(codec, total, residual[start:stop], out, seed, _memory.scratch)
     for target in command.targets:
-        memoryview(target)[: len(result)] = result
-    return result if command.keep else None
+        memoryview(target)[: result.size] = result.data
+    return result.data if command.keep else None
+
+
+def _blocks(codec: Codec, numel: int) -> Iterator[tuple[int, int]]:
+    """Dense codecs encode blocks apart from each other: one after the other they stay in cache."""
+    step = BLOCK if codec.parameter == 0 else numel
+    for start in range(0, numel, step):
+        yield start, min(start + step, numel)
+
+
+def _sum(given: list[tuple[int, np.float32 | None, Array]], codec: Codec, numel: int, seed: int) -> Array | Undecodable:
+    """The weighed sum of some elements of every contribution, in rank order."""
+    total, values = _memory.rows(numel)
+    row = total
+    with np.errstate(all="ignore"):  # what is not finite is looked for, and reported with its owner
+        for rank, weight, payload in given:
+            try:
+                codec.decode(payload.data, numel, row, seed, _memory.scratch)
+            except ProtocolError as error:
+                return Undecodable(rank, error)
+            if weight is not None:
+                np.multiply(row, weight, out=row)
+            if row is values:
+                np.add(total, values, out=total)
+            row = values
+    return total
 
 
 def _blame(command: Reduce, seed: int) -> NonFinite:

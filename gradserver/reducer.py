@@ -41,6 +41,8 @@ _BLOCK_BYTES: Final = 256 * KIB
 """Of the type that is computed in. Sum and one contribution fit into a core's second-level cache."""
 _SPREAD_BYTES: Final = 16 * MIB
 """Contributions of less than this in all are combined faster than another thread wakes up."""
+_LOSSY_NUMEL: Final = 65_536
+"""Elements from which on decoding and encoding take longer than another thread's waking up."""
 _UFUNCS: Final = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
 _WIDE: Final = {"float64": np.float64, "complex128": np.float64}
 
@@ -68,16 +70,17 @@ class Reducer:
 
     def start(self, command: Reduce, later: Callable[[Outcome], None]) -> Outcome | Pending:
         """Carry out ``command``; if that is left to other threads, one of them will call ``later`` with the outcome."""
-        if (
-            self._threads < 2
-            or command.operation.is_lossy
-            or command.nbytes * len(command.contributions) < _SPREAD_BYTES
-        ):
+        lossy = command.operation.is_lossy
+        small = command.numel < _LOSSY_NUMEL if lossy else command.nbytes * len(command.contributions) < _SPREAD_BYTES
+        if self._threads < 2 or small:
             return reduce(command)
         with self._starting:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads, "gradserver-reducer")
-        _Spread(command, self._threads, later).submit(self._pool)
+        if lossy:  # slice by slice: of these there are many at a time
+            self._pool.submit(_reduce_then, command, later)
+        else:
+            _Spread(command, self._threads, later).submit(self._pool)
         return PENDING
 
     def close(self) -> None:
@@ -112,6 +115,13 @@ class _Spread:
                 self._later(min(self._found, key=lambda found: found.element) if self._found else self._job.kept)
         except Exception:  # nobody looks at this thread; whoever waits for the outcome runs into its deadline
             log.exception("a reduction failed: this is a fault of gradserver")
+
+
+def _reduce_then(command: Reduce, later: Callable[[Outcome], None]) -> None:
+    try:
+        later(reduce(command))
+    except Exception:  # as above
+        log.exception("a reduction failed: this is a fault of gradserver")
 
 
 def reduce(command: Reduce) -> Outcome:
