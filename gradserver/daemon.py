@@ -20,6 +20,7 @@ from gradserver.engine import Engine
 from gradserver.engine.shard import ShardEngine
 from gradserver.shard import Link, advertised
 from gradserver.tcp import TcpServer
+from protocol.errors import CoordinatorStoppedError
 from protocol.limits import CREDIT_BYTES, MIB
 from protocol.messages import Enlist
 from protocol.url import numeric_url
@@ -96,6 +97,7 @@ def serve_shard(primary: str, bind: str | None, rate: float | None = None, share
         CoordinatorError: the coordinator is gone, or was not there.
     """
     _raise_limits()
+    _keep_memory()
     link = Link(primary, _JOINING_SECONDS)
     engine = ShardEngine(primary)
     coordinator = Coordinator(engine)
