@@ -209,7 +209,7 @@ class Exchange:
 
     def write_off(self) -> None:
         """Nothing more will be answered."""
-        for staged in set(self._staged.values()):
+        for staged in {staged.start: staged for staged in self._staged.values()}.values():
             self._free(staged)
 
     def _free(self, staged: Staged) -> None:
