@@ -171,12 +171,17 @@ class _Job:
         self.blocks = -(-size // self._step)
 
     def _is_common(self) -> bool:
-        """Whether this is what most are, an unweighted mean of float32 from everybody; then rows are numbers already."""
-        rows = [given.view(np.float32) for _, _, given in self._given if given is not None]
-        common = self._op is Op.MEAN and self._equal and 1 < len(rows) == len(self._given)
-        if not common or self._dtype != FLOAT32:
+        """Whether this is what most are, an unweighted mean of float32 from all; then its rows are numbers already."""
+        rows = [given for _, _, given in self._given if given is not None]
+        if (
+            self._op is not Op.MEAN
+            or self._dtype != FLOAT32
+            or not self._equal
+            or not 1 < len(rows) == len(self._given)
+        ):
             return False
-        self._rows, self._targets = rows, [output.view(np.float32) for output in self._outputs]
+        self._rows = [row.view(np.float32) for row in rows]
+        self._targets = [output.view(np.float32) for output in self._outputs]
         return True
 
     def _gather(self, command: Reduce) -> None:
