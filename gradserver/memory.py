@@ -43,6 +43,8 @@ from protocol.sharing import (
     PROOF_BYTES,
     SEGMENT_HEADER_BYTES,
     WORKERS_PROOF,
+    Lend,
+    Lent,
     Offer,
     Refused,
     Release,
@@ -205,6 +207,10 @@ class MemoryServer:
             if isinstance(message, Offer):
                 answer = self._take_offer(connection, message, descriptors)
                 connection.send(encode_packet(answer))
+            elif isinstance(message, Lend):
+                self._check_offer(connection, message, descriptors)
+                connection.lent = _Lent.of(message, descriptors[0])
+                connection.send(encode_packet(Lent(message.segment)))
             elif isinstance(message, Release) and not descriptors:
                 self._release(connection, message)
             else:
@@ -220,6 +226,20 @@ class MemoryServer:
                 os.close(descriptor)
 
     def _take_offer(self, connection: _Connection, offer: Offer, descriptors: list[int]) -> Taken:
+        member = self._check_offer(connection, offer, descriptors)
+        lent, connection.lent = connection.lent, None
+        if lent is not None and lent.is_of(offer, descriptors[0]):
+            mapping = _secure(descriptors[0], offer.size, lent.mapping)
+        else:
+            mapping = _secure(descriptors[0], offer.size, _map(descriptors[0], offer.size))
+        seen = bytes(mapping[WORKERS_PROOF])
+        written = secrets.token_bytes(PROOF_BYTES)
+        mapping[COORDINATORS_PROOF] = written
+        member.segments[offer.segment] = memoryview(mapping)
+        return Taken(offer.segment, seen, written)
+
+    def _check_offer(self, connection: _Connection, offer: Offer | Lend, descriptors: list[int]) -> _Member:
+        """Whose memory this is, if it may be taken as far as can be said before looking at it."""
         member = self._tokens.get(offer.token)
         if member is None:
             raise UnexpectedMessageError("memory with a token that nobody was given")
@@ -236,12 +256,7 @@ class MemoryServer:
             raise LimitExceededError(f"more than {MAX_SEGMENTS} segments of memory")
         if self.segments >= MAX_MAPPINGS:
             raise LimitExceededError(f"the coordinator has {MAX_MAPPINGS} segments of memory already, of all workers")
-        mapping = _map(descriptors[0], offer.size)
-        seen = bytes(mapping[WORKERS_PROOF])
-        written = secrets.token_bytes(PROOF_BYTES)
-        mapping[COORDINATORS_PROOF] = written
-        member.segments[offer.segment] = memoryview(mapping)
-        return Taken(offer.segment, seen, written)
+        return member
 
     def _release(self, connection: _Connection, release: Release) -> None:
         if connection.member is None or connection.member.segments.pop(release.segment, None) is None:
@@ -274,6 +289,7 @@ class _Connection:
         self.socket = accepted
         self.descriptor = accepted.fileno()
         self.member: _Member | None = None
+        self.lent: _Lent | None = None
 
     def receive(self) -> tuple[bytes, list[int]]:
         """One packet and the descriptors that came with it. BlockingIOError if there is none."""
@@ -292,8 +308,25 @@ class _Connection:
         self.socket.send(packet, socket.MSG_NOSIGNAL)
 
 
+class _Lent:
+    """Memory that is mapped and not touched, because others have yet to map it before it is sealed."""
+
+    def __init__(self, segment: int, mapping: mmap.mmap, facts: os.stat_result) -> None:
+        self._which = segment, len(mapping), facts.st_dev, facts.st_ino
+        self.mapping = mapping
+
+    @classmethod
+    def of(cls, offer: Lend, descriptor: int) -> _Lent:
+        return cls(offer.segment, _map(descriptor, offer.size), os.fstat(descriptor))
+
+    def is_of(self, offer: Offer, descriptor: int) -> bool:
+        """Whether this very memory is offered."""
+        facts = os.fstat(descriptor)
+        return self._which == (offer.segment, offer.size, facts.st_dev, facts.st_ino)
+
+
 def _map(descriptor: int, size: int) -> mmap.mmap:
-    """Map memory of ``size`` bytes, once it can become dangerous no more.
+    """Map memory of ``size`` bytes, which can shrink or grow no more. It is not safe yet to touch it.
 
     Raises:
         MalformedMessageError: it is no such memory.
@@ -308,7 +341,18 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
     if seals & _NEEDED_SEALS != _NEEDED_SEALS:
         raise MalformedMessageError("memory that is not sealed against shrinking and growing")
     _check_size(descriptor, size)
-    mapping = _mapping(descriptor, size)
+    return _mapping(descriptor, size)
+
+
+def _secure(descriptor: int, size: int, mapping: mmap.mmap) -> mmap.mmap:
+    """``mapping`` of a descriptor's memory, once it can become dangerous no more.
+
+    Raises:
+        MalformedMessageError: it could.
+    """
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & F_SEAL_FUTURE_WRITE:  # another shard has done it
+        _check_size(descriptor, size)
+        return mapping
     try:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
     except OSError as error:  # an old kernel, or the worker has forbidden it

@@ -5,6 +5,13 @@ worker                                       coordinator
   ◄─────────────────────────────────────────  Taken, or Refused
   Release ─────────────────────────────────►  lets go of it
 
+Several data shards of one host can take the same memory. None of them trusts it before it is sealed, and then
+nobody can map it any more: so all of them map it first, before it is offered to one after the other.
+
+  Lend + a memory's file descriptor ───────►  maps it, and does not touch it
+  ◄─────────────────────────────────────────  Lent, or Refused
+  Offer + the same file descriptor ────────►  …
+
 That both map the same memory is not believed but proven. The worker writes a random number into the segment
 before it offers it, and `Taken` says which number the coordinator read there; the coordinator writes one too,
 and `Taken` says which, for the worker to read. Both lie in the segment's header, where no data ever lies.
@@ -53,6 +60,22 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class Lend:
+    """Map this memory, of ``size`` bytes in all, and wait until it is offered as ``segment``."""
+
+    token: str
+    segment: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """``segment`` is mapped, and can be offered."""
+
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """``segment`` is used no more."""
 
@@ -75,9 +98,9 @@ class Refused:
     reason: str
 
 
-SharingMessage = Offer | Release | Taken | Refused
+SharingMessage = Offer | Release | Taken | Refused | Lend | Lent
 
-_KINDS: Final[tuple[type[Any], ...]] = (Offer, Release, Taken, Refused)
+_KINDS: Final[tuple[type[Any], ...]] = (Offer, Release, Taken, Refused, Lend, Lent)
 _LIMITS: Final = {"segment": MAX_COUNTER, "size": MAX_SEGMENT_BYTES, "token": 64, "reason": MAX_REASON}
 _TYPES: Final[dict[str, type[Any]]] = {"int": int, "str": str, "bytes": bytes}
 

@@ -43,12 +43,15 @@ from protocol.messages import Join, MemoryAt, Message, Place, Push, ShareMemory,
 from protocol.sharing import (
     ADDRESS_PREFIX,
     COORDINATORS_PROOF,
+    F_SEAL_FUTURE_WRITE,
     MAX_PACKET_BYTES,
     MAX_REASON,
     MAX_SEGMENT_BYTES,
     MAX_SEGMENTS,
     PROOF_BYTES,
     SEGMENT_HEADER_BYTES,
+    Lend,
+    Lent,
     Offer,
     Refused,
     Release,
@@ -313,18 +316,98 @@ def test_what_the_collector_finds_while_the_lock_is_held_is_given_back_later(hos
 def test_a_coordinator_that_is_busy_hears_of_it_later(host: Host) -> None:
     with host.serving():
         memory = SharedMemory(*host.admit(WORKER), PATIENCE)
-        memory._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        memory._peers[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         arrays = [some(memory, OWN_SEGMENT_BYTES) for _ in range(100)]
     arrays.clear()  # takes no time, although nobody listens
     assert memory.segments == 1
-    assert memory._released
+    assert memory._peers[0]._released
     with host.serving():
         del arrays
         array = some(memory, OWN_SEGMENT_BYTES)
         host.has(2)
-        assert not memory._released
+        assert not memory._peers[0]._released
     memory.close()
     assert memory.place_of(array) is None
+
+
+# ── several shards of one host ────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def another() -> Iterator[Host]:
+    """A second process that takes memory."""
+    another = Host()
+    yield another
+    another.server.close()
+
+
+def test_several_shards_see_the_same_memory(host: Host, another: Host) -> None:
+    with host.serving(), another.serving():
+        memory = SharedMemory(*host.admit(WORKER), PATIENCE, others=[another.admit(WORKER)])
+        assert memory.reached == [True, True]
+        for nbytes in (1000, LARGE):
+            array = some(memory, nbytes)
+            views = [server.view(memory.place_of(array)) for server in (host, another)]
+            array[:] = 3
+            assert [bytes(view[:nbytes]) for view in views] == [b"\3" * nbytes] * 2
+            views[0][:nbytes] = b"\4" * nbytes
+            assert (array == 4).all()
+            assert bytes(views[1][:nbytes]) == b"\4" * nbytes
+            views.clear()
+            del array
+        host.has(1)
+        another.has(1)
+    memory.close()
+
+
+def test_shards_that_cannot_be_reached_are_left_out(host: Host) -> None:
+    with host.serving():
+        nobody = ADDRESS_PREFIX + "nobody", "0" * 32
+        memory = SharedMemory(*nobody, PATIENCE, others=[host.admit(WORKER), nobody])
+        assert memory.reached == [False, True, False]
+        place = memory.place_of(some(memory, 1000))
+        assert len(host.view(place)) >= 1000
+        memory.close()
+        with pytest.raises(BackendUnavailableError, match="cannot be reached"):
+            SharedMemory(*nobody, PATIENCE, others=[nobody])
+
+
+def test_what_was_lent_is_touched_only_when_it_is_offered_and_safe(host: Host) -> None:
+    descriptor = memfd()
+    with Hostile(host) as hostile:
+        hostile.say(Lend(hostile.token, 0, 8192), os.dup(descriptor))
+        assert hostile.hear() == Lent(0)
+        assert host.server.segments == 0
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)  # as another shard does
+        hostile.offer(os.dup(descriptor))
+        assert isinstance(hostile.hear(), Taken)
+        assert host.server.segments == 1
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("lent", "offered", "what"),
+    [
+        ("small", "sealed", "Operation not permitted"),  # other memory, sealed before it was mapped
+        ("holes", "same", "memory with holes"),
+        ("unsealed", "same", "not sealed against shrinking"),
+    ],
+)
+def test_lending_gets_nobody_past_a_check(host: Host, lent: str, offered: str, what: str) -> None:
+    one = memfd(seals=0) if lent == "unsealed" else memfd(allocated=lent != "holes")
+    other = memfd()
+    fcntl.fcntl(other, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+    with Hostile(host) as hostile:
+        hostile.say(Lend(hostile.token, 0, 8192), os.dup(one))
+        answer = hostile.hear()
+        if isinstance(answer, Lent):
+            hostile.offer(os.dup(one if offered == "same" else other))
+            answer = hostile.hear()
+        assert isinstance(answer, Refused)
+        assert what in answer.reason
+    assert host.server.segments == 0
+    os.close(one)
+    os.close(other)
 
 
 SIZES = st.integers(1, ARENA_BYTES // 8) | st.integers(1, 2000)
@@ -726,6 +809,8 @@ texts = st.text(max_size=64)
 packets = st.one_of(
     st.builds(Offer, texts, st.integers(0, MAX_COUNTER), st.integers(0, MAX_SEGMENT_BYTES)),
     st.builds(Release, st.integers(0, MAX_COUNTER)),
+    st.builds(Lend, texts, st.integers(0, MAX_COUNTER), st.integers(0, MAX_SEGMENT_BYTES)),
+    st.builds(Lent, st.integers(0, MAX_COUNTER)),
     st.builds(
         Taken,
         st.integers(0, MAX_COUNTER),
@@ -849,10 +934,10 @@ def test_gradients_in_shared_memory_do_not_travel(
     ranks: dict[TcpChannel, int] = {}
     send = TcpChannel.send
 
-    def count(self: TcpChannel, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+    def count(self: TcpChannel, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0) -> None:
         if isinstance(message, Push):
             travelled[ranks[self]] += sum(len(payload) for payload in payloads)
-        send(self, message, payloads)
+        send(self, message, payloads, shard)
 
     def work(worker: Worker) -> Any:
         channel = worker._session._channel

@@ -1,4 +1,4 @@
-"""A worker's side of the memory that it shares with a coordinator of the same host.
+"""A worker's side of the memory that it shares with a coordinator, or several data shards, of the same host.
 
 Memory is handed over in *segments* (`protocol.sharing` has the talk). What needs `OWN_SEGMENT_BYTES` or more gets one
 of its own, and the others divide *arenas* among themselves. An array from `SharedMemory.empty` is the only one that
@@ -21,7 +21,8 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,8 @@ from protocol.sharing import (
     PROOF_BYTES,
     SEGMENT_HEADER_BYTES,
     WORKERS_PROOF,
+    Lend,
+    Lent,
     Offer,
     Refused,
     Release,
@@ -49,6 +52,8 @@ from protocol.sharing import (
 
 log = logging.getLogger("gradserver")
 
+A = TypeVar("A", Taken, Lent)
+
 OWN_SEGMENT_BYTES: Final = 256 * KIB
 ARENA_BYTES: Final = 1 * MIB
 ALIGNMENT: Final = 64
@@ -59,20 +64,30 @@ _view_of: Any = ctypes.c_char.from_buffer
 
 
 class SharedMemory:
-    """Memory that both this worker and its coordinator see.
+    """Memory that both this worker and its coordinator see, or all of several data shards.
 
     Args:
         address: the coordinator's local socket, as it said.
         token: what to show there.
         timeout: seconds that the coordinator has for any answer.
         level: of the log line that is written if later no more memory can be shared.
+        others: address and token of further data shards, which are to see the same memory if they can be reached.
+
+    Attributes:
+        reached: whether each of them sees it, the first one included.
 
     Raises:
         BackendUnavailableError: nothing can be shared; says why.
     """
 
-    def __init__(self, address: str, token: str, timeout: float, level: int = logging.INFO) -> None:
-        self._token = token
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        timeout: float,
+        level: int = logging.INFO,
+        others: Sequence[tuple[str, str]] = (),
+    ) -> None:
         self._timeout = timeout
         self._level = level
         self._process = os.getpid()
@@ -84,17 +99,19 @@ class SharedMemory:
         """Where segments begin, and which; never changed but replaced, so that it is read without the lock."""
         self._arenas: list[_Segment] = []
         self._blocks: set[_Block] = set()
-        self._released: deque[int] = deque()
-        """Segments that the coordinator was not told of yet, because its socket is full."""
         self._offered = 0
         self._trouble: str | None = None
         """Why no more segments can be shared, since when one could not."""
-        self._socket = _connect(address, timeout)
+        self._peers, self.reached = _connect_all([(address, token), *others], timeout)
         try:
             self._arenas.append(self._share(ARENA_BYTES))
         except (GradServerError, OSError) as error:
-            self._socket.close()
+            self._hang_up()
             raise BackendUnavailableError(_why(error)) from error
+
+    def _hang_up(self) -> None:
+        for peer in self._peers:
+            peer.socket.close()
 
     # ── what the channel calls ────────────────────────────────────────────────────────────────────────
 
@@ -145,7 +162,7 @@ class SharedMemory:
             self._arenas.clear()
             self._blocks.clear()
             self._freed.clear()
-            self._socket.close()
+            self._hang_up()
 
     @property
     def segments(self) -> int:
@@ -222,47 +239,30 @@ class SharedMemory:
         descriptor, mapping = _allocate(size)
         try:
             mapping[WORKERS_PROOF] = proof = secrets.token_bytes(PROOF_BYTES)
-            self._socket.settimeout(self._timeout)
-            self._send_releases()
-            answer = self._ask(Offer(self._token, number, size), descriptor)
+            if len(self._peers) > 1:  # the first one that has it offered seals it, and then nobody can map it
+                for peer in self._peers:
+                    peer.ask(Lend(peer.token, number, size), Lent, descriptor, self._timeout)
+            for peer in self._peers:
+                answer = peer.ask(Offer(peer.token, number, size), Taken, descriptor, self._timeout)
+                same = answer.segment == number and answer.seen == proof
+                if not same or mapping[COORDINATORS_PROOF] != answer.written:
+                    raise BackendUnavailableError("what the coordinator sees there is other memory")
         except BaseException as error:
             self._trouble = self._trouble or _why(error)  # the talk has come out of step
             raise
         finally:
             os.close(descriptor)
-        if not (answer.segment == number and answer.seen == proof and mapping[COORDINATORS_PROOF] == answer.written):
-            self._trouble = "what the coordinator sees there is other memory"
-            raise BackendUnavailableError(self._trouble)
         segment = _Segment(number, mapping, size)
         self._segments[number] = segment
         self._index_again()
         return segment
 
-    def _ask(self, offer: Offer, descriptor: int) -> Taken:
-        socket.send_fds(self._socket, [encode_packet(offer)], [descriptor], socket.MSG_NOSIGNAL)
-        packet = self._socket.recv(MAX_PACKET_BYTES + 1)
-        if not packet:
-            raise BackendUnavailableError("the coordinator hung up")
-        answer: SharingMessage = decode_packet(packet)
-        if isinstance(answer, Refused):
-            raise BackendUnavailableError(f"the coordinator refused it: {answer.reason}")
-        if not isinstance(answer, Taken):
-            raise MalformedMessageError(f"a {type(answer).__name__} in answer to an Offer")
-        return answer
-
     def _withdraw(self, segment: _Segment) -> None:
         """Share ``segment`` no more. Its address is forgotten before it is unmapped, and can be another's."""
         del self._segments[segment.number]
         self._index_again()
-        self._released.append(segment.number)
-        with contextlib.suppress(OSError):
-            self._socket.settimeout(0.0)  # a garbage collector does not wait for a coordinator
-            self._send_releases()
-
-    def _send_releases(self) -> None:
-        while self._released:
-            self._socket.send(encode_packet(Release(self._released[0])), socket.MSG_NOSIGNAL)
-            self._released.popleft()
+        for peer in self._peers:
+            peer.release(segment.number)
 
     def _index_again(self) -> None:
         segments = sorted(self._segments.values(), key=lambda segment: segment.address)
@@ -277,6 +277,43 @@ class SharedMemory:
                 _why(error),
             )
         self._level = 0  # once
+
+
+class _Peer:
+    """The local socket of a coordinator, or a data shard."""
+
+    def __init__(self, connection: socket.socket, token: str) -> None:
+        self.socket = connection
+        self.token = token
+        self._released: deque[int] = deque()
+        """Segments that it was not told of yet, because its socket is full."""
+
+    def ask(self, message: Offer | Lend, kind: type[A], descriptor: int, timeout: float) -> A:
+        """Send ``message`` with a descriptor, and give the answer, which must be of this kind."""
+        self.socket.settimeout(timeout)
+        self._send_releases()
+        socket.send_fds(self.socket, [encode_packet(message)], [descriptor], socket.MSG_NOSIGNAL)
+        packet = self.socket.recv(MAX_PACKET_BYTES + 1)
+        if not packet:
+            raise BackendUnavailableError("the coordinator hung up")
+        answer: SharingMessage = decode_packet(packet)
+        if isinstance(answer, Refused):
+            raise BackendUnavailableError(f"the coordinator refused it: {answer.reason}")
+        if not isinstance(answer, kind):
+            raise MalformedMessageError(f"a {type(answer).__name__} in answer to an {type(message).__name__}")
+        return answer
+
+    def release(self, number: int) -> None:
+        """Say that a segment is used no more, now or later."""
+        self._released.append(number)
+        with contextlib.suppress(OSError):
+            self.socket.settimeout(0.0)  # a garbage collector does not wait for a coordinator
+            self._send_releases()
+
+    def _send_releases(self) -> None:
+        while self._released:
+            self.socket.send(encode_packet(Release(self._released[0])), socket.MSG_NOSIGNAL)
+            self._released.popleft()
 
 
 class _Owner(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -328,6 +365,23 @@ class _Segment:
     def is_unused(self) -> bool:
         """Whether all of it is free."""
         return self._free == [(SEGMENT_HEADER_BYTES, self.size)]
+
+
+def _connect_all(places: Sequence[tuple[str, str]], timeout: float) -> tuple[list[_Peer], list[bool]]:
+    """Connections to those that can be reached, and which these are. Raises what the first one is not reached for."""
+    peers: list[_Peer] = []
+    reached: list[bool] = []
+    first: BackendUnavailableError | None = None
+    for address, token in places:
+        try:
+            peers.append(_Peer(_connect(address, timeout), token))
+        except BackendUnavailableError as error:
+            first = first or error
+        reached.append(len(peers) > sum(reached))
+    if not peers:
+        assert first is not None
+        raise first
+    return peers, reached
 
 
 def _connect(address: str, timeout: float) -> socket.socket:

@@ -168,20 +168,27 @@ class TcpChannel:
     # ── memory that the coordinator sees too ──────────────────────────────────────────────────────────
 
     def share_memory(self, timeout: float) -> None:
-        """Share memory with the coordinator from now on, where both run on one host.
+        """Share memory from now on with the coordinator and all data shards that run on this host.
 
         Raises:
             BackendUnavailableError: that cannot be; says why. Everything goes through the connection then.
         """
+        first, *others = [self._ask_for_memory(line.number, timeout) for line in self._lines]
+        level = logging.INFO if self.on_this_host else logging.DEBUG
+        self._memory = SharedMemory(*first, timeout, level, others)
+        for line, reached in zip(self._lines, self._memory.reached, strict=True):
+            line.shares = reached
+
+    def _ask_for_memory(self, shard: int, timeout: float) -> tuple[str, str]:
+        """Where a shard takes memory, and what to show there."""
+        self._memory_at = None
         self._asking = asking = threading.Lock()
         asking.acquire()
         with contextlib.suppress(ClosedError, ConnectionLostError):  # which is the next caller's to hear, and to handle
-            self.send(ShareMemory())
+            self.send(ShareMemory(), (), shard)
         if self._closing or not self.wait(asking, timeout) or self._memory_at is None:
             raise BackendUnavailableError("the coordinator does not say whether it shares memory")
-        level = logging.INFO if self.on_this_host else logging.DEBUG
-        self._memory = SharedMemory(self._memory_at.address, self._memory_at.token, timeout, level)
-        self._lines[0].shares = True
+        return self._memory_at.address, self._memory_at.token
 
     @property
     def kind(self) -> str:
