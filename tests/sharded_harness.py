@@ -27,7 +27,7 @@ from gradserver.engine.events import (
 )
 from gradserver.engine.shard import ShardEngine
 from protocol.exchange import ExchangeKey, Operation
-from protocol.messages import Attend, Attended, Enlist, Leave, Message, Push, Welcome
+from protocol.messages import Attend, Attended, Enlist, Failure, Leave, Message, Push, Welcome
 from protocol.plan import Plan
 from protocol.wire import Buffer
 from tests.engine_harness import SEATS, Array, Harness, reference
@@ -112,6 +112,8 @@ class ShardedHarness(Harness):
     def pass_on(self, link: int) -> None:
         """Deliver the first message of one link."""
         message, payloads = self.links[link].popleft()
+        if isinstance(message, Failure):
+            return  # the link itself takes it, and breaks
         if link > 0:
             self.feed_at(link, Received(LINK, message, payloads))
         else:

@@ -284,10 +284,10 @@ def test_what_a_worker_said_before_it_left_counts_at_every_shard() -> None:
     with Daemon("--shards", "3") as coordinator:
         for number in range(5):
             with joined(coordinator.url, 2, group=f"group {number}") as (zero, one):
-                zero.all_reduce(np.ones(2_000_000, np.float32), async_op=True)
+                zero.all_reduce(np.ones(1_000_000, np.float32), async_op=True)
                 zero.close("its data is used up")
 
-                assert (one.all_reduce(np.full(2_000_000, 3, np.float32)) == 2).all()
+                assert (one.all_reduce(np.full(1_000_000, 3, np.float32)) == 2).all()
                 with pytest.raises(WorkerLeftError, match="its data is used up"):
                     one.all_reduce(np.ones(LARGE, np.float32))
 

@@ -1,0 +1,453 @@
+"""A data shard's mind by itself: who may come in, what it obeys and reports; and orders and reports as bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from gradserver.engine.events import (
+    Absent,
+    Close,
+    CloseGroup,
+    Depart,
+    Disconnected,
+    Garbled,
+    Halt,
+    Halted,
+    OpenGroup,
+    Order,
+    Planned,
+    Received,
+    RoundCompleted,
+    RoundRecord,
+    Seat,
+    Send,
+    SetPlan,
+    Stop,
+    Tick,
+)
+from gradserver.engine.orders import RemoteReport, decode_order, decode_report, encode_order, encode_report
+from gradserver.engine.shard import ATTENDING_SECONDS, MAX_ATTENDING, ShardEngine
+from protocol.errors import (
+    CoordinatorStoppedError,
+    GradServerError,
+    LimitExceededError,
+    MalformedMessageError,
+    NonFiniteError,
+    ProtocolError,
+    UnexpectedMessageError,
+    WorkerLostError,
+)
+from protocol.limits import MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_SHARDS, MAX_WORLD_SIZE
+from protocol.messages import (
+    Agreed,
+    Attend,
+    Attended,
+    Enlist,
+    Enlisted,
+    Failure,
+    Leave,
+    Message,
+    Ordered,
+    Propose,
+    Push,
+    Reported,
+    Result,
+    Welcome,
+)
+from protocol.shards import share_of
+from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, collective, floats, plan_of
+from tests.sharded_harness import LINK, LINKS, ShardedHarness, url_of
+
+LARGE = 70_000
+"""Elements of float32 that are shared among shards."""
+
+
+def opened(rates: tuple[float, ...] = (1.0, 1.0), slow: bool = True) -> ShardedHarness:
+    """Two workers that were welcomed; what the coordinator tells its shards has yet to arrive."""
+    harness = ShardedHarness(rates=rates, slow=slow)
+    for rank in range(2):
+        harness.join(SEATS + rank, f"w{rank}", rank=rank, world=2)
+    return harness
+
+
+def told(harness: ShardedHarness, connection: int) -> GradServerError:
+    """The error that a connection was thrown out with."""
+    ((message, _),) = harness.inbox.pop(connection)
+    assert isinstance(message, Failure)
+    assert connection in harness.closed
+    return message.exception()
+
+
+# ── attending ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_who_attends_before_the_coordinators_word_has_come_waits_for_it() -> None:
+    harness = opened()
+    harness.attend(1, 0)
+    assert [type(m) for m, _ in harness.sent(0)] == [Welcome]
+
+    harness.pass_on(1)
+
+    assert [type(m) for m, _ in harness.sent(0)] == [Attended]
+    harness.attend(1, 1)
+    assert [type(m) for m, _ in harness.sent(1)] == [Welcome, Attended]
+
+
+def test_who_waits_too_long_is_refused() -> None:
+    harness = opened()
+    harness.attend(1, 0)
+    harness.sent(0)
+    harness.wait(ATTENDING_SECONDS - 1)
+    assert harness.silent(0)
+    assert harness.shard(1).next_deadline() == ATTENDING_SECONDS
+
+    harness.wait(1)
+
+    assert "has not told the data shard at tcp://10.0.0.2:7411 of membership 1" in str(told(harness, SEATS))
+    assert harness.shard(1).next_deadline() is None
+
+
+def test_a_wrong_token_is_found_out_also_if_it_came_early() -> None:
+    harness = opened()
+    harness.attend(1, 0, token="token 1")
+    harness.sent(0)
+    harness.flush()
+
+    assert "this is not the token of rank 0 in group 'default'" in str(told(harness, SEATS))
+    assert harness.shard(1).data.groups["default"].connections == [-1, -1]
+
+
+def test_not_too_many_wait() -> None:
+    harness = opened()
+    for number in range(MAX_ATTENDING):
+        harness.receive_at(1, 1000 + number, Attend("default", 9, 0, "token"))
+    harness.receive_at(1, 999, Attend("default", 9, 0, "token"))
+
+    assert isinstance(told(harness, 999), LimitExceededError)
+    harness.feed_at(1, Disconnected(1000, "gone"))
+    harness.receive_at(1, 998, Attend("default", 9, 0, "token"))
+    assert 998 not in harness.inbox
+
+
+def test_nobody_attends_what_is_over() -> None:
+    harness = ShardedHarness()
+    harness.assemble(2)
+    attend = Attend("default", 1, 0, harness.welcomes[0].token)
+    harness.leave(0)
+    harness.receive_at(1, 77, attend)
+    assert "'w0' (rank 0) left" in str(told(harness, 77))
+    harness.leave(1)
+    harness.receive_at(1, 78, attend)
+
+    assert "membership 1 of group 'default' is over" in str(told(harness, 78))
+
+
+def test_a_worker_that_never_attends_is_found_by_the_deadline() -> None:
+    harness = opened(slow=False)
+    harness.attend(1, 0)
+    operation = all_reduce(LARGE)
+    first, second = (share_of(operation, 2, (1.0, 1.0)).load(shard) for shard in range(2))
+    for rank in range(2):
+        harness.push_to(0, rank, collective(0), bytes(first), operation=operation)
+    harness.inbox.clear()
+    harness.push_to(1, 0, collective(0), bytes(second), index=1, operation=operation)
+    harness.wait(TIMEOUT)
+
+    ((failure, _),) = harness.sent(0)
+    assert isinstance(failure, Failure)
+    assert "waited 10 s for 'w1' (rank 1); 'w0' (rank 0) had come" in failure.text
+
+
+# ── who is gone ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_broken_connection_to_a_shard_costs_the_membership() -> None:
+    harness = ShardedHarness()
+    harness.assemble(2)
+    harness.feed_at(1, Disconnected(SEATS + 1, "it died"))
+
+    error = told(harness, SEATS + 1)
+    assert str(error) == f"its connection to the data shard at {url_of(1)} broke: it died"
+    assert (
+        f"'w1' (rank 1) was lost and is needed to go on: its connection to the data shard at {url_of(1)}"
+        in (harness.group()["broken"])
+    )
+    assert 1 in harness.shard(1).data.groups["default"].departed
+
+
+@pytest.mark.parametrize("how", ["garbage", "a push too far"])
+def test_breaking_the_protocol_at_a_shard_costs_the_membership(how: str) -> None:
+    harness = ShardedHarness()
+    harness.assemble(2)
+    if how == "garbage":
+        harness.feed_at(1, Garbled(SEATS, MalformedMessageError("not a message")))
+    else:
+        harness.push_to(1, 0, bucket(0), floats(1))
+
+    assert harness.closed.count(SEATS) == 2, "both connections of w0"
+    why = "it broke the protocol: not a message" if how == "garbage" else "bucket 0 is in no plan that 'w0' (rank 0)"
+    assert f"'w0' (rank 0) was lost and is needed to go on: {why}" in harness.group()["broken"]
+
+
+def test_who_left_in_peace_is_not_reported() -> None:
+    harness = ShardedHarness()
+    harness.assemble(2)
+    harness.receive_at(1, SEATS, Leave("done"))
+    harness.feed_at(1, Disconnected(SEATS, "gone"))
+
+    assert harness.group()["state"] == "active"
+    assert [type(m) for m, _ in harness.sent(0)] == [Leave]
+
+
+def test_a_report_of_a_membership_that_is_over_is_nothing() -> None:
+    harness = opened(slow=True)
+    harness.flush()
+    harness.attend(1, 0)
+    harness.feed_at(1, Disconnected(SEATS, "gone"))  # its report is on its way
+    for rank in range(2):
+        harness.feed(Disconnected(SEATS + rank, "gone"))
+    harness.inbox.clear()
+    for rank in range(2):
+        harness.join(SEATS + 10 + rank, f"v{rank}", rank=rank, world=2)
+    harness.flush()
+
+    assert harness.group()["state"] == "active"
+    assert harness.shard(1).data.groups["default"].order.epoch == 2
+
+
+# ── plans and rounds ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_plan_is_agreed_on_when_every_shard_has_confirmed_it() -> None:
+    harness = ShardedHarness(rates=(1.0, 1.0, 1.0))
+    harness.assemble(2)
+    harness.slow = True
+    plan = plan_of(LARGE, 3)
+    for rank in range(2):
+        harness.propose(rank, plan)
+    assert sorted(harness.busy_links()) == [1, 2]
+    for link in (1, 2, -1):
+        harness.pass_on(link)
+        assert harness.silent(0, 1)
+    harness.pass_on(-2)
+
+    assert harness.only(range(2), Agreed) == [Agreed(plan.hash, 0)] * 2
+
+
+def test_a_plan_that_a_shard_does_not_confirm_has_a_deadline() -> None:
+    harness = ShardedHarness(slow=True)
+    harness.slow = False
+    harness.assemble(2)
+    harness.slow = True
+    for rank in range(2):
+        harness.propose(rank, plan_of(3))
+    harness.wait(TIMEOUT)
+
+    for rank in range(2):
+        ((failure, _),) = harness.sent(rank)
+        assert isinstance(failure, Failure)
+        assert "waited 10 s for its data shards to confirm it" in failure.text
+    harness.flush()
+    assert harness.silent(0, 1)
+
+
+def test_a_new_plan_begins_where_the_members_are_also_if_reports_are_late() -> None:
+    harness = ShardedHarness(rates=(0.0, 1.0))  # all rounds are the other shard's
+    plan = plan_of(3)
+    harness.assemble(2, plan)
+    harness.slow = True
+    for number in range(3):
+        for rank in range(2):
+            harness.push_to(1, rank, bucket(number), floats(1, 2, 3))
+    assert len(harness.links[-1]) == 3
+    harness.inbox.clear()
+    for rank in range(2):
+        harness.receive(SEATS + rank, Propose(plan.hash, 3), plan.encoded)
+    harness.flush()
+
+    assert harness.only(range(2), Agreed) == [Agreed(plan.hash, 3)] * 2
+    ledger = harness.engine.control.groups["default"].ledger
+    assert [record.round for record in ledger] == [0, 1, 2]
+
+
+def test_a_round_is_over_when_the_last_shard_says_so() -> None:
+    harness = ShardedHarness(rates=(1.0, 1.0))
+    harness.assemble(2, plan_of(LARGE))
+    first = round(LARGE / 2 / 64) * 64
+    harness.now = 5.0
+    for rank in range(2):
+        harness.push_to(0, rank, bucket(0), np.ones(first, np.float32))
+    assert harness.group()["round"] == 0
+    harness.now = 6.0
+    harness.push_to(1, 1, bucket(0), np.ones(LARGE - first, np.float32), index=1)
+    harness.now = 8.0
+    harness.push_to(1, 0, bucket(0), np.ones(LARGE - first, np.float32), index=1)
+
+    assert harness.group()["round"] == 1
+    (record,) = harness.engine.control.groups["default"].ledger
+    assert record == RoundRecord(0, (1.0, 1.0), 5.0, 8.0, 0)
+    assert sum(isinstance(message, Result) for message, _ in harness.sent(0)) == 2
+
+
+# ── what comes from the coordinator, and what does not ────────────────────────────────────────────────
+
+
+def test_a_shard_that_is_told_nonsense_hangs_up() -> None:
+    said: list[tuple[Message, tuple[bytes, ...]]] = [
+        (Ordered(), (b"garbage",)),
+        (Ordered(), (encode_order(CloseGroup("no such")),)),
+        (Welcome("default", 0, 1, 1, ("w0",)), ()),
+    ]
+    for message, payloads in said:
+        shard = ShardEngine("tcp://10.0.0.1:7411", url_of(1), LINK)
+        commands = shard.handle(Received(LINK, message, payloads), 0.0)
+        assert Close(LINK) in commands
+
+
+def test_workers_are_told_that_a_shard_stops() -> None:
+    harness = ShardedHarness()
+    harness.assemble(2)
+    harness.receive_at(1, 77, Attend("later", 9, 0, "token"))
+    harness.feed_at(1, Stop("it received SIGTERM"))
+
+    for connection in (SEATS, SEATS + 1, 77):
+        ((message, _),) = harness.inbox.pop(connection)
+        assert isinstance(message, Failure)
+        assert isinstance(message.exception(), CoordinatorStoppedError)
+        assert "the data shard at tcp://10.0.0.2:7411 was stopped (it received SIGTERM)" in message.text
+
+
+def test_groups_that_formed_before_a_shard_came_do_without_it() -> None:
+    harness = ShardedHarness(rates=(1.0,))
+    harness.assemble(2)
+    harness.receive(7, Enlist("tcp://10.0.0.7:1"))
+    assert [type(m) for m, _ in harness.inbox.pop(7)] == [Enlisted]
+    assert harness.welcomes[0].shards == ()
+    harness.feed(Disconnected(7, "gone"))
+
+    assert harness.group()["state"] == "active"
+
+
+def test_a_report_cannot_speak_of_members_that_there_are_not() -> None:
+    harness = ShardedHarness()
+    harness.assemble(2)
+    record = RoundRecord(0, (1.0,), 0.0, 0.0, 0)
+    harness.receive(LINKS + 1, Reported(), encode_report(1, RoundCompleted("default", record)))
+
+    assert "tcp://10.0.0.2:7411 was lost" in harness.group()["broken"]
+
+
+# ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────
+
+ERROR = NonFiniteError("w1 contributed NaN", worker="w1", rank=1, bucket="b", parameter="p", round=3)
+ORDERS: list[Order] = [
+    OpenGroup("g", 3, (Seat(-1, "w0"), Seat(-1, "ü")), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32, "b" * 32)),
+    SetPlan("g", plan_of(3, 0, 100), 7),
+    Depart("g", 1, WorkerLostError("it died", worker="w1", rank=1)),
+    CloseGroup("g"),
+    Halt("g", ERROR, True),
+]
+REPORTS: list[RemoteReport] = [
+    RoundCompleted("g", RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1)),
+    Halted("g", ERROR, False),
+    Planned("g", "ab" * 32),
+    Absent("g", 1, ERROR),
+]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Errors are equal if they say the same."""
+    if isinstance(one, GradServerError):
+        return (type(one), str(one), one.fields) == (type(other), str(other), other.fields)
+    if hasattr(one, "__slots__") and type(one) is type(other):
+        return all(same(getattr(one, name), getattr(other, name)) for name in one.__slots__)
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
+def test_orders_arrive_as_they_were(order: Order) -> None:
+    assert same(decode_order(encode_order(order)), order)
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
+def test_reports_arrive_as_they_were(report: RemoteReport) -> None:
+    epoch, arrived = decode_report(encode_report(5, report), 10.0)
+    assert epoch == 5
+    assert same(arrived, report)
+
+
+def understood(data: bytes) -> None:
+    """What both sides rely on: something, or a ProtocolError."""
+    for decode in (decode_order, lambda data: decode_report(data, 0.0)):
+        try:
+            decode(data)
+        except ProtocolError as error:
+            assert 10 < len(str(error)) < 400  # noqa: PT017 - both outcomes are right
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_refused_or_understood(data: bytes) -> None:
+    understood(data)
+
+
+values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**63 - 1) | st.floats() | st.text(max_size=9) | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=12,
+)
+SAMPLES = [msgpack.unpackb(encode_order(order)) for order in ORDERS]
+SAMPLES += [msgpack.unpackb(encode_report(1, report)) for report in REPORTS]
+
+
+@given(st.sampled_from(SAMPLES), st.data())
+def test_any_change_of_a_field_is_refused_or_understood(sample: list[Any], data: st.DataObject) -> None:
+    changed = list(sample)
+    changed[data.draw(st.integers(0, len(sample) - 1))] = data.draw(values)
+    understood(msgpack.packb(changed))
+    understood(encode_order(ORDERS[0])[: data.draw(st.integers(0, 90))])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ["open", "g", 1, [], 1, 1.0, [1.0, 1.0], 1, []],
+        ["open", "g", 1, ["w0"], 1, 1.0, [1.0, 1.0], 1, []],
+        ["open", "g", 1, ["w0"], 1, 1.0, [1.0, 1.0], 2, ["t"]],
+        ["open", "g", 1, ["w0"], 1, 1.0, [1.0, 1.0], 0, ["t"]],
+        ["open", "g", 1, ["w0"], 1, 1.0, [0.0, 0.0], 1, ["t"]],
+        ["open", "g", 1, ["w0"], 1, 1.0, [1.0] * (MAX_SHARDS + 1), 1, ["t"]],
+        ["open", "g" * (MAX_NAME_BYTES + 1), 1, ["w0"], 1, 1.0, [1.0, 1.0], 1, ["t"]],
+        ["plan", "g", b"garbage", 0],
+        ["plan", "g", "text", 0],
+        ["depart", "g", MAX_WORLD_SIZE, ["E", "t", {}]],
+        ["depart", "g", 0, ["E", "t", []]],
+        ["halt", "g", ["E", "t", {}], 1],
+        ["close"],
+        [],
+        ["launch", "g"],
+    ],
+)
+def test_orders_that_cannot_be_are_refused(fields: list[Any]) -> None:
+    with pytest.raises(ProtocolError):
+        decode_order(msgpack.packb(fields))
+
+
+def test_reports_have_a_limit() -> None:
+    with pytest.raises(MalformedMessageError, match="the limit is 65536"):
+        decode_report(bytes(MAX_HEADER_BYTES + 1), 0.0)
+
+
+def test_the_tick_of_an_idle_shard_is_nothing() -> None:
+    shard = ShardEngine("tcp://10.0.0.1:7411", url_of(1), LINK)
+    assert shard.handle(Tick(), 0.0) == []
+    assert shard.next_deadline() is None
+    (send, close, _) = shard.handle(Received(5, Push(bucket(0), 0), (b"1234",)), 0.0)
+    assert isinstance(send, Send)
+    assert isinstance(send.message, Failure)
+    assert isinstance(send.message.exception(), UnexpectedMessageError)
+    assert close == Close(5)
