@@ -10,10 +10,10 @@ from typing import Any, cast
 import zmq
 
 from gradserver.tables import table
-from protocol.errors import CoordinatorUnreachableError, ProtocolError, UnexpectedMessageError
+from protocol.errors import CoordinatorError, CoordinatorUnreachableError, ProtocolError, UnexpectedMessageError
 from protocol.limits import MAX_FRAME_BYTES
 from protocol.messages import Failure, Status, StatusRequest
-from protocol.url import numeric_url, parse_target
+from protocol.url import numeric_url, parse_target, parse_url
 from protocol.wire import decode, encode
 
 _PATIENCE_MS = 3000
@@ -21,14 +21,55 @@ _PATIENCE_MS = 3000
 
 def show(url: str, interval: float, as_json: bool) -> int:
     """Print the status of the coordinator at ``url``; rates are taken over ``interval`` seconds."""
-    first = fetch(url)
+    first = survey(url)
     if as_json:
         print(json.dumps(first, indent=2))
         return 0
+    if "shard" in first:
+        print(f"data shard {first['shard']['number']} of the coordinator at {first['shard']['primary']}: ask that one")
+        return 0
     if first["groups"]:
         time.sleep(interval)
-    print("\n".join(render(first, fetch(url))))
+    print("\n".join(render(first, survey(url))))
     return 0
+
+
+def survey(url: str) -> dict[str, Any]:
+    """One snapshot of a coordinator, with the traffic of its further data shards counted in."""
+    snapshot = fetch(url)
+    for shard in snapshot.get("shards", []):
+        if not shard["number"]:
+            shard["bytes"] = sum(_traffic(group) for group in snapshot["groups"].values())
+            continue
+        try:
+            groups = fetch(_beside(shard["url"], url))["groups"]
+        except (CoordinatorError, ProtocolError) as error:
+            shard["error"] = str(error)
+            continue
+        shard["bytes"] = sum(_traffic(group) for group in groups.values())
+        for name, there in groups.items():
+            if name in snapshot["groups"]:
+                _add(snapshot["groups"][name], there)
+    return snapshot
+
+
+def _traffic(group: dict[str, Any]) -> int:
+    return int(group.get("bytes_in", 0)) + int(group.get("bytes_out", 0))
+
+
+def _add(group: dict[str, Any], there: dict[str, Any]) -> None:
+    """Count in what another shard sees of a group."""
+    for counter in ("bytes_in", "bytes_out", "slices"):
+        group[counter] += there[counter]
+    group["outstanding"] = [one + other for one, other in zip(group["outstanding"], there["outstanding"], strict=True)]
+    known = {exchange["what"] for exchange in group["open"]}
+    group["open"] += [exchange for exchange in there["open"] if exchange["what"] not in known]
+
+
+def _beside(url: str, primary: str) -> str:
+    """``url`` of a data shard, which may say that it listens everywhere on its coordinator's host."""
+    host, port = parse_url(url)
+    return f"tcp://{parse_url(primary)[0]}:{port}" if host in ("*", "0.0.0.0", "[::]") else url
 
 
 def fetch(url: str) -> dict[str, Any]:
@@ -77,12 +118,27 @@ def _reach(url: str) -> str:
 def render(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Lines that show ``after``, with rates since ``before``."""
     lines = [f"coordinator at {after['url']}, up {_duration(after['uptime'])}"]
+    seconds = max(after["uptime"] - before["uptime"], 1e-9)
+    if len(after.get("shards", [])) > 1:
+        lines += _shards(before, after, seconds)
     if not after["groups"]:
         return [*lines, "no groups: no worker has joined"]
-    seconds = max(after["uptime"] - before["uptime"], 1e-9)
     for name, group in after["groups"].items():
         lines += ["", *_group(name, group, before["groups"].get(name, {}), seconds)]
     return lines
+
+
+def _shards(before: dict[str, Any], after: dict[str, Any], seconds: float) -> list[str]:
+    earlier = {shard["number"]: shard.get("bytes", 0) for shard in before["shards"]}
+    moved = {s["number"]: max(s.get("bytes", 0) - earlier.get(s["number"], 0), 0) for s in after["shards"]}
+    total = sum(moved.values())
+    rows = []
+    for shard in after["shards"]:
+        number, rate = shard["number"], shard["rate"]
+        share = f"{moved[number] / total:.0%}" if total else "-"
+        speed = "unreachable" if "error" in shard else f"{moved[number] / seconds / 1e6:.1f} MB/s"
+        rows.append([number, shard["url"] or after["url"], "-" if rate is None else f"{rate:g} Gbit/s", speed, share])
+    return table(["shard", "URL", "link", "in and out", "share"], rows)
 
 
 def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: float) -> list[str]:

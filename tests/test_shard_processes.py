@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import signal
 import socket
 import time
@@ -17,7 +18,8 @@ import pytest
 import zmq
 
 from gradserver import daemon
-from gradserver.status import fetch
+from gradserver.cli import main
+from gradserver.status import fetch, render, survey
 from protocol.dtypes import FLOAT32
 from protocol.errors import (
     CoordinatorStoppedError,
@@ -489,3 +491,22 @@ def test_a_shard_says_what_it_is_when_it_is_ready(pair: tuple[Daemon, Shard]) ->
     coordinator, shard = pair
     assert shard.who == f"(data shard 1 of {coordinator.url})"
     assert shard.url.startswith("tcp://127.0.0.1:")
+
+
+def test_status_shows_the_shards_and_counts_their_traffic(capsys: pytest.CaptureFixture[str]) -> None:
+    with shards("30", primary="10") as (coordinator, (shard,)), joined(coordinator.url, 2) as workers:
+        together(workers, lambda worker: worker.all_reduce(np.ones(4_000_000, np.float32)))
+        one = survey(coordinator.url)
+        assert one["groups"]["default"]["bytes_in"] == 2 * 16_000_000
+        assert [entry["rate"] for entry in one["shards"]] == [10, 30]
+        together(workers, lambda worker: worker.all_reduce(np.ones(4_000_000, np.float32)))
+        text = "\n".join(render(one, survey(coordinator.url)))
+
+        assert re.search(rf"0 +{coordinator.url} +10 Gbit/s +[0-9.]+ MB/s +25%", text), text
+        assert re.search(rf"1 +{shard.url} +30 Gbit/s +[0-9.]+ MB/s +75%", text), text
+        assert main(["status", shard.url]) == 0
+        assert f"data shard 1 of the coordinator at {coordinator.url}: ask that one" in capsys.readouterr().out
+        shard.send_signal(signal.SIGSTOP)
+        assert main(["status", coordinator.url, "--json"]) == 0
+        assert "has not answered" in json.loads(capsys.readouterr().out)["shards"][1]["error"]
+        shard.send_signal(signal.SIGCONT)
