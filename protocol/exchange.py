@@ -105,6 +105,10 @@ class Operation:
     root: int = -1
     codec: Codec = EXACT
 
+    def __hash__(self) -> int:
+        """Not of all parts: few operations differ in the others alone, whose own hashes take longer."""
+        return hash((self.kind, self.op, self.numel, self.root))
+
     @property
     def is_lossy(self) -> bool:
         """Whether what arrives is not, bit by bit, what was sent."""
@@ -201,7 +205,9 @@ class Layout:
 
     def run_bytes(self, start: int, stop: int) -> int:
         """Bytes of one contribution to the slices from ``start`` up to ``stop``."""
-        if stop - start < 2 or self.codec is not EXACT:
+        if stop - start == 1:
+            return self.nbytes(start)
+        if self.codec is not EXACT or start == stop:
             return sum(self.nbytes(index) for index in range(start, stop))
         return (self.span(stop - 1)[1] - self.span(start)[0]) * self.itemsize
 

@@ -139,21 +139,22 @@ def _share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], split: in
     shares: dict[int, Share] = {}
     loads = [0] * len(rates)
     fast = [shard for shard, rate in enumerate(rates) if rate > 0]
-    sizes = {part: bucket.numel * bucket.dtype.itemsize for part, bucket in enumerate(plan.buckets)}
+    layouts = [layout_of(bucket.operation, world_size) for bucket in plan.buckets]
+    sizes = {part: layout.run_bytes(0, layout.count) for part, layout in enumerate(layouts)}
     for part in sorted((part for part in sizes if sizes[part] < split), key=lambda part: (-sizes[part], part)):
         least = min(fast, key=lambda shard: (loads[shard] + sizes[part]) / rates[shard])
         loads[least] += sizes[part]
-        shares[part] = whole(layout_of(plan.buckets[part].operation, world_size), least, len(rates))
+        shares[part] = whole(layouts[part], least, len(rates))
     fractions = _cumulated(_lacking(loads, rates, sum(sizes.values())))
     owed = [0.0] * len(fractions)
     """Bytes that each bound lies below where it should, over all buckets so far: so that rounding does not add up."""
     for part, bucket in enumerate(plan.buckets):
         if part in shares:
             continue
-        numel, itemsize = bucket.numel, bucket.dtype.itemsize
-        exact = [fraction * numel + late / itemsize for fraction, late in zip(fractions, owed, strict=True)]
+        numel, each = bucket.numel, sizes[part] / bucket.numel
+        exact = [fraction * numel + late / each for fraction, late in zip(fractions, owed, strict=True)]
         bounds = _round([place / numel for place in exact], numel, ALIGNMENT)
-        owed = [(place - bound) * itemsize for place, bound in zip(exact, bounds, strict=True)]
+        owed = [(place - bound) * each for place, bound in zip(exact, bounds, strict=True)]
         shares[part] = _cut_elements(bucket.operation, bounds)
     return [shares[part] for part in sizes]
 

@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
+from protocol.codecs import codec_of
 from protocol.dtypes import BY_NAME, FLOAT32, DType
 from protocol.exchange import IN_PLACE, ExchangeKey, Kind, Op, Operation, Stream, layout_of
 from protocol.limits import KIB, MIB
-from protocol.plan import Bucket, Component, Plan
+from protocol.plan import Bucket, Component, Plan, with_codec
 from protocol.shards import ALIGNMENT, EVEN, SPLIT_BUCKET_BYTES, SPLIT_BYTES, Share, Table, comparable, evenness
 
 DTYPES = (FLOAT32, BY_NAME["float64"], BY_NAME["bfloat16"])
@@ -186,6 +187,16 @@ def test_a_round_of_a_transformer_is_shared_within_two_percent(shards: int, uneq
     shares = shares_of(plan_of([4 * 50257 * 64, *(12 * block), 3072]), shard_rates)
 
     assert evenness(shares, shard_rates) <= EVEN
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk:0.01", "bf16"])
+def test_what_counts_are_the_bytes_that_travel(codec: str) -> None:
+    """Small buckets travel as they are, large ones shortened: they weigh as much as is left of them."""
+    plan = with_codec(plan_of([32 * KIB] * 7 + [40 * MIB, 8 * MIB]), codec_of(codec))
+
+    shares = shares_of(plan, (1.0, 2.0, 1.0))
+
+    assert evenness(shares, (1.0, 2.0, 1.0)) <= EVEN
 
 
 def test_rounding_does_not_add_up_over_many_buckets() -> None:
