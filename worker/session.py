@@ -360,8 +360,10 @@ class Session:
             case Welcome():
                 if not 0 <= message.rank < len(message.names):
                     raise MalformedMessageError(f"a Welcome as rank {message.rank} of {len(message.names)}")
-                if message.shards and len(message.rates) != len(message.shards) + 1:
-                    raise MalformedMessageError(f"a Welcome with {len(message.rates)} rates of data shards")
+                if message.shards and (len(message.rates) != len(message.shards) + 1 or not any(message.rates)):
+                    raise MalformedMessageError(
+                        f"a Welcome with {len(message.shards) + 1} data shards, and rates {message.rates}"
+                    )
                 with self._state:
                     self.welcome = message
                     self._table = Table(len(message.names), message.rates)

@@ -1,0 +1,279 @@
+"""A worker's side of the protocol with several data shards: queues and credit for each, one handle for all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from protocol.dtypes import UINT8
+from protocol.errors import (
+    AbandonedError,
+    CollectiveMismatchError,
+    DeadlineError,
+    GradServerError,
+    MalformedMessageError,
+    WorkerLostError,
+)
+from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from protocol.limits import MIB, SLICE_BYTES
+from protocol.messages import (
+    Agreed,
+    Attend,
+    Attended,
+    Failure,
+    Inquire,
+    Join,
+    Leave,
+    Missing,
+    Place,
+    Push,
+    Result,
+    Scope,
+    Welcome,
+)
+from protocol.plan import simple_plan
+from tests.cluster import Task, wait_until
+from tests.test_session import CREDIT, NAMES, Tape, bucket, collective, memory
+from worker.handle import Handle
+from worker.session import Session, ShardReceiver
+from worker.tensors import Bytes
+
+URLS = ("tcp://10.0.0.2:7411", "tcp://10.0.0.3:7411")
+
+
+class Shards(Tape):
+    """A tape that knows which shard each message went to. All of them answer a goodbye."""
+
+    def pushed(self, shard: int) -> list[tuple[int, int]]:
+        """Exchange and slice of each Push that went to ``shard``, so far."""
+        return [
+            (message.key.part if message.key.stream == Stream.BUCKET else message.key.number, message.slice)
+            for (message, _), where in zip(self.sent, self.shards, strict=True)
+            if isinstance(message, Push) and where == shard
+        ]
+
+
+@pytest.fixture
+def tape() -> Shards:
+    return Shards()
+
+
+@pytest.fixture
+def session(tape: Shards) -> Session:
+    """Rank 1 of three, with three shards that are equally fast."""
+    session = Session(tape, timeout=10.0)
+    joining = session.join(Join("group", "w1", 1, 3, 10.0))
+    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, URLS, (1.0, 1.0, 1.0), "secret"), ())
+    joining.wait()
+    tape.sent.clear()
+    tape.shards.clear()
+    return session
+
+
+def all_reduce(session: Session, data: Bytes) -> Handle:
+    return session.collective(Operation(Kind.ALL_REDUCE, Op.SUM, UINT8, data.size), data, data)
+
+
+def answer(session: Session, shard: int, key: ExchangeKey, index: int, payload: bytes | None = None) -> None:
+    message = Result(key, index, 3.0, payload is not None)
+    payloads = () if payload is None else (payload,)
+    if shard:
+        session.receive_from(shard, message, payloads)
+    else:
+        session.receive(message, payloads)
+
+
+def fail(session: Session, shard: int, key: ExchangeKey, error: GradServerError) -> None:
+    failure = Failure.of(error, Scope.EXCHANGE, key)
+    if shard:
+        ShardReceiver(session, shard).receive(failure, ())
+    else:
+        session.receive(failure, ())
+
+
+def test_a_tensor_is_cut_among_the_shards_and_done_when_all_have_answered(session: Session, tape: Shards) -> None:
+    data = memory(3)
+    data[:] = np.arange(data.size) % 251
+    before = data.tobytes()
+    handle = all_reduce(session, data)
+
+    assert [tape.pushed(shard) for shard in range(3)] == [[(0, 0)], [(0, 1)], [(0, 2)]]
+    assert b"".join(bytes(payload) for _, (payload,) in sorted(tape.sent, key=lambda s: s[0].slice)) == before  # type: ignore[union-attr]
+    assert all(message.operation is not None for message, _ in tape.sent if isinstance(message, Push))
+    for shard in (2, 0, 1):
+        assert not handle.done()
+        answer(session, shard, collective(0), shard, bytes([shard]) * SLICE_BYTES)
+    handle.wait()
+    assert (data == np.repeat(np.arange(3, dtype=np.uint8), SLICE_BYTES)).all()
+    assert session.idle()
+
+
+def test_a_small_tensor_goes_to_the_coordinator_itself(session: Session, tape: Shards) -> None:
+    all_reduce(session, memory(0.1))
+
+    assert tape.shards == [0]
+
+
+def test_a_slow_shard_does_not_hold_back_the_others(session: Session, tape: Shards) -> None:
+    for _ in range(4):  # a slice for each shard in each
+        all_reduce(session, memory(3))
+    assert [len(tape.pushed(shard)) for shard in range(3)] == [2, 2, 2], "as the credit allows"
+
+    for number in range(2):
+        answer(session, 1, collective(number), 1, bytes(SLICE_BYTES))
+        answer(session, 2, collective(number), 2, bytes(SLICE_BYTES))
+
+    assert [len(tape.pushed(shard)) for shard in range(3)] == [2, 4, 4]
+
+
+def test_results_of_slices_that_are_another_shards_are_nothing(session: Session) -> None:
+    data = memory(3, fill=7)
+    handle = all_reduce(session, data)
+    for shard in range(3):
+        answer(session, shard, collective(0), (shard + 1) % 3, bytes(SLICE_BYTES))
+
+    assert not handle.done()
+    assert (data == 7).all()
+
+
+def test_the_frontier_is_each_shards_own(session: Session, tape: Shards) -> None:
+    plan = simple_plan([(f"b{index}", 6 * MIB) for index in range(3)], UINT8, Op.SUM)
+    tape.reply = Agreed(plan.hash, 0)
+    session.agree(plan, None)
+    tape.sent.clear()
+    tape.shards.clear()
+    data = [np.zeros(6 * MIB, np.uint8) for _ in plan.buckets]
+    for part in (2, 1):  # bucket 2 takes all credit; the frontier, bucket 0, is not ready
+        session.push_bucket(part, data[part], 1.0, True)
+    assert [tape.pushed(shard) for shard in range(3)] == [[(2, 0), (2, 1)], [(2, 2), (2, 3)], [(2, 4), (2, 5)]]
+
+    session.push_bucket(0, data[0], 1.0, True)
+
+    assert [tape.pushed(shard)[2:] for shard in range(3)] == [[(0, 0)], [(0, 2)], [(0, 4)]]
+    answer(session, 1, bucket(0, 0), 2, bytes(MIB))
+    assert tape.pushed(1)[3:] == [(0, 3)]
+    answer(session, 1, bucket(0, 0), 3, bytes(MIB))
+    assert tape.pushed(1)[4:] == [(1, 2)], "bucket 0 is done at this shard"
+    assert [len(tape.pushed(shard)) for shard in (0, 2)] == [3, 3]
+
+
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_failed_at_one_shard_is_sent_to_the_others_no_more(session: Session, tape: Shards) -> None:
+    first, second = all_reduce(session, memory(12)), all_reduce(session, memory(3))
+    assert [len(tape.pushed(shard)) for shard in range(3)] == [2, 2, 2]
+    fail(session, 1, collective(0), WorkerLostError("w0 was lost"))
+
+    with pytest.raises(WorkerLostError, match="w0 was lost"):
+        first.wait()
+    assert tape.pushed(1)[2:] == [(1, 1)], "the credit of this shard is free at once"
+    assert [tape.pushed(shard)[2:] for shard in (0, 2)] == [[], []], "that of the others when they have answered"
+    answer(session, 0, collective(0), 0, bytes(SLICE_BYTES))
+    answer(session, 2, collective(0), 8, bytes(SLICE_BYTES))
+    assert [tape.pushed(shard)[2:] for shard in (0, 2)] == [[(1, 0)], [(1, 2)]]
+    for shard, start in ((0, 0), (2, 8)):
+        answer(session, shard, collective(0), start + 1, bytes(SLICE_BYTES))
+        answer(session, shard, collective(1), shard, bytes(SLICE_BYTES))
+    answer(session, 1, collective(1), 1, bytes(SLICE_BYTES))
+    second.wait()
+    assert session.idle()
+
+
+def test_nothing_is_written_to_memory_of_what_has_failed(session: Session) -> None:
+    data = memory(3, fill=7)
+    handle = all_reduce(session, data)
+    fail(session, 0, collective(0), WorkerLostError("w0 was lost"))
+    with pytest.raises(WorkerLostError):
+        handle.wait()
+    answer(session, 1, collective(0), 1, bytes(SLICE_BYTES))
+
+    assert (data == 7).all()
+
+
+def test_whoever_waits_is_told_when_nothing_is_written_to_his_memory_any_more(session: Session, tape: Shards) -> None:
+    data = memory(3)
+    tape.places[data.ctypes.data] = Place(0, 4096)
+    handle = all_reduce(session, data)
+    fail(session, 0, collective(0), WorkerLostError("w0 was lost"))
+    session.receive_from(1, Result(collective(0), 1, 3.0, True, 1, True), ())
+    assert not handle.done(), "the third shard may still write"
+
+    fail(session, 2, collective(0), WorkerLostError("w2 was lost"))
+
+    with pytest.raises(WorkerLostError, match="w0 was lost"):
+        handle.wait()
+
+
+def test_that_somebody_has_gone_on_is_told_only_if_nobody_knows_why(session: Session) -> None:
+    handle = all_reduce(session, memory(3))
+    fail(session, 1, collective(0), AbandonedError("'w0' (rank 0) went on"))
+    assert not handle.done()
+    fail(session, 0, collective(0), CollectiveMismatchError("they differ"))
+    with pytest.raises(CollectiveMismatchError):
+        handle.wait()
+
+    handle = all_reduce(session, memory(3))
+    for shard in range(3):
+        assert not handle.done()
+        fail(session, shard, collective(1), AbandonedError("'w0' (rank 0) went on"))
+    with pytest.raises(AbandonedError):
+        handle.wait()
+
+
+def test_who_is_missing_is_asked_where_the_answer_is_due(session: Session, tape: Shards) -> None:
+    handle = all_reduce(session, memory(3))
+    answer(session, 0, collective(0), 0, bytes(SLICE_BYTES))
+    tape.sent.clear()
+    tape.shards.clear()
+    waiting = Task(handle.wait, 0.01)
+    wait_until(lambda: tape.sent, "it asks")
+    assert (tape.sent[0][0], tape.shards[0]) == (Inquire(collective(0)), 1)
+    session.receive_from(1, Missing(collective(0), ("'w2' (rank 2)",)), ())
+
+    assert waiting.error(DeadlineError).missing == ("'w2' (rank 2)",)
+
+
+def test_a_lost_shard_takes_everything_with_it(session: Session) -> None:
+    handle = all_reduce(session, memory(0.1))
+
+    ShardReceiver(session, 2).lost(WorkerLostError("the data shard at tcp://10.0.0.3:7411 died"))
+
+    with pytest.raises(WorkerLostError, match="10.0.0.3"):
+        handle.wait()
+    with pytest.raises(WorkerLostError, match="10.0.0.3"):
+        session.check_open()
+
+
+# ── coming and going ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_attending_shows_the_token(session: Session, tape: Shards) -> None:
+    handle = session.attend(2, 5.0)
+    assert tape.take() == [Attend("group", 7, 1, "secret")]
+    assert tape.shards == [2]
+    session.receive_from(1, Attended(), ())
+    assert not handle.done()
+    session.receive_from(2, Attended(), ())
+    handle.wait()
+
+
+def test_the_coordinator_hears_the_goodbye_when_all_shards_have(session: Session, tape: Shards) -> None:
+    tape.hears = False
+    closing = Task(session.close, "done")
+    for shard in (1, 2):
+        wait_until(lambda: len(tape.sent) == 2, "it says goodbye to the shards")
+        assert sorted(tape.shards) == [1, 2]
+        session.receive_from(shard, Leave("done"), ())
+    wait_until(lambda: len(tape.sent) == 3, "and then to the coordinator")
+    assert tape.shards[-1] == 0
+    session.receive(Leave("done"), ())
+    closing.result()
+
+
+@pytest.mark.parametrize("rates", [(1.0, 1.0), (), (0.0, 0.0, 0.0)])
+def test_a_welcome_whose_shards_and_rates_do_not_fit_is_refused(tape: Shards, rates: tuple[float, ...]) -> None:
+    session = Session(tape, timeout=10.0)
+    session.join(Join("group", "w1", 1, 3, 10.0))
+    with pytest.raises(MalformedMessageError, match="a Welcome with 3 data shards"):
+        session.receive(Welcome("group", 1, 7, CREDIT, NAMES, URLS, rates, "secret"), ())
