@@ -123,11 +123,13 @@ def coordinator(
 
 
 @contextmanager
-def joined(url: str, world_size: int, *, group: str = "default", timeout: float = TIMEOUT) -> Iterator[list[Worker]]:
+def joined(
+    url: str, world_size: int, *, group: str = "default", timeout: float = TIMEOUT, channel: str | None = None
+) -> Iterator[list[Worker]]:
     """A complete group at ``url``, its workers by rank; they are called ``w0``, ``w1``, …"""
 
     def join(rank: int) -> Worker:
-        return connect(url, rank, world_size, group, f"w{rank}", timeout)
+        return connect(url, rank, world_size, group, f"w{rank}", timeout, channel)
 
     with ExitStack() as stack:
         yield [stack.enter_context(worker) for worker in together(range(world_size), join)]
@@ -137,12 +139,15 @@ def joined(url: str, world_size: int, *, group: str = "default", timeout: float 
 def members(
     channel: str, world_size: int, *, timeout: float = TIMEOUT, credit: int = CREDIT_BYTES
 ) -> Iterator[list[Worker]]:
-    """A group over ``channel``, "memory" or "tcp", all of it in threads of this process."""
+    """A group over ``channel``, "memory", "shm" or "tcp", all of it in threads of this process."""
     if channel == "memory":
         with LocalCluster(world_size, timeout=timeout, credit=credit) as cluster:
             yield cluster.workers
     else:
-        with coordinator(credit=credit) as server, joined(server.url, world_size, timeout=timeout) as workers:
+        with (
+            coordinator(credit=credit) as server,
+            joined(server.url, world_size, timeout=timeout, channel=channel) as workers,
+        ):
             yield workers
 
 
@@ -300,6 +305,9 @@ class Daemon(Program):
         return group
 
 
-def worker_program(url: str, name: str, /, rank: int = 0, world_size: int = 1, **arguments: Any) -> Program:
+def worker_program(
+    url: str, name: str, /, rank: int = 0, world_size: int = 1, channel: str = "auto", **arguments: Any
+) -> Program:
     """A process that joins the group at ``url`` and runs the function ``name`` of `worker_programs`."""
-    return Program(str(PROGRAMS), name, url, str(rank), str(world_size), json.dumps(arguments))
+    words = str(PROGRAMS), name, url, str(rank), str(world_size), json.dumps(arguments)
+    return Program(*words, environment={"GRADSERVER_CHANNEL": channel})

@@ -38,7 +38,7 @@ def _cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
-@pytest.fixture(params=["memory", "tcp"])
+@pytest.fixture(params=["memory", "shm", "tcp"])
 def channel(request: pytest.FixtureRequest) -> str:
     """How workers reach their coordinator."""
     return str(request.param)

@@ -206,7 +206,7 @@ def test_status_of_a_group_at_work_shows_members_round_and_rates(capsys: pytest.
 
 
 def test_status_shows_who_is_missing_and_what_is_in_flight(capsys: pytest.CaptureFixture[str]) -> None:
-    with coordinator() as server, joined(server.url, 3) as workers:
+    with coordinator() as server, joined(server.url, 3, channel="tcp") as workers:
         together(workers, lambda worker: worker.agree(PLAN))
         together(workers, exchange)
         handles = [worker.push(0, np.ones(250_000, np.float32)) for worker in (workers[0], workers[2])]

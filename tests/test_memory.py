@@ -28,7 +28,8 @@ def exchange_with_one_late(world_size: int, buckets: int, numel: int, late: floa
         workers = [
             stack.enter_context(
                 worker_program(
-                    daemon.url, "rounds", rank, world_size, count=2, buckets=buckets, numel=numel, ready=True
+                    *(daemon.url, "rounds", rank, world_size, "tcp"),
+                    **{"count": 2, "buckets": buckets, "numel": numel, "ready": True},
                 )
             )
             for rank in range(world_size)

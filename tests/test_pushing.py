@@ -190,6 +190,20 @@ def test_buckets_may_become_ready_in_any_order_with_little_credit(gather: Gather
     together(workers, work)
 
 
+def test_buckets_that_fill_all_slots_in_opposite_orders_do_not_block_each_other(gather: Gather) -> None:
+    workers = gather(2)
+    agree(workers, plan_of(*[3_000_000] * 2))  # 12 MB each: one of them takes every slot of shared memory
+
+    def work(worker: Worker) -> None:
+        data = [full(worker, index, worker.rank) for index in range(2)]
+        for index in (0, 1) if worker.rank else (1, 0):
+            worker.push(index, data[index])
+        worker.finish_round()
+        assert all((array == 0.5).all() for array in data)
+
+    together(workers, work)
+
+
 # ── rounds and plans ──────────────────────────────────────────────────────────────────────────────────
 
 

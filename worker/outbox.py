@@ -281,21 +281,22 @@ class Outbox:
             if not unsent:
                 continue
             exchange = unsent[0]
-            cost = exchange.next_cost()
-            if self._in_flight[pool] + cost > credit:
-                first = frontier() if pool is Pool.BUCKETS else None
-                if first is None:
-                    continue
-                exchange = first
-            before = exchange.sent
-            push = exchange.push()
-            if push is None:
-                continue
-            self._in_flight[pool] += exchange.cost(before, exchange.sent)
+            if self._in_flight[pool] + exchange.next_cost() <= credit and (push := self._push(exchange)) is not None:
+                return push
+            # Neither credit nor slots that are taken may hold back what everybody waits for.
+            first = frontier() if pool is Pool.BUCKETS else None
+            if first is not None and (push := self._push(first)) is not None:
+                return push
+        return None
+
+    def _push(self, exchange: Exchange) -> tuple[Push, Sequence[Buffer]] | None:
+        before = exchange.sent
+        push = exchange.push()
+        if push is not None:
+            self._in_flight[exchange.pool] += exchange.cost(before, exchange.sent)
             if exchange.sent == exchange.stop:
                 self._remove(exchange)
-            return push
-        return None
+        return push
 
     def answered(self, exchange: Exchange, start: int, stop: int) -> None:
         """The slices from ``start`` up to ``stop`` have their result: their credit is free again."""
