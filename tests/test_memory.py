@@ -29,7 +29,10 @@ def exchange_with_one_late(world_size: int, buckets: int, numel: int, late: floa
             stack.enter_context(
                 worker_program(
                     *(daemon.url, "rounds", rank, world_size, "tcp"),
-                    **{"count": 2, "buckets": buckets, "numel": numel, "ready": True},
+                    count=2,
+                    buckets=buckets,
+                    numel=numel,
+                    ready=True,
                 )
             )
             for rank in range(world_size)

@@ -95,7 +95,7 @@ class Tape:
     def empty(self, _nbytes: int) -> Bytes | None:
         return None
 
-    def place_of(self, data: Bytes, shard: int = 0) -> Place | None:
+    def place_of(self, data: Bytes, _shard: int = 0) -> Place | None:
         return self.places.get(data.ctypes.data)
 
     def take(self) -> list[Message]:
