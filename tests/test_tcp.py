@@ -46,7 +46,7 @@ class Start:
     def __init__(self, url: str, stack: ExitStack) -> None:
         self._url, self._stack = url, stack
 
-    def __call__(self, name: str, rank: int, **arguments: object) -> Program:
+    def __call__(self, name: str, rank: int, **arguments: Any) -> Program:
         return self._stack.enter_context(worker_program(self._url, name, rank, 3, **arguments))
 
 
