@@ -11,8 +11,8 @@ Laws that this package keeps, whatever order events come in (each has a property
 - Whatever one connection sends, others lose nothing but the partner they cannot do without (L8).
 
 Control (`gradserver.engine.control`) knows groups, membership and plans; data (`gradserver.engine.data`)
-holds slices and matches them. They share nothing: orders go one way and reports the other, so that
-several data halves can run elsewhere.
+holds slices and matches them. They share nothing: orders go one way and reports the other, and so several
+data halves can run elsewhere (`gradserver.engine.shard` is the mind of one).
 """
 
 from __future__ import annotations
