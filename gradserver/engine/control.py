@@ -61,25 +61,24 @@ from gradserver.engine.membership import (
     join_timeout,
 )
 from gradserver.engine.orders import decode_report, encode_order
+from gradserver.engine.proposals import agree, confirm, fail_all, fail_overdue, fail_proposal, reject_minority
 from gradserver.engine.roster import DataShard, Roster, count_round
 from protocol.errors import (
     ConnectionLostError,
     CoordinatorStoppedError,
-    DeadlineError,
     GradServerError,
     InvalidArgumentError,
     InvalidWorldSizeError,
     LimitExceededError,
     MalformedMessageError,
-    PlanMismatchError,
     ProtocolError,
     UnexpectedMessageError,
     WorkerLeftError,
     WorkerLostError,
 )
 from protocol.limits import MAX_GROUPS, MAX_NAME_BYTES, MIN_CREDIT_BYTES
-from protocol.messages import Agreed, Enlist, Failure, Join, Leave, Message, Ordered, Propose, Reported, Scope, Welcome
-from protocol.plan import Plan, decode_plan, first_difference
+from protocol.messages import Enlist, Failure, Join, Leave, Message, Ordered, Propose, Reported, Scope, Welcome
+from protocol.plan import decode_plan
 from protocol.wire import Buffer
 
 _HERE = 0
@@ -157,7 +156,7 @@ class Control:
             case Violation(connection, error):
                 return self._refuse(connection, error, commands)
             case Planned(name, digest):
-                self._confirmed(self.groups[name], source, digest, commands)
+                confirm(self.groups[name], source, digest, commands)
             case Absent(name, rank, error):
                 seat = self.groups[name].members.get(rank)
                 return [] if seat is None else self._refuse(seat.connection, error, commands)
@@ -261,7 +260,7 @@ class Control:
     ) -> list[Order]:
         group, rank = self._seat(connection)
         if group.broken is not None:
-            self._fail_proposal(group, rank, group.broken, commands)
+            fail_proposal(group, rank, group.broken, commands)
             return []
         if rank in group.proposals:
             raise UnexpectedMessageError(f"{group.call(rank)} proposed a second plan before the first was settled")
@@ -276,55 +275,15 @@ class Control:
         reference = min(rank for rank, p in group.proposals.items() if votes[p.plan.hash] == leading)
         plan = group.proposals[reference].plan
         if len(votes) > 1:
-            self._reject_minority(group, reference, commands)
+            reject_minority(group, reference, commands)
             return []
         if not group.shards:
-            self._agree(group, plan, commands)
+            agree(group, plan, commands)
             return [SetPlan(group.name, plan, group.rounds)]
         # A round may be over for its members, and not for us yet: what other shards report takes its time.
         group.rounds = max(group.rounds, *(proposal.round for proposal in group.proposals.values()))
         group.unconfirmed = set(group.shards)
         return self._order(group, SetPlan(group.name, plan, group.rounds), commands)
-
-    def _confirmed(self, group: Group, source: int, digest: str, commands: list[Command]) -> None:
-        """A shard elsewhere knows the plan. Members may push to it when all do."""
-        plan = next(iter(group.proposals.values())).plan if group.proposals else None
-        if plan is None or plan.hash != digest or source not in group.unconfirmed:
-            return
-        group.unconfirmed.discard(source)
-        if not group.unconfirmed:
-            self._agree(group, plan, commands)
-
-    def _agree(self, group: Group, plan: Plan, commands: list[Command]) -> None:
-        group.plan = plan
-        group.proposals.clear()
-        group.partial.clear()
-        group.table.set_plan(plan)
-        group.busy_shards = sum(group.table.buckets_of(plan, shard) > 0 for shard in range(group.table.shards))
-        for seat in group.members.values():
-            commands.append(Send(seat.connection, Agreed(plan.hash, group.rounds)))
-        commands.append(
-            Log(f"group {group.name!r}: plan of {len(plan.buckets)} buckets, {plan.nbytes / 1e6:.1f} MB a round")
-        )
-
-    def _reject_minority(self, group: Group, reference: int, commands: list[Command]) -> None:
-        """Tell those who differ from most (a tie goes to the lowest rank); the others' proposals stand."""
-        plan = group.proposals[reference].plan
-        for rank, proposal in sorted(group.proposals.items()):
-            difference = first_difference(plan, proposal.plan)
-            if difference is None:
-                continue
-            theirs, own = difference
-            error = PlanMismatchError(
-                f"the plans of group {group.name!r} differ, first here: {group.call(reference)} has {theirs}; "
-                f"{group.call(rank)} has {own}. Every worker must wrap the same module in the same way"
-            )
-            self._fail_proposal(group, rank, error, commands)
-            del group.proposals[rank]
-            commands.append(Log(error.message, warning=True))
-
-    def _fail_proposal(self, group: Group, rank: int, error: GradServerError, commands: list[Command]) -> None:
-        commands.append(Send(group.members[rank].connection, Failure.of(error, Scope.PROPOSAL)))
 
     # ── leaving, and being lost ───────────────────────────────────────────────────────────────────────
 
@@ -364,10 +323,7 @@ class Control:
             group.broken = error
             if not isinstance(error, WorkerLeftError):
                 commands.append(Log(f"group {group.name!r} is broken: {error.message}", warning=True))
-        for rank in list(group.proposals):
-            self._fail_proposal(group, rank, error, commands)
-        group.proposals.clear()
-        group.unconfirmed.clear()
+        fail_all(group, error, commands)
 
     def _refuse(self, connection: int, error: GradServerError, commands: list[Command]) -> list[Order]:
         """``error`` is this connection's own fault, and costs it the connection."""
@@ -401,20 +357,8 @@ class Control:
                 orders += self._gone(applicant.connection, "waited too long", False, commands)
             overdue = [p for p in group.proposals.values() if p.since + group.timeout <= now]
             if overdue:
-                self._proposals_overdue(group, commands)
+                fail_overdue(group, commands)
         return orders
-
-    def _proposals_overdue(self, group: Group, commands: list[Command]) -> None:
-        missing = [rank for rank in group.members if rank not in group.proposals]
-        what = f"{group.calls(missing)} to propose one" if missing else "its data shards to confirm it"
-        error = DeadlineError(
-            f"the plan of group {group.name!r} waited {group.timeout:g} s for {what}",
-            missing=tuple(group.call(rank) for rank in missing),
-        )
-        for rank in group.proposals:
-            self._fail_proposal(group, rank, error, commands)
-        group.proposals.clear()
-        group.unconfirmed.clear()
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
