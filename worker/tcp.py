@@ -37,65 +37,19 @@ from protocol.errors import (
     GradServerError,
     ProtocolError,
 )
-from protocol.limits import MAX_FRAME_BYTES
 from protocol.messages import MemoryAt, Message, Place, ShareMemory
-from protocol.url import numeric_url, parse_target, parse_url
 from protocol.wire import Buffer, decode, encode
+from worker.line import Line, beside, wait_for_listener
 from worker.memory import SharedMemory
 
 log = logging.getLogger("gradserver")
 
-_HEARTBEAT_INTERVAL_MS: Final = 1000
-_HEARTBEAT_TIMEOUT_MS: Final = 2500
-_RETRY_SECONDS: Final = 0.1
-_SAY_SO_AFTER: Final = 2.0
-"""Seconds without a coordinator after which the log says that this worker is still trying."""
-_LINGER_MS: Final = 1000
-_NEVER_MS: Final = 24 * 3600 * 1000
 _NOBLOCK: Final = int(zmq.NOBLOCK)  # plain numbers: combining zmq's enumeration takes longer than sending
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _ZERO_COPY_BYTES: Final = 32 * 1024
 """Below this a copy costs less than handing memory over and getting it back."""
-
-_GONE: Final = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_CLOSED
-)
-
-
-class _Line:
-    """The connection to one data shard. Number 0 is the coordinator itself."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, address: str, number: int) -> None:
-        self.url = url
-        self.what = "data shard" if number else "coordinator"
-        self.number = number
-        self.receiver: Receiver | None = None
-        self.gone = False
-        """The monitor has said that the connection ended."""
-        self.shares = False
-        """Its process sees the memory that this worker shares."""
-        self.socket = context.socket(zmq.DEALER)
-        _configure(self.socket, ipv6="[" in address)
-        self.monitor = self.socket.get_monitor_socket(_GONE)
-        self.monitor.get(_EVENTS)  # its descriptor signals nothing before this, and later this could swallow a signal
-        self.monitor_fd = int(self.monitor.get(zmq.FD))
-        self.socket.connect(address)
-
-    def lost_text(self, why: str) -> str:
-        return f"lost the {self.what} at {self.url}: {why}"
-
-    def close(self) -> None:
-        """Send what is queued, if it still can be, for a second at most."""
-        gone = self.gone or bool(int(self.monitor.get(_EVENTS)) & _POLLIN)  # then nothing can leave any more
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=0 if gone else _LINGER_MS)
 
 
 class TcpChannel:
@@ -111,9 +65,9 @@ class TcpChannel:
     """
 
     def __init__(self, url: str, timeout: float) -> None:
-        address, self.on_this_host = _wait_for_listener(url, timeout)
+        address, self.on_this_host = wait_for_listener(url, timeout)
         self._context = zmq.Context()
-        self._lines = [_Line(self._context, url, address, 0)]
+        self._lines = [Line(self._context, url, address, 0)]
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._closing = False
@@ -125,7 +79,7 @@ class TcpChannel:
         self._poller = select.poll()
         self._wake_fd = self._wake_out.fileno()
         self._poller.register(self._wake_fd, select.POLLIN)
-        self._monitors: dict[int, _Line] = {}
+        self._monitors: dict[int, Line] = {}
         """Lines by their monitors' descriptors."""
         self._listen(self._lines[0])
         self._enough: Callable[[], bool] = lambda: True
@@ -149,18 +103,18 @@ class TcpChannel:
         Raises:
             CoordinatorUnreachableError: nobody listened there in time.
         """
-        url = _beside(url, self._lines[0].url)
-        address, _ = _wait_for_listener(url, timeout, f"data shard of {self._lines[0].url}")
+        url = beside(url, self._lines[0].url)
+        address, _ = wait_for_listener(url, timeout, f"data shard of {self._lines[0].url}")
         with self._lock:
             if self._closing:
                 raise ClosedError("this worker is closed")
-            line = _Line(self._context, url, address, len(self._lines))
+            line = Line(self._context, url, address, len(self._lines))
             line.receiver = receiver
             self._lines.append(line)
             self._listen(line)
         self._wake()
 
-    def _listen(self, line: _Line) -> None:
+    def _listen(self, line: Line) -> None:
         self._monitors[line.monitor_fd] = line
         for descriptor in (int(line.socket.get(zmq.FD)), line.monitor_fd):
             self._poller.register(descriptor, select.POLLIN)
@@ -313,7 +267,7 @@ class TcpChannel:
                 line.receiver.receive(message, payloads)
         return took
 
-    def _receive(self, line: _Line) -> list[Buffer] | None:
+    def _receive(self, line: Line) -> list[Buffer] | None:
         receive = line.socket.recv
         with self._lock:
             if self._closing or not int(line.socket.get(_EVENTS)) & _POLLIN:
@@ -326,7 +280,7 @@ class TcpChannel:
                 more = frame.more
             return frames
 
-    def _check_connection(self, line: _Line) -> None:
+    def _check_connection(self, line: Line) -> None:
         """Raise ConnectionLostError if the monitor says so, after taking in what arrived before the end."""
         with self._lock:
             if self._closing or not int(line.monitor.get(_EVENTS)) & _POLLIN:
@@ -367,52 +321,3 @@ class TcpChannel:
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it is awake already; closed: it has ended
             self._wake_in.send(b"\0")
-
-
-def _configure(dealer: zmq.Socket[bytes], ipv6: bool) -> None:
-    option = dealer.setsockopt
-    # A new connection would be a stranger to the coordinator, so there is to be none; but told never to
-    # reconnect (-1), libzmq throws away what has arrived and was not read yet, the reason for the end included.
-    option(zmq.RECONNECT_IVL, _NEVER_MS)
-    option(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    option(zmq.SNDHWM, 0)  # credits bound what is queued
-    option(zmq.RCVHWM, 0)
-    option(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
-    option(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-    option(zmq.IPV6, int(ipv6))
-
-
-def _beside(url: str, primary: str) -> str:
-    """``url`` of a data shard, which may say that it listens everywhere on the coordinator's own host."""
-    host, port = parse_url(url)
-    if host.strip("[]") in ("*", "0.0.0.0", "::"):
-        host = parse_url(primary)[0]
-    return f"tcp://{host}:{port}"
-
-
-def _wait_for_listener(url: str, timeout: float, what: str = "coordinator") -> tuple[str, bool]:
-    """Try a plain connection until somebody accepts: libzmq would keep its own attempts to itself.
-
-    Returns the URL with the address that was reached (a name may mean several, of which libzmq would try one),
-    and whether that is an address of this host.
-    """
-    target = parse_target(url)
-    started = time.monotonic()
-    said = False
-    while True:
-        left = started + timeout - time.monotonic()
-        try:
-            with socket.create_connection(target, timeout=max(left, 0.01)) as connection:
-                there, here = connection.getpeername(), connection.getsockname()[0]
-                return numeric_url(*there[:2]), there[0] == here or here in ("127.0.0.1", "::1")
-        except OSError as error:
-            why = error.strerror or str(error)
-        if time.monotonic() + _RETRY_SECONDS >= started + timeout:
-            raise CoordinatorUnreachableError(
-                f"no {what} answered at {url} within {timeout:g} s ({why.lower()}). "
-                f"Is `gradserver serve` running there, and is the port right?"
-            )
-        if not said and time.monotonic() - started > _SAY_SO_AFTER:
-            said = True
-            log.warning("no %s at %s yet (%s); trying for %g s in all", what, url, why.lower(), timeout)
-        time.sleep(_RETRY_SECONDS)

@@ -1,0 +1,114 @@
+"""One connection of the tcp channel: its socket, and the monitor that says when it is gone."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from typing import Final
+
+import zmq
+
+from protocol.channel import Receiver
+from protocol.errors import CoordinatorUnreachableError
+from protocol.limits import MAX_FRAME_BYTES
+from protocol.url import numeric_url, parse_target, parse_url
+
+log = logging.getLogger("gradserver")
+
+_HEARTBEAT_INTERVAL_MS: Final = 1000
+_HEARTBEAT_TIMEOUT_MS: Final = 2500
+_RETRY_SECONDS: Final = 0.1
+_SAY_SO_AFTER: Final = 2.0
+"""Seconds without a coordinator after which the log says that this worker is still trying."""
+_LINGER_MS: Final = 1000
+_NEVER_MS: Final = 24 * 3600 * 1000
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+_GONE: Final = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_CLOSED
+)
+
+
+class Line:
+    """The connection to one data shard. Number 0 is the coordinator itself."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, address: str, number: int) -> None:
+        self.url = url
+        self.what = "data shard" if number else "coordinator"
+        self.number = number
+        self.receiver: Receiver | None = None
+        self.gone = False
+        """The monitor has said that the connection ended."""
+        self.shares = False
+        """Its process sees the memory that this worker shares."""
+        self.socket = context.socket(zmq.DEALER)
+        _configure(self.socket, ipv6="[" in address)
+        self.monitor = self.socket.get_monitor_socket(_GONE)
+        self.monitor.get(_EVENTS)  # its descriptor signals nothing before this, and later this could swallow a signal
+        self.monitor_fd = int(self.monitor.get(zmq.FD))
+        self.socket.connect(address)
+
+    def lost_text(self, why: str) -> str:
+        """What to say when the connection is gone."""
+        return f"lost the {self.what} at {self.url}: {why}"
+
+    def close(self) -> None:
+        """Send what is queued, if it still can be, for a second at most."""
+        gone = self.gone or bool(int(self.monitor.get(_EVENTS)) & _POLLIN)  # then nothing can leave any more
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0 if gone else _LINGER_MS)
+
+
+def beside(url: str, primary: str) -> str:
+    """``url`` of a data shard, which may say that it listens everywhere on the coordinator's own host."""
+    host, port = parse_url(url)
+    if host.strip("[]") in ("*", "0.0.0.0", "::"):
+        host = parse_url(primary)[0]
+    return f"tcp://{host}:{port}"
+
+
+def wait_for_listener(url: str, timeout: float, what: str = "coordinator") -> tuple[str, bool]:
+    """Try a plain connection until somebody accepts: libzmq would keep its own attempts to itself.
+
+    Returns the URL with the address that was reached (a name may mean several, of which libzmq would try one),
+    and whether that is an address of this host.
+    """
+    target = parse_target(url)
+    started = time.monotonic()
+    said = False
+    while True:
+        left = started + timeout - time.monotonic()
+        try:
+            with socket.create_connection(target, timeout=max(left, 0.01)) as connection:
+                there, here = connection.getpeername(), connection.getsockname()[0]
+                return numeric_url(*there[:2]), there[0] == here or here in ("127.0.0.1", "::1")
+        except OSError as error:
+            why = error.strerror or str(error)
+        if time.monotonic() + _RETRY_SECONDS >= started + timeout:
+            raise CoordinatorUnreachableError(
+                f"no {what} answered at {url} within {timeout:g} s ({why.lower()}). "
+                f"Is `gradserver serve` running there, and is the port right?"
+            )
+        if not said and time.monotonic() - started > _SAY_SO_AFTER:
+            said = True
+            log.warning("no %s at %s yet (%s); trying for %g s in all", what, url, why.lower(), timeout)
+        time.sleep(_RETRY_SECONDS)
+
+
+def _configure(dealer: zmq.Socket[bytes], ipv6: bool) -> None:
+    option = dealer.setsockopt
+    # A new connection would be a stranger to the coordinator, so there is to be none; but told never to
+    # reconnect (-1), libzmq throws away what has arrived and was not read yet, the reason for the end included.
+    option(zmq.RECONNECT_IVL, _NEVER_MS)
+    option(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    option(zmq.SNDHWM, 0)  # credits bound what is queued
+    option(zmq.RCVHWM, 0)
+    option(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
+    option(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    option(zmq.IPV6, int(ipv6))
