@@ -1,0 +1,393 @@
+"""What a worker exchanges: what it has begun, what it may send, and what became of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from protocol.channel import Channel
+from protocol.codecs import Feedback
+from protocol.errors import (
+    AbandonedError,
+    ClosedError,
+    DeadlineError,
+    GradServerError,
+    MalformedMessageError,
+    OutOfStepError,
+    UsageError,
+)
+from protocol.exchange import ExchangeKey, Operation, Stream, pool_of
+from protocol.messages import (
+    Inquire,
+    Push,
+    Result,
+    Welcome,
+)
+from protocol.plan import Plan
+from protocol.shards import Table
+from protocol.wire import Buffer
+from worker.coder import Coder
+from worker.handle import VERDICT_SECONDS, Handle
+from worker.outbox import Destination, Exchange, Outbox, Siblings
+from worker.slots import Slots
+from worker.tensors import Bytes
+
+
+class Traffic:
+    """A member's exchanges, with each of the group's data shards.
+
+    Attributes:
+        welcome: what the coordinator said when the group was complete.
+        plan: what a round exchanges, once members have agreed.
+        round: the one that is open or next.
+    """
+
+    def __init__(self, channel: Channel, timeout: float) -> None:
+        self.timeout = timeout
+        self.welcome: Welcome | None = None
+        self.plan: Plan | None = None
+        self.round = 0
+        self._channel = channel
+        self._state = threading.Lock()
+        self._pumping = threading.Lock()
+        self._pump_again = False
+        self._shards = [ShardTraffic(0)]
+        """What is under way, by data shard."""
+        self._turn = 0
+        """The shard that is sent to next, if there is something for it."""
+        self._table = Table(1)
+        self._slots = Slots(channel)
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._inquiries: dict[ExchangeKey, Handle] = {}
+        self._pushed: dict[int, Handle] = {}
+        self._feedback: dict[int, Feedback] = {}
+        """What lossy codecs have kept back, by bucket."""
+        self._closed: GradServerError | None = None
+
+    @property
+    def membership(self) -> Welcome:
+        """What the coordinator said when the group was complete."""
+        if self.welcome is None:
+            raise UsageError("this worker has not joined a group yet")
+        return self.welcome
+
+    def check_open(self) -> None:
+        """Raise what ended this membership, if anything has."""
+        if self._closed is not None:
+            raise self._closed.again()
+
+    def lost(self, error: GradServerError) -> None:
+        """The channel broke."""
+        raise NotImplementedError
+
+    # ── exchanging ────────────────────────────────────────────────────────────────────────────────────
+
+    def push_bucket(self, index: int, data: Bytes, weight: float, present: bool) -> Handle:
+        """Contribute to bucket ``index`` of the present round; the result goes into ``data``."""
+        with self._state:
+            self.check_open()
+            assert self.plan is not None
+            if (before := self._pushed.get(index)) is not None:
+                before.raise_error()
+                raise OutOfStepError(
+                    f"bucket {self.plan.buckets[index].key!r} was already pushed in round {self.round}: "
+                    f"finish the round before pushing it again"
+                )
+            key = ExchangeKey(Stream.BUCKET, self.round, index)
+            operation = self.plan.buckets[index].operation
+            feedback = self._feedback_of(index, operation) if present and weight > 0 else None
+            source = data if present and weight > 0 else None
+            handle = self._begin(key, operation, source, data, weight, feedback=feedback)
+            self._pushed[index] = handle
+        self._pump()
+        self._channel.watch(self.idle)
+        return handle
+
+    def _feedback_of(self, index: int, operation: Operation) -> Feedback | None:
+        if not operation.is_lossy:
+            return None
+        feedback = self._feedback.get(index)
+        if feedback is None:
+            feedback = self._feedback[index] = Feedback(operation.numel)
+        return feedback
+
+    def finish_round(self, timeout: float | None) -> None:
+        """Wait for every bucket of the round, and go on to the next one."""
+        assert self.plan is not None
+        missing = [b.key for i, b in enumerate(self.plan.buckets) if b.numel and i not in self._pushed]
+        if missing:
+            self.check_open()
+            raise OutOfStepError(f"round {self.round} cannot be finished: these buckets were not pushed: {missing[:8]}")
+        for handle in self._pushed.values():
+            handle.wait(timeout)
+        with self._state:
+            self._pushed.clear()
+            self.round += 1
+
+    def collective(
+        self,
+        operation: Operation,
+        source: Bytes | None,
+        destination: Destination | None,
+        weight: float = 1.0,
+        value: Any = None,
+        background: bool = False,
+    ) -> Handle:
+        """Take part in the group's next collective; ``background`` if the caller does not wait for it at once."""
+        with self._state:
+            self.check_open()
+            key = ExchangeKey(Stream.COLLECTIVE, self._next_number(Stream.COLLECTIVE))
+            handle = self._begin(key, operation, source, destination, weight, value)
+        self._pump()
+        if background:
+            self._channel.watch(self.idle)
+        return handle
+
+    def transfer(
+        self,
+        operation: Operation,
+        ends: tuple[int, int, int],
+        source: Bytes | None,
+        destination: Destination | None,
+        value: Any = None,
+        background: bool = False,
+    ) -> Handle:
+        """Send or receive: ``ends`` is (source rank, target rank, tag)."""
+        giver, taker, tag = ends
+        with self._state:
+            self.check_open()
+            number = self._next_number(Stream.TRANSFER, giver, taker, tag)
+            key = ExchangeKey(Stream.TRANSFER, number, tag, giver, taker)
+            handle = self._begin(key, operation, source, destination, 1.0, value)
+        self._pump()
+        if background:
+            self._channel.watch(self.idle)
+        return handle
+
+    def _next_number(self, *sequence: int) -> int:
+        number = self._numbers.get(sequence, 0)
+        self._numbers[sequence] = number + 1
+        return number
+
+    def _begin(
+        self,
+        key: ExchangeKey,
+        operation: Operation,
+        source: Bytes | None,
+        destination: Destination | None,
+        weight: float,
+        value: Any = None,
+        feedback: Feedback | None = None,
+    ) -> Handle:
+        welcome = self.membership
+        layout, bounds = self._table.share(key, operation)
+        handle = Handle(self.timeout, self._channel, value, lambda seconds: self._overdue(key, operation, seconds))
+        if layout.count == 0:
+            handle.weight, handle.present = weight, source is not None
+            handle._complete()
+            return handle
+        pool = pool_of(key, welcome.rank)
+        coder = None
+        if operation.is_lossy:
+            assert isinstance(destination, np.ndarray)
+            coder = Coder(key, layout, source, destination, feedback)
+        what = key, pool, operation, layout, source, destination, weight, handle, self._channel, self._slots, coder
+        if len(bounds) == 2:
+            self._shards[0].add(Exchange(*what))
+            return handle
+        parts = [(shard, run) for shard, run in enumerate(pairwise(bounds)) if run[0] < run[1]]
+        siblings = Siblings(len(parts))
+        for shard, run in parts:
+            self._shards[shard].add(Exchange(*what, shard, run, siblings))
+        return handle
+
+    # ── sending, as credit allows ─────────────────────────────────────────────────────────────────────
+
+    def _pump(self) -> None:
+        """Send what may be sent. One thread at a time does it; others leave a note and go on.
+
+        Over memory a send can come back here in the same thread, with a result that frees credit: the
+        note lets the outer call see to it.
+        """
+        self._pump_again = True
+        while self._pump_again and self._pumping.acquire(blocking=False):
+            try:
+                self._pump_again = False
+                shards = self._shards
+                while (shards[0].outbox.waiting or len(shards) > 1) and (push := self._next_push()) is not None:
+                    self._channel.send(*push)
+            except (ClosedError, ConnectionError) as error:
+                self.lost(error if isinstance(error, GradServerError) else ClosedError(str(error)))
+            finally:
+                self._pumping.release()
+
+    def _next_push(self) -> tuple[Push, Sequence[Buffer], int] | None:
+        with self._state:
+            turn = self._turn
+            for shard in (*self._shards[turn:], *self._shards[:turn]) if turn else self._shards:
+                if not shard.outbox.waiting:
+                    continue
+                push = shard.outbox.next(self.membership.credit, partial(self._frontier, shard))
+                if push is not None:
+                    self._turn = (shard.number + 1) % len(self._shards)
+                    return *push, shard.number
+            return None
+
+    def _frontier(self, shard: ShardTraffic) -> Exchange | None:
+        """The exchange whose next slice is the first in the plan's order that was not answered, if it is ready.
+
+        That is, of the slices that ``shard`` has to do with: the reasons hold for each shard by itself.
+        """
+        assert self.plan is not None
+        for index, bucket in enumerate(self.plan.buckets):
+            handle = self._pushed.get(index)
+            if bucket.numel == 0 or (handle is not None and handle.done()):
+                continue
+            key = ExchangeKey(Stream.BUCKET, self.round, index)
+            exchange = shard.exchanges.get(key)
+            if exchange is None and (handle is not None or not self._concerns(shard.number, key, bucket.operation)):
+                continue
+            if exchange is None or exchange.sent == exchange.stop:
+                return None
+            return exchange if exchange.sent == exchange.first_unanswered() else None
+        return None
+
+    def _concerns(self, shard: int, key: ExchangeKey, operation: Operation) -> bool:
+        start, stop = self._table.share(key, operation).interval(shard)
+        return start < stop
+
+    def idle(self) -> bool:
+        """Whether no results are due."""
+        return not any(shard.exchanges for shard in self._shards)
+
+    # ── what became of it ─────────────────────────────────────────────────────────────────────────────
+
+    def _take_result(self, result: Result, payloads: Sequence[Buffer], shard: int = 0) -> None:
+        start, stop = result.slice, result.slice + result.slices
+        there = self._shards[shard]
+        with self._state:
+            exchange = there.exchanges.get(result.key)
+            if exchange is None or start in exchange.answered or not exchange.start <= start < stop <= exchange.sent:
+                return
+        layout, handle = exchange.layout, exchange.handle
+        payload = payloads[0] if payloads else None
+        if payload is not None and len(payload) != layout.run_bytes(start, stop) * layout.replies:
+            raise MalformedMessageError(
+                f"slice {start} of {exchange.operation} came with {len(payload)} bytes, "
+                f"{layout.run_bytes(start, stop) * layout.replies} are due"
+            )
+        exchange.write(result, payload)
+        with self._state:
+            if there.exchanges.get(result.key) is not exchange:
+                return  # it failed meanwhile, in another thread
+            there.outbox.answered(exchange, start, stop)
+            handle.present |= result.present
+            handle.weight = result.weight
+            done, error = exchange.done, None
+            if done:
+                there.exchanges.pop(result.key, None)
+                if exchange.siblings is not None:
+                    done, error = self._part_over(exchange, exchange.siblings, None)
+            more = there.outbox.waiting > 0
+        if done:
+            handle._complete(error)
+        if more:
+            self._pump()
+
+    def _take_exchange_failure(self, key: ExchangeKey, error: GradServerError, shard: int) -> None:
+        there, reason = self._shards[shard], error
+        with self._state:
+            exchange, done = there.exchanges.pop(key, None), True
+            if exchange is None:
+                return
+            there.outbox.write_off(exchange)
+            if exchange.siblings is not None:
+                done, verdict = self._part_over(exchange, exchange.siblings, error)
+                reason = verdict or error
+        if done:
+            exchange.handle._complete(reason)
+        self._pump()
+
+    def _part_over(
+        self, part: Exchange, siblings: Siblings, error: GradServerError | None
+    ) -> tuple[bool, GradServerError | None]:
+        """One shard's part of an exchange has ended. Whether all of it has, and with which error.
+
+        What has failed at one shard is sent to the others no more. Credit there is free when they have answered, or
+        have found out that somebody else has given it up too. Whoever waits is told at once, unless something may
+        still be written to his memory.
+        """
+        siblings.left -= 1
+        if isinstance(error, AbandonedError):
+            siblings.verdict = error
+        elif error is not None and siblings.error is None:
+            siblings.error = error
+            for shard in self._shards:
+                other = shard.exchanges.get(part.key)
+                if other is not None and shard.outbox.drop(other):
+                    del shard.exchanges[part.key]
+                    siblings.left -= 1
+        waits = any(
+            other.place is not None for shard in self._shards if (other := shard.exchanges.get(part.key)) is not None
+        )
+        failed = siblings.error is not None and not waits
+        return siblings.left == 0 or failed, siblings.error or siblings.verdict
+
+    def _give_up(self) -> list[Handle]:
+        """Forget all that is under way, and give what waits for it. With the lock held."""
+        handles = [exchange.handle for shard in self._shards for exchange in shard.exchanges.values()]
+        handles += self._inquiries.values()
+        for shard in self._shards:
+            shard.exchanges.clear()
+            shard.outbox.clear()
+        self._inquiries.clear()
+        return handles
+
+    def _overdue(self, key: ExchangeKey, operation: Operation, seconds: float) -> DeadlineError:
+        """What to raise when a wait of ``seconds`` for an exchange has run out."""
+        bucket, what = "", str(operation)
+        if key.stream == Stream.BUCKET and self.plan is not None:
+            bucket = self.plan.buckets[key.part].key
+            what = f"bucket {bucket!r} of round {key.number}"
+        elif key.stream == Stream.TRANSFER:
+            what += f" from rank {key.source} to rank {key.target} (tag {key.part})"
+        missing = tuple(self._ask_who(key))
+        return DeadlineError(
+            f"{what} is not done after {seconds:g} s" + (f"; still missing: {', '.join(missing)}" if missing else ""),
+            missing=missing,
+            bucket=bucket,
+            round=key.number if bucket else -1,
+        )
+
+    def _ask_who(self, key: ExchangeKey) -> Sequence[str]:
+        """Names of those who are missing from an exchange, as the coordinator sees it."""
+        handle = Handle(VERDICT_SECONDS, self._channel)
+        with self._state:
+            concerned = next((shard.number for shard in self._shards if key in shard.exchanges), None)
+            if self._closed is not None or concerned is None:
+                return ()
+            self._inquiries[key] = handle
+        try:
+            self._channel.send(Inquire(key), (), concerned)
+            return tuple(handle.wait(VERDICT_SECONDS))
+        except (GradServerError, ConnectionError):
+            return ()
+
+
+class ShardTraffic:
+    """What is under way with one data shard. Number 0 is the coordinator itself."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.exchanges: dict[ExchangeKey, Exchange] = {}
+        self.outbox = Outbox()
+
+    def add(self, exchange: Exchange) -> None:
+        """``exchange`` has begun."""
+        self.exchanges[exchange.key] = exchange
+        self.outbox.add(exchange)
