@@ -6,7 +6,9 @@ seed; what control and data elsewhere tell each other arrives when the seed says
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -28,7 +30,7 @@ from protocol.errors import (
 from protocol.exchange import ExchangeKey, Kind, Layout, Operation, Stream, pool_of
 from protocol.messages import Failure, Result
 from protocol.shards import Table, share_of
-from tests.engine_harness import SEATS, TIMEOUT, Array, bucket, plan_of, reference, small_slices
+from tests.engine_harness import SEATS, TIMEOUT, Array, all_reduce, bucket, collective, plan_of, reference, small_slices
 from tests.sharded_harness import ShardedHarness, url_of
 from tests.test_engine_laws import SLICE, Scenario, scenarios, seeds
 
@@ -489,3 +491,39 @@ def test_a_collective_that_is_not_the_same_everywhere_fails_and_the_group_goes_o
     for other_key in scenario.operations:
         if other_key != key:
             assert set(cluster.outcomes(other_key).values()) == {True}
+
+
+# ── L7: memory is bounded ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
+    harness = ShardedHarness(checked=False, rates=(1.0, 1.0))
+    plan = plan_of(8, 1)
+    harness.assemble(2, plan)
+    table = Table(2, (1.0, 1.0))
+    table.set_plan(plan)
+    numbers = iter(range(1 << 30))
+
+    def exchange(rounds: int) -> int:
+        for _ in range(rounds):
+            number = next(numbers)
+            for key, operation in [
+                *((bucket(number, part), b.operation) for part, b in enumerate(plan.buckets)),
+                (collective(number), all_reduce(8 if number % 7 == 0 else 1)),  # not every one concerns both shards
+            ]:
+                share = table.share(key, operation)
+                for rank in range(2):
+                    for index in range(share.layout.count):
+                        shard = share.shard_of(index)
+                        named = operation if key.stream == Stream.COLLECTIVE and index == share.bounds[shard] else None
+                        payload = bytes(share.layout.nbytes(index))
+                        harness.push_to(shard, rank, key, payload, index=index, operation=named)
+            harness.inbox.clear()
+            harness.origins.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = exchange(1500)
+    assert exchange(1500) - before < 150
+    assert harness.group()["round"] == 3000
+    assert harness.closed == []
