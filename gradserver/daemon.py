@@ -72,7 +72,9 @@ def serve(
 
         try:
             children.start(server.url, shards - 1, options + ["--quiet"] * quiet)
+            server.hold()  # a group that was complete before its shards are there would do without them
             server.run(all_there)
+            server.release()
             if all_there():
                 print(f"listening on {server.url}", flush=True)
                 server.run()

@@ -67,6 +67,8 @@ _NOBLOCK: Final = int(zmq.NOBLOCK)  # plain numbers: combining zmq's enumeration
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
+_MAX_EARLY: Final = 4096
+"""Workers that wait while none may join. More are let in."""
 _BATCH: Final = 64
 """Messages taken before timers and the monitor are looked at again."""
 _ZERO_COPY_BYTES: Final = 32 * 1024
@@ -121,6 +123,7 @@ class TcpServer:
         self._poller = select.poll()
         self._memory = MemoryServer(self._poller) if share_memory else None
         self._link: Link | None = None
+        self._early: list[tuple[bytes, Sequence[Buffer]]] | None = None
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -140,6 +143,16 @@ class TcpServer:
         self._calls.append(call)
         with contextlib.suppress(OSError):  # full: it is awake already; closed: it has ended
             self._wake_in.send(b"\0")
+
+    def hold(self) -> None:
+        """From now on let nobody join who has not yet: he waits until `release`."""
+        self._early = []
+
+    def release(self) -> None:
+        """Let those join who have waited, and everybody who comes."""
+        early, self._early = self._early or [], None
+        for identity, frames in early:
+            self._take(identity, frames)
 
     def look(self) -> None:
         """Make `run` look whether its condition holds. Safe to call from signal handlers and threads."""
@@ -250,6 +263,8 @@ class TcpServer:
             self._route(identity, Status(), [status])
         elif peer is not None:
             self._take_from(peer, message, payloads)
+        elif isinstance(message, Join) and self._early is not None and len(self._early) < _MAX_EARLY:
+            self._early.append((identity, frames))
         elif isinstance(message, Join | Enlist | Attend):
             peer = self._peers[identity] = _Peer(self, identity)
             peer.connection = self._coordinator.connect(peer)

@@ -40,6 +40,7 @@ from tests.cluster import Daemon, Program, Task, errors, joined, together, wait_
 from tests.strangers import Stranger, impostor, plain_server
 from tests.training import RECIPES
 from worker.client import Worker
+from worker.connect import connect
 
 TOLD_WITHIN = 3.0
 
@@ -178,6 +179,16 @@ def test_training_ends_with_the_same_weights_with_any_number_of_shards() -> None
     assert found[1] == found[0]
     assert found[2] == found[0]
     assert len(set(found[0])) == len(cases)
+
+
+def test_workers_that_were_there_first_use_all_shards_that_the_coordinator_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    waiting = [Task(connect, url, rank, 2, "default", f"w{rank}", 20.0) for rank in range(2)]
+    with Program("-m", "gradserver", "serve", "--bind", url, "--shards", "3"):
+        for task in waiting:
+            with task.result() as worker:
+                assert len(worker._session.membership.shards) == 2
 
 
 def test_slices_go_where_the_rates_say() -> None:
