@@ -534,7 +534,7 @@ def test_result_of_another_length_is_refused(size: int) -> None:
     data = np.ones(3, np.float32)
     coordinator = lying(lambda push: [encode(Result(push.key, 0, 2.0, True)), bytes(size)])
 
-    with impostor(zmq.ROUTER, coordinator) as url, connect(url, 0, 2, timeout=5.0) as worker:
+    with impostor(zmq.ROUTER, coordinator) as url, connect(url, 0, 2, timeout=5.0, channel="tcp") as worker:
         with pytest.raises(MalformedMessageError) as caught:
             worker.all_reduce(data, "sum")
         with pytest.raises(MalformedMessageError):
