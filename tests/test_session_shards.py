@@ -259,6 +259,10 @@ def test_attending_shows_the_token(session: Session, tape: Shards) -> None:
 
 
 def test_the_coordinator_hears_the_goodbye_when_all_shards_have(session: Session, tape: Shards) -> None:
+    for shard in (1, 2):
+        session.attend(shard, 5.0)
+    tape.sent.clear()
+    tape.shards.clear()
     tape.hears = False
     closing = Task(session.close, "done")
     for shard in (1, 2):
@@ -269,6 +273,12 @@ def test_the_coordinator_hears_the_goodbye_when_all_shards_have(session: Session
     assert tape.shards[-1] == 0
     session.receive(Leave("done"), ())
     closing.result()
+
+
+def test_shards_that_were_never_visited_hear_no_goodbye(session: Session, tape: Shards) -> None:
+    session.close("it could not join")
+
+    assert tape.shards == [0]
 
 
 @pytest.mark.parametrize("rates", [(1.0, 1.0), (), (0.0, 0.0, 0.0)])

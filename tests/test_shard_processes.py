@@ -428,6 +428,20 @@ def test_a_shard_that_reports_nonsense_is_thrown_out_and_a_member_cannot_report(
         assert isinstance(stranger.error(), UnexpectedMessageError)
 
 
+def test_a_worker_that_cannot_reach_a_shard_is_told_which(pair: tuple[Daemon, Shard]) -> None:
+    coordinator, _ = pair
+    with Stranger(coordinator.url) as stranger, socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        stranger.send(Enlist(url))
+        assert isinstance(stranger.hear(), Enlisted)
+        with pytest.raises(CoordinatorUnreachableError, match=f"the data shard at {url} has not let this worker in"):
+            connect(coordinator.url, 0, 1, "silent", "me", 0.5)
+        silent.close()
+        with pytest.raises(CoordinatorUnreachableError, match=f"no data shard of {coordinator.url} answered at {url}"):
+            connect(coordinator.url, 0, 1, "gone", "me", 0.5)
+    wait_until(lambda: len(coordinator.snapshot()["shards"]) == 2, "it is off the roster")
+
+
 def test_a_url_that_is_taken_is_refused(pair: tuple[Daemon, Shard]) -> None:
     with Stranger(pair[0].url) as stranger:
         stranger.send(Enlist(pair[1].url))

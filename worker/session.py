@@ -52,6 +52,8 @@ class Session(Traffic):
         super().__init__(channel, timeout)
         self._joining: Handle | None = None
         self._attending: dict[int, Handle] = {}
+        self._visited: list[int] = []
+        """Shards that know of us, or will."""
         self._leaving: dict[int, Handle] = {}
         self._proposal: tuple[Plan, Handle] | None = None
         channel.attach(self)
@@ -112,7 +114,7 @@ class Session(Traffic):
         shards hear it first: what was said to them counts too, and the coordinator then tells them to forget us.
         """
         with suppress(GradServerError):
-            for numbers in ([shard.number for shard in self._shards[1:]], [0]):
+            for numbers in (self._visited, [0]):
                 for number in numbers:
                     self._leaving[number] = Handle(_FAREWELL_SECONDS, self._channel)
                     self._channel.send(leave, (), number)
@@ -192,6 +194,7 @@ class Session(Traffic):
         """Tell a data shard who this is; the handle is done when it has let us in."""
         welcome = self.membership
         handle = self._attending[shard] = Handle(timeout, self._channel)
+        self._visited.append(shard)
         self._channel.send(Attend(welcome.group, welcome.epoch, welcome.rank, welcome.token), (), shard)
         return handle
 
