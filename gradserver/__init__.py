@@ -21,6 +21,7 @@ from gradserver._siblings import check_siblings
 if TYPE_CHECKING:
     from gradserver.local import LocalCluster as LocalCluster
     from protocol.errors import (
+        AbandonedError as AbandonedError,
         BackendUnavailableError as BackendUnavailableError,
         ClosedError as ClosedError,
         CollectiveMismatchError as CollectiveMismatchError,
