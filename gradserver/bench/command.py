@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import inspect
 import os
 import sys
 import tempfile
@@ -170,17 +169,6 @@ def _why_not(arguments: argparse.Namespace) -> str | None:
 
         if (reason := netns.why_not()) is not None:
             return reason
-    lossy = [wire for wire in getattr(arguments, "wire", []) if wire != "fp32"]
-    if lossy:
-        from gradserver import connect
-
-        if "wire" not in inspect.signature(connect).parameters:
-            return f"this version's connect() cannot choose a wire: leave out {', '.join(lossy)}"
-    if getattr(arguments, "shards_beside", False):
-        from gradserver.bench.fleet import serve_knows
-
-        if not (serve_knows("--join") and serve_knows("--shards")):
-            return "this version's `gradserver serve` has no --join yet: leave out --shards-beside"
     return None
 
 

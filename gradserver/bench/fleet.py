@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -156,7 +155,7 @@ class Fleet:
         port = 0 if isinstance(place, Here) else _PORT
         arguments = ["serve", "--bind", f"tcp://{place.coordinator_address()}:{port}", "--quiet"]
         if self._needs.shards:
-            arguments += ["--shards", str(self.workers)]
+            arguments += ["--rate", "0"]  # it only says who is there: all slices are the shards'
         url = self._serve("coordinator", arguments, place.coordinator_prefix())
         if self._needs.shards:
             for rank in range(self.workers):
@@ -208,10 +207,3 @@ class Fleet:
         for child in children:
             child.tell(request)
         return self._processes.answers(children, SILENCE)
-
-
-def serve_knows(option: str) -> bool:
-    """Whether this version's ``gradserver serve`` has an option."""
-    command = [sys.executable, "-P", "-m", "gradserver", "serve", "--help"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return option in ran.stdout

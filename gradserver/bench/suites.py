@@ -56,12 +56,14 @@ def loopback(arguments: argparse.Namespace, session: Session) -> None:
 def cluster(arguments: argparse.Namespace, session: Session) -> None:
     """A worker on each of several hosts, which are network namespaces with links of limited rate."""
     workers = arguments.hosts
-    needs = Needs(tuple(Link(wire, "tcp") for wire in arguments.wire), shards=arguments.shards_beside)
+    # A worker reaches a shard beside it through memory, and nobody else: the hosts' local sockets are their own.
+    channel = "" if arguments.shards_beside else "tcp"
+    needs = Needs(tuple(Link(wire, channel) for wire in arguments.wire), shards=arguments.shards_beside)
     with lab(arguments, workers) as place:
         title = f"{workers} hosts, {link_names(arguments)}"
         with session.fleet(workers, needs, title, place) as fleet:
             for nbytes in arguments.sizes:
-                ours = _over_wires(arguments, "tcp")
+                ours = _over_wires(arguments, channel)
                 case = Case(nbytes, (*ours, *_gloos(arguments.wire)))
                 measured = session.measure(fleet, case)
                 for one in ours:
