@@ -26,7 +26,7 @@ demo: $(STAMP) ## Train a small language model with two workers and a coordinato
 	@$(BIN)/gradserver demo $(DEMO_ARGS)
 
 test: $(STAMP) ## Run the tests, apart from the long ones
-	$(BIN)/pytest -m "not long" $(TEST_ARGS)
+	$(BIN)/pytest -m "not long" --numprocesses 2 --dist worksteal $(TEST_ARGS)
 
 test-long: $(STAMP) ## Run the long tests
 	$(BIN)/pytest -m long $(TEST_ARGS)

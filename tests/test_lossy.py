@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -212,14 +213,16 @@ def test_operation_speaks_of_its_codec() -> None:
 
 
 def test_training_with_lossy_gradients_keeps_replicas_alike_and_learns_as_much() -> None:
+    torch.manual_seed(7)  # here, since workers are threads, which share torch's own generator
+    initial = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+
     def train(worker: Worker, wire: dict[str, str]) -> tuple[bytes, float]:
-        torch.manual_seed(7)
-        module = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+        module = copy.deepcopy(initial)
         model = gradserver.DistributedDataParallel(module, worker, bucket_cap_mb=0.125, wire=wire)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for step in range(60):
-            torch.manual_seed(100 * step + worker.rank)
-            inputs = torch.randn(32, 64)
+            chance = torch.Generator().manual_seed(100 * step + worker.rank)
+            inputs = torch.randn(32, 64, generator=chance)
             loss = (model(inputs) - inputs.flip(1)).pow(2).mean()
             optimizer.zero_grad()
             loss.backward()
