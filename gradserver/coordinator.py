@@ -25,10 +25,10 @@ from gradserver.engine.events import (
 )
 from gradserver.mean import Outcome
 from gradserver.reducer import PENDING, Reducer
+from protocol.buffer import Buffer
 from protocol.channel import Outlet
 from protocol.errors import ClosedError, GradServerError
 from protocol.messages import Message
-from protocol.wire import Buffer
 
 log = logging.getLogger("gradserver")
 

@@ -10,11 +10,11 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
+from protocol.buffer import Buffer
 from protocol.channel import Outlet, memory_pair
 from protocol.errors import ClosedError, GradServerError, InvalidArgumentError
 from protocol.limits import CREDIT_BYTES
 from protocol.messages import Join, Message
-from protocol.wire import Buffer
 from worker.client import Worker
 from worker.session import Session
 

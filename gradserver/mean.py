@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.engine.events import NonFinite, Undecodable
-from protocol.wire import Buffer
+from protocol.buffer import Buffer
 
 Array = npt.NDArray[Any]
 Outcome = Buffer | NonFinite | Undecodable | None

@@ -28,10 +28,10 @@ import numpy.typing as npt
 from gradserver.engine.events import NonFinite, Reduce
 from gradserver.lossy import reduce_lossy
 from gradserver.mean import Outcome, is_finite, weigh
+from protocol.buffer import Buffer
 from protocol.dtypes import FLOAT32, DType, numpy_dtype
 from protocol.exchange import Kind, Op
 from protocol.limits import KIB, MIB
-from protocol.wire import Buffer
 
 log = logging.getLogger("gradserver")
 

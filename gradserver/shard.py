@@ -17,6 +17,7 @@ import zmq
 
 from gradserver.coordinator import Coordinator
 from gradserver.tcp import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
+from protocol.buffer import Buffer
 from protocol.errors import (
     CoordinatorError,
     CoordinatorStoppedError,
@@ -28,7 +29,7 @@ from protocol.errors import (
 from protocol.limits import MAX_ORDER_BYTES
 from protocol.messages import Enlist, Enlisted, Failure, Message, Ping
 from protocol.url import numeric_url, parse_target, parse_url
-from protocol.wire import Buffer, decode, encode
+from protocol.wire import decode, encode
 
 log = logging.getLogger("gradserver")
 

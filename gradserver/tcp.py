@@ -24,6 +24,7 @@ import zmq
 
 from gradserver.coordinator import Coordinator
 from gradserver.memory import MemoryServer
+from protocol.buffer import Buffer
 from protocol.errors import (
     CoordinatorError,
     GradServerError,
@@ -48,7 +49,7 @@ from protocol.messages import (
     StatusRequest,
 )
 from protocol.url import parse_url
-from protocol.wire import Buffer, decode, encode
+from protocol.wire import decode, encode
 
 log = logging.getLogger("gradserver")
 

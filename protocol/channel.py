@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from protocol.buffer import Buffer
 from protocol.errors import ClosedError, GradServerError, UsageError
 from protocol.messages import HERE, Message, Place
-from protocol.wire import Buffer
 
 
 class Receiver(Protocol):

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import msgpack
 
+from protocol.buffer import Buffer
 from protocol.codecs import codec_from
 from protocol.dtypes import BY_CODE
 from protocol.errors import (
@@ -70,9 +71,6 @@ from protocol.messages import (
     StatusRequest,
     Welcome,
 )
-
-Buffer = bytes | bytearray | memoryview
-"""Anything contiguous whose `len` counts bytes; numpy arrays go as ``array.view(np.uint8).data``."""
 
 _MAGIC: Final = b"GS"
 _PREFIX: Final = _MAGIC + bytes([PROTOCOL_VERSION])

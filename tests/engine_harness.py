@@ -27,13 +27,13 @@ from gradserver.engine.events import (
     Stop,
     Tick,
 )
+from protocol.buffer import Buffer
 from protocol.dtypes import FLOAT32
 from protocol.errors import GradServerError
 from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, layout_of
 from protocol.messages import Agreed, Failure, Join, Leave, Message, Propose, Push, Result, Scope, Welcome
 from protocol.plan import Plan, simple_plan
 from protocol.shards import share_of
-from protocol.wire import Buffer
 
 Array = npt.NDArray[np.float32]
 M = TypeVar("M")

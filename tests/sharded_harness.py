@@ -26,10 +26,10 @@ from gradserver.engine.events import (
     Tick,
 )
 from gradserver.engine.shard import ShardEngine
+from protocol.buffer import Buffer
 from protocol.exchange import ExchangeKey, Operation
 from protocol.messages import Attend, Attended, Enlist, Failure, Leave, Message, Push, Welcome
 from protocol.plan import Plan
-from protocol.wire import Buffer
 from tests.engine_harness import SEATS, Array, Harness, reference
 
 PRIMARY = "tcp://10.0.0.1:7411"

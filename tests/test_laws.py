@@ -20,13 +20,14 @@ from hypothesis import given, settings, strategies as st
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
 from gradserver.status import fetch
+from protocol.buffer import Buffer
 from protocol.channel import Lock, Receiver
 from protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
 from protocol.errors import DeadlineError
 from protocol.limits import MIN_CREDIT_BYTES
 from protocol.messages import HERE, Join, Message, Place, Push
 from protocol.plan import Bucket, Component, Plan, simple_plan
-from protocol.wire import Buffer, decode, encode
+from protocol.wire import decode, encode
 from tests.cluster import Program, joined, members, together
 from tests.engine_harness import small_slices
 from worker.client import Worker

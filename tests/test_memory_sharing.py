@@ -35,6 +35,7 @@ from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
 from gradserver.memory import MAX_STRANGERS, MemoryServer
 from gradserver.tcp import TcpServer
+from protocol.buffer import Buffer
 from protocol.dtypes import FLOAT32
 from protocol.errors import BackendUnavailableError, GradServerError, InvalidArgumentError, MalformedMessageError
 from protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
@@ -60,7 +61,6 @@ from protocol.sharing import (
     decode_packet,
     encode_packet,
 )
-from protocol.wire import Buffer
 from tests.cluster import PATIENCE, ROOT, Daemon, Program, Task, coordinator, together, wait_until
 from tests.strangers import Stranger
 from worker.client import Worker

@@ -13,9 +13,9 @@ from hypothesis import given, strategies as st
 
 from gradserver import reducer
 from gradserver.engine.events import Contribution, NonFinite, Reduce, Undecodable
+from protocol.buffer import Buffer
 from protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
 from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from protocol.wire import Buffer
 from tests.reference import OPS, REDUCTIONS, expected, samples, wide
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

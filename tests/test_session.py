@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from protocol.buffer import Buffer
 from protocol.channel import Lock, Receiver
 from protocol.dtypes import UINT8
 from protocol.errors import (
@@ -43,7 +44,6 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.plan import Plan, simple_plan
-from protocol.wire import Buffer
 from tests.cluster import Task, wait_until
 from worker.handle import Handle
 from worker.session import Session

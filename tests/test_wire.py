@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
+from protocol.buffer import Buffer
 from protocol.dtypes import BY_CODE, FLOAT32
 from protocol.errors import (
     LimitExceededError,
@@ -65,7 +66,7 @@ from protocol.messages import (
     StatusRequest,
     Welcome,
 )
-from protocol.wire import Buffer, decode, encode
+from protocol.wire import decode, encode
 
 PREFIX = b"GS" + bytes([PROTOCOL_VERSION])
 KEY = ExchangeKey(Stream.BUCKET, 3, 7)

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, overload
 
 import numpy as np
 
+from protocol.buffer import Buffer
 from protocol.codecs import codec_of
 from protocol.dtypes import FLOAT32, UINT8
 from protocol.errors import (
@@ -21,7 +22,6 @@ from protocol.errors import (
 from protocol.exchange import EXACT, Kind, Op, Operation, operation_of
 from protocol.limits import MAX_COUNTER, MAX_WEIGHT
 from protocol.plan import EXEMPT_BYTES, Plan, with_codec
-from protocol.wire import Buffer
 from worker.handle import Handle
 from worker.outbox import Destination, Writer
 from worker.session import Session

@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
+from protocol.buffer import Buffer
 from protocol.codecs import Feedback, Scratch, seed_of
 from protocol.exchange import ExchangeKey, Layout
-from protocol.wire import Buffer
 from worker.tensors import Bytes
 
 _threads = threading.local()

@@ -15,12 +15,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from protocol.buffer import Buffer
 from protocol.channel import Channel
 from protocol.errors import GradServerError
 from protocol.exchange import IN_PLACE, ExchangeKey, Layout, Operation, Pool, Stream
 from protocol.limits import MAX_SLICES
 from protocol.messages import HERE, Place, Push, Result
-from protocol.wire import Buffer
 from worker.coder import Coder
 from worker.handle import Handle
 from worker.slots import SLOT_BYTES, SMALLEST_BYTES, Slot, Slots

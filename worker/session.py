@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+from protocol.buffer import Buffer
 from protocol.channel import Channel
 from protocol.errors import (
     ClosedError,
@@ -34,7 +35,6 @@ from protocol.messages import (
 )
 from protocol.plan import Plan
 from protocol.shards import Table
-from protocol.wire import Buffer
 from worker.handle import Handle
 from worker.tensors import Bytes
 from worker.traffic import ShardTraffic, Traffic

@@ -28,6 +28,7 @@ import numpy.typing as npt
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from protocol.buffer import Buffer
 from protocol.channel import Lock, Receiver
 from protocol.errors import (
     BackendUnavailableError,
@@ -38,7 +39,7 @@ from protocol.errors import (
     ProtocolError,
 )
 from protocol.messages import MemoryAt, Message, Place, ShareMemory
-from protocol.wire import Buffer, decode, encode
+from protocol.wire import decode, encode
 from worker.line import Line, beside, wait_for_listener
 from worker.memory import SharedMemory
 

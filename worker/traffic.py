@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from protocol.buffer import Buffer
 from protocol.channel import Channel
 from protocol.codecs import Feedback
 from protocol.errors import (
@@ -30,7 +31,6 @@ from protocol.messages import (
 )
 from protocol.plan import Plan
 from protocol.shards import Table
-from protocol.wire import Buffer
 from worker.coder import Coder
 from worker.handle import VERDICT_SECONDS, Handle
 from worker.outbox import Destination, Exchange, Outbox, Siblings

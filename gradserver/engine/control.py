@@ -63,6 +63,7 @@ from gradserver.engine.membership import (
 from gradserver.engine.orders import decode_report, encode_order
 from gradserver.engine.proposals import agree, confirm, fail_all, fail_overdue, fail_proposal, reject_minority
 from gradserver.engine.roster import DataShard, Roster, count_round
+from protocol.buffer import Buffer
 from protocol.errors import (
     ConnectionLostError,
     CoordinatorStoppedError,
@@ -79,7 +80,6 @@ from protocol.errors import (
 from protocol.limits import MAX_GROUPS, MAX_NAME_BYTES, MIN_CREDIT_BYTES
 from protocol.messages import Enlist, Failure, Join, Leave, Message, Ordered, Propose, Reported, Scope, Welcome
 from protocol.plan import decode_plan
-from protocol.wire import Buffer
 
 _HERE = 0
 """Where the coordinator's own data half reports from; connections have larger numbers."""

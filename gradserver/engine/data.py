@@ -48,6 +48,7 @@ from gradserver.engine.events import (
 from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Round, Run, check_operation
 from gradserver.engine.failures import fail, forget_if_over, halt_all, tell, tell_all
 from gradserver.engine.results import answer, complete, refund
+from protocol.buffer import Buffer
 from protocol.errors import (
     GradServerError,
     InvalidRankError,
@@ -59,7 +60,6 @@ from protocol.exchange import IN_PLACE, ExchangeKey, Operation, Stream, gives
 from protocol.messages import Inquire, Missing, Push
 from protocol.plan import Plan
 from protocol.shards import Table
-from protocol.wire import Buffer
 
 
 class Data:

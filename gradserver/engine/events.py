@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from protocol.buffer import Buffer
 from protocol.errors import GradServerError
 from protocol.exchange import ExchangeKey, Operation
 from protocol.messages import Message
 from protocol.plan import Plan
-from protocol.wire import Buffer
 
 # ── events: what happened ─────────────────────────────────────────────────────────────────────────────
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gradserver.engine.events import NonFinite, OpenGroup, Undecodable
+from protocol.buffer import Buffer
 from protocol.errors import (
     AbandonedError,
     CollectiveMismatchError,
@@ -25,7 +26,6 @@ from protocol.limits import MAX_TRANSFERS, SLICE_BYTES
 from protocol.messages import Push
 from protocol.plan import Plan
 from protocol.shards import Table
-from protocol.wire import Buffer
 
 WEIGHED = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER})
 """Contributions of weight 0 are left out, and absent ones are zeros."""

@@ -26,6 +26,7 @@ from gradserver.engine.events import (
     Seat,
     SetPlan,
 )
+from protocol.buffer import Buffer
 from protocol.errors import GradServerError, MalformedMessageError
 from protocol.limits import (
     MAX_COUNTER,
@@ -44,7 +45,6 @@ from protocol.limits import (
 )
 from protocol.messages import Failure, Scope
 from protocol.plan import decode_plan
-from protocol.wire import Buffer
 
 RemoteReport = RoundCompleted | Halted | Planned | Absent
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from gradserver.engine.events import Command, Contribution, Reduce, Report, RoundCompleted, RoundRecord, Send
 from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Piece
+from protocol.buffer import Buffer
 from protocol.exchange import ExchangeKey, Kind, Layout, Op, Stream, gets
 from protocol.messages import Result
-from protocol.wire import Buffer
 
 
 def complete(group: Group, exchange: Exchange, piece: Piece, now: float, commands: list[Command]) -> list[Report]:

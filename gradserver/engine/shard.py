@@ -43,6 +43,7 @@ from gradserver.engine.events import (
     Violation,
 )
 from gradserver.engine.orders import decode_order, encode_report
+from protocol.buffer import Buffer
 from protocol.errors import (
     ConnectionLostError,
     CoordinatorStoppedError,
@@ -66,7 +67,6 @@ from protocol.messages import (
     Reported,
     Scope,
 )
-from protocol.wire import Buffer
 
 ATTENDING_SECONDS: Final = 10.0
 """How long a worker may be here before the coordinator's word of its group."""

@@ -10,15 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from protocol.buffer import Buffer
 from protocol.errors import DTypeError, LayoutError, MalformedMessageError, SizeMismatchError
-
-if TYPE_CHECKING:  # which needs this module
-    from protocol.wire import Buffer
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
