@@ -53,7 +53,7 @@ def reduce_lossy(command: Reduce) -> Outcome:
         residual = command.state.get((key.part, command.slice))
         if residual is None:
             residual = command.state[key.part, command.slice] = np.zeros(command.numel, np.float32)
-    seed = seed_of(key.number, key.part, command.slice)
+    seed = seed_of(key.number, key.part, command.first)
     result = np.empty(command.nbytes, np.uint8)
     for start, stop in _blocks(codec, command.numel):
         first, last = codec.nbytes(start), codec.nbytes(stop)

@@ -20,6 +20,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Final, NamedTuple
 
+from protocol.codecs.base import BLOCK
 from protocol.exchange import IN_PLACE, ExchangeKey, Layout, Operation, Stream, cut, layout_of
 from protocol.limits import KIB
 from protocol.plan import Plan
@@ -30,8 +31,8 @@ SPLIT_BUCKET_BYTES: Final = (256 * KIB, 128 * KIB, 64 * KIB)
 """For buckets the same; and what is tried, one after the other, while shards would have unequal work."""
 EVEN: Final = 1.02
 """The work of the busiest shard over the mean, each by its rate, up to which work counts as equal."""
-ALIGNMENT: Final = 64
-"""Elements: where tensors are cut among shards."""
+ALIGNMENT: Final = 256
+"""Elements: where tensors are cut among shards. As many as share a scale in int8, which must not depend on the cut."""
 
 
 class Share(NamedTuple):
@@ -107,7 +108,7 @@ def share_of(operation: Operation, world_size: int, rates: tuple[float, ...]) ->
     if operation.numel * layout.itemsize * layout.replies < SPLIT_BYTES or layout.count == 0:
         return whole(layout, 0, len(rates))
     if operation.kind in IN_PLACE:
-        return _cut_elements(operation, _round(_cumulated(rates), operation.numel, ALIGNMENT))
+        return _cut_elements(operation, _round(_cumulated(rates), operation.numel, _alignment(operation)))
     return Share(layout, _round(_cumulated(rates), layout.count, 1))
 
 
@@ -153,7 +154,7 @@ def _share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], split: in
             continue
         numel, each = bucket.numel, sizes[part] / bucket.numel
         exact = [fraction * numel + late / each for fraction, late in zip(fractions, owed, strict=True)]
-        bounds = _round([place / numel for place in exact], numel, ALIGNMENT)
+        bounds = _round([place / numel for place in exact], numel, _alignment(bucket.operation))
         owed = [(place - bound) * each for place, bound in zip(exact, bounds, strict=True)]
         shares[part] = _cut_elements(bucket.operation, bounds)
     return [shares[part] for part in sizes]
@@ -172,6 +173,11 @@ def _lacking(loads: Sequence[int], rates: Sequence[float], total: int) -> list[f
         open_to_more = [shard for shard in open_to_more if shard not in full]
     wanted = [lacking.get(shard, 0.0) for shard in range(len(rates))]
     return wanted if sum(wanted) > 0 else list(rates)
+
+
+def _alignment(operation: Operation) -> int:
+    """Sparse codecs choose among the elements of a block: it must be the same one however many shards there are."""
+    return BLOCK if operation.codec.parameter else ALIGNMENT
 
 
 def _cut_elements(operation: Operation, bounds: tuple[int, ...]) -> Share:

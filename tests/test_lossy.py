@@ -24,7 +24,7 @@ from protocol.errors import (
 )
 from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, operation_of
 from protocol.plan import Plan, decode_plan, first_difference, simple_plan, with_codec, with_named_codecs
-from tests.cluster import coordinator, errors, together
+from tests.cluster import Daemon, coordinator, errors, together
 from worker.client import Worker
 from worker.connect import connect
 
@@ -79,6 +79,21 @@ def test_everybody_gets_the_same_bytes_over_every_channel(wire: str) -> None:
 
     assert memory == tcp == shared
     assert memory[0] == memory[1] == memory[2]
+
+
+@pytest.mark.parametrize("wire", CODECS)
+def test_bytes_do_not_depend_on_the_number_of_shards(wire: str) -> None:
+    def over(url: str) -> list[bytes]:
+        def work(rank: int) -> list[bytes]:
+            with connect(url, rank, 2, wire=wire, channel="tcp", timeout=20) as worker:
+                return rounds(worker, 3)
+
+        one, other = together(range(2), work)
+        assert one == other
+        return one
+
+    with Daemon("--shards", "3") as three:
+        assert over(three.url) == on(2, wire, rounds, 3)[0]
 
 
 @pytest.mark.parametrize("wire", CODECS)
@@ -165,7 +180,7 @@ def test_bytes_that_say_nothing_are_their_senders_fault() -> None:
     contributions = [Contribution(0, 1.0, good), Contribution(3, 1.0, bad)]
     key = ExchangeKey(Stream.BUCKET, 0, 0)
 
-    outcome = reduce(Reduce("group", 1, key, 0, operation, len(good), 1000, {}, contributions, (), True))
+    outcome = reduce(Reduce("group", 1, key, 0, operation, 0, len(good), 1000, {}, contributions, (), True))
 
     assert isinstance(outcome, Undecodable)
     assert outcome.rank == 3
@@ -179,7 +194,7 @@ def test_mean_that_overflows_blames_nobody() -> None:
     contributions = [Contribution(rank, 1.0, payload) for rank in range(2)]
     key = ExchangeKey(Stream.COLLECTIVE, 0)
 
-    outcome = reduce(Reduce("group", 1, key, 0, operation, len(payload), 4, {}, contributions, (), True))
+    outcome = reduce(Reduce("group", 1, key, 0, operation, 0, len(payload), 4, {}, contributions, (), True))
 
     assert isinstance(outcome, NonFinite)
     assert outcome.rank == -1

@@ -38,7 +38,9 @@ def command(
     size = next(len(payload) for payload in payloads if payload is not None)
     dtype = BY_NAME[name]
     operation = Operation(kind, op, dtype, size // dtype.itemsize)
-    return Reduce("group", 1, ExchangeKey(Stream.BUCKET, 0), 0, operation, size, operation.numel, {}, given, (), True)
+    return Reduce(
+        "group", 1, ExchangeKey(Stream.BUCKET, 0), 0, operation, 0, size, operation.numel, {}, given, (), True
+    )
 
 
 def reduce(command: Reduce) -> Buffer | NonFinite:

@@ -42,7 +42,7 @@ class Coder:
         assert self._source is not None
         start, stop = self._layout.span(index)
         values = _aligned(self._source[start:stop])
-        codec, seed = self._layout.codec, seed_of(self._key.number, self._key.part, index)
+        codec, seed = self._layout.codec, seed_of(self._key.number, self._key.part, start)
         if self._feedback is None:
             return codec.encode(values, None, seed, _scratch())
         return self._feedback.encode(codec, start, stop, values, None, seed, _scratch())
@@ -54,7 +54,7 @@ class Coder:
         if payload is None:
             values[:] = 0
         else:
-            seed = seed_of(self._key.number, self._key.part, index)
+            seed = seed_of(self._key.number, self._key.part, start)
             self._layout.codec.decode(payload, stop - start, values, seed, _scratch())
 
 

@@ -111,6 +111,7 @@ class Reduce(NamedTuple):
 
     Attributes:
         slice: the first one; there may be several.
+        first: the first element.
         nbytes: size of one contribution.
         numel: elements of one contribution.
         state: what reductions of this group keep from one round to the next. The engine only keeps it.
@@ -123,6 +124,7 @@ class Reduce(NamedTuple):
     key: ExchangeKey
     slice: int
     operation: Operation
+    first: int
     nbytes: int
     numel: int
     state: dict[tuple[int, int], Any]

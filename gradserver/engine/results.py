@@ -40,7 +40,9 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
     nbytes, numel = layout.run_bytes(piece.start, piece.stop), layout.run_numel(piece.start, piece.stop)
     keep = len(targets) < len(getters)
     where = group.order.group, group.order.epoch, exchange.key, piece.start
-    commands.append(Reduce(*where, operation, nbytes, numel, group.state, contributions, targets, keep))
+    commands.append(
+        Reduce(*where, operation, layout.span(piece.start)[0], nbytes, numel, group.state, contributions, targets, keep)
+    )
     return []
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codecs.base import MAGNITUDE, Bytes, Codec, Floats, Scratch, is_finite
+from protocol.codecs.base import BLOCK, MAGNITUDE, Bytes, Codec, Floats, Scratch, is_finite
 from protocol.errors import MalformedMessageError
 
 Indices = npt.NDArray[np.int64]
@@ -135,12 +135,16 @@ class RandomK(Sparse):
         return offsets
 
 
-def seed_of(round_number: int, bucket: int, index: int) -> int:
-    """The seed for slice ``index`` of a bucket in a round: the same at every worker and at the coordinator."""
+def seed_of(round_number: int, bucket: int, start: int) -> int:
+    """The seed for what begins with element ``start`` of a bucket in a round: alike at workers and coordinator.
+
+    Each block has a seed of its own, which does not depend on the slice that it travels in: if ``start`` is a multiple
+    of ``BLOCK``, the same elements are drawn however a bucket is cut into slices.
+    """
     seed = 0
-    for number in (round_number, bucket, index):
+    for number in (round_number, bucket):
         seed = int(split_mix(seed ^ number, 1)[0])
-    return seed
+    return seed + start // BLOCK
 
 
 def split_mix(seed: int, count: int) -> npt.NDArray[np.uint64]:
