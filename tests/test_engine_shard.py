@@ -278,7 +278,7 @@ def test_a_new_plan_begins_where_the_members_are_also_if_reports_are_late() -> N
 def test_a_round_is_over_when_the_last_shard_says_so() -> None:
     harness = ShardedHarness(rates=(1.0, 1.0))
     harness.assemble(2, plan_of(LARGE))
-    first = round(LARGE / 2 / 64) * 64
+    first = round(LARGE / 2 / ALIGNMENT) * ALIGNMENT
     harness.now = 5.0
     for rank in range(2):
         harness.push_to(0, rank, bucket(0), np.ones(first, np.float32))
