@@ -59,7 +59,7 @@ from protocol.messages import (
     Result,
     Welcome,
 )
-from protocol.shards import share_of
+from protocol.shards import ALIGNMENT, share_of
 from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, collective, floats, plan_of
 from tests.sharded_harness import LINK, LINKS, ShardedHarness, url_of
 
