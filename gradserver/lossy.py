@@ -12,31 +12,24 @@ from collections.abc import Iterator
 import numpy as np
 
 from gradserver.engine.events import NonFinite, Reduce, Undecodable
-from gradserver.mean import Array, Outcome, is_finite, weigh
+from gradserver.mean import Array, Outcome, is_finite, scratch, weigh
 from protocol.codecs import Codec, Scratch, encode_with_feedback, seed_of
 from protocol.codecs.base import BLOCK
 from protocol.errors import ProtocolError
 from protocol.exchange import Stream
 
-EXACT_PLACE = ("bf16", "fp16")
+_EXACT_PLACE = ("bf16", "fp16")
 """Codecs that keep an element that is not finite where it is, and spread it over no others."""
 
 
-class _Memory(threading.local):
-    """What a thread works in, used again and again."""
+class _Codecs(threading.local):
+    """What codecs work in, for each thread."""
 
     def __init__(self) -> None:
         self.scratch = Scratch()
-        self.floats = np.empty((2, 0), np.float32)
-
-    def rows(self, numel: int) -> tuple[Array, Array]:
-        """Room for a sum and for one contribution."""
-        if self.floats.shape[1] < numel:
-            self.floats = np.empty((2, numel), np.float32)
-        return self.floats[0, :numel], self.floats[1, :numel]
 
 
-_memory = _Memory()
+_codecs = _Codecs()
 
 
 def reduce_lossy(command: Reduce) -> Outcome:
@@ -66,9 +59,9 @@ def reduce_lossy(command: Reduce) -> Outcome:
             return _blame(command, seed)
         out = result[first:last]
         if residual is None:
-            codec.encode(total, out, seed, _memory.scratch)
+            codec.encode(total, out, seed, _codecs.scratch)
         else:
-            encode_with_feedback(codec, total, residual[start:stop], out, seed, _memory.scratch)
+            encode_with_feedback(codec, total, residual[start:stop], out, seed, _codecs.scratch)
     for target in command.targets:
         memoryview(target)[: result.size] = result.data
     return result.data if command.keep else None
@@ -83,12 +76,12 @@ def _blocks(codec: Codec, numel: int) -> Iterator[tuple[int, int]]:
 
 def _sum(given: list[tuple[int, np.float32 | None, Array]], codec: Codec, numel: int, seed: int) -> Array | Undecodable:
     """The weighed sum of some elements of every contribution, in rank order."""
-    total, values = _memory.rows(numel)
+    total, values = scratch(0, numel, np.float32), scratch(1, numel, np.float32)
     row = total
     with np.errstate(all="ignore"):  # what is not finite is looked for, and reported with its owner
         for rank, weight, payload in given:
             try:
-                codec.decode(payload.data, numel, row, seed, _memory.scratch)
+                codec.decode(payload.data, numel, row, seed, _codecs.scratch)
             except ProtocolError as error:
                 return Undecodable(rank, error)
             if weight is not None:
@@ -102,13 +95,13 @@ def _sum(given: list[tuple[int, np.float32 | None, Array]], codec: Codec, numel:
 def _blame(command: Reduce, seed: int) -> NonFinite:
     """The first contribution, in rank order, that has an element which is not finite."""
     codec, numel = command.operation.codec, command.numel
-    _, values = _memory.rows(numel)
+    values = scratch(0, numel, np.float32)
     for contribution in command.contributions:
         if contribution.payload is None:
             continue
         payload = memoryview(contribution.payload)[: command.nbytes]
-        codec.decode(payload, numel, values, seed, _memory.scratch)
+        codec.decode(payload, numel, values, seed, _codecs.scratch)
         bad = np.flatnonzero(~np.isfinite(values))
         if bad.size:
-            return NonFinite(contribution.rank, int(bad[0]), "NaN or Inf", codec.family in EXACT_PLACE)
+            return NonFinite(contribution.rank, int(bad[0]), "NaN or Inf", codec.family in _EXACT_PLACE)
     return NonFinite(-1, 0, "Inf")

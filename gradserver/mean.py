@@ -1,8 +1,9 @@
-"""What a mean is, whatever its contributions travelled as: how they are weighed, and what is no mean."""
+"""What a mean is, whatever its contributions travelled as: how they are weighed, where it is made, what is none."""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,3 +33,23 @@ def weigh(weights: Sequence[float]) -> tuple[bool, float, Sequence[float]]:
 def is_finite(values: Array) -> bool:
     """Whether every element is. NaN is both the largest and the smallest; a sum would take twice as long."""
     return math.isfinite(np.maximum.reduce(values)) and math.isfinite(np.minimum.reduce(values))
+
+
+class _Blocks(threading.local):
+    def __init__(self) -> None:
+        self.by_number: dict[int, npt.NDArray[np.uint8]] = {}
+
+
+_blocks = _Blocks()
+
+
+def scratch(number: int, numel: int, dtype: npt.DTypeLike) -> Array:
+    """Memory of this thread, the same for the same number: new memory would cost as much as what is done in it.
+
+    Whatever was in it before is overwritten sooner or later.
+    """
+    nbytes = numel * np.dtype(dtype).itemsize
+    block = _blocks.by_number.get(number)
+    if block is None or block.size < nbytes:
+        block = _blocks.by_number[number] = np.empty(nbytes, np.uint8)
+    return block[:nbytes].view(dtype)

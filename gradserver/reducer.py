@@ -27,9 +27,9 @@ import numpy.typing as npt
 
 from gradserver.engine.events import NonFinite, Reduce
 from gradserver.lossy import reduce_lossy
-from gradserver.mean import Outcome, is_finite, weigh
+from gradserver.mean import Outcome, is_finite, scratch, weigh
 from protocol.buffer import Buffer
-from protocol.dtypes import FLOAT32, DType, numpy_dtype
+from protocol.dtypes import DType, numpy_dtype
 from protocol.exchange import Kind, Op
 from protocol.limits import KIB, MIB
 
@@ -147,177 +147,125 @@ class _Job:
     def __init__(self, command: Reduce) -> None:
         operation = command.operation
         self._op, self._dtype = operation.op, operation.dtype
-        size = command.nbytes
-        self._given = [
-            (c.rank, c.weight, None if c.payload is None else np.frombuffer(c.payload, np.uint8, size))
+        self._elements = _number_type(self._dtype, Op.SUM if self._op is Op.MEAN else self._op)
+        self._stored = _stored_type(self._dtype, self._elements)
+        self._ranks = [contribution.rank for contribution in command.contributions]
+        self._rows = [
+            None if c.payload is None else np.frombuffer(c.payload, np.uint8, command.nbytes).view(self._stored)
             for c in command.contributions
         ]
-        self._elements = _number_type(self._dtype, Op.SUM if self._op is Op.MEAN else self._op)
-        self._equal, self._divisor, self._weights = weigh([weight for _, weight, _ in self._given])
+        self._equal, self._divisor, self._weights = weigh([c.weight for c in command.contributions])
         self.kept: Buffer | None = None
         if operation.kind is Kind.ALL_GATHER:
             self.blocks = 0
             self._gather(command)
             return
-        self._outputs = [np.frombuffer(target, np.uint8, size) for target in command.targets]
+        targets = [np.frombuffer(target, np.uint8, command.nbytes) for target in command.targets]
         if command.keep:
-            kept = np.empty(size, np.uint8)
+            kept = np.empty(command.nbytes, np.uint8)
             self.kept = kept.data
-            self._outputs.append(kept)
-        self._common = self._is_common()
-        per_element = max(self._elements.itemsize * (2 if self._dtype.kind == "c" else 1), 1)
-        self._step = _BLOCK_BYTES // per_element * self._dtype.itemsize
-        self._size = size
-        self.blocks = -(-size // self._step)
-
-    def _is_common(self) -> bool:
-        """Whether this is what most are, an unweighted mean of float32 from all; then its rows are numbers already."""
-        rows = [given for _, _, given in self._given if given is not None]
-        if (
-            self._op is not Op.MEAN
-            or self._dtype != FLOAT32
-            or not self._equal
-            or not 1 < len(rows) == len(self._given)
-        ):
-            return False
-        self._rows = [row.view(np.float32) for row in rows]
-        self._targets = [output.view(np.float32) for output in self._outputs]
-        return True
+            targets.append(kept)
+        self._targets = [target.view(self._stored) for target in targets]
+        self._step = _BLOCK_BYTES // max(self._elements.itemsize, self._stored.itemsize)
+        self.blocks = -(-command.nbytes // (self._step * self._stored.itemsize))
 
     def _gather(self, command: Reduce) -> None:
-        gathered = b"".join(given.data for _, _, given in self._given if given is not None)
+        gathered = b"".join(row.data for row in self._rows if row is not None)
         for target in command.targets:
             memoryview(target)[: len(gathered)] = gathered
         self.kept = gathered if command.keep else None
 
     def combine(self, block: int) -> NonFinite | None:
         """Write one block of the result everywhere, unless something in it is not finite."""
-        start = block * self._step
-        stop = min(start + self._step, self._size)
-        if self._common:
-            return self._combine_common(start, stop)
-        rows = [(weight, given) for (_, _, given), weight in zip(self._given, self._weights, strict=True)]
-        cut = [(weight, None if given is None else given[start:stop]) for weight, given in rows]
+        cut = slice(block * self._step, (block + 1) * self._step)
+        rows = [None if row is None else row[cut] for row in self._rows]
         if self._op is Op.MEAN:
-            result = self._mean(cut)
+            result = self._mean(rows)
             if result is None:
-                return self._blame(start, stop)
+                return self._blame(rows, cut.start)
         elif self._op in _UFUNCS:
-            result = self._fold([given for _, given in cut], stop - start)
+            result = self._fold(rows)
         else:  # one gives, and gets it too, perhaps
-            result = next(given for _, given in cut if given is not None)
-        for output in self._outputs:
-            output[start:stop] = result
-        return None
-
-    def _combine_common(self, start: int, stop: int) -> NonFinite | None:
-        """`combine` with as few calls as can be: they take turns with those of other threads."""
-        block = slice(start // 4, stop // 4)
-        first, second, *rest = self._rows
-        total = np.add(first[block], second[block], out=_scratch(0, first[block]))
-        for row in rest:
-            np.add(total, row[block], out=total)
-        self._divide(total)
-        if not is_finite(total):
-            return self._blame(start, stop)
+            result = next(row for row in rows if row is not None)
         for target in self._targets:
-            target[block] = total
+            target[cut] = result
         return None
 
-    def _divide(self, total: Array) -> None:
-        """Make a mean of a sum. By a power of two a product has the same bits, and comes sooner."""
-        if math.frexp(self._divisor)[0] == 0.5:
+    def _mean(self, rows: Sequence[Array | None]) -> Array | None:
+        """The mean of a block; None if it has elements that are not finite."""
+        given = [(weight, row) for weight, row in zip(self._weights, rows, strict=True) if row is not None]
+        if len(rows) == 1:  # its own mean, bit by bit; copied first, as a sharer could change it after the check
+            ((_, row),) = given
+            own = scratch(0, row.size, row.dtype)
+            own[:] = row
+            return own if is_finite(self._widen(own)) else None
+        values = [(weight, self._widen(row)) for weight, row in given]
+        first = values[0][1]
+        total = scratch(0, first.size, first.dtype)
+        if self._equal:
+            if len(values) > 1:
+                np.add(first, values[1][1], out=total)
+            else:
+                total[:] = first
+            for _, row in values[2:]:
+                np.add(total, row, out=total)
+        else:
+            np.multiply(first, self._elements.type(values[0][0]), out=total)
+            product = scratch(1, first.size, first.dtype)
+            for weight, row in values[1:]:
+                np.multiply(row, self._elements.type(weight), out=product)
+                np.add(total, product, out=total)
+        if math.frexp(self._divisor)[0] == 0.5:  # by a power of two a product has the same bits, and comes sooner
             np.multiply(total, self._elements.type(1 / self._divisor), out=total)
         else:
             np.divide(total, self._elements.type(self._divisor), out=total)
-
-    def _mean(self, given: Sequence[tuple[float, Array | None]]) -> Array | None:
-        """The mean of a block, as bytes; None if it has elements that are not finite."""
-        values = [(weight, self._widen(block)) for weight, block in given if block is not None]
-        if len(given) == 1:  # its own mean, bit by bit
-            return given[0][1] if is_finite(values[0][1]) else None
-        total = _scratch(0, values[0][1])
-        if self._equal:
-            if len(values) > 1:
-                np.add(values[0][1], values[1][1], out=total)
-            else:
-                total[:] = values[0][1]
-            for _, block in values[2:]:
-                np.add(total, block, out=total)
-        else:
-            np.multiply(values[0][1], self._elements.type(values[0][0]), out=total)
-            product = _scratch(1, total)
-            for weight, block in values[1:]:
-                np.multiply(block, self._elements.type(weight), out=product)
-                np.add(total, product, out=total)
-        self._divide(total)
         return self._narrow(total) if is_finite(total) else None
 
-    def _fold(self, given: Sequence[Array | None], size: int) -> Array:
-        """Sum, minimum, maximum or product of a block, as bytes."""
-        result: Array | None = None
-        for block in given:
-            if block is None:
-                values = np.zeros(size // self._dtype.itemsize, self._elements)
-            else:
-                values = self._widen(block)
-            if result is None:
-                result = values.copy()
-            elif self._dtype.kind == "c" and self._op is Op.PRODUCT:
+    def _fold(self, rows: Sequence[Array | None]) -> Array:
+        """Sum, minimum, maximum or product of a block."""
+        given = [None if row is None else self._widen(row) for row in rows]
+        zeros = np.zeros_like(next(values for values in given if values is not None))
+        first, *others = [zeros if values is None else values for values in given]
+        result = first.copy()
+        for values in others:
+            if self._dtype.kind == "c" and self._op is Op.PRODUCT:
                 result = _multiply(result, values)
             else:
-                result = _UFUNCS[self._op](result, values, out=result)
-        assert result is not None
+                _UFUNCS[self._op](result, values, out=result)
         return self._narrow(result)
 
-    def _blame(self, start: int, stop: int) -> NonFinite:
+    def _blame(self, rows: Sequence[Array | None], start: int) -> NonFinite:
         """The first contribution to a block, in rank order, that has an element which is not finite."""
-        first = start // self._dtype.itemsize
-        for rank, _, given in self._given:
-            if given is None:
+        per_element = self._dtype.itemsize // self._stored.itemsize
+        for rank, row in zip(self._ranks, rows, strict=True):
+            if row is None:
                 continue
-            values = self._widen(given[start:stop])
+            values = self._widen(row)
             bad = np.flatnonzero(~np.isfinite(values))
             if bad.size:
                 value = values[bad[0]]
                 what = "NaN" if np.isnan(value) else "Inf" if value > 0 else "-Inf"
-                per_element = 2 if self._dtype.kind == "c" else 1
-                return NonFinite(rank, first + int(bad[0]) // per_element, what)
-        return NonFinite(-1, first, "Inf")
+                return NonFinite(rank, (start + int(bad[0])) // per_element, what)
+        return NonFinite(-1, start // per_element, "Inf")
 
-    def _widen(self, block: Array) -> Array:
-        """Bytes as numbers to compute with: a view where the bits allow it, else a wider copy."""
-        dtype = self._dtype
-        if dtype.name == "complex32":
-            return block.view(np.float16).astype(np.float32).view(self._elements)
-        if dtype.kind == "c":
-            return block.view(self._elements)
-        if dtype.name == "bfloat16":  # the upper half of a float32: ten times faster than an element-wise cast
-            bits = block.view(np.uint16).astype(np.uint32)
+    def _widen(self, row: Array) -> Array:
+        """What is stored as numbers to compute with: as it is where the bits allow it, else a wider copy."""
+        if self._stored == self._elements:
+            return row
+        if self._dtype.name == "complex32":
+            return row.astype(np.float32).view(self._elements)
+        if self._dtype.name == "bfloat16":  # the upper half of a float32: ten times faster than an element-wise cast
+            bits = row.astype(np.uint32)
             return np.left_shift(bits, 16, out=bits).view(np.float32)
-        return block.view(numpy_dtype(dtype)).astype(self._elements, copy=False)
+        return row.astype(self._elements)
 
     def _narrow(self, values: Array) -> Array:
-        """Numbers in the bits of the exchange's type, rounded to nearest, as bytes."""
+        """Numbers as they are stored, rounded to nearest."""
+        if self._stored == self._elements:
+            return values
         if self._dtype.name == "complex32":
-            values = values.view(np.float32).astype(np.float16)
-        elif self._dtype.kind != "c":
-            values = values.astype(numpy_dtype(self._dtype), copy=False)
-        return values.view(np.uint8)
-
-
-_threads = threading.local()
-
-
-def _scratch(number: int, like: Array) -> Array:
-    """Memory for a block, the same again for this thread: new memory would cost as much as what is done in it."""
-    blocks: dict[int, Array] | None = getattr(_threads, "blocks", None)
-    if blocks is None:
-        blocks = _threads.blocks = {}
-    block = blocks.get(number)
-    if block is None or block.size < like.nbytes:
-        block = blocks[number] = np.empty(max(like.nbytes, _BLOCK_BYTES), np.uint8)
-    return block[: like.nbytes].view(like.dtype)
+            return values.view(np.float32).astype(np.float16)
+        return values.astype(numpy_dtype(self._dtype)).view(self._stored)
 
 
 def _multiply(left: Array, right: Array) -> Array:
@@ -336,3 +284,13 @@ def _number_type(dtype: DType, op: Op) -> np.dtype[Any]:
     if dtype.kind == "c" and op is Op.PRODUCT:
         return np.dtype(np.complex128 if dtype.name == "complex128" else np.complex64)
     return np.dtype(_WIDE.get(dtype.name, np.float32))
+
+
+@cache
+def _stored_type(dtype: DType, elements: np.dtype[Any]) -> np.dtype[Any]:
+    """What memory is seen as: numbers of which the type consists, or bits that `_Job._widen` makes numbers of."""
+    if dtype.name == "complex32":
+        return np.dtype(np.float16)
+    if dtype.name == "bfloat16":
+        return np.dtype(np.uint16)
+    return elements if dtype.kind == "c" else numpy_dtype(dtype)
