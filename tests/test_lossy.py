@@ -61,21 +61,23 @@ def rounds(worker: Worker, number: int) -> list[bytes]:
     return results
 
 
-def over_tcp(world_size: int, wire: str, fn: Callable[[Worker], Any], channel: str = "tcp") -> list[Any]:
-    with coordinator() as server:
+def at(url: str, world_size: int, wire: str, fn: Callable[..., Any], *args: Any, channel: str = "tcp") -> list[Any]:
+    """What ``fn(worker, …)`` returns on each worker of a group at ``url``."""
 
-        def work(rank: int) -> Any:
-            with connect(server.url, rank, world_size, wire=wire, channel=channel, timeout=20) as worker:
-                return fn(worker)
+    def work(rank: int) -> Any:
+        with connect(url, rank, world_size, wire=wire, channel=channel, timeout=20) as worker:
+            return fn(worker, *args)
 
-        return together(range(world_size), work)
+    return together(range(world_size), work)
 
 
 @pytest.mark.parametrize("wire", CODECS)
 def test_everybody_gets_the_same_bytes_over_every_channel(wire: str) -> None:
     memory = on(3, wire, rounds, 3)
-    tcp = over_tcp(3, wire, lambda worker: rounds(worker, 3))
-    shared = over_tcp(3, wire, lambda worker: rounds(worker, 3), "auto")
+    with coordinator() as server:
+        tcp = at(server.url, 3, wire, rounds, 3)
+    with coordinator() as server:
+        shared = at(server.url, 3, wire, rounds, 3, channel="auto")
 
     assert memory == tcp == shared
     assert memory[0] == memory[1] == memory[2]
@@ -83,17 +85,11 @@ def test_everybody_gets_the_same_bytes_over_every_channel(wire: str) -> None:
 
 @pytest.mark.parametrize("wire", CODECS)
 def test_bytes_do_not_depend_on_the_number_of_shards(wire: str) -> None:
-    def over(url: str) -> list[bytes]:
-        def work(rank: int) -> list[bytes]:
-            with connect(url, rank, 2, wire=wire, channel="tcp", timeout=20) as worker:
-                return rounds(worker, 3)
-
-        one, other = together(range(2), work)
-        assert one == other
-        return one
-
     with Daemon("--shards", "3") as three:
-        assert over(three.url) == on(2, wire, rounds, 3)[0]
+        one, other = at(three.url, 2, wire, rounds, 3)
+
+    assert one == other
+    assert one == on(2, wire, rounds, 3)[0]
 
 
 @pytest.mark.parametrize("wire", CODECS)
