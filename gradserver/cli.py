@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import gradserver
+from gradserver.arguments import number
 from protocol.errors import GradServerError, InvalidArgumentError
-from protocol.limits import MAX_RATE, MAX_SHARDS
-
-N = TypeVar("N", int, float)
+from protocol.limits import MAX_RATE, MAX_SHARDS, MAX_WORLD_SIZE
 
 DEFAULT_BIND = "tcp://127.0.0.1:7411"
 
@@ -61,14 +59,17 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "tcp://0.0.0.0:7411 is reachable from others; port 0 picks a free one)",
     )
     parser.add_argument(
-        "--workers", type=_count, metavar="N", help="workers in the group; without it each worker says world_size"
+        "--workers",
+        type=number(int, 1, MAX_WORLD_SIZE, "a number of workers"),
+        metavar="N",
+        help="workers in the group; without it each worker says world_size",
     )
     parser.add_argument(
         "--group", default="default", metavar="NAME", help="the group that --workers speaks of (default: default)"
     )
     parser.add_argument(
         "--shards",
-        type=_shards,
+        type=number(int, 1, MAX_SHARDS, "a number of data shards"),
         default=1,
         metavar="S",
         help="processes of this machine that hold slices (default 1: the coordinator alone)",
@@ -81,7 +82,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rate",
-        type=_gigabits,
+        type=number(float, 0, MAX_RATE, "a rate in Gbit/s", "{:g} to {:g}"),
         metavar="GBIT",
         help="this machine's link in Gbit/s: shards get slices by their rates (default: all alike; "
         "0 at a coordinator: none but small ones)",
@@ -97,7 +98,11 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", default=DEFAULT_BIND, metavar="URL", help=f"default {DEFAULT_BIND}")
     parser.add_argument("--json", action="store_true", help="print one snapshot as JSON")
     parser.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds over which rates are measured (default 1)"
+        "--interval",
+        type=number(float, 0.05, 3600, "a number of seconds"),
+        default=1.0,
+        metavar="S",
+        help="seconds over which rates are measured (default 1)",
     )
     parser.set_defaults(run=_status)
 
@@ -136,34 +141,8 @@ def _status(arguments: argparse.Namespace) -> int:
     return show(arguments.url, arguments.interval, arguments.json)
 
 
-def _count(text: str) -> int:
-    return _number(text, int, 1, 1024, "a number of workers")
-
-
 def _mebibytes(text: str) -> int:
-    return _number(text, int, 2, 1 << 20, "a number of MiB") << 20
-
-
-def _shards(text: str) -> int:
-    return _number(text, int, 1, MAX_SHARDS, "a number of data shards")
-
-
-def _gigabits(text: str) -> float:
-    return _number(text, float, 0, MAX_RATE, "a rate in Gbit/s")
-
-
-def _seconds(text: str) -> float:
-    return _number(text, float, 0.05, 3600, "a number of seconds")
-
-
-def _number(text: str, kind: Callable[[str], N], low: float, high: float, what: str) -> N:
-    try:
-        value = kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: {what} is {low:g} to {high:g}")
-    return value
+    return number(int, 2, 1 << 20, "a number of MiB")(text) << 20
 
 
 if __name__ == "__main__":

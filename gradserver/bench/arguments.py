@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from gradserver.arguments import number
 from gradserver.bench.spec import FLOAT_BYTES, WIRES
 
 T = TypeVar("T")
@@ -51,19 +52,9 @@ def wire(text: str) -> str:
     return text
 
 
-def number(low: int, high: int) -> Callable[[str], int]:
+def whole(low: int, high: int) -> Callable[[str], int]:
     """A parser of whole numbers from `low` to `high`."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is out of range: {low:,} to {high:,}")
-        return value
-
-    return parse
+    return number(int, low, high, limits="{:,} to {:,}")
 
 
 def listed(parse: Callable[[str], T]) -> Callable[[str], list[T]]:

@@ -29,9 +29,9 @@ _SUITES = {
 _LAYOUTS = {"same-host": "same-host", "latency": "latency", "train": "step"}
 _MOST_WORKERS = 16
 _sizes = parse.listed(parse.size)
-_workers = parse.listed(parse.number(2, _MOST_WORKERS))
+_workers = parse.listed(parse.whole(2, _MOST_WORKERS))
 _wires = parse.listed(parse.wire)
-_count = parse.number(1, 100_000)
+_count = parse.whole(1, 100_000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(one, "--wire", _wires, "fp32", "TYPE,…", "element types on the wire: fp32, bf16, int8")
 
     one = added["cluster"]
-    _option(one, "--hosts", parse.number(2, 64), "4", "N", "hosts, with a worker each")
+    _option(one, "--hosts", parse.whole(2, 64), "4", "N", "hosts, with a worker each")
     _add_links(one, "1gbit", "4gbit")
     one.add_argument("--shards-beside", action="store_true", help="a data shard beside each worker")
     _option(one, "--sizes", _sizes, "1MB,26MB,100MB", "SIZE,…", "bytes of fp32")
@@ -74,14 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(one, "--sizes", _sizes, "8B,4KiB,64KiB", "SIZE,…", "bytes of fp32")
 
     one = added["train"]
-    _option(one, "--workers", parse.number(2, _MOST_WORKERS), "2", "N", "workers")
+    _option(one, "--workers", parse.whole(2, _MOST_WORKERS), "2", "N", "workers")
     _add_links(one, None, None)
     _option(one, "--wire", _wires, "fp32", "TYPE,…", "element types on the wire: fp32, bf16, int8")
     _option(one, "--channel", parse.one_of("tcp", "default"), "tcp", "NAME", "without --rate: tcp, or default")
-    _option(one, "--width", parse.number(16, 4096), "512", "N", "of the model; 512 with 8 blocks has 25 M parameters")
-    _option(one, "--blocks", parse.number(1, 256), "8", "N", "transformer blocks")
-    _option(one, "--context", parse.number(8, 4096), "128", "N", "bytes of one sequence")
-    _option(one, "--batch", parse.number(1, 1024), "1", "N", "sequences per worker and step")
+    _option(one, "--width", parse.whole(16, 4096), "512", "N", "of the model; 512 with 8 blocks has 25 M parameters")
+    _option(one, "--blocks", parse.whole(1, 256), "8", "N", "transformer blocks")
+    _option(one, "--context", parse.whole(8, 4096), "128", "N", "bytes of one sequence")
+    _option(one, "--batch", parse.whole(1, 1024), "1", "N", "sequences per worker and step")
     _option(one, "--overlap-size", parse.size, "100MB", "SIZE", "bytes exchanged behind the emulated backward")
 
     for name, one in added.items():
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             _option(one, "--repetitions", _count, "15", "N", "turns that every contender gets")
             text = "fast operations are done several in a row, until that lasts so long"
-            _option(one, "--sample-ms", parse.number(1, 10_000), "30", "MS", text)
+            _option(one, "--sample-ms", parse.whole(1, 10_000), "30", "MS", text)
         one.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
         one.add_argument("--plot", type=parse.picture, metavar="FILE.png", help="save a picture")
 

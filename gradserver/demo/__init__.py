@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable
 from pathlib import Path
+
+from gradserver.arguments import number
 
 _NEEDS = ("torch", "matplotlib")
 _STEPS, _QUICK_STEPS = 200, 40
@@ -21,13 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Start a coordinator and N workers as processes of this machine, train a small GPT on the source of "
         "Python's standard library, and check the result against one process that trains on the same samples."
     )
-    parser.add_argument("--workers", type=_whole(1, 64), default=2, metavar="N", help="workers (default 2)")
-    parser.add_argument("--steps", type=_whole(1, 1_000_000), metavar="S", help=f"training steps (default {_STEPS})")
+    parser.add_argument("--workers", type=number(int, 1, 64), default=2, metavar="N", help="workers (default 2)")
     parser.add_argument(
-        "--batch", type=_whole(1, 4096), default=4, metavar="B", help="sequences per worker and step (default 4)"
+        "--steps", type=number(int, 1, 1_000_000), metavar="S", help=f"training steps (default {_STEPS})"
     )
     parser.add_argument(
-        "--seed", type=_whole(0, 2**63 - 1), default=0, metavar="X", help="of weights and samples (default 0)"
+        "--batch", type=number(int, 1, 4096), default=4, metavar="B", help="sequences per worker and step (default 4)"
+    )
+    parser.add_argument(
+        "--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="X", help="of weights and samples (default 0)"
     )
     parser.add_argument(
         "--out",
@@ -59,18 +62,3 @@ def run(args: argparse.Namespace) -> int:
     make = Settings.quick if args.quick else Settings
     settings = make(workers=args.workers, batch=args.batch, steps=steps, seed=args.seed)
     return run_demo(settings, args.out)
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    """A type of argument: whole numbers from `low` to `high`."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is out of range: {low} to {high}")
-        return value
-
-    return parse
