@@ -464,7 +464,7 @@ def test_silence_has_an_end_and_names_who_is_silent(tmp_path: Path) -> None:
 
 
 def test_what_does_not_want_to_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradserver.demo.processes.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("gradserver.processes.STOP_SECONDS", 0.2)
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )

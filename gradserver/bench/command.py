@@ -103,9 +103,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"gradserver bench: {reason}", file=sys.stderr)
         return 2
     from gradserver.bench import session as sessions
-    from gradserver.bench.processes import ended_by_signals
     from gradserver.bench.spec import BenchError
     from gradserver.demo.screen import Screen
+    from gradserver.processes import ended_by_signals
 
     screen = None if arguments.json else Screen(sys.stdout)
     with tempfile.TemporaryDirectory(prefix="gradserver-bench-") as folder:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import csv
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from gradserver.demo.outcome import GlobalStep, Result, judge
-from gradserver.demo.processes import Child, ProcessError, Processes
+from gradserver.demo.processes import ProcessError, Processes
 from gradserver.demo.reports import Done, Ready, Step, from_line
 from gradserver.demo.screen import RED, Screen
 from gradserver.demo.settings import Settings
 from gradserver.demo.view import Table, View
+from gradserver.processes import Child, ended_by_signals
 
 SILENCE_SECONDS = 120.0  # longer than any one step takes, and than importing torch from a slow disk
 _LISTENING = "listening on "
@@ -30,7 +26,7 @@ def run_demo(settings: Settings, out: Path) -> int:
         out.mkdir(parents=True, exist_ok=True)
         view = View(screen, settings, available_cores(), out)
         view.introduce()
-        with _ended_by_signals(), Processes(out) as processes:
+        with ended_by_signals(), Processes(out) as processes:
             return _Demo(settings, out, view, processes).run()
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # nobody reads any more, as behind `| head`
@@ -195,21 +191,3 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Lets a request to end, or a closed terminal, end the run in order, as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
-        yield
-        return
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
