@@ -19,6 +19,7 @@ from typing import Any, Final
 import msgpack
 
 from protocol.buffer import Buffer
+from protocol.checks import brief, facts, flag, integer, listed, number, optional, text
 from protocol.codecs import codec_from
 from protocol.dtypes import BY_CODE
 from protocol.errors import (
@@ -76,69 +77,25 @@ _MAGIC: Final = b"GS"
 _PREFIX: Final = _MAGIC + bytes([PROTOCOL_VERSION])
 _packb = msgpack.Packer(autoreset=True, unicode_errors="replace").pack
 
-# ── checks: each takes a value off the wire and gives it back, or raises ─────────────────────────────
+# ── checks of fields ──────────────────────────────────────────────────────────────────────────────────
 
-
-def _integer(low: int, high: int) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise MalformedMessageError(f"expected an integer from {low} to {high}, got {_brief(value)}")
-        return value
-
-    return check
-
-
-def _number(low: float, high: float) -> Callable[[Any], float]:
-    def check(value: Any) -> float:
-        if type(value) is not float or not low <= value <= high:  # NaN fails both comparisons
-            raise MalformedMessageError(f"expected a number from {low} to {high}, got {_brief(value)}")
-        return value
-
-    return check
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str or len(value) > MAX_TEXT:
-        raise MalformedMessageError(f"expected text of at most {MAX_TEXT} characters, got {_brief(value)}")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise MalformedMessageError(f"expected true or false, got {_brief(value)}")
-    return value
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    if type(value) is not list:
-        raise MalformedMessageError(f"expected a list of text, got {_brief(value)}")
-    return tuple(_text(item) for item in value)
-
-
-_rate = _number(0.0, MAX_RATE)
-
-
-def _optional_rate(value: Any) -> float | None:
-    return None if value is None else _rate(value)
-
-
-def _rates(value: Any) -> tuple[float, ...]:
-    if type(value) is not list or len(value) > MAX_SHARDS:
-        raise MalformedMessageError(f"expected at most {MAX_SHARDS} rates, got {_brief(value)}")
-    return tuple(_rate(item) for item in value)
-
-
-_rank = _integer(-1, MAX_WORLD_SIZE - 1)
-_counter = _integer(0, MAX_COUNTER)
-_weight = _number(0.0, MAX_WEIGHT)
-_MAX_TOTAL = 2 * MAX_WORLD_SIZE * MAX_WEIGHT  # sums round
-_LAST_STREAM = int(max(Stream))
-_stream = _integer(0, _LAST_STREAM)
+_MAX_TOTAL: Final = 2 * MAX_WORLD_SIZE * MAX_WEIGHT  # sums round
+_LAST_STREAM: Final = int(max(Stream))
+_text = text(MAX_TEXT)
+_texts = listed(_text, MAX_LIST)
+_rank = integer(-1, MAX_WORLD_SIZE - 1)
+_counter = integer(0, MAX_COUNTER)
+_stream = integer(0, _LAST_STREAM)
+_slices = integer(1, MAX_SLICES)
+_numel = integer(0, MAX_NUMEL)
+_known_scope = integer(0, max(Scope))
+_rate = number(0.0, MAX_RATE)
+_weight = number(0.0, MAX_WEIGHT)
 
 
 def _key(value: Any) -> ExchangeKey:
     if type(value) is not list or not 3 <= len(value) <= 5:
-        raise MalformedMessageError(f"expected an exchange's key, got {_brief(value)}")
+        raise MalformedMessageError(f"expected an exchange's key, got {brief(value)}")
     stream, number, part, *peers = value
     return ExchangeKey(_stream(stream), _counter(number), _counter(part), *map(_rank, peers))
 
@@ -147,11 +104,11 @@ def _operation(value: Any) -> Operation | None:
     if value is None:
         return None
     if type(value) is not list or len(value) not in (5, 7):
-        raise MalformedMessageError(f"expected an operation, got {_brief(value)}")
+        raise MalformedMessageError(f"expected an operation, got {brief(value)}")
     try:
         return _known_operation(*value)
     except (ValueError, KeyError, TypeError) as error:
-        raise MalformedMessageError(f"no operation: {_brief(value)}") from error
+        raise MalformedMessageError(f"no operation: {brief(value)}") from error
 
 
 @lru_cache(maxsize=1024)
@@ -161,69 +118,39 @@ def _known_operation(kind: Any, op: Any, dtype: Any, numel: Any, root: Any, *cod
     return Operation(Kind(kind), Op(op), BY_CODE[dtype], _numel(numel), _rank(root), known)
 
 
-_numel = _integer(0, MAX_NUMEL)
-
-
-def _fields(value: Any) -> dict[str, str | int | tuple[str, ...]]:
-    if type(value) is not dict:
-        raise MalformedMessageError(f"expected an error's fields, got {_brief(value)}")
-    return {_text(name): _field(item) for name, item in value.items()}
-
-
-def _field(value: Any) -> str | int | tuple[str, ...]:
-    if type(value) is list:
-        return _texts(value)
-    if type(value) is int:
-        return value
-    return _text(value)
-
-
-def _optional_key(value: Any) -> ExchangeKey | None:
-    return None if value is None else _key(value)
-
-
 def _scope(value: Any) -> Scope:
-    return Scope(_integer(0, max(Scope))(value))
-
-
-_slices = _integer(1, MAX_SLICES)
+    return Scope(_known_scope(value))
 
 
 def _place(value: Any) -> Place | None:
     if value is None:
         return None
     if type(value) is not list or len(value) != 2:
-        raise MalformedMessageError(f"expected a place in shared memory, got {_brief(value)}")
+        raise MalformedMessageError(f"expected a place in shared memory, got {brief(value)}")
     return Place(_counter(value[0]), _counter(value[1]))
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, (str, bytes, list, dict)):
-        return f"{type(value).__name__} of length {len(value)}"
-    return repr(value)[:60]
 
 
 # ── the table: code, class, the checks for its fields in order, payloads allowed, bytes in one ────────
 
 _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int, int], ...]] = (
     # class, fields, fewest and most payloads, most bytes in a payload
-    (Failure, (_scope, _text, _text, _fields, _optional_key), 0, 0, 0),
-    (Join, (_text, _text, _rank, _integer(0, MAX_WORLD_SIZE), _number(0.0, MAX_TIMEOUT)), 0, 0, 0),
-    (Welcome, (_text, _rank, _counter, _counter, _texts, _texts, _rates, _text), 0, 0, 0),
+    (Failure, (_scope, _text, _text, facts, optional(_key)), 0, 0, 0),
+    (Join, (_text, _text, _rank, integer(0, MAX_WORLD_SIZE), number(0.0, MAX_TIMEOUT)), 0, 0, 0),
+    (Welcome, (_text, _rank, _counter, _counter, _texts, _texts, listed(_rate, MAX_SHARDS), _text), 0, 0, 0),
     (Propose, (_text, _counter), 1, 1, MAX_FRAME_BYTES),
     (Agreed, (_text, _counter), 0, 0, 0),
-    (Push, (_key, _counter, _weight, _flag, _operation, _slices, _place), 0, 1, SLICE_BYTES),
-    (Result, (_key, _counter, _number(0.0, _MAX_TOTAL), _flag, _slices, _flag), 0, 1, SLICE_BYTES),
+    (Push, (_key, _counter, _weight, flag, _operation, _slices, _place), 0, 1, SLICE_BYTES),
+    (Result, (_key, _counter, number(0.0, _MAX_TOTAL), flag, _slices, flag), 0, 1, SLICE_BYTES),
     (Inquire, (_key,), 0, 0, 0),
     (Missing, (_key, _texts), 0, 0, 0),
-    (Leave, (_text, _flag), 0, 0, 0),
+    (Leave, (_text, flag), 0, 0, 0),
     (Ping, (), 0, 0, 0),
     (StatusRequest, (), 0, 0, 0),
     (Status, (), 1, 1, MAX_FRAME_BYTES),
     (ShareMemory, (), 0, 0, 0),
     (MemoryAt, (_text, _text), 0, 0, 0),
-    (Enlist, (_text, _optional_rate), 0, 0, 0),
-    (Enlisted, (_integer(1, MAX_COUNTER),), 0, 0, 0),
+    (Enlist, (_text, optional(_rate)), 0, 0, 0),
+    (Enlisted, (integer(1, MAX_COUNTER),), 0, 0, 0),
     (Ordered, (), 1, 1, MAX_ORDER_BYTES),
     (Reported, (), 1, 1, MAX_HEADER_BYTES),
     (Attend, (_text, _counter, _rank, _text), 0, 0, 0),

@@ -7,7 +7,6 @@ durations: each side has a clock of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -27,6 +26,7 @@ from gradserver.engine.events import (
     SetPlan,
 )
 from protocol.buffer import Buffer
+from protocol.checks import brief, facts, integer, listed, number, text
 from protocol.errors import GradServerError, MalformedMessageError
 from protocol.limits import (
     MAX_COUNTER,
@@ -47,6 +47,18 @@ from protocol.messages import Failure, Scope
 from protocol.plan import decode_plan
 
 RemoteReport = RoundCompleted | Halted | Planned | Absent
+
+_name = text(MAX_NAME_BYTES)
+_names = listed(_name, MAX_WORLD_SIZE)
+_text = text(MAX_TEXT)
+_token = text(MAX_TOKEN)
+_tokens = listed(_token, MAX_WORLD_SIZE)
+_count = integer(0, MAX_COUNTER)
+_rank = integer(0, MAX_WORLD_SIZE - 1)
+_further_shard = integer(1, MAX_SHARDS - 1)
+_seconds = number(0.0, MAX_TIMEOUT)
+_rates = listed(number(0.0, MAX_RATE), MAX_SHARDS)
+_weights = listed(number(0.0, MAX_WEIGHT), MAX_WORLD_SIZE)
 
 
 def encode_order(order: Order) -> bytes:
@@ -69,14 +81,14 @@ def decode_order(data: Buffer) -> Order:
     """The order in ``data``; a ProtocolError says why there is none."""
     match _unpack(data, MAX_ORDER_BYTES):
         case ["open", group, epoch, names, credit, timeout, rates, shard, tokens]:
-            seats = tuple(Seat(-1, name) for name in _list(names, _name, MAX_WORLD_SIZE))
-            compared = _list(rates, _number(0.0, MAX_RATE), MAX_SHARDS)
-            shown = _list(tokens, _text(MAX_TOKEN), MAX_WORLD_SIZE)
-            place = _integer(shard, 1, MAX_SHARDS - 1)
+            seats = tuple(Seat(-1, name) for name in _names(names))
+            compared = _rates(rates)
+            shown = _tokens(tokens)
+            place = _further_shard(shard)
             if not seats or len(shown) != len(seats) or place >= len(compared) or not any(compared):
                 raise MalformedMessageError("an order to open a group that does not fit together")
-            seconds = _number(0.0, MAX_TIMEOUT)(timeout)
-            return OpenGroup(_name(group), _count(epoch), seats, _count(credit), seconds, compared, place, shown)
+            patience = _seconds(timeout)
+            return OpenGroup(_name(group), _count(epoch), seats, _count(credit), patience, compared, place, shown)
         case ["plan", group, bytes(plan), first_round]:
             return SetPlan(_name(group), decode_plan(plan), _count(first_round))
         case ["depart", group, rank, error]:
@@ -109,14 +121,14 @@ def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
     """
     match _unpack(data, MAX_HEADER_BYTES):
         case ["round", epoch, group, number, weights, took, last]:
-            weighed = _list(weights, _number(0.0, MAX_WEIGHT), MAX_WORLD_SIZE)
-            opened = now - _number(0.0, MAX_TIMEOUT)(took)
+            weighed = _weights(weights)
+            opened = now - _seconds(took)
             record = RoundRecord(_count(number), weighed, opened, now, _rank(last))
             return _count(epoch), RoundCompleted(_name(group), record)
         case ["halted", epoch, group, error, bool(buckets_only)]:
             return _count(epoch), Halted(_name(group), _error(error), buckets_only)
         case ["planned", epoch, group, digest]:
-            return _count(epoch), Planned(_name(group), _text(MAX_TOKEN)(digest))
+            return _count(epoch), Planned(_name(group), _token(digest))
         case ["absent", epoch, group, rank, error]:
             return _count(epoch), Absent(_name(group), _rank(rank), _error(error))
     raise MalformedMessageError("a report that is unknown, or has not the fields that it should have")
@@ -155,56 +167,7 @@ def _pack_error(error: GradServerError) -> list[Any]:
 
 
 def _error(value: Any) -> GradServerError:
-    if type(value) is not list or len(value) != 3 or type(value[2]) is not dict:
-        raise MalformedMessageError("expected an error")
-    name, text, fields = value
-    facts = {_text(MAX_TEXT)(key): _fact(fact) for key, fact in fields.items()}
-    return Failure(Scope.EXCHANGE, _text(MAX_TEXT)(name), _text(MAX_TEXT)(text), facts).exception()
-
-
-def _fact(value: Any) -> str | int | tuple[str, ...]:
-    if type(value) is list:
-        return _list(value, _text(MAX_TEXT), MAX_LIST)
-    return _integer(value, -MAX_COUNTER, MAX_COUNTER) if type(value) is int else _text(MAX_TEXT)(value)
-
-
-def _list(value: Any, check: Callable[[Any], Any], most: int) -> tuple[Any, ...]:
-    if type(value) is not list or len(value) > most:
-        raise MalformedMessageError(f"expected a list of {most} items at most")
-    items: Sequence[Any] = value
-    return tuple(check(item) for item in items)
-
-
-def _text(longest: int) -> Callable[[Any], str]:
-    def check(value: Any) -> str:
-        if type(value) is not str or len(value) > longest:
-            raise MalformedMessageError(f"expected text of {longest} characters at most")
-        return value
-
-    return check
-
-
-def _number(low: float, high: float) -> Callable[[Any], float]:
-    def check(value: Any) -> float:
-        if type(value) is not float or not low <= value <= high:  # NaN fails both comparisons
-            raise MalformedMessageError(f"expected a number from {low:g} to {high:g}")
-        return value
-
-    return check
-
-
-def _integer(value: Any, low: int, high: int) -> int:
-    if type(value) is not int or not low <= value <= high:
-        raise MalformedMessageError(f"expected an integer from {low} to {high}")
-    return value
-
-
-_name = _text(MAX_NAME_BYTES)
-
-
-def _count(value: Any) -> int:
-    return _integer(value, 0, MAX_COUNTER)
-
-
-def _rank(value: Any) -> int:
-    return _integer(value, 0, MAX_WORLD_SIZE - 1)
+    if type(value) is not list or len(value) != 3:
+        raise MalformedMessageError(f"expected an error, got {brief(value)}")
+    name, message, fields = value
+    return Failure(Scope.EXCHANGE, _text(name), _text(message), facts(fields)).exception()

@@ -1,0 +1,98 @@
+"""Checks of what came off the wire: each takes any value and gives it back as what it should be, or raises.
+
+Values are as msgpack makes them, whose integers have 64 bits and whose containers were limited when it read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from protocol.errors import MalformedMessageError
+from protocol.limits import MAX_LIST, MAX_TEXT
+
+T = TypeVar("T")
+Fact = str | int | tuple[str, ...]
+"""What the fields of an error are."""
+
+
+def integer(low: int, high: int) -> Callable[[Any], int]:
+    """A check of integers."""
+
+    def check(value: Any) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise MalformedMessageError(f"expected an integer from {low} to {high}, got {brief(value)}")
+        return value
+
+    return check
+
+
+def number(low: float, high: float) -> Callable[[Any], float]:
+    """A check of floating numbers."""
+
+    def check(value: Any) -> float:
+        if type(value) is not float or not low <= value <= high:  # NaN fails both comparisons
+            raise MalformedMessageError(f"expected a number from {low} to {high}, got {brief(value)}")
+        return value
+
+    return check
+
+
+def text(longest: int) -> Callable[[Any], str]:
+    """A check of text."""
+
+    def check(value: Any) -> str:
+        if type(value) is not str or len(value) > longest:
+            raise MalformedMessageError(f"expected text of at most {longest} characters, got {brief(value)}")
+        return value
+
+    return check
+
+
+def flag(value: Any) -> bool:
+    """The check of true and false."""
+    if type(value) is not bool:
+        raise MalformedMessageError(f"expected true or false, got {brief(value)}")
+    return value
+
+
+def listed(check: Callable[[Any], T], most: int) -> Callable[[Any], tuple[T, ...]]:
+    """A check of lists, and of each of their items."""
+
+    def check_all(value: Any) -> tuple[T, ...]:
+        if type(value) is not list or len(value) > most:
+            raise MalformedMessageError(f"expected a list of at most {most} items, got {brief(value)}")
+        return tuple(check(item) for item in value)
+
+    return check_all
+
+
+def optional(check: Callable[[Any], T]) -> Callable[[Any], T | None]:
+    """The check of what may be left out."""
+    return lambda value: None if value is None else check(value)
+
+
+def facts(value: Any) -> dict[str, Fact]:
+    """The check of an error's fields."""
+    if type(value) is not dict:
+        raise MalformedMessageError(f"expected an error's fields, got {brief(value)}")
+    return {_text(name): _fact(item) for name, item in value.items()}
+
+
+def _fact(value: Any) -> Fact:
+    if type(value) is list:
+        return _texts(value)
+    if type(value) is int:
+        return value
+    return _text(value)
+
+
+_text = text(MAX_TEXT)
+_texts = listed(_text, MAX_LIST)
+
+
+def brief(value: Any) -> str:
+    """How to speak of a value, however large it is."""
+    if isinstance(value, (str, bytes, list, dict)):
+        return f"{type(value).__name__} of length {len(value)}"
+    return repr(value)[:60]
