@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import gradserver
 from gradserver.arguments import number
@@ -35,20 +37,31 @@ def _parser() -> argparse.ArgumentParser:
         epilog="A first look, about a minute on two cores: gradserver demo",
     )
     parser.add_argument("--version", action="version", version=f"gradserver {gradserver.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_serve(commands.add_parser("serve", help="run a coordinator", description=_serve.__doc__))
-    _add_status(commands.add_parser("status", help="show what a coordinator sees", description=_status.__doc__))
-    demo = commands.add_parser("demo", help="train a small GPT across processes of this machine")
-    from gradserver import demo as demonstration
-
-    demonstration.add_arguments(demo)
-    demo.set_defaults(run=demonstration.run)
-    bench = commands.add_parser("bench", help="measure it here, beside gloo and what the machine can do at most")
-    from gradserver.bench import command as benchmarks
-
-    benchmarks.add_arguments(bench)
-    bench.set_defaults(run=benchmarks.run)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
+    commands.add_parser("serve", help="run a coordinator", description=_serve.__doc__, fill=_add_serve)
+    commands.add_parser("status", help="show what a coordinator sees", description=_status.__doc__, fill=_add_status)
+    commands.add_parser("demo", help="train a small GPT across processes of this machine", fill=_add_demo)
+    text = "measure it here, beside gloo and what the machine can do at most"
+    commands.add_parser("bench", help=text, fill=_add_bench)
     return parser
+
+
+class _Command(argparse.ArgumentParser):
+    """The parser of a command, which `fill` gives its arguments only when it is needed.
+
+    So nobody who starts a coordinator waits for what the benchmark's arguments import.
+    """
+
+    def __init__(self, fill: Callable[[argparse.ArgumentParser], None] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._fill = fill
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """What every way of parsing goes through, and each command's help too."""
+        fill, self._fill = self._fill, None
+        if fill is not None:
+            fill(self)
+        return super().parse_known_args(args, namespace)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -107,13 +120,35 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_status)
 
 
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    from gradserver import demo
+
+    demo.add_arguments(parser)
+    parser.set_defaults(run=demo.run)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from gradserver.bench import command
+
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run)
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     """Run a coordinator until SIGTERM or SIGINT. Prints `listening on tcp://HOST:PORT` when it is ready."""
-    from gradserver.daemon import serve, serve_shard
-
     logging.basicConfig(
         level=logging.WARNING if arguments.quiet else logging.INFO, format="%(asctime)s %(levelname).1s %(message)s"
     )
+    gc.disable()  # until it serves: a start makes what stays, and looking for garbage is a tenth of its time
+    try:
+        return _serve_as_told(arguments)
+    finally:
+        gc.enable()
+
+
+def _serve_as_told(arguments: argparse.Namespace) -> int:
+    from gradserver.daemon import serve, serve_shard
+
     if arguments.join is not None:
         for option in ("workers", "credit"):
             if getattr(arguments, option) is not None:

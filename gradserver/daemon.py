@@ -17,8 +17,6 @@ from types import FrameType
 from gradserver.children import Children
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
-from gradserver.engine.shard import ShardEngine
-from gradserver.shard import Link, advertised
 from gradserver.tcp import TcpServer
 from protocol.errors import CoordinatorStoppedError
 from protocol.limits import CREDIT_BYTES, MIB
@@ -98,6 +96,9 @@ def serve_shard(primary: str, bind: str | None, rate: float | None = None, share
     Raises:
         CoordinatorError: the coordinator is gone, or was not there.
     """
+    from gradserver.engine.shard import ShardEngine  # here, as a coordinator needs none of it
+    from gradserver.shard import Link, advertised
+
     _raise_limits()
     _keep_memory()
     link = Link(primary, _JOINING_SECONDS)
@@ -136,9 +137,9 @@ def _serving(server: TcpServer, coordinator: Coordinator) -> Iterator[None]:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        gc.collect()
-        gc.freeze()  # what start-up made stays: collections need not look at it again,
+        gc.freeze()  # what start-up made stays: collections need not look at it,
         gc.set_threshold(50_000, 20, 20)  # nor run every few rounds, for an engine that makes no cycles
+        gc.enable()
         yield
     finally:
         coordinator.close()

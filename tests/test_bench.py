@@ -280,10 +280,11 @@ def test_what_is_missing_is_named_before_anything_starts(
 
 def test_the_command_line_loads_no_torch() -> None:
     code = (
-        "import sys; from gradserver import cli; cli._parser(); print('torch' in sys.modules, 'worker' in sys.modules)"
+        "import sys; from gradserver import cli; cli._parser().parse_args(['bench', 'latency']); "
+        "print('gradserver.bench.command' in sys.modules, 'torch' in sys.modules, 'worker' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ran.stdout == "False False\n"
+    assert ran.stdout == "True False False\n"
 
 
 # ── processes ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -20,7 +23,7 @@ from protocol.errors import WorkerLostError
 from protocol.messages import Ping, Status
 from protocol.plan import simple_plan
 from protocol.wire import encode
-from tests.cluster import Daemon, Program, Task, coordinator, joined, together, wait_until
+from tests.cluster import ROOT, Daemon, Program, Task, coordinator, joined, together, wait_until
 from tests.strangers import impostor, plain_server
 from worker.client import Worker
 from worker.connect import connect
@@ -362,3 +365,18 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
             main(arguments)
         assert caught.value.code == 0
         assert command in capsys.readouterr().out
+
+
+def test_no_command_loads_what_others_need() -> None:
+    code = (
+        "import sys; from gradserver import cli; cli._parser().parse_args(['serve']); import gradserver.daemon; "
+        "print(sorted({'gradserver.bench', 'gradserver.demo', 'gradserver.shard'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
+def test_collections_that_wait_for_the_start_come_back_when_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--bind", "nonsense"]) == 1
+    assert "'nonsense'" in capsys.readouterr().err
+    assert gc.isenabled()
