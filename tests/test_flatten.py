@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError
+from tests.refusals import refused
 from worker.flatten import (
     COMPONENT_NAMES,
     NON_BLOCK_COMPONENTS,
@@ -24,15 +23,6 @@ from worker.flatten import (
 
 LIBRARIES = ["numpy", "torch"]
 shape_lists = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=6)
-
-
-@contextmanager
-def refused(error: type[InvalidArgumentError], text: str) -> Iterator[None]:
-    """The body raises exactly this error with exactly this text."""
-    with pytest.raises(error) as caught:
-        yield
-    assert type(caught.value) is error
-    assert str(caught.value) == text
 
 
 def array_of(library: str, values: Any, dtype: str = "float32") -> Any:

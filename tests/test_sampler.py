@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset  # noqa: E402
 
+from tests.refusals import refused  # noqa: E402
 from worker.sampler import ShardSampler, epoch_permutation  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,15 +30,6 @@ ROOT = Path(__file__).resolve().parents[1]
 lengths = st.integers(0, 200)
 world_sizes = st.integers(1, 12)
 keys = st.integers(0, 2**64 - 1)
-
-
-@contextmanager
-def refused(error: type[InvalidArgumentError], text: str) -> Iterator[None]:
-    """The body raises exactly this error with exactly this text."""
-    with pytest.raises(error) as caught:
-        yield
-    assert type(caught.value) is error
-    assert str(caught.value) == text
 
 
 def shards(length: int, world_size: int, epoch: int = 0, **options: Any) -> list[list[int]]:

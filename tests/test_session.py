@@ -105,12 +105,23 @@ class Tape:
         return messages
 
     def pushes(self) -> list[tuple[int, int]]:
-        """Exchange (its number, or part for buckets) and slice of each Push since this was last asked."""
-        return [
-            (message.key.part if message.key.stream == Stream.BUCKET else message.key.number, message.slice)
-            for message in self.take()
-            if isinstance(message, Push)
-        ]
+        """Where each Push belongs that was sent since this was last asked."""
+        return [slice_of(message) for message in self.take() if isinstance(message, Push)]
+
+
+def slice_of(push: Push) -> tuple[int, int]:
+    """Exchange (its number, or part for buckets) and slice."""
+    return push.key.part if push.key.stream == Stream.BUCKET else push.key.number, push.slice
+
+
+def joined_session(tape: Tape, *shards: Any) -> Session:
+    """A session that joins as rank 1 of a group of three, with ``shards`` as the Welcome tells of them."""
+    session = Session(tape, timeout=10.0)
+    joining = session.join(Join("group", "w1", 1, 3, 10.0))
+    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, *shards), ())
+    joining.wait()
+    tape.take()
+    return session
 
 
 @pytest.fixture
@@ -121,12 +132,7 @@ def tape() -> Tape:
 @pytest.fixture
 def session(tape: Tape) -> Session:
     """Rank 1 of a group of three."""
-    session = Session(tape, timeout=10.0)
-    joining = session.join(Join("group", "w1", 1, 3, 10.0))
-    session.receive(Welcome("group", 1, 7, CREDIT, NAMES), ())
-    joining.wait()
-    tape.take()
-    return session
+    return joined_session(tape)
 
 
 def collective(number: int) -> ExchangeKey:

@@ -14,7 +14,7 @@ from protocol.errors import (
     MalformedMessageError,
     WorkerLostError,
 )
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from protocol.exchange import ExchangeKey, Kind, Op, Operation
 from protocol.limits import MIB, SLICE_BYTES
 from protocol.messages import (
     Agreed,
@@ -33,7 +33,7 @@ from protocol.messages import (
 )
 from protocol.plan import simple_plan
 from tests.cluster import Task, wait_until
-from tests.test_session import CREDIT, NAMES, Tape, bucket, collective, memory
+from tests.test_session import CREDIT, NAMES, Tape, bucket, collective, joined_session, memory, slice_of
 from worker.handle import Handle
 from worker.session import Session, ShardReceiver
 from worker.tensors import Bytes
@@ -47,7 +47,7 @@ class Shards(Tape):
     def pushed(self, shard: int) -> list[tuple[int, int]]:
         """Exchange and slice of each Push that went to ``shard``, so far."""
         return [
-            (message.key.part if message.key.stream == Stream.BUCKET else message.key.number, message.slice)
+            slice_of(message)
             for (message, _), where in zip(self.sent, self.shards, strict=True)
             if isinstance(message, Push) and where == shard
         ]
@@ -61,11 +61,7 @@ def tape() -> Shards:
 @pytest.fixture
 def session(tape: Shards) -> Session:
     """Rank 1 of three, with three shards that are equally fast."""
-    session = Session(tape, timeout=10.0)
-    joining = session.join(Join("group", "w1", 1, 3, 10.0))
-    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, URLS, (1.0, 1.0, 1.0), "secret"), ())
-    joining.wait()
-    tape.sent.clear()
+    session = joined_session(tape, URLS, (1.0, 1.0, 1.0), "secret")
     tape.shards.clear()
     return session
 

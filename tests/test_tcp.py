@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -58,6 +58,25 @@ def end_of(survivor: Program, since: float) -> tuple[float, str, str]:
     """Seconds from ``since`` to a survivor's error, its class and its text."""
     at, kind, text = json.loads(survivor.expect("error "))
     return at - since, kind, text
+
+
+def exchanging(start: Start, *ranks: int) -> list[Program]:
+    """Workers of these ranks, which exchange until an error; all of them are at it."""
+    workers = [start("exchange_until_error", rank) for rank in ranks]
+    for worker in workers:
+        worker.expect("exchanging")
+    return workers
+
+
+def told(survivors: Sequence[Program], kind: str, since: float, within: float) -> list[str]:
+    """What survivors are told in an error of this class, at most so many seconds after ``since``."""
+    texts = []
+    for survivor in survivors:
+        seconds, found, text = end_of(survivor, since)
+        assert seconds < within
+        assert found == kind
+        texts.append(text)
+    return texts
 
 
 # ── exchanging ────────────────────────────────────────────────────────────────────────────────────────
@@ -162,18 +181,12 @@ def test_reason_of_a_worker_that_failed_arrives() -> None:
 
 
 def test_survivors_of_a_killed_worker_are_told_its_name_soon(start: Start) -> None:
-    survivors = [start("exchange_until_error", rank) for rank in (0, 2)]
-    victim = start("exchange_until_error", 1)
-    for worker in (*survivors, victim):
-        worker.expect("exchanging")
+    *survivors, victim = exchanging(start, 0, 2, 1)
 
     killed = time.monotonic()
     victim.send_signal(signal.SIGKILL)
 
-    for survivor in survivors:
-        seconds, kind, text = end_of(survivor, killed)
-        assert seconds < DEATH_IS_NOTICED_WITHIN
-        assert kind == "WorkerLostError"
+    for text in told(survivors, "WorkerLostError", killed, DEATH_IS_NOTICED_WITHIN):
         assert "'w1' (rank 1) was lost after round" in text
         assert "it died, froze or lost its network" in text
 
@@ -186,34 +199,24 @@ def test_survivors_of_a_worker_killed_in_the_middle_of_a_round_are_told_its_name
     killed = time.monotonic()
     victim.send_signal(signal.SIGKILL)
 
-    for survivor in survivors:
-        seconds, kind, text = end_of(survivor, killed)
-        assert seconds < DEATH_IS_NOTICED_WITHIN
-        assert (kind, text.partition(" and is")[0]) == ("WorkerLostError", "'w1' (rank 1) was lost after round 2")
+    for text in told(survivors, "WorkerLostError", killed, DEATH_IS_NOTICED_WITHIN):
+        assert text.partition(" and is")[0] == "'w1' (rank 1) was lost after round 2"
 
 
 def test_survivors_of_a_frozen_worker_are_told_its_name_soon(start: Start) -> None:
-    survivors = [start("exchange_until_error", rank) for rank in (0, 2)]
-    victim = start("exchange_until_error", 1)
-    for worker in (*survivors, victim):
-        worker.expect("exchanging")
+    *survivors, victim = exchanging(start, 0, 2, 1)
 
     frozen = time.monotonic()
     victim.send_signal(signal.SIGSTOP)
 
-    for survivor in survivors:
-        seconds, kind, text = end_of(survivor, frozen)
-        assert seconds < SILENCE_IS_NOTICED_WITHIN
-        assert kind == "WorkerLostError"
+    for text in told(survivors, "WorkerLostError", frozen, SILENCE_IS_NOTICED_WITHIN):
         assert "'w1' (rank 1) was lost" in text
     victim.send_signal(signal.SIGCONT)
     assert end_of(victim, frozen)[1] == "ConnectionLostError"
 
 
 def test_death_of_one_group_is_nothing_to_another(daemon: Daemon, start: Start) -> None:
-    others = [start("exchange_until_error", rank) for rank in range(3)]
-    for worker in others:
-        worker.expect("exchanging")
+    others = exchanging(start, 0, 1, 2)
     with joined(daemon.url, 2, group="innocent") as workers:
 
         def work(worker: Worker) -> None:
@@ -271,17 +274,12 @@ def test_group_that_forms_is_told_why_the_coordinator_stopped(daemon: Daemon, st
 
 
 def test_workers_of_a_killed_coordinator_lose_their_connection_soon(daemon: Daemon, start: Start) -> None:
-    workers = [start("exchange_until_error", rank) for rank in range(3)]
-    for worker in workers:
-        worker.expect("exchanging")
+    workers = exchanging(start, 0, 1, 2)
 
     killed = time.monotonic()
     daemon.send_signal(signal.SIGKILL)
 
-    for worker in workers:
-        seconds, kind, text = end_of(worker, killed)
-        assert seconds < DEATH_IS_NOTICED_WITHIN
-        assert kind == "ConnectionLostError"
+    for text in told(workers, "ConnectionLostError", killed, DEATH_IS_NOTICED_WITHIN):
         assert f"lost the coordinator at {daemon.url}: the coordinator died, or the network between us did" in text
 
 
