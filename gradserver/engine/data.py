@@ -45,18 +45,19 @@ from gradserver.engine.events import (
     Undecodable,
     Violation,
 )
-from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Round, Run, check_operation
+from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Round, Run
 from gradserver.engine.failures import fail, forget_if_over, halt_all, tell, tell_all
 from gradserver.engine.results import answer, complete, refund
 from protocol.buffer import Buffer
 from protocol.errors import (
     GradServerError,
+    InvalidArgumentError,
     InvalidRankError,
     OutOfStepError,
     SizeMismatchError,
     UnexpectedMessageError,
 )
-from protocol.exchange import IN_PLACE, ExchangeKey, Operation, Stream, gives
+from protocol.exchange import IN_PLACE, ExchangeKey, Kind, Op, Operation, Stream, check_reducible, gives
 from protocol.messages import Inquire, Missing, Push
 from protocol.plan import Plan
 from protocol.shards import Table
@@ -198,7 +199,7 @@ class Data:
         return operation
 
     def _open(self, group: Group, rank: int, key: ExchangeKey, operation: Operation, now: float) -> Exchange:
-        check_operation(key, operation, group.world)
+        _check_operation(key, operation, group.world)
         layout, start, stop = group.share(key, operation)
         if start == stop:
             empty = layout.count == 0
@@ -338,3 +339,21 @@ class Data:
         """Raise AssertionError if an invariant does not hold."""
         for group in self.groups.values():
             group.validate()
+
+
+def _check_operation(key: ExchangeKey, operation: Operation, world: int) -> None:
+    """Refuse what no correct client says."""
+    transfer = key.stream == Stream.TRANSFER
+    part = key.part if key.stream == Stream.BUCKET else 0
+    if not transfer and key != (key.stream, key.number, part, -1, -1):
+        raise UnexpectedMessageError(f"no exchange has the key {tuple(key)}")
+    if transfer != (operation.kind is Kind.TRANSFER):
+        raise UnexpectedMessageError(f"{operation} cannot be exchanged under the key {tuple(key)}")
+    if transfer and not (0 <= key.source < world and 0 <= key.target < world and key.source != key.target):
+        raise InvalidRankError(f"a transfer from {key.source} to {key.target} in a group of {world}")
+    if operation.kind is Kind.BROADCAST and not 0 <= operation.root < world:
+        raise InvalidRankError(f"root {operation.root} is not in a group of {world}")
+    if operation.kind in WEIGHED:
+        if operation.op is Op.NONE:
+            raise InvalidArgumentError("a reduction that does not say how to reduce")
+        check_reducible(operation.op, operation.dtype)

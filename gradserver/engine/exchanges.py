@@ -14,14 +14,11 @@ from protocol.errors import (
     CollectiveMismatchError,
     DeadlineError,
     GradServerError,
-    InvalidArgumentError,
-    InvalidRankError,
     LimitExceededError,
     NonFiniteError,
     OutOfStepError,
-    UnexpectedMessageError,
 )
-from protocol.exchange import ExchangeKey, Kind, Layout, Op, Operation, Pool, Stream, check_reducible, pool_of
+from protocol.exchange import ExchangeKey, Kind, Layout, Operation, Pool, Stream, pool_of
 from protocol.limits import MAX_TRANSFERS, SLICE_BYTES
 from protocol.messages import Push
 from protocol.plan import Plan
@@ -383,21 +380,3 @@ class Group:
 
 def _sequence(rank: int, key: ExchangeKey) -> tuple[int, ...]:
     return (rank, key.stream, 0 if key.stream == Stream.COLLECTIVE else key.part, key.source, key.target)
-
-
-def check_operation(key: ExchangeKey, operation: Operation, world: int) -> None:
-    """Refuse what no correct client says."""
-    transfer = key.stream == Stream.TRANSFER
-    part = key.part if key.stream == Stream.BUCKET else 0
-    if not transfer and key != (key.stream, key.number, part, -1, -1):
-        raise UnexpectedMessageError(f"no exchange has the key {tuple(key)}")
-    if transfer != (operation.kind is Kind.TRANSFER):
-        raise UnexpectedMessageError(f"{operation} cannot be exchanged under the key {tuple(key)}")
-    if transfer and not (0 <= key.source < world and 0 <= key.target < world and key.source != key.target):
-        raise InvalidRankError(f"a transfer from {key.source} to {key.target} in a group of {world}")
-    if operation.kind is Kind.BROADCAST and not 0 <= operation.root < world:
-        raise InvalidRankError(f"root {operation.root} is not in a group of {world}")
-    if operation.kind in WEIGHED:
-        if operation.op is Op.NONE:
-            raise InvalidArgumentError("a reduction that does not say how to reduce")
-        check_reducible(operation.op, operation.dtype)
