@@ -7,14 +7,13 @@ Tang et al. 2019): so it comes late, and is not lost.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from gradserver.engine.events import NonFinite, Reduce, Undecodable
-from gradserver.mean import Array, Outcome, is_finite, scratch, weigh
-from protocol.codecs import Codec, Scratch, encode_with_feedback, seed_of
-from protocol.codecs.base import BLOCK
+from gradserver.mean import Array, Outcome, divide, is_finite, scratch, weigh
+from protocol.codecs import Codec, Scratch, seed_of
 from protocol.errors import ProtocolError
 from protocol.exchange import Stream
 
@@ -34,62 +33,77 @@ _codecs = _Codecs()
 
 def reduce_lossy(command: Reduce) -> Outcome:
     """The encoded mean of encoded contributions of float32, weighed as any other."""
-    key, codec = command.key, command.operation.codec
+    codec = command.operation.codec
     equal, divisor, weights = weigh([contribution.weight for contribution in command.contributions])
-    given = [
-        (contribution.rank, None if equal else np.float32(weight), np.frombuffer(contribution.payload, np.uint8))
-        for contribution, weight in zip(command.contributions, weights, strict=True)
-        if contribution.payload is not None
-    ]
-    residual = None
-    if key.stream == Stream.BUCKET:
-        residual = command.state.get((key.part, command.slice))
-        if residual is None:
-            residual = command.state[key.part, command.slice] = np.zeros(command.numel, np.float32)
-    seed = seed_of(key.number, key.part, command.first)
+    given: list[_Given] = []
+    for contribution, weight in zip(command.contributions, weights, strict=True):
+        if contribution.payload is not None:
+            try:
+                data = codec.data_of(contribution.payload, command.numel)
+            except ProtocolError as error:
+                return Undecodable(contribution.rank, error)
+            given.append(_Given(contribution.rank, None if equal else np.float32(weight), data))
+    residual = _residual_of(command)
+    seed = seed_of(command.key.number, command.key.part, command.first)
     result = np.empty(command.nbytes, np.uint8)
-    for start, stop in _blocks(codec, command.numel):
-        first, last = codec.nbytes(start), codec.nbytes(stop)
-        total = _sum([(rank, weight, data[first:last]) for rank, weight, data in given], codec, stop - start, seed)
-        if isinstance(total, Undecodable):
-            return total
-        with np.errstate(all="ignore"):
-            np.divide(total, np.float32(divisor), out=total)
-        if not is_finite(total):
-            return _blame(command, seed)
-        out = result[first:last]
-        if residual is None:
-            codec.encode(total, out, seed, _codecs.scratch)
-        else:
-            encode_with_feedback(codec, total, residual[start:stop], out, seed, _codecs.scratch)
+    with np.errstate(all="ignore"):  # what is not finite is looked for, and reported with its owner
+        for number, elements, piece in codec.blocks(command.numel):  # one after the other they stay in cache
+            mean = scratch(0, elements.stop - elements.start, np.float32)
+            if (undecodable := _sum(given, codec, piece, mean, seed + number)) is not None:
+                return undecodable
+            divide(mean, divisor)
+            owed = None if residual is None else residual[elements]
+            if not _encode(codec, mean, owed, result[piece], seed + number):
+                return _blame(command, seed)
     for target in command.targets:
         memoryview(target)[: result.size] = result.data
     return result.data if command.keep else None
 
 
-def _blocks(codec: Codec, numel: int) -> Iterator[tuple[int, int]]:
-    """Dense codecs encode blocks apart from each other: one after the other they stay in cache."""
-    step = BLOCK if codec.parameter == 0 else numel
-    for start in range(0, numel, step):
-        yield start, min(start + step, numel)
+class _Given(NamedTuple):
+    """A contribution with its bytes. The weight is None if all weigh the same."""
+
+    rank: int
+    weight: np.float32 | None
+    data: Array
 
 
-def _sum(given: list[tuple[int, np.float32 | None, Array]], codec: Codec, numel: int, seed: int) -> Array | Undecodable:
-    """The weighed sum of some elements of every contribution, in rank order."""
-    total, values = scratch(0, numel, np.float32), scratch(1, numel, np.float32)
-    row = total
-    with np.errstate(all="ignore"):  # what is not finite is looked for, and reported with its owner
-        for rank, weight, payload in given:
-            try:
-                codec.decode(payload.data, numel, row, seed, _codecs.scratch)
-            except ProtocolError as error:
-                return Undecodable(rank, error)
-            if weight is not None:
-                np.multiply(row, weight, out=row)
-            if row is values:
-                np.add(total, values, out=total)
-            row = values
-    return total
+def _residual_of(command: Reduce) -> Array | None:
+    """What this slice of a bucket is still owed; None for what has no next time."""
+    key = command.key
+    if key.stream != Stream.BUCKET:
+        return None
+    residual = command.state.get((key.part, command.slice))
+    if residual is None:
+        residual = command.state[key.part, command.slice] = np.zeros(command.numel, np.float32)
+    return residual
+
+
+def _sum(given: list[_Given], codec: Codec, piece: slice, total: Array, seed: int) -> Undecodable | None:
+    """Write the weighed sum of one block of every contribution, in rank order, to ``total``."""
+    if not given:
+        total.fill(0)
+    for number, (rank, weight, data) in enumerate(given):
+        try:
+            if number:
+                codec.add_block(data[piece], total, weight, seed, _codecs.scratch)
+                continue
+            codec.decode_block(data[piece], total, seed, _codecs.scratch)
+        except ProtocolError as error:
+            return Undecodable(rank, error)
+        if weight is not None:
+            np.multiply(total, weight, out=total)
+    return None
+
+
+def _encode(codec: Codec, mean: Array, residual: Array | None, out: Array, seed: int) -> bool:
+    """Encode one block of the mean, with what it is owed if somebody keeps count. False if it is not finite."""
+    if residual is not None and codec.compensate_block(mean, residual, out, seed, _codecs.scratch):
+        return True
+    if not is_finite(mean):
+        return False
+    codec.encode_block(mean, out, seed, _codecs.scratch)
+    return True
 
 
 def _blame(command: Reduce, seed: int) -> NonFinite:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ import numpy.typing as npt
 
 from gradserver.engine.events import NonFinite, Reduce
 from gradserver.lossy import reduce_lossy
-from gradserver.mean import Outcome, is_finite, scratch, weigh
+from gradserver.mean import Outcome, divide, is_finite, scratch, weigh
 from protocol.buffer import Buffer
 from protocol.dtypes import DType, numpy_dtype
 from protocol.exchange import Kind, Op
@@ -215,10 +214,7 @@ class _Job:
             for weight, row in values[1:]:
                 np.multiply(row, self._elements.type(weight), out=product)
                 np.add(total, product, out=total)
-        if math.frexp(self._divisor)[0] == 0.5:  # by a power of two a product has the same bits, and comes sooner
-            np.multiply(total, self._elements.type(1 / self._divisor), out=total)
-        else:
-            np.divide(total, self._elements.type(self._divisor), out=total)
+        divide(total, self._divisor)
         return self._narrow(total) if is_finite(total) else None
 
     def _fold(self, rows: Sequence[Array | None]) -> Array:

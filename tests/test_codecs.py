@@ -168,6 +168,17 @@ def test_a_payload_may_lie_at_any_address(name: str) -> None:
 
 
 @every_codec
+def test_values_may_lie_at_any_address(name: str) -> None:
+    codec, values = codec_of(name), normal(BLOCK + 700)
+    shifted = np.frombuffer(b"x" + values.tobytes(), np.uint8)[1:].view(np.float32)
+    owed, odd = np.zeros_like(values), np.zeros(4 * values.size + 1, np.uint8)[1:].view(np.float32)
+    assert not shifted.flags.aligned
+    assert codec.encode(shifted, seed=SEED) == codec.encode(values, seed=SEED)
+    assert encode_with_feedback(codec, shifted, odd, seed=SEED) == encode_with_feedback(codec, values, owed, seed=SEED)
+    assert same_bits(odd, owed)
+
+
+@every_codec
 @pytest.mark.parametrize("extra", [-1, 1])
 def test_a_payload_of_another_length_is_refused(name: str, extra: int) -> None:
     codec = codec_of(name)
@@ -413,7 +424,7 @@ def test_with_memory_handed_in_a_slice_takes_little_more(name: str) -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < (64 << 10 if name in DENSE else 1 << 20)
+    assert peak < (64 << 10 if name in DENSE else 2 << 20)
 
 
 @every_codec
@@ -505,6 +516,47 @@ def test_a_residual_that_overflows_does_not_make_a_gradient_infinite(name: str) 
     payload = encode_with_feedback(codec, values, residual, seed=SEED)
     assert np.isfinite(decode(codec, payload, 10)).all()
     assert (residual == MAX).all()
+
+
+@every_codec
+@given(data=st.data())
+def test_shortcuts_of_feedback_change_no_bit(name: str, data: st.DataObject) -> None:
+    """A codec's own way of compensating is that of all: add, encode, decode, subtract."""
+    codec, values = codec_of(name), data.draw(patterns)
+    residual = data.draw(st.sampled_from([np.zeros_like(values), normal(values.size, 0.1), finite_bits(values.size)]))
+    outcomes = []
+    for compensate in (type(codec).compensate_block, Codec.compensate_block):
+        owed, out = residual.copy(), np.zeros(codec.nbytes(values.size), np.uint8)
+        with np.errstate(all="ignore"):
+            done = compensate(codec, values, owed, out, SEED, Scratch())
+        assert done or same_bits(owed, residual)
+        outcomes.append((done, done and out.tobytes(), owed.tobytes()))
+    assert outcomes[0] == outcomes[1]
+
+
+@every_codec
+@pytest.mark.parametrize("weight", [None, np.float32(0.3)])
+def test_shortcuts_of_adding_up_change_no_bit(name: str, weight: np.float32 | None) -> None:
+    codec, total = codec_of(name), normal(BLOCK - 77)
+    payload = np.frombuffer(codec.encode(normal(total.size, seed=1), seed=SEED), np.uint8)
+    outcomes = []
+    for add in (type(codec).add_block, Codec.add_block):
+        summed = total.copy()
+        add(codec, payload, summed, weight, SEED, Scratch())
+        outcomes.append(summed.tobytes())
+    decoded = decode(codec, payload.data, total.size)
+    outcomes.append((total + (decoded if weight is None else decoded * weight)).tobytes())
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def test_one_block_that_overflows_costs_the_others_nothing() -> None:
+    codec, values, residual = codec_of("int8"), normal(2 * BLOCK), normal(2 * BLOCK, 0.1)
+    values[5] = residual[5] = MAX
+    before = residual.copy()
+    payload = encode_with_feedback(codec, values, residual)
+    assert same_bits(residual[:BLOCK], before[:BLOCK])
+    compensated = values[BLOCK:] + before[BLOCK:]
+    assert same_bits(residual[BLOCK:], compensated - decode(codec, payload, 2 * BLOCK)[BLOCK:])
 
 
 def test_feedback_brings_what_did_not_fit_later() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-import numpy.typing as npt
 
 from protocol.buffer import Buffer
 from protocol.codecs import Feedback, Scratch, seed_of
@@ -41,7 +40,7 @@ class Coder:
         """The contribution to slice ``index``."""
         assert self._source is not None
         start, stop = self._layout.span(index)
-        values = _aligned(self._source[start:stop])
+        values = self._source[start:stop]
         codec, seed = self._layout.codec, seed_of(self._key.number, self._key.part, start)
         if self._feedback is None:
             return codec.encode(values, None, seed, _scratch())
@@ -56,11 +55,6 @@ class Coder:
         else:
             seed = seed_of(self._key.number, self._key.part, start)
             self._layout.codec.decode(payload, stop - start, values, seed, _scratch())
-
-
-def _aligned(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """``values``, or a copy of them where they begin in the middle of a word."""
-    return values if values.flags.aligned else values.copy()
 
 
 def _scratch() -> Scratch:

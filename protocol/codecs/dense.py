@@ -6,13 +6,15 @@ encoded is not worn down by whoever encodes it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
+import math
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codecs.base import INFINITY, MAGNITUDE, SIGN, Bytes, Codec, Floats, Scratch, Words
+from protocol.codecs.base import BLOCK, INFINITY, MAGNITUDE, SIGN, Bytes, Codec, Floats, Scratch, Words
+
+Halves = npt.NDArray[np.uint16]
 
 
 class Fp32(Codec):
@@ -25,10 +27,12 @@ class Fp32(Codec):
     def _block_nbytes(self, numel: int) -> int:
         return 4 * numel
 
-    def _encode(self, values: Floats, out: Bytes, _seed: int, _scratch: Scratch, /) -> None:
+    def encode_block(self, values: Floats, out: Bytes, _seed: int, _scratch: Scratch, /) -> None:
+        """As `Codec.encode_block`."""
         out[:] = values.view(np.uint8)
 
-    def _decode(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
+    def decode_block(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
+        """As `Codec.decode_block`."""
         out.view(np.uint8)[:] = data
 
 
@@ -50,9 +54,36 @@ class Bf16(Codec):
     def _block_nbytes(self, numel: int) -> int:
         return 2 * numel
 
-    def _encode(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
+    def encode_block(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
+        """As `Codec.encode_block`."""
         bits, codes = values.view(np.uint32), out.view(np.uint16)
-        rounded, magnitude, _ = scratch.words(values.size)
+        self._round(bits, codes, scratch.words(values.size)[0])
+        if self._some_overflow(bits):  # cutting off instead of rounding keeps all of these what they are
+            magnitude = bits & MAGNITUDE
+            huge = np.flatnonzero(magnitude >= self._OVERFLOW)
+            quiet = np.where(magnitude[huge] > INFINITY, self._QUIET, 0)
+            codes[huge] = (bits[huge] >> 16) | quiet
+
+    def decode_block(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
+        """As `Codec.decode_block`."""
+        bits = out.view(np.uint32)
+        np.copyto(bits, data.view(np.uint16))
+        np.left_shift(bits, 16, out=bits)
+
+    def compensate_block(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
+        """As `Codec.compensate_block`; what arrives is at hand without decoding."""
+        compensated = scratch.compensated(values.size)
+        np.add(values, residual, out=compensated)
+        bits, rounded = compensated.view(np.uint32), scratch.words(values.size)[0]
+        if self._some_overflow(bits):
+            return super().compensate_block(values, residual, out, seed, scratch)
+        self._round(bits, out.view(np.uint16), rounded)
+        np.left_shift(rounded, 16, out=rounded)
+        np.subtract(compensated, rounded.view(np.float32), out=residual)
+        return True
+
+    def _round(self, bits: Words, codes: Halves, rounded: Words) -> None:
+        """Write the upper halves to ``codes``, and leave them in ``rounded``. Wrong for those that overflow."""
         np.right_shift(bits, 16, out=rounded)
         np.bitwise_and(rounded, 1, out=rounded)
         np.add(rounded, 0x7FFF, out=rounded)
@@ -60,16 +91,10 @@ class Bf16(Codec):
         np.right_shift(rounded, 16, out=rounded)
         np.copyto(codes, rounded, casting="unsafe")
 
-        np.bitwise_and(bits, MAGNITUDE, out=magnitude)
-        if magnitude.max() >= self._OVERFLOW:  # cutting off instead of rounding keeps all of these what they are
-            huge = np.flatnonzero(magnitude >= self._OVERFLOW)
-            quiet = np.where(magnitude[huge] > INFINITY, self._QUIET, 0)
-            codes[huge] = (bits[huge] >> 16) | quiet
-
-    def _decode(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
-        bits = out.view(np.uint32)
-        np.copyto(bits, data.view(np.uint16))
-        np.left_shift(bits, 16, out=bits)
+    def _some_overflow(self, bits: Words) -> bool:
+        """Whether any is NaN or Inf, or would become so: the largest is that of all, or of those with a sign."""
+        signed = np.maximum.reduce(bits)
+        return bool(signed >= SIGN | self._OVERFLOW or np.maximum.reduce(bits.view(np.int32)) >= self._OVERFLOW)
 
 
 class Fp16(Codec):
@@ -91,32 +116,55 @@ class Fp16(Codec):
     def _block_nbytes(self, numel: int) -> int:
         return 2 * numel
 
-    def _encode(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
+    def encode_block(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
+        """As `Codec.encode_block`."""
         bits, codes = values.view(np.uint32), out.view(np.uint16)
-        magnitude, exponent, work = scratch.words(values.size)
-        np.bitwise_and(bits, MAGNITUDE, out=magnitude)
-        largest = magnitude.max()
-        exponent.fill(self._SMALLEST_NORMAL)
-        np.maximum(magnitude, exponent, out=exponent)
-        np.bitwise_and(exponent, INFINITY, out=exponent)
-        # Adding the power of two whose last bit is worth what the half's last bit is makes the adder round, and leaves
-        # the half's significand in the low bits, with its leading one: that carries into the exponent, which therefore
-        # is one less, and 0 at 2⁻¹⁴, where there may be none. Taking 113 from the exponent goes in with the power.
-        np.add(exponent, (13 << 23) + (-113 << 10 & 0xFFFF), out=work)
-        np.add(magnitude.view(np.float32), work.view(np.float32), out=magnitude.view(np.float32))
-        np.right_shift(exponent, 13, out=exponent)
-        np.add(magnitude, exponent, out=magnitude)
-        np.right_shift(bits, 31, out=work)
-        np.left_shift(work, 15, out=work)
-        np.add(magnitude, work, out=magnitude)
-        np.copyto(codes, magnitude, casting="unsafe")  # the low halves
-        if largest >= self._OVERFLOW:
+        if self._round(bits, codes, scratch) >= self._OVERFLOW:
             huge = np.flatnonzero((bits & MAGNITUDE) >= self._OVERFLOW)
             kind = bits[huge] & MAGNITUDE
             unsigned = np.where(kind > INFINITY, 0x7E00, np.where(kind == INFINITY, 0x7C00, 0x7BFF))
             codes[huge] = (bits[huge] >> 31 << 15) | unsigned
 
-    def _decode(self, data: Bytes, out: Floats, _seed: int, scratch: Scratch, /) -> None:
+    def compensate_block(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
+        """As `Codec.compensate_block`; what arrives is at hand without decoding."""
+        compensated = scratch.compensated(values.size)
+        np.add(values, residual, out=compensated)
+        bits = compensated.view(np.uint32)
+        if self._round(bits, out.view(np.uint16), scratch) >= self._OVERFLOW:
+            return super().compensate_block(values, residual, out, seed, scratch)
+        _, sign, decoded = scratch.words(values.size)
+        np.bitwise_and(bits, SIGN, out=sign)
+        np.bitwise_or(decoded, sign, out=decoded)
+        np.subtract(compensated, decoded.view(np.float32), out=residual)
+        return True
+
+    def _round(self, bits: Words, codes: Halves, scratch: Scratch) -> int:
+        """Write ``codes``, and leave the magnitudes that they decode to in the third words of ``scratch``.
+
+        Returns:
+            The largest magnitude of all: codes of those that overflow are wrong.
+        """
+        magnitude, exponent, power = scratch.words(bits.size)
+        np.bitwise_and(bits, MAGNITUDE, out=magnitude)
+        largest = int(np.maximum.reduce(magnitude))
+        np.maximum(magnitude, self._SMALLEST_NORMAL, out=exponent)
+        np.bitwise_and(exponent, INFINITY, out=exponent)
+        # Adding the power of two whose last bit is worth what the half's last bit is makes the adder round, and leaves
+        # the half's significand in the low bits, with its leading one: that carries into the exponent, which therefore
+        # is one less, and 0 at 2⁻¹⁴, where there may be none. Taking 113 from the exponent goes in with the power.
+        np.add(exponent, (13 << 23) + (-113 << 10 & 0xFFFF), out=power)
+        np.add(magnitude.view(np.float32), power.view(np.float32), out=magnitude.view(np.float32))
+        np.subtract(magnitude.view(np.float32), power.view(np.float32), out=power.view(np.float32))
+        np.right_shift(exponent, 13, out=exponent)
+        np.add(magnitude, exponent, out=magnitude)
+        np.right_shift(bits, 31, out=exponent)
+        np.left_shift(exponent, 15, out=exponent)
+        np.add(magnitude, exponent, out=magnitude)
+        np.copyto(codes, magnitude, casting="unsafe")  # the low halves
+        return largest
+
+    def decode_block(self, data: Bytes, out: Floats, _seed: int, scratch: Scratch, /) -> None:
+        """As `Codec.decode_block`."""
         bits = out.view(np.uint32)
         wide, work, _ = scratch.words(out.size)
         np.copyto(wide.view(np.int32), data.view(np.int16))  # the sign goes to the top
@@ -153,8 +201,6 @@ class Int8(Codec):
 
     GROUP: ClassVar[int] = 256
     """Elements that share a scale."""
-    _ROUNDER: ClassVar[np.float32] = np.float32(3 << 22)
-    """Added to a small number it makes the adder round to an integer, and leaves that in the low bits."""
     _LEAST: ClassVar[np.float32] = np.finfo(np.float32).tiny
     """No scale is zero, or subnormal: those have too few bits, and some threads flush them to zero."""
     _GREATEST: ClassVar[np.float32] = np.uint32(0x7C01_0200).view(np.float32)
@@ -163,37 +209,56 @@ class Int8(Codec):
     def _block_nbytes(self, numel: int) -> int:
         return 4 * -(-numel // self.GROUP) + numel
 
-    def _encode(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
-        work = scratch.words(values.size)[0]
-        for elements, scales, integers in self._parts(out, values.size):
-            rows, bits = values[elements].reshape(integers.shape), work[elements].reshape(integers.shape)
-            np.bitwise_and(rows.view(np.uint32), MAGNITUDE, out=bits)
-            scales[:] = self._scales(bits.max(axis=1, keepdims=True))
-            quotients = bits.view(np.float32)
-            np.divide(rows, scales, out=quotients)
-            np.add(quotients, self._ROUNDER, out=quotients)
-            np.copyto(integers.view(np.uint8), bits, casting="unsafe")  # the low bytes
+    def encode_block(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
+        """As `Codec.encode_block`."""
+        self._quantise(values, out, scratch.words(values.size)[0])
 
-    def _decode(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
-        for elements, scales, integers in self._parts(data, out.size):
-            rows = out[elements].reshape(integers.shape)
-            np.copyto(rows, integers)
-            np.multiply(rows, scales, out=rows)
+    def decode_block(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
+        """As `Codec.decode_block`."""
+        begin = data.size - out.size
+        np.copyto(out, data[begin:].view(np.int8))
+        _by_group(np.multiply, out, data[:begin].view(np.float32), out)
 
-    def _scales(self, peaks: Words) -> Floats:
-        """The scales of groups with these largest magnitudes."""
+    def compensate_block(self, values: Floats, residual: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> bool:
+        """As `Codec.compensate_block`; what arrives is at hand without decoding, and peaks say what is not finite."""
+        compensated, work = scratch.compensated(values.size), scratch.words(values.size)[0]
+        np.add(values, residual, out=compensated)
+        scales = self._quantise(compensated, out, work)
+        if math.isnan(np.maximum.reduce(scales)):
+            return False
+        decoded = work.view(np.float32)
+        _by_group(np.multiply, decoded, scales, decoded)
+        np.subtract(compensated, decoded, out=residual)
+        return True
+
+    def _quantise(self, values: Floats, out: Bytes, work: Words) -> Floats:
+        """Encode one block, and leave its integers in ``work``, as float32. Returns the scales of its groups."""
+        np.bitwise_and(values.view(np.uint32), MAGNITUDE, out=work)
+        peaks = np.maximum.reduceat(work, _STARTS[: -(-values.size // self.GROUP)])
         scales = peaks.view(np.float32) / np.float32(127)
-        np.clip(scales, self._LEAST, self._GREATEST, out=scales)
-        scales[peaks >= INFINITY] = np.nan
+        np.maximum(scales, self._LEAST, out=scales)
+        np.minimum(scales, self._GREATEST, out=scales)
+        if np.maximum.reduce(peaks) >= INFINITY:
+            scales[peaks >= INFINITY] = np.nan
+        begin = out.size - values.size
+        out[:begin].view(np.float32)[:] = scales
+
+        integers = work.view(np.float32)
+        _by_group(np.divide, values, scales, integers)
+        np.rint(integers, out=integers)
+        np.copyto(out[begin:].view(np.int8), integers, casting="unsafe")
         return scales
 
-    def _parts(self, block: Bytes, numel: int) -> Iterator[tuple[slice, Floats, npt.NDArray[np.int8]]]:
-        """The full groups together, then the short one: which elements, a column of scales, rows of integers."""
-        full, rest = divmod(numel, self.GROUP)
-        middle = full * self.GROUP
-        scales = block[: block.size - numel].view(np.float32)[:, None]
-        integers = block[block.size - numel :].view(np.int8)
-        if full:
-            yield slice(0, middle), scales[:full], integers[:middle].reshape(full, self.GROUP)
-        if rest:
-            yield slice(middle, numel), scales[full:], integers[middle:].reshape(1, rest)
+
+_STARTS: Final = np.arange(0, BLOCK, Int8.GROUP)
+"""Where the groups of a block begin."""
+
+
+def _by_group(ufunc: np.ufunc, values: Floats, scales: Floats, out: Floats) -> None:
+    """``ufunc`` of all ``values`` and the scales of their groups, of which the last may be short."""
+    full, rest = divmod(values.size, Int8.GROUP)
+    if full:
+        rows, middle = (full, Int8.GROUP), full * Int8.GROUP
+        ufunc(values[:middle].reshape(rows), scales[:full, None], out=out[:middle].reshape(rows))
+    if rest:
+        ufunc(values[-rest:], scales[full], out=out[-rest:])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from protocol.codecs.base import Bytes, Codec, Floats, Scratch, is_finite
+from protocol.codecs.base import Bytes, Codec, Floats, Scratch
 from protocol.errors import SizeMismatchError
 
 
@@ -24,8 +24,8 @@ def encode_with_feedback(
 ) -> memoryview:
     """Encode ``values + residual``, and leave in ``residual`` what that lost.
 
-    If the sum is not finite, ``values`` alone are encoded and ``residual`` stays as it was: a NaN or Inf is seen by the
-    coordinator and counts for nothing, so it must not come back in every later step.
+    Where the sums of a block are not all finite, its ``values`` alone are encoded and its ``residual`` stays as it was:
+    a NaN or Inf is seen by the coordinator and counts for nothing, so it must not come back in every later step.
 
     Args:
         codec: what encodes.
@@ -45,15 +45,13 @@ def encode_with_feedback(
     if residual.shape != values.shape:
         raise SizeMismatchError(f"residual has shape {residual.shape}, values have {values.shape}")
     scratch = scratch or Scratch()
-    compensated = scratch.floats(values.size)
+    payload = codec.room(values, out)
     with np.errstate(all="ignore"):
-        np.add(values, residual, out=compensated)
-    if not is_finite(compensated):
-        return codec.encode(values, out, seed, scratch)
-    payload = codec.encode(compensated, out, seed, scratch)
-    codec.decode(payload, values.size, residual, seed, scratch)
-    np.subtract(compensated, residual, out=residual)
-    return payload
+        for number, elements, piece in codec.blocks(values.size):
+            block = values[elements]
+            if not codec.compensate_block(block, residual[elements], payload[piece], seed + number, scratch):
+                codec.encode_block(block, payload[piece], seed + number, scratch)
+    return payload.data
 
 
 class Feedback:

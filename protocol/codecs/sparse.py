@@ -8,6 +8,7 @@ not scale what it keeps by n/k: that would make it unbiased, but no contraction,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Final
 
 import numpy as np
@@ -56,7 +57,36 @@ class TopK(Sparse):
         kept = self.kept(numel)
         return 4 * kept + min(2 * kept, -(-numel // 8))
 
-    def _encode(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
+    def encode_block(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
+        """As `Codec.encode_block`."""
+        self._choose(values, out, scratch)
+
+    def decode_block(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
+        """As `Codec.decode_block`."""
+        offsets = self._offsets(data, out.size)
+        out.fill(0)
+        out[offsets] = data[: 4 * offsets.size].view(np.float32)
+
+    def add_block(
+        self, data: Bytes, total: Floats, weight: np.float32 | None, _seed: int, _scratch: Scratch, /
+    ) -> None:
+        """As `Codec.add_block`: only what was kept is added."""
+        offsets = self._offsets(data, total.size)
+        _add(total, offsets, data[: 4 * offsets.size].view(np.float32), weight)
+
+    def compensate_block(self, values: Floats, residual: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> bool:
+        """As `Codec.compensate_block`: what was kept is owed no more, and all else is."""
+        compensated = scratch.compensated(values.size)
+        np.add(values, residual, out=compensated)
+        if not is_finite(compensated):
+            return False
+        chosen = self._choose(compensated, out, scratch)
+        np.copyto(residual, compensated)
+        residual[chosen] = 0
+        return True
+
+    def _choose(self, values: Floats, out: Bytes, scratch: Scratch) -> Indices:
+        """Encode one block. Returns the offsets of what was kept."""
         numel, kept = values.size, self.kept(values.size)
         magnitude, work, _ = scratch.words(numel)
         np.bitwise_and(values.view(np.uint32), MAGNITUDE, out=magnitude)
@@ -76,9 +106,11 @@ class TopK(Sparse):
             places[:] = np.packbits(bitmap)
         else:
             places.view(np.uint16)[:] = chosen
+        return chosen
 
-    def _decode(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
-        numel, kept = out.size, self.kept(out.size)
+    def _offsets(self, data: Bytes, numel: int) -> Indices:
+        """The offsets in an encoded block: ascending, and below ``numel``. Else MalformedMessageError."""
+        kept = self.kept(numel)
         places = data[4 * kept :]
         if self._has_bitmap(numel):
             offsets = np.flatnonzero(np.unpackbits(places))
@@ -88,8 +120,7 @@ class TopK(Sparse):
             raise MalformedMessageError(f"{self.name} of {numel} elements keeps {kept}, got {offsets.size} offsets")
         if offsets[-1] >= numel or (offsets[1:] <= offsets[:-1]).any():
             raise MalformedMessageError(f"{self.name}: offsets do not ascend within {numel} elements")
-        out.fill(0)
-        out[offsets] = data[: 4 * kept].view(np.float32)
+        return offsets
 
     def _has_bitmap(self, numel: int) -> bool:
         return -(-numel // 8) < 2 * self.kept(numel)
@@ -111,28 +142,56 @@ class RandomK(Sparse):
     def _block_nbytes(self, numel: int) -> int:
         return 4 * self.kept(numel)
 
-    def _encode(self, values: Floats, out: Bytes, seed: int, _scratch: Scratch, /) -> None:
+    def encode_block(self, values: Floats, out: Bytes, seed: int, _scratch: Scratch, /) -> None:
+        """As `Codec.encode_block`."""
         chosen = values[self._drawn(values.size, seed)]
         if not is_finite(values):
             chosen[0] = np.nan
         out.view(np.float32)[:] = chosen
 
-    def _decode(self, data: Bytes, out: Floats, seed: int, _scratch: Scratch, /) -> None:
+    def decode_block(self, data: Bytes, out: Floats, seed: int, _scratch: Scratch, /) -> None:
+        """As `Codec.decode_block`."""
         out.fill(0)
         out[self._drawn(out.size, seed)] = data.view(np.float32)
 
-    def _drawn(self, numel: int, seed: int) -> Indices:
-        """Different offsets below ``numel``: one out of each of equal parts of a ring that is turned at random.
+    def add_block(self, data: Bytes, total: Floats, weight: np.float32 | None, seed: int, _scratch: Scratch, /) -> None:
+        """As `Codec.add_block`: only what was kept is added."""
+        _add(total, self._drawn(total.size, seed), data.view(np.float32), weight)
 
-        Without the turn, elements in a part that is one shorter than others would be kept more often.
-        """
-        kept = self.kept(numel)
-        numbers = split_mix(seed, kept + 1)
-        begins = np.arange(kept + 1) * numel // kept
-        offsets = begins[:-1] + _below(np.diff(begins), numbers[1:])
-        offsets += _below(np.int64(numel), numbers[:1])
-        offsets[offsets >= numel] -= numel
-        return offsets
+    def compensate_block(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
+        """As `Codec.compensate_block`: what was kept is owed no more, and all else is."""
+        compensated = scratch.compensated(values.size)
+        np.add(values, residual, out=compensated)
+        if not is_finite(compensated):
+            return False
+        drawn = self._drawn(values.size, seed)
+        out.view(np.float32)[:] = compensated[drawn]
+        np.copyto(residual, compensated)
+        residual[drawn] = 0
+        return True
+
+    def _drawn(self, numel: int, seed: int) -> Indices:
+        return _draw(numel, self.kept(numel), seed & _MASK)
+
+
+@lru_cache(maxsize=16)  # of one block the coordinator asks once for each contribution, and once for the mean
+def _draw(numel: int, kept: int, seed: int) -> Indices:
+    """So many different offsets below ``numel``: one out of each of equal parts of a ring that is turned at random.
+
+    Without the turn, elements in a part that is one shorter than others would be kept more often.
+    """
+    numbers = split_mix(seed, kept + 1)
+    begins = np.arange(kept + 1) * numel // kept
+    offsets = begins[:-1] + _below(np.diff(begins), numbers[1:])
+    offsets += _below(np.int64(numel), numbers[:1])
+    offsets[offsets >= numel] -= numel
+    offsets.flags.writeable = False
+    return offsets
+
+
+def _add(total: Floats, offsets: Indices, values: Floats, weight: np.float32 | None) -> None:
+    """Add ``values``, times ``weight`` if there is one, at ``offsets``, which are all different."""
+    total[offsets] += values if weight is None else values * weight
 
 
 def seed_of(round_number: int, bucket: int, start: int) -> int:
@@ -141,10 +200,15 @@ def seed_of(round_number: int, bucket: int, start: int) -> int:
     Each block has a seed of its own, which does not depend on the slice that it travels in: if ``start`` is a multiple
     of ``BLOCK``, the same elements are drawn however a bucket is cut into slices.
     """
+    return _seed_of(round_number, bucket) + start // BLOCK
+
+
+@lru_cache(maxsize=1024)  # asked for with every slice
+def _seed_of(round_number: int, bucket: int) -> int:
     seed = 0
     for number in (round_number, bucket):
         seed = int(split_mix(seed ^ number, 1)[0])
-    return seed + start // BLOCK
+    return seed
 
 
 def split_mix(seed: int, count: int) -> npt.NDArray[np.uint64]:
