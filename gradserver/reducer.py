@@ -148,6 +148,8 @@ class _Job:
         self._op, self._dtype = operation.op, operation.dtype
         self._elements = _number_type(self._dtype, Op.SUM if self._op is Op.MEAN else self._op)
         self._stored = _stored_type(self._dtype, self._elements)
+        if self._op in (Op.NONE, Op.FIRST):  # bytes that are passed on
+            self._elements = self._stored = np.dtype(np.uint8)
         self._ranks = [contribution.rank for contribution in command.contributions]
         self._rows = [
             None if c.payload is None else np.frombuffer(c.payload, np.uint8, command.nbytes).view(self._stored)
