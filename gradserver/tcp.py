@@ -4,6 +4,9 @@ How a lost worker is noticed: libzmq closes the connection of a process that die
 a frozen or cut-off one when its heartbeats stop (they are answered by libzmq's own thread, so a worker
 whose Python is busy is not taken for dead). Either way the socket's monitor says that *a* connection
 closed; which one shows when a Ping can no longer be routed to it.
+
+Workers of the same host may talk through a local socket (`gradserver.unix`), once they have joined here. Who is
+alive is still for this socket to say.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Final, Protocol
 import zmq
 
 from gradserver.coordinator import Coordinator
-from gradserver.memory import MemoryServer
+from gradserver.unix import Line, UnixServer
 from protocol.buffer import Buffer
 from protocol.errors import (
     CoordinatorError,
@@ -122,7 +125,7 @@ class TcpServer:
         coordinator.run_in(self._call_soon)
         self._encoded: tuple[Message | None, bytes] = (None, b"")
         self._poller = select.poll()
-        self._memory = MemoryServer(self._poller) if share_memory else None
+        self._unix = UnixServer(self._poller, self) if share_memory else None
         self._link: Link | None = None
         self._early: list[tuple[bytes, Sequence[Buffer]]] | None = None
 
@@ -190,21 +193,21 @@ class TcpServer:
                 self._run_timers()
                 continue
             wait = 0 if not caught_up else None if due is None else math.ceil((due - time.monotonic()) * 1000)
-            for descriptor, _ in poller.poll(wait):
+            for descriptor, events in poller.poll(wait):
                 if descriptor == monitor:
                     self._notice_disconnects()
                 elif descriptor == wake:
                     self._wake_out.recv(4096)
                     while self._calls:
                         self._calls.popleft()()
-                elif descriptor != router and self._memory is not None:
-                    self._memory.ready(descriptor)
+                elif descriptor != router and self._unix is not None:
+                    self._unix.ready(descriptor, events)
         self._coordinator.stop(self._stopping)
 
     def close(self) -> None:
         """Let go of the port. What was said to workers has a second to leave."""
-        if self._memory is not None:
-            self._memory.close()
+        if self._unix is not None:
+            self._unix.close()
         self._router.disable_monitor()
         self._monitor.close(linger=0)
         self._router.close(linger=1000)
@@ -261,7 +264,7 @@ class TcpServer:
             return
         if type(message) is StatusRequest:
             status = json.dumps({"url": self.url, **self._shared(), **self._coordinator.snapshot()}).encode()
-            self._route(identity, Status(), [status])
+            self.route(identity, Status(), [status])
         elif peer is not None:
             self._take_from(peer, message, payloads)
         elif isinstance(message, Join) and self._early is not None and len(self._early) < _MAX_EARLY:
@@ -277,7 +280,7 @@ class TcpServer:
     def _take_from(self, peer: _Peer, message: Message, payloads: Sequence[Buffer]) -> None:
         """Pass on what a worker says; a place in memory that it shares becomes that memory."""
         if type(message) is Push and message.place is not None:
-            view = self._memory.view(peer.identity, message.place) if self._memory is not None else None
+            view = self._unix.view(peer.identity, message.place) if self._unix is not None else None
             if view is None:
                 where = f"segment {message.place.segment}, offset {message.place.offset}"
                 error = MalformedMessageError(f"a Push of what lies in memory that is not shared: {where}")
@@ -285,29 +288,33 @@ class TcpServer:
                 return
             payloads = [view]
         elif type(message) is ShareMemory:
-            address, token = self._memory.admit(peer.identity) if self._memory is not None else ("", "")
-            self._route(peer.identity, MemoryAt(address, token), ())
+            address, token = self._unix.admit(peer.identity) if self._unix is not None else ("", "")
+            self.route(peer.identity, MemoryAt(address, token), ())
             return
-        elif type(message) is Leave and self._memory is not None:
-            self._memory.forget(peer.identity)  # before the answer: whoever has left has its memory for itself
+        elif type(message) is Leave and self._unix is not None:
+            self._unix.unshare(peer.identity)  # before the answer: whoever has left has its memory for itself
         self._coordinator.receive(peer.connection, message, payloads)
 
     def _shared(self) -> dict[str, object]:
-        if self._memory is None:
+        if self._unix is None:
             return {}
-        return {"shared_memory": {"segments": self._memory.segments, "bytes": self._memory.nbytes}}
+        return {"shared_memory": {"segments": self._unix.segments, "bytes": self._unix.nbytes}}
 
     def _turn_away(self, identity: bytes, error: GradServerError) -> None:
         log.info("a stranger was turned away: %s", error)
-        self._route(identity, Failure.of(error, Scope.CONNECTION), ())
+        self.route(identity, Failure.of(error, Scope.CONNECTION), ())
 
     # ── out ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _route(self, identity: bytes, message: Message, payloads: Sequence[Buffer]) -> bool:
-        """Send; False if there is no connection to send on any more, or its queue is full."""
-        if message is not self._encoded[0]:  # a result goes to every member: encode it once
+    def encoded(self, message: Message) -> bytes:
+        """The header of ``message``. A result goes to every member: it is encoded once."""
+        if message is not self._encoded[0]:
             self._encoded = (message, encode(message))
-        header = self._encoded[1]
+        return self._encoded[1]
+
+    def route(self, identity: bytes, message: Message, payloads: Sequence[Buffer]) -> bool:
+        """Send; False if there is no connection to send on any more, or its queue is full."""
+        header = self.encoded(message)
         send = self._router.send
         try:
             send(identity, _NOBLOCK_MORE)
@@ -326,8 +333,31 @@ class TcpServer:
     def forget(self, identity: bytes) -> None:
         """Drop a peer: what still comes from it is a stranger's."""
         self._peers.pop(identity, None)
-        if self._memory is not None:
-            self._memory.forget(identity)
+        if self._unix is not None:
+            self._unix.forget(identity)
+
+    # ── what the local socket's server calls ──────────────────────────────────────────────────────────
+
+    def talks(self, identity: bytes, line: Line) -> None:
+        """Messages to this worker go through ``line`` from now on."""
+        if (peer := self._peers.get(identity)) is not None:
+            peer.line = line
+
+    def heard(self, identity: bytes, frames: Sequence[Buffer]) -> None:
+        """A message came in."""
+        self._take(identity, frames)
+
+    def garbled(self, identity: bytes, error: GradServerError) -> None:
+        """What came in is no message."""
+        self.hung_up(identity)
+        if (peer := self._peers.get(identity)) is not None:
+            self._coordinator.garbled(peer.connection, error)
+
+    def hung_up(self, identity: bytes) -> None:
+        """A line has ended. If its worker is still alive, messages go through its connection again."""
+        if (peer := self._peers.get(identity)) is not None:
+            peer.line = None
+            self._look_for_the_dead()
 
     # ── who is gone ───────────────────────────────────────────────────────────────────────────────────
 
@@ -335,6 +365,9 @@ class TcpServer:
         with contextlib.suppress(zmq.Again):
             while True:
                 self._monitor.recv_multipart(zmq.NOBLOCK)
+        self._look_for_the_dead()
+
+    def _look_for_the_dead(self) -> None:
         now = time.monotonic()
         self._probes = sorted({*self._probes, *(now + delay for delay in _PROBES)})[: 4 * len(_PROBES)]
 
@@ -343,7 +376,7 @@ class TcpServer:
         self._probes.insert(0, time.monotonic())
 
     def _probe(self) -> None:
-        gone = [peer for peer in self._peers.values() if not peer.send_if_possible(Ping(), ())]
+        gone = [peer for peer in self._peers.values() if not peer.is_connected()]
         if not gone:
             return
         for _ in range(2 * _RECEIVE_QUEUE * len(self._peers)):  # what they said before they went counts
@@ -351,6 +384,8 @@ class TcpServer:
                 break
             self._take_one()
         for peer in gone:
+            if self._unix is not None:
+                self._unix.drain(peer.identity)
             if self._peers.get(peer.identity) is peer:
                 self.forget(peer.identity)
                 self._coordinator.lost(peer.connection, _GONE)
@@ -364,18 +399,27 @@ class _Peer:
         self._reachable = True
         self.identity = identity
         self.connection = -1
+        self.line: Line | None = None
+        """Where messages go, if not through the ZeroMQ connection."""
 
     def attach(self, receiver: object) -> None:
         """What comes in goes to the coordinator, always."""
 
     def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         """Send, or find out soon that the worker is gone: it may have said more than was read so far."""
-        if not self.send_if_possible(message, payloads):
+        line = self.line
+        sent = self._reachable and (
+            line.send(self._server.encoded(message), payloads)
+            if line is not None
+            else self._server.route(self.identity, message, payloads)
+        )
+        if not sent:
+            self._reachable = False
             self._server.suspect()
 
-    def send_if_possible(self, message: Message, payloads: Sequence[Buffer]) -> bool:
-        """Send; False if this failed now or before."""
-        self._reachable = self._reachable and self._server._route(self.identity, message, payloads)
+    def is_connected(self) -> bool:
+        """Whether the ZeroMQ connection is still there."""
+        self._reachable = self._reachable and self._server.route(self.identity, Ping(), ())
         return self._reachable
 
     def close(self) -> None:

@@ -12,6 +12,12 @@ nobody can map it any more: so all of them map it first, before it is offered to
   ◄─────────────────────────────────────────  Lent, or Refused
   Offer + the same file descriptor ────────►  …
 
+On a second connection they say everything else, from then on without a network between them (`protocol.packets`):
+
+  Talk ────────────────────────────────────►  whose connection this is
+  ◄─────────────────────────────────────────  Talking, or Refused
+  ◄──────────────── messages ──────────────►
+
 That both map the same memory is not believed but proven. The worker writes a random number into the segment
 before it offers it, and `Taken` says which number the coordinator read there; the coordinator writes one too,
 and `Taken` says which, for the worker to read. Both lie in the segment's header, where no data ever lies.
@@ -98,9 +104,21 @@ class Refused:
     reason: str
 
 
-SharingMessage = Offer | Release | Taken | Refused | Lend | Lent
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """Messages shall pass through this connection from now on. The ``token`` says whose it is."""
 
-_KINDS: Final[tuple[type[Any], ...]] = (Offer, Release, Taken, Refused, Lend, Lent)
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Talking:
+    """So they will: this packet was the last one that is not a message, or a part of one."""
+
+
+SharingMessage = Offer | Release | Taken | Refused | Lend | Lent | Talk | Talking
+
+_KINDS: Final[tuple[type[Any], ...]] = (Offer, Release, Taken, Refused, Lend, Lent, Talk, Talking)
 _LIMITS: Final = {"segment": MAX_COUNTER, "size": MAX_SEGMENT_BYTES, "token": 64, "reason": MAX_REASON}
 _TYPES: Final[dict[str, type[Any]]] = {"int": int, "str": str, "bytes": bytes}
 

@@ -204,16 +204,20 @@ def test_worker_may_come_before_the_coordinator(caplog: pytest.LogCaptureFixture
 
 
 def test_worker_leaves_neither_thread_nor_descriptor_behind(server: TcpServer) -> None:
-    def cycle() -> tuple[int, int]:
+    def used() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def cycle() -> None:
         with joined(server.url, 2) as workers:
             together(workers, total)
         wait_until(lambda: not server._coordinator.snapshot()["groups"], "the group is gone")
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     cycle()
-    before = cycle()
+    wait_until(lambda: not server._peers, "the coordinator has hung up")
+    before = used()
     for _ in range(5):
-        assert cycle() == before
+        cycle()
+        wait_until(lambda: used() == before, "threads and descriptors are as before")
 
 
 # ── refusals ──────────────────────────────────────────────────────────────────────────────────────────

@@ -13,17 +13,15 @@ import mmap
 import os
 import re
 import resource
-import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -33,8 +31,8 @@ from hypothesis import given, settings, strategies as st
 
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
-from gradserver.memory import MAX_STRANGERS, MemoryServer
 from gradserver.tcp import TcpServer
+from gradserver.unix import MAX_STRANGERS
 from protocol.buffer import Buffer
 from protocol.dtypes import FLOAT32
 from protocol.errors import BackendUnavailableError, GradServerError, InvalidArgumentError, MalformedMessageError
@@ -58,11 +56,14 @@ from protocol.sharing import (
     Release,
     SharingMessage,
     Taken,
+    Talk,
+    Talking,
     decode_packet,
     encode_packet,
 )
 from tests.cluster import PATIENCE, ROOT, Daemon, Program, Task, coordinator, together, wait_until
 from tests.strangers import Stranger
+from tests.unix_host import WORKER, Host, Hostile
 from worker.client import Worker
 from worker.connect import connect
 from worker.memory import ALIGNMENT, ARENA_BYTES, OWN_SEGMENT_BYTES, SharedMemory
@@ -74,64 +75,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without 
 LARGE = 1_000_000
 """Bytes that have a segment of their own."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-WORKER = b"worker"
-
-
-class Host:
-    """A MemoryServer. Either the test calls `pump` between what it does, or a thread serves."""
-
-    def __init__(self) -> None:
-        self._poller = select.poll()
-        self.server = MemoryServer(self._poller)
-        self._lock = threading.Lock()
-
-    def pump(self) -> None:
-        """See to all that has happened."""
-        while events := self._poller.poll(0):
-            for descriptor, _ in events:
-                self.server.ready(descriptor)
-
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        wake, end = os.pipe()
-        self._poller.register(wake, select.POLLIN)
-
-        def serve() -> None:
-            while True:
-                for descriptor, _ in self._poller.poll():
-                    if descriptor == wake:
-                        return
-                    with self._lock:
-                        self.server.ready(descriptor)
-
-        task = Task(serve)
-        try:
-            yield
-        finally:
-            os.write(end, b"\0")
-            task.result()
-            self._poller.unregister(wake)
-            os.close(wake)
-            os.close(end)
-
-    def view(self, place: Place | None, who: bytes = WORKER) -> memoryview:
-        assert place is not None
-        with self._lock:
-            view = self.server.view(who, place)
-        assert view is not None
-        return view
-
-    def forget(self, who: bytes) -> None:
-        with self._lock:
-            self.server.forget(who)
-
-    def admit(self, who: bytes) -> tuple[str, str]:
-        with self._lock:
-            return self.server.admit(who)
-
-    def has(self, segments: int) -> None:
-        """Wait until so many segments are mapped."""
-        wait_until(lambda: self.server.segments == segments, f"{segments} segments are mapped")
 
 
 @pytest.fixture
@@ -562,40 +505,6 @@ def test_there_are_only_so_many_segments(memory: SharedMemory, caplog: pytest.Lo
 # ── hostile workers ───────────────────────────────────────────────────────────────────────────────────
 
 
-class Hostile:
-    """Says what it likes at a local socket."""
-
-    def __init__(self, host: Host, who: bytes = b"hostile") -> None:
-        self._host = host
-        address, self.token = host.server.admit(who)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect("\0" + address)
-        self._socket.settimeout(0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-        self._host.pump()
-
-    def say(self, packet: bytes | SharingMessage, *given: int) -> None:
-        """Send a packet with descriptors, which are closed here."""
-        data = packet if isinstance(packet, bytes) else encode_packet(packet)
-        socket.send_fds(self._socket, [data], given)
-        for descriptor in set(given):
-            os.close(descriptor)
-        self._host.pump()
-
-    def offer(self, *given: int, segment: int = 0, size: int = 8192, token: str | None = None) -> None:
-        self.say(Offer(self.token if token is None else token, segment, size), *given)
-
-    def hear(self) -> SharingMessage | None:
-        """What is said next; None when it was hung up."""
-        packet = self._socket.recv(10_000)
-        return decode_packet(packet) if packet else None
-
-
 def memfd(size: int = 8192, seals: int = SEALS, allocated: bool = True) -> int:
     descriptor = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     if allocated:
@@ -818,6 +727,8 @@ packets = st.one_of(
         st.binary(min_size=PROOF_BYTES, max_size=PROOF_BYTES),
     ),
     st.builds(Refused, st.text(max_size=MAX_REASON)),
+    st.builds(Talk, texts),
+    st.just(Talking()),
 )
 
 
@@ -918,10 +829,10 @@ def test_whoever_has_left_has_its_memory_for_itself() -> None:
     with coordinator() as server:
         worker = connect(server.url, 0, 1)
         array = worker.empty(LARGE, np.uint8)
-        assert server._memory is not None
-        assert server._memory.segments == 2
+        assert server._unix is not None
+        assert server._unix.segments == 2
         worker.close()
-        assert server._memory.segments == 0
+        assert server._unix.segments == 0
         array[:] = 1
 
 

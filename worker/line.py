@@ -13,6 +13,7 @@ from protocol.channel import Receiver
 from protocol.errors import CoordinatorUnreachableError
 from protocol.limits import MAX_FRAME_BYTES
 from protocol.url import numeric_url, parse_target, parse_url
+from worker.unix import LocalLine
 
 log = logging.getLogger("gradserver")
 
@@ -46,6 +47,9 @@ class Line:
         """The monitor has said that the connection ended."""
         self.shares = False
         """Its process sees the memory that this worker shares."""
+        self.local: LocalLine | None = None
+        """Where messages pass instead, if that process is of this host. Whether it lives is still said here."""
+        self.sends_locally = False
         self.socket = context.socket(zmq.DEALER)
         _configure(self.socket, ipv6="[" in address)
         self.monitor = self.socket.get_monitor_socket(_GONE)
@@ -62,6 +66,8 @@ class Line:
         gone = self.gone or bool(int(self.monitor.get(_EVENTS)) & _POLLIN)  # then nothing can leave any more
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
+        if self.local is not None:
+            self.local.close(0.0 if gone else _LINGER_MS / 1000)
         self.socket.close(linger=0 if gone else _LINGER_MS)
 
 

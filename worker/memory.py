@@ -7,7 +7,6 @@ knows it is special: when it, and everything that views it, is garbage, its memo
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -15,25 +14,22 @@ import logging
 import mmap
 import os
 import secrets
-import socket
 import sys
 import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import BackendUnavailableError, GradServerError, MalformedMessageError
+from protocol.errors import BackendUnavailableError, GradServerError
 from protocol.limits import KIB, MIB
 from protocol.messages import Place
 from protocol.sharing import (
-    ADDRESS_PREFIX,
     COORDINATORS_PROOF,
-    MAX_PACKET_BYTES,
     MAX_SEGMENTS,
     PAGE_BYTES,
     PROOF_BYTES,
@@ -42,17 +38,11 @@ from protocol.sharing import (
     Lend,
     Lent,
     Offer,
-    Refused,
-    Release,
-    SharingMessage,
     Taken,
-    decode_packet,
-    encode_packet,
 )
+from worker.unix import connect_all, reason_of
 
 log = logging.getLogger("gradserver")
-
-A = TypeVar("A", Taken, Lent)
 
 OWN_SEGMENT_BYTES: Final = 256 * KIB
 ARENA_BYTES: Final = 1 * MIB
@@ -102,12 +92,12 @@ class SharedMemory:
         self._offered = 0
         self._trouble: str | None = None
         """Why no more segments can be shared, since when one could not."""
-        self._peers, self.reached = _connect_all([(address, token), *others], timeout)
+        self._peers, self.reached = connect_all([(address, token), *others], timeout)
         try:
             self._arenas.append(self._share(ARENA_BYTES))
         except (GradServerError, OSError) as error:
             self._hang_up()
-            raise BackendUnavailableError(_why(error)) from error
+            raise BackendUnavailableError(reason_of(error)) from error
 
     def _hang_up(self) -> None:
         for peer in self._peers:
@@ -241,14 +231,14 @@ class SharedMemory:
             mapping[WORKERS_PROOF] = proof = secrets.token_bytes(PROOF_BYTES)
             if len(self._peers) > 1:  # the first one that has it offered seals it, and then nobody can map it
                 for peer in self._peers:
-                    peer.ask(Lend(peer.token, number, size), Lent, descriptor, self._timeout)
+                    peer.ask(Lend(peer.token, number, size), Lent, [descriptor], self._timeout)
             for peer in self._peers:
-                answer = peer.ask(Offer(peer.token, number, size), Taken, descriptor, self._timeout)
+                answer = peer.ask(Offer(peer.token, number, size), Taken, [descriptor], self._timeout)
                 same = answer.segment == number and answer.seen == proof
                 if not same or mapping[COORDINATORS_PROOF] != answer.written:
                     raise BackendUnavailableError("what the coordinator sees there is other memory")
         except BaseException as error:
-            self._trouble = self._trouble or _why(error)  # the talk has come out of step
+            self._trouble = self._trouble or reason_of(error)  # the talk has come out of step
             raise
         finally:
             os.close(descriptor)
@@ -274,46 +264,9 @@ class SharedMemory:
                 self._level,
                 "from now on some memory (now %.1f MB) is not shared with the coordinator, but sent: %s",
                 nbytes / 1e6,
-                _why(error),
+                reason_of(error),
             )
         self._level = 0  # once
-
-
-class _Peer:
-    """The local socket of a coordinator, or a data shard."""
-
-    def __init__(self, connection: socket.socket, token: str) -> None:
-        self.socket = connection
-        self.token = token
-        self._released: deque[int] = deque()
-        """Segments that it was not told of yet, because its socket is full."""
-
-    def ask(self, message: Offer | Lend, kind: type[A], descriptor: int, timeout: float) -> A:
-        """Send ``message`` with a descriptor, and give the answer, which must be of this kind."""
-        self.socket.settimeout(timeout)
-        self._send_releases()
-        socket.send_fds(self.socket, [encode_packet(message)], [descriptor], socket.MSG_NOSIGNAL)
-        packet = self.socket.recv(MAX_PACKET_BYTES + 1)
-        if not packet:
-            raise BackendUnavailableError("the coordinator hung up")
-        answer: SharingMessage = decode_packet(packet)
-        if isinstance(answer, Refused):
-            raise BackendUnavailableError(f"the coordinator refused it: {answer.reason}")
-        if not isinstance(answer, kind):
-            raise MalformedMessageError(f"a {type(answer).__name__} in answer to an {type(message).__name__}")
-        return answer
-
-    def release(self, number: int) -> None:
-        """Say that a segment is used no more, now or later."""
-        self._released.append(number)
-        with contextlib.suppress(OSError):
-            self.socket.settimeout(0.0)  # a garbage collector does not wait for a coordinator
-            self._send_releases()
-
-    def _send_releases(self) -> None:
-        while self._released:
-            self.socket.send(encode_packet(Release(self._released[0])), socket.MSG_NOSIGNAL)
-            self._released.popleft()
 
 
 class _Owner(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -367,45 +320,6 @@ class _Segment:
         return self._free == [(SEGMENT_HEADER_BYTES, self.size)]
 
 
-def _connect_all(places: Sequence[tuple[str, str]], timeout: float) -> tuple[list[_Peer], list[bool]]:
-    """Connections to those that can be reached, and which these are. Raises what the first one is not reached for."""
-    peers: list[_Peer] = []
-    reached: list[bool] = []
-    first: BackendUnavailableError | None = None
-    for address, token in places:
-        try:
-            peers.append(_Peer(_connect(address, timeout), token))
-        except BackendUnavailableError as error:
-            first = first or error
-        reached.append(len(peers) > sum(reached))
-    if not peers:
-        assert first is not None
-        raise first
-    return peers, reached
-
-
-def _connect(address: str, timeout: float) -> socket.socket:
-    if sys.platform != "linux":
-        raise BackendUnavailableError("only Linux can share memory without a name")
-    if not address:
-        raise BackendUnavailableError("the coordinator offers none")
-    if not address.startswith(ADDRESS_PREFIX) or not address.isascii():
-        raise BackendUnavailableError("the coordinator's local socket has no name of gradserver's")
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.settimeout(timeout)
-        connection.connect("\0" + address)
-    except OSError as error:
-        connection.close()
-        if error.errno == errno.ECONNREFUSED:
-            raise BackendUnavailableError(
-                "the coordinator's local socket cannot be reached: it runs on another host, or in another container. "
-                "Containers share memory if they share a network namespace (docker: --network=container:… or host)"
-            ) from None
-        raise BackendUnavailableError(f"the coordinator's local socket: {_why(error)}") from error
-    return connection
-
-
 def _allocate(size: int) -> tuple[int, mmap.mmap]:
     """New memory of ``size`` bytes: its descriptor, and where it is mapped.
 
@@ -438,11 +352,3 @@ def _available() -> int:
             if line.startswith(b"MemAvailable:"):
                 return int(line.split()[1]) * KIB
     return sys.maxsize
-
-
-def _why(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "the coordinator did not answer in time"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) or type(error).__name__

@@ -8,6 +8,9 @@ Sockets are not safe to share, so every call on one is made under a lock. Their 
 edge-triggered, and any call can swallow the edge: therefore a reader first takes what there is and then
 waits, and a sender looks whether something came in under his hands, and if so wakes the reader.
 
+With processes of the same host messages pass through local sockets (`worker.unix`), which signal as long as there is
+something to take. ZeroMQ's connections stay, and say who is alive.
+
 One reader reads all sockets. When one connection is lost, everything is: nothing goes without any of the shards.
 """
 
@@ -42,6 +45,7 @@ from protocol.messages import MemoryAt, Message, Place, ShareMemory
 from protocol.wire import decode, encode
 from worker.line import Line, beside, wait_for_listener
 from worker.memory import SharedMemory
+from worker.unix import LocalLine
 
 log = logging.getLogger("gradserver")
 
@@ -82,6 +86,10 @@ class TcpChannel:
         self._poller.register(self._wake_fd, select.POLLIN)
         self._monitors: dict[int, Line] = {}
         """Lines by their monitors' descriptors."""
+        self._locals: dict[int, Line] = {}
+        """Lines by their local sockets' descriptors."""
+        self._edgy: tuple[Line, ...] = tuple(self._lines)
+        """Lines of which to take what there is before waiting."""
         self._listen(self._lines[0])
         self._enough: Callable[[], bool] = lambda: True
         self._bystanders = 0
@@ -112,6 +120,7 @@ class TcpChannel:
             line = Line(self._context, url, address, len(self._lines))
             line.receiver = receiver
             self._lines.append(line)
+            self._edgy = tuple(self._lines)
             self._listen(line)
         self._wake()
 
@@ -128,11 +137,22 @@ class TcpChannel:
         Raises:
             BackendUnavailableError: that cannot be; says why. Everything goes through the connection then.
         """
-        first, *others = [self._ask_for_memory(line.number, timeout) for line in self._lines]
+        places = [self._ask_for_memory(line.number, timeout) for line in self._lines]
         level = logging.INFO if self.on_this_host else logging.DEBUG
-        self._memory = SharedMemory(*first, timeout, level, others)
-        for line, reached in zip(self._lines, self._memory.reached, strict=True):
+        self._memory = SharedMemory(*places[0], timeout, level, places[1:])
+        for line, reached, place in zip(self._lines, self._memory.reached, places, strict=True):
             line.shares = reached
+            if reached:
+                self._talk(line, LocalLine(*place, timeout))
+
+    def _talk(self, line: Line, local: LocalLine) -> None:
+        """Have messages pass through ``local`` from now on."""
+        with self._lock:
+            line.local, line.sends_locally = local, True
+            self._edgy = tuple(line for line in self._lines if line.local is None)
+            self._locals[local.descriptor] = line
+            self._poller.register(local.descriptor, select.POLLIN)
+        self._wake()  # whoever reads then looks for the last time without a signal
 
     def _ask_for_memory(self, shard: int, timeout: float) -> tuple[str, str]:
         """Where a shard takes memory, and what to show there."""
@@ -167,13 +187,15 @@ class TcpChannel:
     # ── sending ───────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0) -> None:
-        """Queue a message; libzmq's own thread sends it. Payloads of some size are not copied."""
+        """Send a message, or queue it. Payloads of some size are not copied."""
         header = encode(message)
         line = self._lines[shard]
         with self._lock:
             if self._closing:
                 raise ClosedError("this worker is closed")
-            try:
+            if line.sends_locally and self._send_locally(line, header, payloads):
+                return
+            try:  # libzmq's own thread sends
                 if payloads:
                     payload = payloads[0]
                     line.socket.send(header, _NOBLOCK_MORE)
@@ -185,6 +207,19 @@ class TcpChannel:
             missed = self._reading.locked() and int(line.socket.get(_EVENTS)) & _POLLIN
         if missed:
             self._wake()
+
+    def _send_locally(self, line: Line, header: bytes, payloads: Sequence[Buffer]) -> bool:
+        """Send through the local socket; False if the other side has closed it. What it said last is yet to be read."""
+        local = line.local
+        assert local is not None
+        waited = len(local.stream.queued)
+        try:
+            if not local.stream.send(header, payloads) and not waited:
+                self._poller.modify(local.descriptor, select.POLLIN | select.POLLOUT)
+                self._wake()
+        except OSError:
+            line.sends_locally = False
+        return line.sends_locally
 
     # ── receiving ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -234,39 +269,73 @@ class TcpChannel:
         Reports a broken connection to the receiver, and then is closing.
         """
         try:
-            if self._take():
+            if self._take_one_of_each(self._edgy):
                 return
-            for descriptor, _ in self._poller.poll(None if timeout is None else math.ceil(timeout * 1000)):
-                if descriptor == self._wake_fd:
-                    self._wake_out.recv(4096)
+            for descriptor, events in self._poller.poll(None if timeout is None else math.ceil(timeout * 1000)):
+                if (line := self._locals.get(descriptor)) is not None:
+                    self._take_locally(line, events)
                 elif descriptor in self._monitors:
                     self._check_connection(self._monitors[descriptor])
                 else:
-                    self._take()
+                    if descriptor == self._wake_fd:
+                        self._wake_out.recv(4096)
+                    while self._take_one_of_each(self._lines):
+                        pass
         except GradServerError as error:
             self._closing = True
             if self._lines[0].receiver is not None:
                 self._lines[0].receiver.lost(error)
             self._heard_of_memory(None)
 
-    def _take(self) -> bool:
-        """Hand one message of each line to its receiver; whether there was any."""
+    def _take_one_of_each(self, lines: Sequence[Line]) -> bool:
         took = False
-        for line in self._lines:
-            frames = self._receive(line)
-            if frames is None:
-                continue
-            took = True
-            try:
-                message, payloads = decode(frames)
-            except ProtocolError as error:
-                raise type(error)(f"{line.url} answers, but not as a gradserver {line.what}: {error}") from error
-            assert line.receiver is not None
-            if type(message) is MemoryAt:
-                self._heard_of_memory(message)
-            else:
-                line.receiver.receive(message, payloads)
+        for line in lines:
+            took = self._take(line) or took
         return took
+
+    def _take(self, line: Line) -> bool:
+        """Hand one message of ZeroMQ's to its receiver; whether there was any."""
+        frames = self._receive(line)
+        if frames is not None:
+            self._hand_over(line, frames)
+        return frames is not None
+
+    def _take_locally(self, line: Line, events: int = select.POLLIN) -> bool:
+        """Take one packet from a local socket, or send what is queued there; whether there was a packet."""
+        local = line.local
+        if local is None:
+            return False
+        try:
+            if events & select.POLLOUT:
+                with self._lock:
+                    if local.stream.flush():
+                        self._poller.modify(local.descriptor, select.POLLIN)
+                return False
+            frames = local.stream.receive()
+        except BlockingIOError:
+            return False
+        except (EOFError, OSError):  # it has forgotten us, or is gone: the other connection will tell
+            with self._lock:
+                line.local, line.sends_locally = None, False
+                self._edgy = (*self._edgy, line)
+                del self._locals[local.descriptor]
+                self._poller.unregister(local.descriptor)
+                local.close()
+            return False
+        if frames is not None:
+            self._hand_over(line, frames)
+        return True
+
+    def _hand_over(self, line: Line, frames: Sequence[Buffer]) -> None:
+        try:
+            message, payloads = decode(frames)
+        except ProtocolError as error:
+            raise type(error)(f"{line.url} answers, but not as a gradserver {line.what}: {error}") from error
+        assert line.receiver is not None
+        if type(message) is MemoryAt:
+            self._heard_of_memory(message)
+        else:
+            line.receiver.receive(message, payloads)
 
     def _receive(self, line: Line) -> list[Buffer] | None:
         receive = line.socket.recv
@@ -288,7 +357,7 @@ class TcpChannel:
                 return
             event = recv_monitor_message(line.monitor, _NOBLOCK)["event"]
             line.gone = True
-        while self._take():
+        while any(self._take(there) or self._take_locally(there) for there in self._lines):
             pass
         if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
             raise ConnectionLostError(line.lost_text(f"the {line.what} died, or the network between us did"))

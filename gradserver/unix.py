@@ -1,0 +1,399 @@
+"""The coordinator's local socket, for workers of its own host: memory is handed over there, and messages pass.
+
+The socket's name belongs to a network namespace, so a worker that cannot see this host's processes finds nobody
+there, and stays with TCP. Who may speak here has a token, which the worker gets through its ZeroMQ connection. That
+one stays: it says who is alive, and takes over whenever a local connection ends.
+
+Whoever is at the other end may be hostile. Nothing here waits: sockets do not block, and only one packet of each is
+taken at a time.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import os
+import secrets
+import select
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from gradserver.memory import Segments
+from protocol.buffer import Buffer
+from protocol.errors import GradServerError, LimitExceededError, UnexpectedMessageError
+from protocol.messages import Place
+from protocol.packets import PacketStream
+from protocol.sharing import (
+    ADDRESS_PREFIX,
+    MAX_PACKET_BYTES,
+    Lend,
+    Offer,
+    Refused,
+    Release,
+    SharingMessage,
+    Talk,
+    Talking,
+    decode_packet,
+    encode_packet,
+)
+
+log = logging.getLogger("gradserver")
+
+MAX_MAPPINGS: Final = 16_384
+"""Segments of all workers together: a quarter of what Linux lets a process map, the allocator's needs included."""
+MAX_STRANGERS: Final = 64
+"""Connections that have yet to show a token. One more, and the oldest has to go."""
+MAX_QUEUED: Final = 50_000
+"""Packets that may wait for a worker which does not read; credits keep members far below it."""
+_ACCEPTS: Final = 16
+"""Connections accepted before the loop goes on: a flood of them must not stop it."""
+_BACKLOG: Final = 1024
+_DRAINED: Final = 4096
+"""Packets taken at most from someone who is gone. Linux keeps fewer."""
+_LINGER_SECONDS: Final = 1.0
+_FDS_TAKEN: Final = 4
+"""Descriptors taken from a packet, to be closed if they are not exactly one; the kernel closes what is beyond."""
+
+
+class Host(Protocol):
+    """Who is told what comes in. Workers are known by the identities with which they were admitted."""
+
+    def talks(self, identity: bytes, line: Line) -> None:
+        """Messages to this worker shall go through ``line`` from now on."""
+
+    def heard(self, identity: bytes, frames: Sequence[Buffer]) -> None:
+        """A message came in."""
+
+    def garbled(self, identity: bytes, error: GradServerError) -> None:
+        """Something came in that is no message. The line has been hung up."""
+
+    def hung_up(self, identity: bytes) -> None:
+        """The worker has closed its line, or has died."""
+
+
+class UnixServer:
+    """Takes memory from workers and finds places in it; takes messages, and gives out lines to send others through.
+
+    Args:
+        poller: of the loop that calls `ready` with those descriptors that are not its own.
+        host: who is told what comes in.
+    """
+
+    def __init__(self, poller: select.poll, host: Host) -> None:
+        self._poller = poller
+        self._host = host
+        self._guests: dict[bytes, _Guest] = {}
+        self._tokens: dict[str, _Guest] = {}
+        self._connections: dict[int, Line] = {}
+        self._strangers: dict[int, Line] = {}
+        self._paused = False
+        self.address = ""
+        """Of the socket; empty where there is none, and then nobody can come."""
+        self._listener = self._listen()
+
+    def _listen(self) -> socket.socket | None:
+        if sys.platform != "linux":
+            return None
+        address = ADDRESS_PREFIX + secrets.token_hex(16)
+        listener = None
+        try:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            listener.bind("\0" + address)
+            listener.listen(_BACKLOG)
+        except OSError as error:  # a sandbox may forbid it
+            log.info("no memory can be shared with workers of this host: %s", error.strerror or error)
+            if listener is not None:
+                listener.close()
+            return None
+        self.address = address
+        self._poller.register(listener.fileno(), select.POLLIN)
+        return listener
+
+    # ── what the server of workers calls ──────────────────────────────────────────────────────────────
+
+    def admit(self, identity: bytes) -> tuple[str, str]:
+        """Where ``identity`` may come, and the token it has to show; twice empty if nowhere."""
+        if self._listener is None:
+            return "", ""
+        if self._paused:
+            self._paused = False
+            self._poller.register(self._listener.fileno(), select.POLLIN)
+        guest = self._guests.get(identity)
+        if guest is None:
+            guest = self._guests[identity] = _Guest(identity, secrets.token_hex(16))
+            self._tokens[guest.token] = guest
+        return self.address, guest.token
+
+    def view(self, identity: bytes, place: Place) -> memoryview | None:
+        """The memory from ``place`` to the end of its segment, to be read and written; None if there is no such."""
+        guest = self._guests.get(identity)
+        return None if guest is None else guest.segments.view(place)
+
+    def unshare(self, identity: bytes) -> None:
+        """Let go of all memory that ``identity`` shared. What is still being read or written of it stays until then."""
+        guest = self._guests.get(identity)
+        if guest is not None:
+            guest.segments.clear()
+            if guest.sharing is not None:
+                self._hang_up(guest.sharing)
+
+    def drain(self, identity: bytes) -> None:
+        """Take what came from ``identity``, who is gone and says no more."""
+        guest = self._guests.get(identity)
+        if guest is not None and guest.line is not None:
+            for _ in range(_DRAINED):
+                if not self._hear(guest.line):
+                    break
+
+    def forget(self, identity: bytes) -> None:
+        """Let go of all that ``identity`` shared, and hang up when it has read what it was told."""
+        self.unshare(identity)
+        guest = self._guests.pop(identity, None)
+        if guest is None:
+            return
+        self._tokens.pop(guest.token, None)
+        if guest.line is not None:
+            guest.line.guest = None
+            if not guest.line.stream.queued:
+                self._hang_up(guest.line)
+
+    def close(self) -> None:
+        """Let go of everything. What was said to workers has a second to leave."""
+        until = time.monotonic() + _LINGER_SECONDS
+        for identity in list(self._guests):
+            self.forget(identity)
+        for line in list(self._connections.values()):
+            line.linger(until)
+            self._hang_up(line)
+        if self._listener is not None:
+            if not self._paused:
+                self._poller.unregister(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+        self.address = ""
+
+    @property
+    def segments(self) -> int:
+        """How many segments are mapped."""
+        return sum(len(guest.segments) for guest in self._guests.values())
+
+    @property
+    def nbytes(self) -> int:
+        """How large they are, together."""
+        return sum(guest.segments.nbytes for guest in self._guests.values())
+
+    # ── connections ───────────────────────────────────────────────────────────────────────────────────
+
+    def ready(self, descriptor: int, events: int) -> None:
+        """Something happened at ``descriptor``; nothing, if it is unknown: it may be closed by now."""
+        line = self._connections.get(descriptor)
+        if line is None:
+            if self._listener is not None and descriptor == self._listener.fileno():
+                self._accept(self._listener)
+        elif events & select.POLLOUT:
+            self._flush(line)
+        elif line.talks:
+            self._hear(line)
+        else:
+            self._take(line)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                accepted, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue
+            except OSError as error:  # no descriptors left: poll would report the same again and again
+                log.warning("nobody can share memory for now: %s", error.strerror or error)
+                self._poller.unregister(listener.fileno())
+                self._paused = True
+                return
+            accepted.setblocking(False)
+            if len(self._strangers) >= MAX_STRANGERS:
+                self._hang_up(next(iter(self._strangers.values())))
+            line = Line(accepted, self._poller)
+            self._connections[line.descriptor] = self._strangers[line.descriptor] = line
+            self._poller.register(line.descriptor, select.POLLIN)
+            self._take(line)  # a worker speaks at once: a flood of strangers behind it cannot push it out
+
+    def _hang_up(self, line: Line) -> None:
+        """Close a connection. Memory that came through it stays: messages may be on their way that speak of it."""
+        if self._connections.get(line.descriptor) is not line:
+            return  # it was closed before, and its descriptor may be another's by now
+        del self._connections[line.descriptor]
+        self._strangers.pop(line.descriptor, None)
+        self._poller.unregister(line.descriptor)
+        line.socket.close()
+
+    # ── memory ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take(self, line: Line) -> None:
+        """Take one packet, if there is one."""
+        try:
+            packet, descriptors = line.receive()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._hang_up(line)
+            return
+        try:
+            if not packet and not descriptors:  # the end
+                self._hang_up(line)
+                return
+            answer = self._answer(line, decode_packet(packet), descriptors)
+            if answer is not None:
+                line.say(answer)
+            if isinstance(answer, Talking) and line.guest is not None:
+                line.talks = True
+                self._host.talks(line.guest.identity, line)
+        except (GradServerError, OSError) as error:
+            reason = str(error) if isinstance(error, GradServerError) else error.strerror or str(error)
+            log.info("memory was not taken: %s", reason)
+            with contextlib.suppress(OSError):
+                line.say(Refused(reason))
+            self._hang_up(line)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _answer(self, line: Line, message: SharingMessage, descriptors: list[int]) -> SharingMessage | None:
+        if isinstance(message, Offer | Lend):
+            guest = self._guest(line, message.token)
+            if guest.sharing is not line:
+                if guest.sharing is not None:
+                    raise UnexpectedMessageError("memory with the token of another connection")
+                guest.sharing = line
+            if self.segments >= MAX_MAPPINGS:
+                raise LimitExceededError(f"the coordinator has {MAX_MAPPINGS} segments of memory already, of all")
+            if isinstance(message, Offer):
+                return guest.segments.take(message, descriptors)
+            return guest.segments.lend(message, descriptors)
+        if isinstance(message, Talk) and not descriptors:
+            guest = self._guest(line, message.token)
+            if guest.line is not None or guest.sharing is line:
+                raise UnexpectedMessageError("messages with the token of another connection")
+            guest.line = line
+            return Talking()
+        if isinstance(message, Release) and not descriptors:
+            (Segments() if line.guest is None else line.guest.segments).release(message)
+            return None
+        raise UnexpectedMessageError(f"a {type(message).__name__} is not what a worker says here")
+
+    def _guest(self, line: Line, token: str) -> _Guest:
+        """Whose token that is, if this is his connection."""
+        guest = self._tokens.get(token)
+        if guest is None:
+            raise UnexpectedMessageError("a token that nobody was given")
+        if line.guest is None:
+            line.guest = guest
+            self._strangers.pop(line.descriptor, None)
+        elif line.guest is not guest:
+            raise UnexpectedMessageError("the token of another connection")
+        return guest
+
+    # ── messages ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _hear(self, line: Line) -> bool:
+        """Take one packet that is a message, or a part of one. Whether there was one."""
+        guest = line.guest
+        try:
+            frames = line.stream.receive()
+        except BlockingIOError:
+            return False
+        except (EOFError, OSError):
+            self._hang_up(line)
+            if guest is not None:
+                self._host.hung_up(guest.identity)
+            return False
+        except GradServerError as error:
+            self._hang_up(line)
+            if guest is not None:
+                self._host.garbled(guest.identity, error)
+            return False
+        if frames is not None and guest is not None:
+            self._host.heard(guest.identity, frames)
+        return True
+
+    def _flush(self, line: Line) -> None:
+        """Send what is queued for someone who reads again."""
+        try:
+            if not line.stream.flush():
+                return
+        except OSError:
+            self._hang_up(line)
+            return
+        if line.guest is None:
+            self._hang_up(line)
+        else:
+            self._poller.modify(line.descriptor, select.POLLIN)
+
+
+class _Guest:
+    """Someone who may come, and what there is of him.
+
+    His connections stay here when they are closed: no token is good for a second one of a kind.
+    """
+
+    def __init__(self, identity: bytes, token: str) -> None:
+        self.identity = identity
+        self.token = token
+        self.segments = Segments()
+        self.sharing: Line | None = None
+        """Where memory is handed over."""
+        self.line: Line | None = None
+        """Where messages pass."""
+
+
+class Line:
+    """One connection to the local socket."""
+
+    def __init__(self, accepted: socket.socket, poller: select.poll) -> None:
+        self.socket = accepted
+        self.descriptor = accepted.fileno()
+        self.guest: _Guest | None = None
+        self.talks = False
+        """Whether messages pass here."""
+        self.stream = PacketStream(lambda packet: accepted.send(packet, socket.MSG_NOSIGNAL), accepted.recv)
+        self._poller = poller
+
+    def send(self, header: bytes, payloads: Sequence[Buffer]) -> bool:
+        """Send a message; False if nobody is there any more, or reads."""
+        waiting = len(self.stream.queued)
+        if waiting >= MAX_QUEUED:
+            return False
+        try:
+            if not self.stream.send(header, payloads) and not waiting:
+                self._poller.modify(self.descriptor, select.POLLIN | select.POLLOUT)
+        except OSError:
+            return False
+        return True
+
+    def linger(self, until: float) -> None:
+        """Send what is queued, until then at most."""
+        with contextlib.suppress(OSError):
+            while self.stream.queued and (left := until - time.monotonic()) > 0:
+                self.socket.settimeout(left)
+                self.stream.flush()
+
+    def say(self, message: SharingMessage) -> None:
+        """Send a packet that is not a message. OSError if that is not possible at once."""
+        self.socket.send(encode_packet(message), socket.MSG_NOSIGNAL)
+
+    def receive(self) -> tuple[bytes, list[int]]:
+        """One packet and the descriptors that came with it. BlockingIOError if there is none."""
+        descriptors = array.array("i")
+        packet, ancillary, flags, _ = self.socket.recvmsg(
+            MAX_PACKET_BYTES, socket.CMSG_LEN(_FDS_TAKEN * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        if flags & socket.MSG_TRUNC:
+            packet = b"\xc1"  # which begins no message
+        return packet, list(descriptors)
