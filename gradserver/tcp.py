@@ -12,7 +12,6 @@ alive is still for this socket to say.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -20,18 +19,17 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import zmq
 
+from gradserver.binding import bind_router
 from gradserver.coordinator import Coordinator
 from gradserver.unix import Line, UnixServer
 from protocol.buffer import Buffer
 from protocol.errors import (
-    CoordinatorError,
     GradServerError,
-    InvalidArgumentError,
     MalformedMessageError,
     UnexpectedMessageError,
 )
@@ -51,7 +49,6 @@ from protocol.messages import (
     Status,
     StatusRequest,
 )
-from protocol.url import parse_url
 from protocol.wire import decode, encode
 
 log = logging.getLogger("gradserver")
@@ -110,7 +107,7 @@ class TcpServer:
         self._router = self._context.socket(zmq.ROUTER)
         _configure(self._router)
         try:
-            self.url = _bind(self._router, bind)
+            self.url = bind_router(self._router, bind)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -435,43 +432,3 @@ def _configure(router: zmq.Socket[bytes]) -> None:
     router.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     router.setsockopt(zmq.LINGER, 1000)
     router.setsockopt(zmq.BACKLOG, 1024)
-
-
-def _bind(router: zmq.Socket[bytes], bind: str) -> str:
-    """Bind to the first address that ``bind`` means, and return it with its port filled in."""
-    host, port = parse_url(bind)
-    for address, family in _addresses(host):
-        if family == socket.AF_INET6:
-            router.setsockopt(zmq.IPV6, 1)
-        try:
-            router.bind(f"tcp://{address}:{port or '*'}")
-        except zmq.ZMQError as error:
-            raise CoordinatorError(_why_not(bind, error)) from error
-        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
-    raise InvalidArgumentError(f"no address of this machine is called {host!r}")
-
-
-def _addresses(host: str) -> Iterator[tuple[str, int]]:
-    if host in ("*", "0.0.0.0"):
-        yield "*", socket.AF_INET
-        return
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise InvalidArgumentError(f"cannot listen on {host!r}: {error.strerror or error}") from error
-    for family, *_, address in found:
-        yield (f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])), family
-
-
-def _why_not(bind: str, error: zmq.ZMQError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"cannot listen on {bind}: the port is in use, perhaps by another `gradserver serve`. "
-            f"Stop that one, name another port, or use port 0 for any free one"
-        )
-    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return f"cannot listen on {bind}: this machine has no such address"
-    if error.errno == errno.EACCES:
-        return f"cannot listen on {bind}: ports below 1024 need privileges; choose a higher one"
-    return f"cannot listen on {bind}: {error.strerror}"

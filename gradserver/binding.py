@@ -1,0 +1,57 @@
+"""Where a daemon listens: addresses, and why one cannot be had."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+
+import zmq
+
+from protocol.errors import CoordinatorError, InvalidArgumentError
+from protocol.url import parse_url
+
+
+def bind_router(router: zmq.Socket[bytes], bind: str) -> str:
+    """Bind to the first address that ``bind`` (``tcp://HOST:PORT``) means, and return it with its port filled in.
+
+    Raises:
+        InvalidArgumentError: this machine has no such address.
+        CoordinatorError: it cannot be listened on; says why, and what to do.
+    """
+    host, port = parse_url(bind)
+    for address, family in _addresses(host):
+        if family == socket.AF_INET6:
+            router.setsockopt(zmq.IPV6, 1)
+        try:
+            router.bind(f"tcp://{address}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise CoordinatorError(_why_not(bind, error)) from error
+        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
+    raise InvalidArgumentError(f"no address of this machine is called {host!r}")
+
+
+def _addresses(host: str) -> Iterator[tuple[str, int]]:
+    if host in ("*", "0.0.0.0"):
+        yield "*", socket.AF_INET
+        return
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot listen on {host!r}: {error.strerror or error}") from error
+    for family, *_, address in found:
+        yield (f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])), family
+
+
+def _why_not(bind: str, error: zmq.ZMQError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"cannot listen on {bind}: the port is in use, perhaps by another `gradserver serve`. "
+            f"Stop that one, name another port, or use port 0 for any free one"
+        )
+    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+        return f"cannot listen on {bind}: this machine has no such address"
+    if error.errno == errno.EACCES:
+        return f"cannot listen on {bind}: ports below 1024 need privileges; choose a higher one"
+    return f"cannot listen on {bind}: {error.strerror}"
