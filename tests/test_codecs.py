@@ -353,6 +353,33 @@ def test_topk_keeps_the_largest(name: str, values: Floats) -> None:
     assert same_bits(result, expected)
 
 
+@pytest.mark.parametrize("name", ["topk", "topk:0.3"])
+@pytest.mark.parametrize("share", [0.0, 0.004, 0.04, 1.0])
+@pytest.mark.parametrize("levels", [3, 1000, 0])
+def test_topk_keeps_the_largest_of_whole_blocks_too(name: str, share: float, levels: int) -> None:
+    """Of which some are mostly zeros, as means of sparse ones are, and some have few values."""
+    codec, chance = codec_of(name), np.random.default_rng(0)
+    values = normal(BLOCK)
+    values[chance.random(BLOCK) >= share] = 0
+    if levels:
+        values = np.round(values * levels) / np.float32(levels)
+    result = through(codec, values)
+    expected = np.zeros_like(values)
+    kept = np.argsort(-np.abs(values), kind="stable")[: kept_of(codec, BLOCK)]
+    expected[kept] = values[kept]
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_topk_is_not_misled_by_its_sample() -> None:
+    """The large ones are all where it looks, or all where it does not."""
+    for start in (0, 1):
+        values = normal(BLOCK, 1e-3)
+        values[start::31] += 1
+        result = through(codec_of("topk:0.1"), values)
+        assert np.flatnonzero(result).size == kept_of(codec_of("topk:0.1"), BLOCK)
+        assert (result[start::31] == values[start::31]).all()
+
+
 def drawn(codec: Codec, numel: int, seed: int) -> set[int]:
     return set(np.flatnonzero(through(codec, np.ones(numel, np.float32), seed)).tolist())
 

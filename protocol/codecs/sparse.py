@@ -7,6 +7,7 @@ not scale what it keeps by n/k: that would make it unbiased, but no contraction,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Final
@@ -14,13 +15,15 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codecs.base import BLOCK, MAGNITUDE, Bytes, Codec, Floats, Scratch, is_finite
+from protocol.codecs.base import BLOCK, MAGNITUDE, Bytes, Codec, Floats, Scratch, Words, is_finite
 from protocol.errors import MalformedMessageError
 
 Indices = npt.NDArray[np.int64]
 
 MILLION: Final = 1_000_000
 
+_SAMPLE: Final = 31
+"""One element in so many tells how large the large ones are. Odd, as rows of matrices seldom are."""
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E37_79B9_7F4A_7C15
 
@@ -78,9 +81,9 @@ class TopK(Sparse):
         """As `Codec.compensate_block`: what was kept is owed no more, and all else is."""
         compensated = scratch.compensated(values.size)
         np.add(values, residual, out=compensated)
-        if not is_finite(compensated):
-            return False
         chosen = self._choose(compensated, out, scratch)
+        if not is_finite(compensated[chosen]):  # NaN and Inf count as largest
+            return False
         np.copyto(residual, compensated)
         residual[chosen] = 0
         return True
@@ -88,12 +91,13 @@ class TopK(Sparse):
     def _choose(self, values: Floats, out: Bytes, scratch: Scratch) -> Indices:
         """Encode one block. Returns the offsets of what was kept."""
         numel, kept = values.size, self.kept(values.size)
-        magnitude, work, _ = scratch.words(numel)
+        magnitude = scratch.words(numel)[0]
         np.bitwise_and(values.view(np.uint32), MAGNITUDE, out=magnitude)
-        np.copyto(work, magnitude)
-        work.partition(numel - kept)
-        threshold = work[numel - kept]
-        chosen = np.flatnonzero(magnitude >= threshold)
+        chosen = _candidates(magnitude, kept)
+        if chosen.size > kept:
+            large = magnitude[chosen]
+            threshold = np.partition(large, large.size - kept)[large.size - kept]
+            chosen = chosen[large >= threshold]
         if chosen.size > kept:  # which equals `partition` would take depends on the processor
             equal = np.flatnonzero(magnitude[chosen] == threshold)
             chosen = np.delete(chosen, equal[kept - chosen.size :])
@@ -187,6 +191,26 @@ def _draw(numel: int, kept: int, seed: int) -> Indices:
     offsets[offsets >= numel] -= numel
     offsets.flags.writeable = False
     return offsets
+
+
+def _candidates(magnitude: Words, kept: int) -> Indices:
+    """Ascending offsets of all that can be among the ``kept`` largest: at least so many, and mostly not many more.
+
+    A sample tells from where on to look. What it tells changes how long that takes, and never what is kept. Zeros are
+    left out as far as possible: `partition` takes forty times as long where most elements are equal.
+    """
+    sample = np.sort(magnitude[::_SAMPLE])
+    expected = kept / _SAMPLE
+    rank = sample.size - int(expected + 4 * math.sqrt(expected)) - 2
+    if rank >= 0:
+        found = np.flatnonzero(magnitude >= max(sample[rank], 1))
+        if found.size >= kept:
+            return found
+    found = np.flatnonzero(magnitude)
+    if found.size < kept:  # all of these, and the first zeros
+        zeros = np.flatnonzero(magnitude == 0)[: kept - found.size]
+        found = np.sort(np.concatenate([found, zeros]))
+    return found
 
 
 def _add(total: Floats, offsets: Indices, values: Floats, weight: np.float32 | None) -> None:
