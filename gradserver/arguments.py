@@ -1,4 +1,4 @@
-"""Numbers on the command line, with an error that says what they must be."""
+"""Numbers and codecs on the command line, with an error that says what they must be."""
 
 from __future__ import annotations
 
@@ -31,3 +31,18 @@ def number(kind: Callable[[str], N], low: N, high: N, what: str = "", limits: st
         return value
 
     return parse
+
+
+def codec(text: str) -> str:
+    """The whole name of a codec that saves bytes, or of fp32."""
+    from protocol.codecs import codec_of  # here, as a command line is to come up without numpy
+    from protocol.codecs.base import BLOCK
+    from protocol.errors import InvalidArgumentError
+
+    try:
+        named = codec_of(text)
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if named.nbytes(BLOCK) > 4 * BLOCK:
+        raise argparse.ArgumentTypeError(f"{text} takes more bytes than fp32")
+    return named.name

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from gradserver import cli
-from gradserver.bench import arguments as parse, netns, suites
+from gradserver.bench import arguments as parse, codec_suite, netns, suites
 from gradserver.bench.contenders import wrong
 from gradserver.bench.fleet import Fleet, Needs
 from gradserver.bench.member import mean_pattern, pattern
@@ -29,6 +29,8 @@ from gradserver.bench.processes import Processes
 from gradserver.bench.report import Row, Table, conclusion
 from gradserver.bench.spec import BenchError, Case, Contender, Link, Seat
 from gradserver.bench.stats import Stats, figures, size_name
+from protocol.codecs import codec_of
+from protocol.codecs.dense import Int8
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ("--repetitions", "3")
@@ -154,6 +156,34 @@ def test_train_says_what_is_exposed_and_what_was_learnt() -> None:
         assert row["time_s"]["median"] > row["compute_s"]
 
 
+def test_codecs_says_what_each_takes_loses_and_costs(tmp_path: Path) -> None:
+    picture = tmp_path / "codecs.png"
+    found = document("codecs", "--sizes", "400KB,2MB", "--rounds", "12", *QUICK, "--plot", str(picture))
+    rows = found["rows"]
+    names = ["fp32", "bf16", "fp16", "int8", "topk:0.01", "randomk:0.01"]
+    assert [(row["bytes"], row["wire"]) for row in rows] == [
+        (size, name) for size in (400_000, 2_000_000) for name in names
+    ]
+    for row in rows:
+        assert (row["op"], row["limit"], row["workers"], row["rounds"], row["peer"]) == ("codec", "memcpy", 4, 12, None)
+        assert row["decode_s"] > 0 < row["combine_s"]
+        assert row["bytes_per_element"] == pytest.approx(
+            codec_of(row["wire"]).nbytes(row["bytes"] // 4) * 4 / row["bytes"]
+        )
+        assert 0 < row["error_of_rounds"] < row["error"]  # what was lost at first has come since
+    errors = {row["wire"]: row["error"] for row in rows}
+    assert errors["fp32"] < 1e-6 < errors["fp16"] < errors["bf16"] < 2**-8
+    assert 2**-8 < errors["int8"] < 0.02 < 0.5 < errors["topk:0.01"] < errors["randomk:0.01"] < 1
+    assert found["conclusion"] == "what payloads did not bring is owed, of every element."
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_exchange_that_loses_something_for_good_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert codec_suite.account(["int8"], 2, 4)["int8"].wrong == 0
+    monkeypatch.setattr(Int8, "add_block", lambda *_: None)  # only the first contribution counts
+    assert codec_suite.account(["int8"], 2, 4)["int8"].wrong > 100_000
+
+
 def test_cluster_keeps_to_its_rates_and_removes_its_hosts() -> None:
     needs_hosts()
     options = ("--hosts", "2", "--rate", "200mbit", "--coordinator-rate", "1gbit", "--sizes", "1MB")
@@ -241,6 +271,11 @@ def owner_lives(name: str) -> bool:
         (["same-host", "--plot", "/nowhere/out.png"], "'/nowhere/out.png': there is no folder /nowhere"),
         (["loopback", "--wire", "fp8"], "'fp8' is not a wire format: there are fp32, bf16, int8"),
         (["cluster", "--rate", "fast"], "'fast' is not a rate: write 100mbit or 2.5gbit (1mbit to 400gbit)"),
+        (
+            ["codecs", "--wire", "int8,int4"],
+            "there is no codec 'int4'; there are fp32, bf16, fp16, int8, topk[:FRACTION]",
+        ),
+        (["codecs", "--wire", "topk,topk:0.01"], "'topk,topk:0.01' names something twice"),
         (["train", "--repetitions", "0"], "0 is out of range: 1 to 100,000"),
     ],
 )
@@ -398,6 +433,7 @@ def a_row(seconds: float = 0.01, wrong: int = 0, limit: str = "memory", nbytes: 
     return Row(
         "all_reduce", "plan", "fp32", 4, nbytes, times, wrong,
         peer="gloo fp32", peer_time=Stats.of([0.02]), limit=limit, limit_time=0.005,
+        more={"bytes_per_element": 4.0, "error": 0.5, "error_of_rounds": 0.0, "decode_s": 0.01, "combine_s": 0.01},
     )  # fmt: skip
 
 
@@ -409,7 +445,7 @@ def test_bandwidths_ratio_and_share() -> None:
     assert row.share == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("layout", ["all_reduce", "same-host", "latency", "step", "overlap"])
+@pytest.mark.parametrize("layout", ["all_reduce", "same-host", "latency", "step", "overlap", "codecs"])
 def test_tables_are_aligned(layout: str) -> None:
     table = Table(layout)
     names, units = table.heading()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradserver.arguments import codec
 from gradserver.bench import arguments as parse
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ _SUITES = {
     "loopback": "processes of this machine over TCP, against gloo and plain sockets",
     "cluster": "a host for each worker, with links of a given rate; emulated on this machine, needs root",
     "latency": "small tensors, against gloo and plain pyzmq",
+    "codecs": "what each codec takes on the wire, loses, and costs a thread, against a copy; no network",
     "train": "training steps of a GPT, against torch DDP on gloo, and overlap with an emulated backward",
 }
-_LAYOUTS = {"same-host": "same-host", "latency": "latency", "train": "step"}
+_LAYOUTS = {"same-host": "same-host", "latency": "latency", "codecs": "codecs", "train": "step"}
 _MOST_WORKERS = 16
 _sizes = parse.listed(parse.size)
 _workers = parse.listed(parse.whole(2, _MOST_WORKERS))
@@ -73,6 +75,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(one, "--workers", _workers, "2,4,8", "N,…", "numbers of processes")
     _option(one, "--sizes", _sizes, "8B,4KiB,64KiB", "SIZE,…", "bytes of fp32")
 
+    one = added["codecs"]
+    _option(
+        one,
+        "--wire",
+        parse.listed(codec),
+        "fp32,bf16,fp16,int8,topk,randomk",
+        "CODEC,…",
+        "codecs, as connect(wire=) has them",
+    )
+    _option(one, "--workers", parse.whole(1, 64), "4", "N", "contributions to a mean")
+    _option(one, "--sizes", _sizes, "26MB", "SIZE,…", "bytes of fp32")
+    _option(one, "--rounds", _count, "50", "N", "rounds after which the sum of all means is looked at")
+
     one = added["train"]
     _option(one, "--workers", parse.whole(2, _MOST_WORKERS), "2", "N", "workers")
     _add_links(one, None, None)
@@ -87,6 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, one in added.items():
         if name == "train":
             _option(one, "--repetitions", _count, "20", "N", "measured steps")
+            one.set_defaults(sample_ms=0)
+        elif name == "codecs":
+            _option(one, "--repetitions", _count, "15", "N", "turns that every codec gets")
             one.set_defaults(sample_ms=0)
         else:
             _option(one, "--repetitions", _count, "15", "N", "turns that every contender gets")
@@ -145,6 +163,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _suite(name: str) -> Callable[[argparse.Namespace, Session], None]:
+    if name == "codecs":  # it needs no torch
+        from gradserver.bench.codec_suite import codecs
+
+        return codecs
     from gradserver.bench import suites, train_suite
 
     return {
@@ -158,7 +180,7 @@ def _suite(name: str) -> Callable[[argparse.Namespace, Session], None]:
 
 def _why_not(arguments: argparse.Namespace) -> str | None:
     """Why this cannot run here, and what to do about it."""
-    if importlib.util.find_spec("torch") is None:
+    if arguments.suite != "codecs" and importlib.util.find_spec("torch") is None:
         return "the peer that it measures against, gloo, comes with PyTorch: pip install 'gradserver[torch]'"
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib: pip install 'gradserver[demo]'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def save_plot(path: Path, suite: str, rows: Sequence[Row]) -> None:
     figure.suptitle(f"gradserver bench {suite}", x=0.01, ha="left", fontsize=13, fontweight="bold")
     for axes, (op, workers) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         mine = [row for row in rows if (row.op, row.workers) == (op, workers)]
-        (_draw_sizes if op == "all_reduce" else _draw_bars)(axes, mine)
+        {"all_reduce": _draw_sizes, "codec": _draw_codecs}.get(op, _draw_bars)(axes, mine)
         axes.set_title(f"{op}, {workers} workers", loc="left", fontsize=10, color=_GREY)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
@@ -67,6 +68,21 @@ def _draw_bars(axes: Axes, rows: Sequence[Row]) -> None:
     axes.bar(places, compute, color="black", alpha=0.25, width=0.6, label="computing alone")
     axes.set_xticks(list(places), names, fontsize=8)
     axes.set_ylabel("time (s)")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_codecs(axes: Axes, rows: Sequence[Row]) -> None:
+    """Three bars for each row, and the copy as a line."""
+    seconds = {"encode": [row.time.median for row in rows]}
+    seconds |= {what: [row.more[f"{what}_s"] for row in rows] for what in ("decode", "combine")}
+    for number, (what, taken) in enumerate(seconds.items()):
+        places = [place + 0.27 * (number - 1) for place in range(len(rows))]
+        bandwidths = [row.nbytes / one / 1e9 for row, one in zip(rows, taken, strict=True)]
+        axes.bar(places, bandwidths, width=0.25, color=_OURS[number], label=what)
+    copies = [row.nbytes / (row.limit_seconds or math.inf) / 1e9 for row in rows]
+    axes.plot(range(len(rows)), copies, color=_LIMIT, linestyle=(0, (4, 3)), linewidth=1.2, label="memcpy")
+    axes.set_xticks(range(len(rows)), [f"{row.wire}\n{size_name(row.nbytes)}" for row in rows], fontsize=8)
+    axes.set_ylabel("GB/s of fp32")
     axes.legend(frameon=False, fontsize=8)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ class Row:
     """One line of a table: ours, beside the peer and the limit that took turns with it.
 
     Attributes:
-        op: what was done: ``all_reduce``, ``step``, ``overlap``.
+        op: what was done: ``all_reduce``, ``step``, ``overlap``, ``codec``.
         variant: how.
         wire: element type on the wire.
         workers: number of them.
@@ -139,6 +140,14 @@ def _columns(unit: str, shown: Callable[[float], str]) -> dict[str, Column]:
         "part": Column("of time", "", 7, lambda row: maybe(row.more.get("exposed_share"), lambda part: f"{part:.1%}")),
         "loss": Column("loss", "nats", 7, lambda row: maybe(row.more.get("loss"), lambda loss: f"{loss:.4f}")),
         "alone": Column("exchange", unit, 8, lambda row: maybe(row.more.get("exchange_s"), shown)),
+        "codec": Column("codec", "", 12, lambda row: row.wire, left=True),
+        "per element": Column("on wire", "B/elem", 7, lambda row: figures(row.more["bytes_per_element"])),
+        "error": Column("error", "", 8, lambda row: _error(row.more["error"])),
+        "errors": Column("of sum", "", 8, lambda row: _error(row.more["error_of_rounds"])),
+        "encode": Column("encode", "GB/s", 7, lambda row: _gigabytes(row.algbw)),
+        "decode": Column("decode", "GB/s", 7, lambda row: _gigabytes(row.nbytes / row.more["decode_s"])),
+        "combine": Column("combine", "GB/s", 7, lambda row: _gigabytes(row.nbytes / row.more["combine_s"])),
+        "copying": Column("memcpy", "GB/s", 7, lambda row: _gigabytes(row.nbytes / (row.limit_seconds or math.inf))),
         "computing": Column("compute", unit, 8, lambda row: maybe(row.more.get("compute_s"), shown)),
     }
 
@@ -152,6 +161,11 @@ LAYOUTS = {
         "ms",
         milliseconds,
         ("variant", "wire", "time", "spread", "computing", "exposed", "part", "loss", "wrong", "ratio"),
+    ),
+    "codecs": (
+        "ms",
+        milliseconds,
+        ("size", "codec", "per element", "error", "errors", "encode", "decode", "combine", "copying", "wrong"),
     ),
     "overlap": (
         "ms",
@@ -174,6 +188,12 @@ NOTES = {
     "latency": (
         "time: median of one operation, from a barrier to the end of the slowest rank; middle half of the samples",
         "gloo/ours: above 1.00x gradserver is faster; limit: the same two hops over plain pyzmq; reached: limit / time",
+    ),
+    "codecs": (
+        "error: length of the error of a mean over that of the mean; of sum: the same of the sum over all rounds",
+        "encode: with feedback, at a worker; combine: decode all, add up, encode with feedback, at the coordinator",
+        "GB/s: size / median time; size: fp32 bytes of one contribution; memcpy: the same bytes copied",
+        "#wrong: elements that no payload brought and nobody owes",
     ),
     "step": (
         "time: median of one training step of the slowest rank; compute: the same step without any exchange",
@@ -229,6 +249,8 @@ def conclusion(rows: Sequence[Row]) -> str:
     exact = "every value was right to its wire format's precision" if lossy else "every value was exact"
     if any(row.op == "step" for row in rows):
         exact = "replicas stayed bit-identical"
+    elif any(row.op == "codec" for row in rows):
+        exact = "what payloads did not bring is owed, of every element"
     return f"{'; '.join([*said, exact])}."
 
 
@@ -236,6 +258,11 @@ def _gigabytes(bandwidth: float) -> str:
     """Per second, without the unit. Small tensors are about latency: their bandwidth needs no digits."""
     value = bandwidth / 1e9
     return figures(value) if value >= 0.01 else f"{value:.4f}"
+
+
+def _error(error: float) -> str:
+    """A share, with what digits it has."""
+    return "0" if error == 0 else f"{error:.2%}" if error >= 1e-4 else f"{error:.1e}"
 
 
 def _span(low: str, high: str) -> str:

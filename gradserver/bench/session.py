@@ -62,7 +62,7 @@ class Session:
     ) -> Iterator[Fleet]:
         """Starts processes, under a heading."""
         self.section(title, layout or self._layout)
-        self._live("starting processes: importing torch")
+        self.live("starting processes: importing torch")
         self._fleets += 1
         with Fleet(workers, needs, self._folder / f"fleet-{self._fleets}", place) as fleet:
             yield fleet
@@ -83,7 +83,7 @@ class Session:
         seconds = self._sample_seconds if sample_seconds is None else sample_seconds
         where = f"{fleet.workers} workers, {size_name(case.nbytes)}"
         return fleet.measure(
-            case, repetitions or self._repetitions, seconds, lambda what: self._live(f"{where}: {what}")
+            case, repetitions or self._repetitions, seconds, lambda what: self.live(f"{where}: {what}")
         )
 
     def add(self, row: Row) -> None:
@@ -130,7 +130,8 @@ class Session:
         if self._screen is not None:
             self._screen.line(f"  {self._screen.style(text, DIM)}")
 
-    def _live(self, text: str) -> None:
+    def live(self, text: str) -> None:
+        """Shows what is going on, until something else is shown."""
         if self._screen is not None:
             self._screen.live(f"  {text}")
 
