@@ -81,6 +81,28 @@ def test_demo_passes_and_leaves_its_results(tmp_path: Path) -> None:
     assert state_sha256(model).startswith(digest[1])
 
 
+def test_demo_over_a_lossy_wire_holds_replicas_together_and_says_how_near_it_came(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        command(tmp_path / "out", "--steps", "12", "--wire", "topk:0.1"),
+        env=environment(),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert not [line for line in ran.stdout.replace(str(tmp_path), "").splitlines() if len(line) > 79]
+    assert "gradients travel as topk:0.1; what that loses comes later" in ran.stdout
+    assert re.search(r"ok  weights +identical +SHA-256 \w{32}\.\.\.", ran.stdout)
+    assert re.search(r"ok  loss curve +lossy +at most \S+ apart \(step \d+\)", ran.stdout)
+    assert "PASS  2 workers hold identical replicas, trained over topk:0.1." in ran.stdout
+    assert re.search(r'connect\("tcp://COORDINATOR:7411",\n +wire="topk:0.1"\)', ran.stdout)
+    with (tmp_path / "out" / "losses.csv").open() as stream:
+        rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(stream)]
+    apart = max(abs(row["loss_workers"] / row["loss_one_process"] - 1) for row in rows)
+    assert TOLERANCE < apart < 0.2  # it is lossy, and learns
+    assert rows[-1]["loss_workers"] < rows[0]["loss_workers"] - 0.5
+
+
 @contextmanager
 def running_demo(out: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, str]]]:
     """A demo that would train for long, once it trains; with it the processes that it has started."""
@@ -172,6 +194,7 @@ def test_defaults() -> None:
     arguments = parse()
     assert (arguments.workers, arguments.steps, arguments.batch, arguments.seed) == (2, None, 4, 0)
     assert arguments.out == Path("gradserver-demo")
+    assert (arguments.wire, parse("--wire", "topk").wire) == ("fp32", "topk:0.01")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +204,8 @@ def test_defaults() -> None:
         (["--steps", "-3"], "argument --steps: -3 is out of range: 1 to 1000000"),
         (["--batch", "many"], "argument --batch: 'many' is not a whole number"),
         (["--seed", "1.5"], "argument --seed: '1.5' is not a whole number"),
+        (["--wire", "int4"], "argument --wire: there is no codec 'int4'; there are fp32, bf16, fp16, int8, topk"),
+        (["--wire", "topk:1"], "argument --wire: topk:1 takes more bytes than fp32"),
     ],
 )
 def test_bad_values_are_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,6 +287,38 @@ def test_exit_status_follows_the_verdict(
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.parametrize(
+    ("hashes", "last", "status", "lines"),
+    [
+        (("ab" * 32, "ab" * 32), 4.0, 0, ["ok  loss curve  lossy      at most 1.0e+00 apart (step 6)"]),
+        (("ab" * 32, "cd" * 32), 2.0, 1, ["NO  weights     DIFFERENT", "FAIL  the replicas' weights differ."]),
+        (
+            ("ab" * 32, "ab" * 32),
+            math.nan,
+            1,
+            ["NO  loss curve  NO NUMBER  at most inf apart (step 6)", "FAIL  the loss curves are no numbers."],
+        ),
+    ],
+)
+def test_a_lossy_curve_may_be_another_but_replicas_may_not(
+    hashes: tuple[str, str],
+    last: float,
+    status: int,
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(runner._Demo, "train_group", lambda _self: result([*LOSSES[:-1], last], *hashes))
+    monkeypatch.setattr(runner._Demo, "train_reference", lambda _self, _group: result(LOSSES, "ab" * 32))
+    assert runner.run_demo(replace(TINY, wire="int8"), tmp_path) == status
+    output = capsys.readouterr().out
+    for line in lines:
+        assert line in output
+    assert ("PASS" in output) == (status == 0)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
 def test_distance_is_relative_to_the_reference_and_never_hidden() -> None:
     assert distances([1.0, 2.2, math.nan, 1.0, 1.0], [1.0, 2.0, 1.0, math.inf, 0.0]) == [
         0.0,
@@ -280,7 +337,7 @@ def test_distance_is_relative_to_the_reference_and_never_hidden() -> None:
 def test_gradients_that_are_summed_instead_of_averaged_do_not_pass() -> None:
     """Clipping and Adam both undo a constant factor, so that the loss curve may well be the same."""
     verdict = judge(result(LOSSES, "a", "a", norm=4.0), result(LOSSES, "a", norm=2.0))
-    assert verdict.losses.allowed
+    assert verdict.losses_allowed
     assert verdict.gradient_norms.distance == 1.0
     assert not verdict.passed
 

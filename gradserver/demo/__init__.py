@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from gradserver.arguments import number
+from gradserver.arguments import codec, number
 
 _NEEDS = ("torch", "matplotlib")
 _STEPS, _QUICK_STEPS = 200, 40
@@ -33,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="X", help="of weights and samples (default 0)"
     )
     parser.add_argument(
+        "--wire",
+        type=codec,
+        default="fp32",
+        metavar="CODEC",
+        help="what gradients travel as: fp32, bf16, fp16, int8, topk:0.01, randomk:0.01 (default fp32, without loss)",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         default=Path("gradserver-demo"),
@@ -49,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the demo as `add_arguments` had it described. Returns the exit status.
 
-    0: replicas identical and curve within tolerance; 1: not so, or a process failed; 2: it cannot start.
+    0: replicas identical and curve within tolerance, or only finite if the wire is lossy; 1: not so, or a process
+    failed; 2: it cannot start.
     """
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
@@ -60,5 +68,5 @@ def run(args: argparse.Namespace) -> int:
 
     steps = args.steps or (_QUICK_STEPS if args.quick else _STEPS)
     make = Settings.quick if args.quick else Settings
-    settings = make(workers=args.workers, batch=args.batch, steps=steps, seed=args.seed)
+    settings = make(workers=args.workers, batch=args.batch, steps=steps, seed=args.seed, wire=args.wire)
     return run_demo(settings, args.out)

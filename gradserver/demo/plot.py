@@ -22,7 +22,7 @@ def save_plot(path: Path, settings: Settings, group: Result, reference: Result) 
     figure = Figure(figsize=(9, 6.2), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.15])
     _draw_losses(upper, settings, group, reference)
-    _draw_distances(lower, group, reference)
+    _draw_distances(lower, settings, group, reference)
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
@@ -32,7 +32,7 @@ def save_plot(path: Path, settings: Settings, group: Result, reference: Result) 
 
 def _draw_losses(axes: Axes, settings: Settings, group: Result, reference: Result) -> None:
     steps = range(1, settings.steps + 1)
-    many = settings.crew
+    many = f"{settings.crew}, {settings.wire}," if settings.is_lossy else settings.crew
     axes.plot(steps, group.losses, color=_GROUP, linewidth=4.5, label=f"{many} through the coordinator")
     label = f"one process, batch {settings.global_batch}"
     axes.plot(steps, reference.losses, color=_REFERENCE, linewidth=1.3, label=label)
@@ -48,7 +48,7 @@ def _draw_losses(axes: Axes, settings: Settings, group: Result, reference: Resul
     axes.set_ylabel("loss (nats per byte)")
     axes.set_ylim(bottom=0)
     axes.set_title(
-        f"{many} with {settings.batch} sequences each, and one process with {settings.global_batch}",
+        f"{settings.crew} with {settings.batch} sequences each, and one process with {settings.global_batch}",
         loc="left",
         fontsize=13,
         fontweight="bold",
@@ -59,15 +59,17 @@ def _draw_losses(axes: Axes, settings: Settings, group: Result, reference: Resul
     axes.legend(frameon=False, loc="upper right")
 
 
-def _draw_distances(axes: Axes, group: Result, reference: Result) -> None:
+def _draw_distances(axes: Axes, settings: Settings, group: Result, reference: Result) -> None:
     norms = distances(group.gradient_norms, reference.gradient_norms)
     losses = distances(group.losses, reference.losses)
     for label, gaps, colour in (("gradient norm", norms, _NORM), ("loss", losses, _REFERENCE)):
         # A logarithmic axis has no zero: equal values are drawn at the bottom.
         shown = [max(gap, _FLOOR) for gap in gaps]
         axes.semilogy(range(1, len(gaps) + 1), shown, ".", markersize=5, color=colour, label=label)
-    axes.axhline(TOLERANCE, color="#b91c1c", linewidth=1, linestyle=(0, (4, 3)))
-    axes.annotate("tolerance", (1, TOLERANCE), xytext=(4, -4), textcoords="offset points", va="top", color="#b91c1c")
+    if not settings.is_lossy:
+        red = "#b91c1c"
+        axes.axhline(TOLERANCE, color=red, linewidth=1, linestyle=(0, (4, 3)))
+        axes.annotate("tolerance", (1, TOLERANCE), xytext=(4, -4), textcoords="offset points", va="top", color=red)
     finite = [gap for gap in (*norms, *losses) if math.isfinite(gap)]
     axes.set_ylim(_FLOOR, 10 * max([TOLERANCE, *finite]))
     axes.set_ylabel("relative\ndifference")

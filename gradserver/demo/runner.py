@@ -58,7 +58,7 @@ class _Demo:
         view = self.view
         group = self.train_group()
         reference = self.train_reference(group)
-        verdict = judge(group, reference)
+        verdict = judge(group, reference, lossy=self.settings.is_lossy)
 
         view.heading(3, "The two compared")
         view.verdict(group, reference, verdict)

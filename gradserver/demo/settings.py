@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 VOCABULARY = 256
 """Every byte value is a token."""
@@ -46,11 +46,18 @@ class Settings:
     clip_norm: float = 0.5  # largest norm of a step's gradient
     validation_rows: int = 64  # sequences of held-out text
     sample_bytes: int = 280  # length of the continuation
+    wire: str = "fp32"  # the codec that gradients travel in
 
     @classmethod
-    def quick(cls, *, workers: int, batch: int, steps: int, seed: int) -> Settings:
+    def quick(cls, *, workers: int, batch: int, steps: int, seed: int, wire: str = "fp32") -> Settings:
         """A model so small that it shows that everything works, and learns little."""
-        return cls(workers, batch, steps, seed, context=64, width=64, heads=2, blocks=2, hidden=128, sample_bytes=80)
+        small = cls(workers, batch, steps, seed, context=64, width=64, heads=2, blocks=2, hidden=128, sample_bytes=80)
+        return replace(small, wire=wire)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether gradients lose something on the way, so that the curves cannot be the same."""
+        return self.wire != "fp32"
 
     @property
     def crew(self) -> str:

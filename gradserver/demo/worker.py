@@ -51,7 +51,8 @@ def main() -> int:
 
 def train_in_group(model: GPT, corpus: Corpus, settings: Settings, url: str, rank: int) -> Iterator[Step]:
     """Trains on this rank's rows, with gradients that are averaged over the group. All it takes is two lines."""
-    with gradserver.connect(url, rank=rank, world_size=settings.workers, name=f"worker-{rank}") as worker:
+    name, wire = f"worker-{rank}", settings.wire
+    with gradserver.connect(url, rank=rank, world_size=settings.workers, name=name, wire=wire) as worker:
         replica = gradserver.DistributedDataParallel(model, worker)
         yield from train(replica, corpus, settings, settings.rows_of(rank), lambda: replica.exchange_seconds)
 
