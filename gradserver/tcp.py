@@ -121,6 +121,8 @@ class TcpServer:
         self._calls: deque[Callable[[], None]] = deque()
         coordinator.run_in(self._call_soon)
         self._encoded: tuple[Message | None, bytes] = (None, b"")
+        self._unsure = True
+        """Whether the router may have something that its descriptor does not signal any more."""
         self._poller = select.poll()
         self._unix = UnixServer(self._poller, self) if share_memory else None
         self._link: Link | None = None
@@ -168,7 +170,7 @@ class TcpServer:
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Serve until `request_stop`, or ``until()``.
 
-        libzmq's descriptors are edge-triggered, and any call on the router can swallow its edge: so what
+        libzmq's descriptors are edge-triggered, and any call on the router can swallow its edge: so after one what
         there is must be taken before waiting. (`zmq.Poller` does the same with six times the system calls.)
         """
         router, monitor, wake = int(self._router.get(zmq.FD)), int(self._monitor.get(zmq.FD)), self._wake_out.fileno()
@@ -177,7 +179,7 @@ class TcpServer:
             poller.register(descriptor, select.POLLIN)
         self._notice_disconnects()  # also because its descriptor signals nothing before it was looked at once
         while self._stopping is None:
-            caught_up = self._take_some()
+            caught_up = not self._unsure or self._take_some()
             if self._link is not None:
                 caught_up = self._link.take_some() and caught_up
                 if self._link.failure is not None:
@@ -197,7 +199,9 @@ class TcpServer:
                     self._wake_out.recv(4096)
                     while self._calls:
                         self._calls.popleft()()
-                elif descriptor != router and self._unix is not None:
+                elif descriptor == router:
+                    self._unsure = True
+                elif self._unix is not None:
                     self._unix.ready(descriptor, events)
         self._coordinator.stop(self._stopping)
 
@@ -232,9 +236,11 @@ class TcpServer:
     def _take_some(self) -> bool:
         """Receive what has come in, up to a number that keeps timers punctual; whether that was all."""
         for _ in range(_BATCH):
+            self._unsure = False
             if not int(self._router.get(_EVENTS)) & _POLLIN:
                 return True
             self._take_one()
+        self._unsure = True
         return False
 
     def _take_one(self) -> None:
@@ -313,6 +319,7 @@ class TcpServer:
         """Send; False if there is no connection to send on any more, or its queue is full."""
         header = self.encoded(message)
         send = self._router.send
+        self._unsure = True
         try:
             send(identity, _NOBLOCK_MORE)
             if payloads:
