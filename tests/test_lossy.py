@@ -22,10 +22,11 @@ from protocol.errors import (
     NonFiniteError,
     UnsupportedOperationError,
 )
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, operation_of
+from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, layout_of, operation_of
 from protocol.plan import Plan, decode_plan, first_difference, simple_plan, with_codec, with_named_codecs
 from tests.cluster import Daemon, coordinator, errors, together
 from worker.client import Worker
+from worker.coder import Coder
 from worker.connect import connect
 
 CODECS = ["bf16", "fp16", "int8", "topk:0.1", "randomk:0.1"]
@@ -221,6 +222,23 @@ def test_unknown_wire_is_refused_before_anything_is_connected() -> None:
 
 def test_operation_speaks_of_its_codec() -> None:
     assert str(Operation(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, 8, codec=codec_of("int8"))).endswith("as int8")
+
+
+def test_memory_of_a_payload_is_used_again_when_it_was_answered_and_not_before() -> None:
+    operation = operation_of(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, 3 * 262_144, codec=codec_of("int8"))
+    values = gradient(0, operation.numel)
+    source = values.view(np.uint8)
+    coder = Coder(ExchangeKey(Stream.COLLECTIVE, 0), layout_of(operation, 2), source, source.copy(), None)
+    first, second = (np.frombuffer(coder.encode(index), np.uint8) for index in (0, 1))
+    assert not np.shares_memory(first, second)
+    before = second.tobytes()
+
+    coder.decode(0, first.data)
+    third = np.frombuffer(coder.encode(2), np.uint8)
+
+    assert np.shares_memory(first, third)
+    assert second.tobytes() == before
+    assert third.tobytes() == codec_of("int8").encode(values[2 * 262_144 :]).tobytes()
 
 
 def test_training_with_lossy_gradients_keeps_replicas_alike_and_learns_as_much() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from protocol.exchange import ExchangeKey, Layout
 from worker.tensors import Bytes
 
 _threads = threading.local()
+_free: deque[Bytes] = deque(maxlen=64)
+"""Memory of payloads that were answered: no more than were in flight at once, and so bounded by credit as well."""
 
 
 class Coder:
@@ -25,7 +28,7 @@ class Coder:
         feedback: what earlier encodings of this bucket lost, to be made up for; None if nobody keeps count.
     """
 
-    __slots__ = ("_destination", "_feedback", "_key", "_layout", "_source")
+    __slots__ = ("_destination", "_feedback", "_key", "_layout", "_rooms", "_source")
 
     def __init__(
         self, key: ExchangeKey, layout: Layout, source: Bytes | None, destination: Bytes, feedback: Feedback | None
@@ -35,6 +38,8 @@ class Coder:
         self._source = None if source is None else source.view(np.float32)
         self._destination = destination.view(np.float32)
         self._feedback = feedback
+        self._rooms: dict[int, Bytes] = {}
+        """Where contributions without a result lie."""
 
     def encode(self, index: int) -> Buffer:
         """The contribution to slice ``index``."""
@@ -42,19 +47,31 @@ class Coder:
         start, stop = self._layout.span(index)
         values = self._source[start:stop]
         codec, seed = self._layout.codec, seed_of(self._key.number, self._key.part, start)
+        room = self._rooms[index] = _room(codec.nbytes(stop - start))
         if self._feedback is None:
-            return codec.encode(values, None, seed, _scratch())
-        return self._feedback.encode(codec, start, stop, values, None, seed, _scratch())
+            return codec.encode(values, room, seed, _scratch())
+        return self._feedback.encode(codec, start, stop, values, room, seed, _scratch())
 
     def decode(self, index: int, payload: Buffer | None) -> None:
         """Put the result of slice ``index`` where it belongs; None stands for zeros."""
         start, stop = self._layout.span(index)
         values = self._destination[start:stop]
+        if (room := self._rooms.pop(index, None)) is not None:  # who was answered has been read
+            _free.append(room)
         if payload is None:
             values[:] = 0
         else:
             seed = seed_of(self._key.number, self._key.part, start)
             self._layout.codec.decode(payload, stop - start, values, seed, _scratch())
+
+
+def _room(nbytes: int) -> Bytes:
+    """Memory for a payload, where possible an earlier one's: of new memory every 4 KiB cost a page fault."""
+    try:
+        room = _free.pop()
+    except IndexError:
+        return np.empty(nbytes, np.uint8)
+    return room if room.size == nbytes else np.empty(nbytes, np.uint8)  # others are those of slices at an end
 
 
 def _scratch() -> Scratch:
