@@ -42,13 +42,16 @@ class Scratch:
     __slots__ = ("_compensated", "_decoded", "_words")
 
     def __init__(self) -> None:
-        self._words = np.empty((3, BLOCK), np.uint32)
+        first, second, third = np.empty((3, BLOCK), np.uint32)
+        self._words = first, second, third
         self._compensated = np.empty(BLOCK, np.float32)
         self._decoded = np.empty(BLOCK, np.float32)
 
     def words(self, numel: int) -> tuple[Words, Words, Words]:
         """Three arrays of ``numel`` (at most ``BLOCK``) words: what one block's encoding or decoding works in."""
         first, second, third = self._words
+        if numel == BLOCK:
+            return self._words
         return first[:numel], second[:numel], third[:numel]
 
     def compensated(self, numel: int) -> Floats:

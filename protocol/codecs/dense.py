@@ -6,7 +6,6 @@ encoded is not worn down by whoever encodes it again.
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar, Final
 
 import numpy as np
@@ -224,21 +223,26 @@ class Int8(Codec):
         compensated, work = scratch.compensated(values.size), scratch.words(values.size)[0]
         np.add(values, residual, out=compensated)
         scales = self._quantise(compensated, out, work)
-        if math.isnan(np.maximum.reduce(scales)):
+        if scales is None:
             return False
         decoded = work.view(np.float32)
         _by_group(np.multiply, decoded, scales, decoded)
         np.subtract(compensated, decoded, out=residual)
         return True
 
-    def _quantise(self, values: Floats, out: Bytes, work: Words) -> Floats:
-        """Encode one block, and leave its integers in ``work``, as float32. Returns the scales of its groups."""
+    def _quantise(self, values: Floats, out: Bytes, work: Words) -> Floats | None:
+        """Encode one block, and leave its integers in ``work``, as float32.
+
+        Returns:
+            The scales of its groups; None if not all elements are finite.
+        """
         np.bitwise_and(values.view(np.uint32), MAGNITUDE, out=work)
         peaks = np.maximum.reduceat(work, _STARTS[: -(-values.size // self.GROUP)])
         scales = peaks.view(np.float32) / np.float32(127)
         np.maximum(scales, self._LEAST, out=scales)
         np.minimum(scales, self._GREATEST, out=scales)
-        if np.maximum.reduce(peaks) >= INFINITY:
+        finite = np.maximum.reduce(peaks) < INFINITY
+        if not finite:
             scales[peaks >= INFINITY] = np.nan
         begin = out.size - values.size
         out[:begin].view(np.float32)[:] = scales
@@ -247,7 +251,7 @@ class Int8(Codec):
         _by_group(np.divide, values, scales, integers)
         np.rint(integers, out=integers)
         np.copyto(out[begin:].view(np.int8), integers, casting="unsafe")
-        return scales
+        return scales if finite else None
 
 
 _STARTS: Final = np.arange(0, BLOCK, Int8.GROUP)
