@@ -54,7 +54,7 @@ def serve(
         quiet: whether further processes log warnings only.
     """
     _raise_limits()
-    _keep_memory()
+    keep_memory()
     own, options = _share_rate(rate, shards)
     entropy = partial(secrets.token_hex, 16)
     engine = Engine(worlds, CREDIT_BYTES if credit is None else credit, entropy, own)
@@ -100,7 +100,7 @@ def serve_shard(primary: str, bind: str | None, rate: float | None = None, share
     from gradserver.shard import Link, advertised
 
     _raise_limits()
-    _keep_memory()
+    keep_memory()
     link = Link(primary, _JOINING_SECONDS)
     engine = ShardEngine(primary)
     coordinator = Coordinator(engine)
@@ -157,7 +157,7 @@ def _share_rate(rate: float | None, shards: int) -> tuple[float | None, list[str
     return rate / shards, ["--rate", repr(rate / shards)]
 
 
-def _keep_memory() -> None:
+def keep_memory() -> None:
     """Have malloc keep what it was given back: every slice is about as large as the one before.
 
     The C library would return a slice's memory to the system when it is freed, and each new slice would be paid for

@@ -192,7 +192,7 @@ NOTES = {
     "codecs": (
         "error: length of the error of a mean over that of the mean; of sum: the same of the sum over all rounds",
         "encode: with feedback, at a worker; combine: decode all, add up, encode with feedback, at the coordinator",
-        "GB/s: size / median time; size: fp32 bytes of one contribution; memcpy: the same bytes copied",
+        "GB/s: size / median time of one core; size: fp32 bytes of one contribution; memcpy: the same bytes copied",
         "#wrong: elements that no payload brought and nobody owes",
     ),
     "step": (
