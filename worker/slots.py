@@ -14,7 +14,7 @@ from protocol.messages import Place
 from worker.tensors import Bytes
 
 SLOT_BYTES: Final = 2 * MIB
-SLOTS: Final = 4
+SLOTS: Final = 2
 SMALLEST_BYTES: Final = 32 * KIB
 """What is shorter travels as well as it is copied twice."""
 
