@@ -264,7 +264,7 @@ def owner_lives(name: str) -> bool:
         (["same-host", "--sizes", "4XB"], "'4XB' is not a size: write 4KiB or 4K (4096 bytes), 26MB (26,000,000), 8B"),
         (["same-host", "--sizes", "6B"], "6B is 6 bytes: sizes are multiples of 4, from 8 bytes to 4 GiB"),
         (["same-host", "--sizes", "1MB,1000KB"], "'1MB,1000KB' names something twice"),
-        (["same-host", "--workers", "1"], "1 is out of range: 2 to 16"),
+        (["same-host", "--workers", "1"], "1 is out of range: 2 to 64"),
         (["same-host", "--workers", "two"], "'two' is not a whole number"),
         (["same-host", "--variants", "magic"], "'magic' is unknown: there are buckets, plan, ordinary, threads"),
         (["same-host", "--plot", "out.pdf"], "'out.pdf': the picture is a PNG, name it FILE.png"),

@@ -29,7 +29,7 @@ _SUITES = {
     "train": "training steps of a GPT, against torch DDP on gloo, and overlap with an emulated backward",
 }
 _LAYOUTS = {"same-host": "same-host", "latency": "latency", "codecs": "codecs", "train": "step"}
-_MOST_WORKERS = 16
+_MOST_WORKERS = 64
 _sizes = parse.listed(parse.size)
 _workers = parse.listed(parse.whole(2, _MOST_WORKERS))
 _wires = parse.listed(parse.wire)
