@@ -48,6 +48,7 @@ from gradserver.engine.events import (
 from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Round, Run
 from gradserver.engine.failures import fail, forget_if_over, halt_all, tell, tell_all
 from gradserver.engine.results import answer, complete, refund
+from gradserver.engine.wording import abandoned, mismatch, non_finite, overdue, undecodable
 from protocol.buffer import Buffer
 from protocol.errors import (
     GradServerError,
@@ -164,13 +165,13 @@ class Data:
         exchange = group.exchanges.get(key)
         begins = group.begins(push) if group.table.rates else push.slice == 0
         if begins:
-            for abandoned in group.take_number(rank, key):
-                fail(group, abandoned, group.abandoned(abandoned, rank, key), commands)
+            for earlier in group.take_number(rank, key):
+                fail(group, earlier, abandoned(group, earlier, rank, key), commands)
             operation = self._operation(group, rank, push)
             if exchange is None:
                 exchange = self._open(group, rank, key, operation, now)
             elif exchange.operation is not operation and exchange.operation != operation and exchange.failure is None:
-                error = group.mismatch(exchange, rank, operation)
+                error = mismatch(group, exchange, rank, operation)
                 exchange.join(rank, push.weight)
                 fail(group, exchange, error, commands)
                 return None
@@ -270,7 +271,7 @@ class Data:
             return []
         if isinstance(event.outcome, Undecodable):
             refund(group, exchange, piece)
-            error = group.undecodable(exchange, event.outcome)
+            error = undecodable(group, exchange, event.outcome)
             fail(group, exchange, error, commands)
             return [Violation(group.connections[event.outcome.rank], error)]
         if isinstance(event.outcome, NonFinite):
@@ -284,7 +285,7 @@ class Data:
     ) -> list[Report]:
         """A contribution to the slices from ``index`` was not finite: this group hands out nothing any more."""
         element = exchange.layout.span(index)[0] + found.element
-        error = group.non_finite(exchange, element, found)
+        error = non_finite(group, exchange, element, found)
         halt_all(group, error, False, commands)
         return [Halted(group.order.group, error)]
 
@@ -311,7 +312,7 @@ class Data:
         timeout = group.order.timeout
         for exchange in list(group.exchanges.values()):
             if exchange.failure is None and exchange.touched + timeout <= now:
-                error = group.overdue(exchange)
+                error = overdue(group, exchange)
                 fail(group, exchange, error, commands)
                 if exchange.key.stream == Stream.BUCKET:
                     yield Halted(group.order.group, error, True)

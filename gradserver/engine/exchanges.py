@@ -1,4 +1,4 @@
-"""The data half's tables: exchanges that have begun, rounds, groups; and how to speak of them."""
+"""The data half's tables: exchanges that have begun, rounds, groups."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gradserver.engine.events import NonFinite, OpenGroup, Undecodable
+from gradserver.engine.events import OpenGroup
 from protocol.buffer import Buffer
 from protocol.errors import (
-    AbandonedError,
-    CollectiveMismatchError,
-    DeadlineError,
     GradServerError,
     LimitExceededError,
-    NonFiniteError,
     OutOfStepError,
 )
 from protocol.exchange import ExchangeKey, Kind, Layout, Operation, Pool, Stream, pool_of
@@ -272,65 +268,9 @@ class Group:
         """Whether ``rank`` has begun ``key`` before."""
         return key.number < self.due.get(_sequence(rank, key), 0)
 
-    def abandoned(self, exchange: Exchange, rank: int, key: ExchangeKey) -> AbandonedError:
-        """``rank`` went on to ``key`` without it."""
-        return AbandonedError(
-            f"{self.call(rank)} went on to {self.describe(key)} without {self.describe(exchange.key)} "
-            f"({exchange.operation})"
-        )
-
     def has_heard(self, exchange: Exchange, rank: int) -> bool:
         """Whether ``rank`` was told that ``exchange`` has failed, or has gone on without it."""
         return rank in exchange.pushed or rank in self.departed or self.is_past(rank, exchange.key)
-
-    def mismatch(self, exchange: Exchange, rank: int, operation: Operation) -> CollectiveMismatchError:
-        """``rank`` called something else than those before it."""
-        return CollectiveMismatchError(
-            f"{self.describe(exchange.key)} is not the same everywhere: {self.call(exchange.first)} called "
-            f"{exchange.operation}, {self.call(rank)} called {operation}"
-        )
-
-    def non_finite(self, exchange: Exchange, element: int, found: NonFinite) -> NonFiniteError:
-        """Somebody contributed NaN or Inf."""
-        key = exchange.key
-        where, parameter = f"element {element}", ""
-        if key.stream == Stream.BUCKET and self.plan is not None:
-            parameter = self.plan.buckets[key.part].component_at(element).name
-            where = f"parameter {parameter!r}" if found.exact else f"parameter {parameter!r}, or one beside it,"
-        if found.rank < 0:
-            who, name = "the mean overflowed, though every contribution was finite:", ""
-        else:
-            who, name = f"{self.call(found.rank)} contributed", self.order.seats[found.rank].name
-        return NonFiniteError(
-            f"{who} {found.value} in {where} of {self.describe(key, exchange.operation)}; the group is halted "
-            f"and nothing of this slice was handed out. Look at that worker's data, loss and learning rate",
-            worker=name,
-            rank=found.rank,
-            bucket=self.bucket_name(key),
-            parameter=parameter,
-            round=key.number,
-        )
-
-    def undecodable(self, exchange: Exchange, found: Undecodable) -> GradServerError:
-        """Somebody contributed bytes that say nothing."""
-        what = self.describe(exchange.key, exchange.operation)
-        return type(found.error)(
-            f"{self.call(found.rank)} contributed to {what} what is no {exchange.layout.codec.name}: {found.error}"
-        )
-
-    def overdue(self, exchange: Exchange) -> DeadlineError:
-        """Somebody did not come."""
-        timeout = self.order.timeout
-        missing = exchange.missing()
-        have = [rank for rank in exchange.participants if rank not in missing]
-        whom = self.calls(missing) if missing else "the coordinator to reduce it"
-        return DeadlineError(
-            f"{self.describe(exchange.key, exchange.operation)} waited {timeout:g} s for {whom}"
-            + (f"; {self.calls(have)} had come" if have else ""),
-            missing=tuple(self.call(rank) for rank in missing),
-            bucket=self.bucket_name(exchange.key),
-            round=exchange.key.number if exchange.key.stream == Stream.BUCKET else -1,
-        )
 
     def snapshot(self, now: float) -> dict[str, object]:
         """Traffic, as plain JSON values. Ages in seconds, sizes in bytes."""
