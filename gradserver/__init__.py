@@ -39,8 +39,10 @@ if TYPE_CHECKING:
         JoinRefusedError as JoinRefusedError,
         JoinTimeoutError as JoinTimeoutError,
         LayoutError as LayoutError,
+        LeftOutError as LeftOutError,
         LimitExceededError as LimitExceededError,
         MalformedMessageError as MalformedMessageError,
+        MembershipChangedError as MembershipChangedError,
         NonFiniteError as NonFiniteError,
         OutOfStepError as OutOfStepError,
         PeerError as PeerError,
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
         WorkerLeftError as WorkerLeftError,
         WorkerLostError as WorkerLostError,
     )
+    from protocol.messages import Membership as Membership
     from worker.blocks import GradientExchange as GradientExchange
     from worker.client import Worker as Worker
     from worker.connect import connect as connect
@@ -86,6 +89,7 @@ _HOME = {
     "shard_batches": "worker.sharding",
     "ShardSampler": "worker.sampler",
     "LocalCluster": "gradserver.local",
+    "Membership": "protocol.messages",
 }
 """Where each lazy name lives. The error classes are not listed: `protocol.errors` says which there are."""
 

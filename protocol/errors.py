@@ -16,10 +16,12 @@ GradServerError
 ├── DisagreementError             the job's: members of one group want different things
 │   ├── PlanMismatchError
 │   ├── CollectiveMismatchError
-│   └── AbandonedError            somebody went on without this exchange, and that is all that is known
+│   ├── AbandonedError            somebody went on without this exchange, and that is all that is known
+│   └── MembershipChangedError    an elastic group is not the one that this call was made in: call it again
 ├── PeerError                     another worker's
 │   ├── WorkerLostError           died, or its connection did
 │   ├── WorkerLeftError           left politely, but was still needed
+│   ├── LeftOutError              this one, for the others: they go on without it
 │   └── NonFiniteError            contributed NaN or Inf
 ├── DeadlineError                 someone's who did not come in time; it names them (also a TimeoutError)
 │   └── JoinTimeoutError
@@ -137,6 +139,16 @@ class AbandonedError(DisagreementError):
     """A member went on without this exchange, as it does when the exchange has failed at another data shard."""
 
 
+class MembershipChangedError(DisagreementError):
+    """Somebody left an elastic group, or was lost, in the midst of a collective that cannot go on without him.
+
+    It raises this at every member, once. Rank and world size are those of ``epoch`` from then on, and the call can
+    be repeated.
+    """
+
+    epoch: int = 0
+
+
 class PeerError(GradServerError):
     """Something that another worker did, or stopped doing."""
 
@@ -150,6 +162,10 @@ class WorkerLostError(PeerError):
 
 class WorkerLeftError(PeerError):
     """A worker closed while others still needed it."""
+
+
+class LeftOutError(PeerError):
+    """The others of an elastic group go on without this worker, which did not come in time."""
 
 
 class NonFiniteError(PeerError):

@@ -257,6 +257,9 @@ def cut(operation: Operation, bounds: tuple[int, ...], replies: int = 1) -> Layo
     return Layout(firsts[-1], step, bounds, firsts, operation.numel, itemsize, replies, operation.codec)
 
 
+WORLD_BOUND: Final = frozenset({Kind.ALL_GATHER, Kind.REDUCE_SCATTER})
+"""What depends on how many take part, and in which order."""
+
 IN_PLACE: Final = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST, Kind.TRANSFER})
 """What gives everybody as many bytes as one contributes: it can be done over whole runs of slices in shared memory."""
 

@@ -18,6 +18,8 @@ worker                                  coordinator
   Leave ─────────────────────────────────► forgets the worker
   ◄────────────────────────────────────── Leave, the same: all that was said before it was heard
   ◄────────────────────────────────────── Failure at any time; Ping at any time, not answered
+  ◄────────────────────────────────────── Membership, in an elastic group, when somebody departed
+  ◄────────────────────────────────────── RoundDone, in an elastic group, after the last Result of a round
 
 data shard                              coordinator
   Enlist ────────────────────────────────► uses it for the groups that become complete from now on
@@ -65,7 +67,7 @@ class Welcome:
     """The group is complete. ``credit`` in bytes; ``names`` by rank.
 
     ``shards`` are the URLs of the data shards beside the coordinator itself, ``rates`` compare them (its own is the
-    first), and ``token`` is what this worker shows them.
+    first), and ``token`` is what this worker shows them. ``seats``, by rank, tell that the group is elastic.
     """
 
     group: str
@@ -76,6 +78,36 @@ class Welcome:
     shards: tuple[str, ...] = ()
     rates: tuple[float, ...] = ()
     token: str = ""
+    seats: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Who is in an elastic group, from ``epoch`` on. A member goes by it when it is told to.
+
+    That is by the RoundDone of a round, or by the failure of a collective, that names this epoch or a later one.
+
+    Attributes:
+        epoch: number of this membership.
+        seats: the seats of those who are there, by rank. A seat is its occupant's for the group's life.
+        names: theirs, by rank.
+        reason: what has changed, for people.
+        lost: whether somebody was lost, rather than left.
+    """
+
+    epoch: int
+    seats: tuple[int, ...]
+    names: tuple[str, ...]
+    reason: str
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDone:
+    """A round of an elastic group is over at all shards; ``epoch`` is that of the next one."""
+
+    round: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +203,8 @@ class Push(NamedTuple):
         operation: what this worker believes the exchange to be; None for buckets, the plan says it.
         slices: how many. More than one only in shared memory.
         place: where in shared memory the contribution lies (if present) and the result belongs.
+        epoch: on the first slice of what depends on the world size, the membership that its sender goes by; 0
+            elsewhere, and in groups whose membership is fixed.
     """
 
     key: ExchangeKey
@@ -180,6 +214,7 @@ class Push(NamedTuple):
     operation: Operation | None = None
     slices: int = 1
     place: Place | None = None
+    epoch: int = 0
 
 
 class Result(NamedTuple):
@@ -309,4 +344,6 @@ Message = (
     | Reported
     | Attend
     | Attended
+    | Membership
+    | RoundDone
 )

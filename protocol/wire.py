@@ -56,6 +56,7 @@ from protocol.messages import (
     Inquire,
     Join,
     Leave,
+    Membership,
     MemoryAt,
     Message,
     Missing,
@@ -66,6 +67,7 @@ from protocol.messages import (
     Push,
     Reported,
     Result,
+    RoundDone,
     Scope,
     ShareMemory,
     Status,
@@ -83,6 +85,7 @@ _MAX_TOTAL: Final = 2 * MAX_WORLD_SIZE * MAX_WEIGHT  # sums round
 _LAST_STREAM: Final = int(max(Stream))
 _text = text(MAX_TEXT)
 _texts = listed(_text, MAX_LIST)
+_seats = listed(integer(0, MAX_WORLD_SIZE - 1), MAX_WORLD_SIZE)
 _rank = integer(-1, MAX_WORLD_SIZE - 1)
 _counter = integer(0, MAX_COUNTER)
 _stream = integer(0, _LAST_STREAM)
@@ -136,10 +139,10 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     # class, fields, fewest and most payloads, most bytes in a payload
     (Failure, (_scope, _text, _text, facts, optional(_key)), 0, 0, 0),
     (Join, (_text, _text, _rank, integer(0, MAX_WORLD_SIZE), number(0.0, MAX_TIMEOUT)), 0, 0, 0),
-    (Welcome, (_text, _rank, _counter, _counter, _texts, _texts, listed(_rate, MAX_SHARDS), _text), 0, 0, 0),
+    (Welcome, (_text, _rank, _counter, _counter, _texts, _texts, listed(_rate, MAX_SHARDS), _text, _seats), 0, 0, 0),
     (Propose, (_text, _counter), 1, 1, MAX_FRAME_BYTES),
     (Agreed, (_text, _counter), 0, 0, 0),
-    (Push, (_key, _counter, _weight, flag, _operation, _slices, _place), 0, 1, SLICE_BYTES),
+    (Push, (_key, _counter, _weight, flag, _operation, _slices, _place, _counter), 0, 1, SLICE_BYTES),
     (Result, (_key, _counter, number(0.0, _MAX_TOTAL), flag, _slices, flag), 0, 1, SLICE_BYTES),
     (Inquire, (_key,), 0, 0, 0),
     (Missing, (_key, _texts), 0, 0, 0),
@@ -155,9 +158,11 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Reported, (), 1, 1, MAX_HEADER_BYTES),
     (Attend, (_text, _counter, _rank, _text), 0, 0, 0),
     (Attended, (), 0, 0, 0),
+    (Membership, (_counter, _seats, _texts, _text, flag), 0, 0, 0),
+    (RoundDone, (_counter, _counter), 0, 0, 0),
 )
-_SHARED_FIELDS: Final = (Push, Result)
-"""Their last two fields concern shared memory, and are left out where there is none."""
+_SHORTER: Final = {Push: (5, 7), Result: (4,)}
+"""With so many fields they come too: what is behind concerns shared memory, and memberships that change."""
 _CODE_OF: Final = {row[0]: code for code, row in enumerate(_TYPES)}
 _PUSH_CODE: Final = bytes([_CODE_OF[Push]])
 
@@ -174,7 +179,9 @@ def encode(message: Message) -> bytes:
     values: tuple[Any, ...]
     if isinstance(message, Push):
         values = (message.key, message.slice, message.weight, message.present, _pack_operation(message.operation))
-        if message.place is not None or message.slices != 1:
+        if message.epoch:
+            values = (*values, message.slices, message.place, message.epoch)
+        elif message.place is not None or message.slices != 1:
             values = (*values, message.slices, message.place)
     elif isinstance(message, Result):
         values = (message.key, message.slice, message.weight, message.present)
@@ -223,7 +230,7 @@ def _read(header: Buffer) -> tuple[Message, tuple[int, int, int]]:
     """The message in a header, and how many payloads go with it: the fewest, the most, and the bytes in one."""
     code, values = _unpack(header)
     kind, checks, *payloads = _TYPES[code]
-    if len(values) != len(checks) and not (kind in _SHARED_FIELDS and len(values) == len(checks) - 2):
+    if len(values) != len(checks) and len(values) not in _SHORTER.get(kind, ()):
         raise MalformedMessageError(f"{kind.__name__} has {len(checks)} fields, got {len(values)}")
     quick = _quick_push if kind is Push else _quick_result if kind is Result else None
     message: Message | None = quick(values) if quick is not None else None

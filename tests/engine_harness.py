@@ -27,6 +27,7 @@ from gradserver.engine.events import (
     Stop,
     Tick,
 )
+from gradserver.engine.policy import Policy
 from protocol.buffer import Buffer
 from protocol.dtypes import FLOAT32
 from protocol.errors import GradServerError
@@ -90,7 +91,7 @@ class Harness:
     ``lazy``: `Reduce` commands pile up in ``reduces`` instead of being answered at once.
     """
 
-    worlds: dict[str, int] = field(default_factory=dict)
+    worlds: dict[str, int | Policy] = field(default_factory=dict)
     credit: int = 1 << 24
     lazy: bool = False
     now: float = 0.0
@@ -241,6 +242,12 @@ class Harness:
             assert (message.key, message.slice) not in found, "the same result twice"
             found[message.key, message.slice] = (message, payloads)
         return found
+
+    def told(self, rank: int, kind: type[M]) -> list[M]:
+        """All messages of this kind for ``rank``; others stay."""
+        waiting = self.inbox[SEATS + rank]
+        self.inbox[SEATS + rank] = [(m, p) for m, p in waiting if not isinstance(m, kind)]
+        return [message for message, _ in waiting if isinstance(message, kind)]
 
     def array(self, rank: int) -> Array:
         """The payload of the one result that came for ``rank``."""

@@ -50,6 +50,7 @@ from protocol.messages import (
     Inquire,
     Join,
     Leave,
+    Membership,
     MemoryAt,
     Message,
     Missing,
@@ -60,6 +61,7 @@ from protocol.messages import (
     Push,
     Reported,
     Result,
+    RoundDone,
     Scope,
     ShareMemory,
     Status,
@@ -79,6 +81,7 @@ slices = st.integers(1, MAX_SLICES)
 just_one = st.just(1)
 names = st.text(max_size=20) | st.just("ü" * MAX_TEXT)
 ranks = st.integers(-1, MAX_WORLD_SIZE - 1)
+epochs = st.just(0) | st.integers(0, MAX_COUNTER)
 counters = st.integers(0, 99) | st.integers(0, MAX_COUNTER) | st.just(MAX_COUNTER)
 weights = st.floats(0, 1e30) | st.sampled_from([0.0, 1.0, 5e-324, 1e30])
 keys = st.builds(ExchangeKey, st.sampled_from([int(s) for s in Stream]), counters, counters, ranks, ranks)
@@ -92,6 +95,7 @@ operations = st.builds(
 )
 rates = st.lists(st.floats(0, MAX_RATE), max_size=MAX_SHARDS).map(tuple)
 short_lists = st.lists(st.text(max_size=20), max_size=5).map(tuple) | st.just(("worker",) * MAX_LIST)
+seats = st.lists(st.integers(0, MAX_WORLD_SIZE - 1), max_size=8).map(tuple)
 fields = st.dictionaries(
     st.text(max_size=10), st.text(max_size=20) | st.integers(-(2**63), 2**63 - 1) | short_lists, max_size=5
 )
@@ -105,14 +109,30 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.builds(Join, names, names, ranks, st.integers(0, MAX_WORLD_SIZE), st.floats(0, MAX_TIMEOUT)), none),
         (st.builds(Welcome, names, ranks, counters, counters, short_lists), none),
         (st.builds(Welcome, names, ranks, counters, counters, short_lists, short_lists, rates, names), none),
+        (
+            st.builds(Welcome, names, ranks, counters, counters, short_lists, short_lists, rates, names, seats),
+            none,
+        ),
+        (st.builds(Membership, counters, seats, short_lists, names, st.booleans()), none),
+        (st.builds(RoundDone, counters, counters), none),
         (st.builds(Propose, names, counters), one),
         (st.builds(Agreed, names, counters), none),
-        (st.builds(Push, keys, counters, weights, st.just(True), st.none() | operations, just_one, st.none()), one),
-        (st.builds(Push, keys, counters, weights, st.just(False), st.none() | operations, just_one, st.none()), none),
+        (
+            st.builds(
+                Push, keys, counters, weights, st.just(True), st.none() | operations, just_one, st.none(), epochs
+            ),
+            one,
+        ),
+        (
+            st.builds(
+                Push, keys, counters, weights, st.just(False), st.none() | operations, just_one, st.none(), epochs
+            ),
+            none,
+        ),
         (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(True), just_one, st.just(False)), one),
         (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(False), just_one, st.just(False)), none),
         (
-            st.builds(Push, keys, counters, weights, st.booleans(), st.none() | operations, slices, places),
+            st.builds(Push, keys, counters, weights, st.booleans(), st.none() | operations, slices, places, epochs),
             none,
         ),
         (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(True), slices, st.just(True)), none),
@@ -139,6 +159,9 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Failure(Scope.EXCHANGE, "WorkerLostError", "gone", {"rank": 3, "worker": "w3", "more": ("a", "b")}, KEY), []),
     (Join("default", "w0", -1, 4, 60.0), []),
     (Welcome("default", 1, 5, 1 << 24, ("w0", "w1")), []),
+    (Welcome("default", 1, 5, 1 << 24, ("w0", "w1"), seats=(0, 2)), []),
+    (Membership(6, (0, 2), ("w0", "w2"), "'w1' (rank 1) was lost in round 3 (it died); 2 workers go on", True), []),
+    (RoundDone(211, 6), []),
     (Propose("ab" * 32), [b"plan"]),
     (Agreed("ab" * 32, 12), []),
     (Push(KEY, 3, 2.5, True, None), [b"1234"]),
@@ -153,6 +176,8 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (ShareMemory(), []),
     (MemoryAt("gradserver-12", "ab" * 16), []),
     (Push(KEY, 0, 1.0, True, None, 100, Place(3, 4096)), []),
+    (Push(KEY, 0, 1.0, True, None, 1, Place(3, 4096), 7), []),
+    (Push(KEY, 0, 1.0, True, epoch=7), [b"x"]),
     (Result(KEY, 0, 4.0, True, 100, True), []),
     (Welcome("default", 1, 5, 1 << 24, ("w0", "w1"), ("tcp://10.0.0.2:7411",), (0.0, 25.0), "ab" * 16), []),
     (Attend("default", 5, 1, "ab" * 16), []),

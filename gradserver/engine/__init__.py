@@ -17,7 +17,7 @@ data halves can run elsewhere (`gradserver.engine.shard` is the mind of one).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from gradserver.engine.control import Control
 from gradserver.engine.data import Data
@@ -34,6 +34,7 @@ from gradserver.engine.events import (
     Tick,
     Violation,
 )
+from gradserver.engine.policy import Policy
 from protocol.limits import CREDIT_BYTES
 from protocol.messages import Inquire, Push
 
@@ -42,7 +43,7 @@ class Engine:
     """Both halves in one process.
 
     Args:
-        worlds: world sizes by group, for groups whose size the coordinator was told.
+        worlds: world sizes by group, or policies of elastic ones, for groups whose size the coordinator was told.
         credit: bytes that one worker may have in flight.
         entropy: gives text that nobody can guess; without it no data shards are taken.
         rate: of this process's link in Gbit/s, as others state theirs; None if nobody said.
@@ -50,7 +51,7 @@ class Engine:
 
     def __init__(
         self,
-        worlds: dict[str, int] | None = None,
+        worlds: Mapping[str, int | Policy] | None = None,
         credit: int = CREDIT_BYTES,
         entropy: Callable[[], str] | None = None,
         rate: float | None = None,
@@ -83,7 +84,7 @@ class Engine:
                 self.control.stop(reason, commands)
         while orders or reports:
             for order in orders:
-                reports += self.data.obey(order, commands)
+                reports += self.data.obey(order, now, commands)
             orders = [order for report in reports for order in self.control.heed(report, commands)]
             reports = []
         return commands

@@ -22,14 +22,17 @@ A group's life:
     ACTIVE    Join                                  ACTIVE    refused: membership is fixed
     BROKEN    Join                                  BROKEN    refused, with the reason
     BROKEN    the last member leaves or is lost     (none)
+
+Elastic groups are in `gradserver.engine.elastic`, with a table of what differs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from gradserver.engine.elastic import boundary, depart, give_up, may_begin
 from gradserver.engine.events import (
     Absent,
     Close,
@@ -59,27 +62,31 @@ from gradserver.engine.membership import (
     deadlines,
     describe,
     join_timeout,
+    new_group,
 )
 from gradserver.engine.orders import decode_report, encode_order
+from gradserver.engine.policy import Policy
 from gradserver.engine.proposals import agree, confirm, fail_all, fail_overdue, fail_proposal, reject_minority
 from gradserver.engine.roster import DataShard, Roster, count_round
+from gradserver.engine.seats import Seats, in_order
 from protocol.buffer import Buffer
 from protocol.errors import (
     ConnectionLostError,
     CoordinatorStoppedError,
     GradServerError,
     InvalidArgumentError,
-    InvalidWorldSizeError,
-    LimitExceededError,
+    JoinRefusedError,
+    LeftOutError,
     MalformedMessageError,
     ProtocolError,
     UnexpectedMessageError,
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.limits import MAX_GROUPS, MAX_NAME_BYTES, MIN_CREDIT_BYTES
+from protocol.limits import MAX_NAME_BYTES, MIN_CREDIT_BYTES
 from protocol.messages import Enlist, Failure, Join, Leave, Message, Ordered, Propose, Reported, Scope, Welcome
 from protocol.plan import decode_plan
+from protocol.shards import Table
 
 _HERE = 0
 """Where the coordinator's own data half reports from; connections have larger numbers."""
@@ -90,7 +97,7 @@ class Control:
 
     def __init__(
         self,
-        worlds: dict[str, int],
+        worlds: Mapping[str, int | Policy],
         credit: int,
         entropy: Callable[[], str] | None = None,
         rate: float | None = None,
@@ -98,7 +105,8 @@ class Control:
         if credit < MIN_CREDIT_BYTES:
             raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
         for name, world in worlds.items():
-            check_world(world, f"group {name!r}")
+            if not isinstance(world, Policy):
+                check_world(world, f"group {name!r}")
         self.groups: dict[str, Group] = {}
         self.roster = Roster(entropy, rate)
         self._worlds = dict(worlds)
@@ -125,6 +133,8 @@ class Control:
                 case Reported() if connection in self.roster.shards:
                     return self._heed_elsewhere(connection, payloads[0], now, commands)
                 case Enlist() if connection not in self._places:
+                    if any(isinstance(size, Policy) for size in self._worlds.values()):
+                        raise JoinRefusedError("this coordinator serves an elastic group, which has one data shard")
                     self.roster.enlist(connection, message, commands)
                     return []
                 case Leave(reason, failed):
@@ -148,6 +158,8 @@ class Control:
                 if done is not None:
                     group.rounds = done.round + 1
                     group.ledger.append(done)
+                    if group.policy is not None:
+                        boundary(group, done, commands)
             case Halted(name, error, buckets_only):
                 group = self.groups[name]
                 self._break(group, error, commands)
@@ -197,55 +209,35 @@ class Control:
         check_name("the group's name", join.group, MAX_NAME_BYTES)
         group = self.groups.get(join.group)
         if group is None:
-            group = self._new_group(join)
+            group = new_group(join, self._worlds.get(join.group, 0), len(self.groups))
         check_applicant(group, join, now)
         self.groups[join.group] = group
         group.applicants.append(Applicant(connection, join, now))
         self._places[connection] = group.name
-        commands.append(Log(f"group {group.name!r}: {join.name!r} joined ({len(group.applicants)} of {group.world})"))
-        if len(group.applicants) < group.world:
-            return []
-        return self._activate(group, commands)
-
-    def _new_group(self, join: Join) -> Group:
-        told = self._worlds.get(join.group, 0)
-        if told and join.world_size not in (0, told):
-            raise InvalidWorldSizeError(
-                f"{join.name!r} wants a world size of {join.world_size}, the coordinator was started with {told} "
-                f"for group {join.group!r}"
-            )
-        world = told or join.world_size
-        if not world:
-            raise InvalidWorldSizeError(
-                f"nobody said how many workers group {join.group!r} has: give world_size= to connect (or WORLD_SIZE "
-                f"in the environment), or --workers N to `gradserver serve`"
-            )
-        check_world(world, f"group {join.group!r}")
-        if len(self.groups) >= MAX_GROUPS:
-            raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
-        return Group(join.group, world)
+        commands.append(Log(f"group {group.name!r}: {join.name!r} joined ({len(group.applicants)} of {group.size})"))
+        return self._activate(group, commands) if may_begin(group, now) else []
 
     def _activate(self, group: Group, commands: list[Command]) -> list[Order]:
         """All are here: give those without a rank one, in the order in which they came, and welcome everybody."""
-        taken = {applicant.join.rank: applicant for applicant in group.applicants if applicant.join.rank >= 0}
-        free = iter(sorted(set(range(group.world)) - taken.keys()))
-        for applicant in group.applicants:
-            if applicant.join.rank < 0:
-                taken[next(free)] = applicant
+        chosen = [group.applicants[i] for i in in_order([a.join for a in group.applicants], group.world)]
         self._epochs += 1
-        group.epoch = self._epochs
-        group.members = {rank: Seat(taken[rank].connection, taken[rank].join.name) for rank in range(group.world)}
-        group.names = tuple(seat.name for seat in group.members.values())
+        group.epoch, group.world, group.opens = self._epochs, len(chosen), None
+        group.members = {rank: Seat(one.connection, one.join.name) for rank, one in enumerate(chosen)}
+        group.seats, group.table = Seats(one.join.name for one in chosen), Table(len(chosen))
         group.timeout = max(applicant.join.timeout for applicant in group.applicants)
         group.applicants.clear()
-        self.roster.staff(group)
+        elastic = group.policy is not None
+        if not elastic:
+            self.roster.staff(group)
         rates, tokens = group.table.rates, group.tokens
         seats = tuple(group.members.values())
-        order = OpenGroup(group.name, group.epoch, seats, self._credit, group.timeout, rates, 0, tokens)
+        order = OpenGroup(group.name, group.epoch, seats, self._credit, group.timeout, rates, 0, tokens, elastic)
         for shard, connection in enumerate(group.shards, 1):
             commands.append(Send(connection, Ordered(), (encode_order(replace(order, shard=shard)),)))
         for rank, seat in group.members.items():
-            welcome = Welcome(group.name, rank, group.epoch, self._credit, group.names)
+            welcome = Welcome(group.name, rank, group.epoch, self._credit, group.seats.names)
+            if elastic:
+                welcome = replace(welcome, seats=group.seats.present)
             if tokens:
                 welcome = replace(welcome, shards=group.urls, rates=rates, token=tokens[rank])
             commands.append(Send(seat.connection, welcome))
@@ -268,7 +260,11 @@ class Control:
         if plan.hash != propose.hash:
             raise MalformedMessageError(f"a plan whose hash is {plan.hash}, announced as {propose.hash[:64]}")
         group.proposals[rank] = Proposal(plan, now, propose.round)
-        if len(group.proposals) < group.world:
+        return self._settle(group, commands)
+
+    def _settle(self, group: Group, commands: list[Command]) -> list[Order]:
+        """Agree on a plan, if all who are there have proposed one, and the same."""
+        if not 0 < len(group.proposals) == len(group.members):
             return []
         votes = Counter(proposal.plan.hash for proposal in group.proposals.values())
         leading = max(votes.values())
@@ -295,6 +291,8 @@ class Control:
         group = self.groups[name]
         if not group.members:
             group.applicants = [a for a in group.applicants if a.connection != connection]
+            if group.policy is not None and len(group.applicants) < group.policy.minimum:
+                group.opens = None
             commands.append(Log(f"group {name!r}: an applicant left ({reason})"))
             if not group.applicants:
                 del self.groups[name]
@@ -302,6 +300,10 @@ class Control:
         rank = next(rank for rank, seat in group.members.items() if seat.connection == connection)
         del group.members[rank]
         group.proposals.pop(rank, None)
+        if group.policy is not None and group.members:
+            self._epochs += 1
+            departure = depart(group, rank, reason, politely, self._epochs, commands)
+            return self._order(group, departure, commands) + self._settle(group, commands)
         kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
         commands.append(Log(f"group {name!r}: {group.call(rank)} {verb} ({reason})"))
         if not group.members:
@@ -311,7 +313,7 @@ class Control:
         when = f" after round {group.rounds - 1}" if group.rounds else ""
         error = kind(
             f"{group.call(rank)} {verb}{when} and is needed to go on: {reason}",
-            worker=group.names[rank],
+            worker=group.seats.names[rank],
             rank=rank,
         )
         self._break(group, error, commands)
@@ -331,7 +333,8 @@ class Control:
         commands.append(Close(connection))
         commands.append(Log(f"connection {connection} refused: {error.message}", warning=True))
         blame = "it broke the protocol: " if isinstance(error, ProtocolError) else ""
-        return self._gone(connection, f"{blame}{error.message}", False, commands)
+        late = isinstance(error, LeftOutError)
+        return self._gone(connection, "it did not come in time" if late else f"{blame}{error.message}", False, commands)
 
     def stop(self, reason: str, commands: list[Command]) -> None:
         """Tell everybody that the coordinator stops."""
@@ -343,13 +346,21 @@ class Control:
 
     def next_deadline(self) -> float | None:
         """When the next applicant or proposal runs out of time."""
-        waiting = [group for group in self.groups.values() if group.applicants or group.proposals]
+        waiting = [g for g in self.groups.values() if g.applicants or g.proposals or g.paused is not None]
         return min((at for group in waiting for at in deadlines(group)), default=None) if waiting else None
 
     def tick(self, now: float, commands: list[Command]) -> list[Order]:
         """Tell those whose time is up."""
         orders: list[Order] = []
         for group in list(self.groups.values()):
+            if group.opens is not None and may_begin(group, now):
+                orders += self._activate(group, commands)
+            if group.paused is not None and group.paused + group.timeout <= now:
+                give_up(group, commands)
+                for seat in group.members.values():
+                    del self._places[seat.connection]
+                del self.groups[group.name]
+                orders += self._order(group, CloseGroup(group.name), commands)
             for applicant in [a for a in group.applicants if a.deadline <= now]:
                 error = join_timeout(group, applicant)
                 commands.append(Send(applicant.connection, Failure.of(error, Scope.CONNECTION)))

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from gradserver.engine.closing import depart, outdated, overdue_seats
 from gradserver.engine.events import (
     CloseGroup,
     Command,
@@ -48,6 +49,7 @@ from gradserver.engine.events import (
 from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Round, Run
 from gradserver.engine.failures import fail, forget_if_over, halt_all, tell, tell_all
 from gradserver.engine.results import answer, complete, refund
+from gradserver.engine.seats import Seats
 from gradserver.engine.wording import abandoned, mismatch, non_finite, overdue, undecodable
 from protocol.buffer import Buffer
 from protocol.errors import (
@@ -74,19 +76,24 @@ class Data:
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────
 
-    def obey(self, order: Order, commands: list[Command]) -> list[Report]:
+    def obey(self, order: Order, now: float, commands: list[Command]) -> list[Report]:
         """Carry out what control says."""
         match order:
-            case OpenGroup(name, _, seats):
+            case OpenGroup(name, epoch, seats):
                 connections = [seat.connection for seat in seats]
-                group = self.groups[name] = Group(order, Table(len(seats), order.rates), connections)
+                table, places = Table(len(seats), order.rates), Seats(seat.name for seat in seats)
+                group = self.groups[name] = Group(order, table, connections, places, epoch)
                 for rank, connection in enumerate(connections):
                     if connection >= 0:
                         self._seats[connection] = (group, rank)
             case SetPlan(name, plan, first_round):
                 return self._set_plan(self.groups[name], plan, first_round, commands)
             case Depart(name, rank, error):
-                self._depart(self.groups[name], rank, error, commands)
+                group = self.groups[name]
+                self._seats.pop(group.connections[rank], None)
+                if group.order.elastic:
+                    return depart(group, order, now, commands)
+                self._depart(group, rank, error, commands)
             case CloseGroup(name):
                 group = self.groups.pop(name)
                 for connection in group.connections:
@@ -113,6 +120,9 @@ class Data:
         reports: list[Report] = []
         for exchange in list(group.exchanges.values()):
             if exchange.key.stream == Stream.BUCKET and exchange.failure is None:
+                if not exchange.pushed:  # nobody but those who have departed had begun it
+                    del group.exchanges[exchange.key]
+                    continue
                 error = OutOfStepError(f"{group.describe(exchange.key)} was open when a new plan was agreed on")
                 fail(group, exchange, error, commands)
                 reports.append(Halted(group.order.group, error, True))
@@ -125,7 +135,6 @@ class Data:
         return reports
 
     def _depart(self, group: Group, rank: int, error: GradServerError, commands: list[Command]) -> None:
-        self._seats.pop(group.connections[rank], None)
         group.departed[rank] = error
         for exchange in list(group.exchanges.values()):
             if rank in exchange.participants:
@@ -169,7 +178,7 @@ class Data:
                 fail(group, earlier, abandoned(group, earlier, rank, key), commands)
             operation = self._operation(group, rank, push)
             if exchange is None:
-                exchange = self._open(group, rank, key, operation, now)
+                exchange = self._open(group, rank, key, operation, push.epoch, now)
             elif exchange.operation is not operation and exchange.operation != operation and exchange.failure is None:
                 error = mismatch(group, exchange, rank, operation)
                 exchange.join(rank, push.weight)
@@ -199,8 +208,12 @@ class Data:
             raise InvalidRankError(f"rank {rank} cannot take part in a transfer from {key.source} to {key.target}")
         return operation
 
-    def _open(self, group: Group, rank: int, key: ExchangeKey, operation: Operation, now: float) -> Exchange:
+    def _open(
+        self, group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float
+    ) -> Exchange:
         _check_operation(key, operation, group.world)
+        if group.order.elastic and (failed := outdated(group, rank, key, operation, epoch, now)) is not None:
+            return failed
         layout, start, stop = group.share(key, operation)
         if start == stop:
             empty = layout.count == 0
@@ -208,7 +221,8 @@ class Data:
                 "empty tensors are not exchanged" if empty else f"{group.describe(key, operation)} has no slice here"
             )
         transfer = key.stream == Stream.TRANSFER
-        participants = tuple(sorted((key.source, key.target))) if transfer else tuple(range(group.world))
+        everybody = group.seats.present
+        participants = tuple(sorted((key.source, key.target))) if transfer else everybody
         exchange = Exchange(key, operation, layout, start, stop, participants, rank, now, now, start)
         halted = group.halted or (group.buckets_halted if key.stream == Stream.BUCKET else None)
         first_to_depart = next((rank for rank in group.departed if rank in participants), None)
@@ -312,6 +326,10 @@ class Data:
         timeout = group.order.timeout
         for exchange in list(group.exchanges.values()):
             if exchange.failure is None and exchange.touched + timeout <= now:
+                left_out = overdue_seats(group, exchange, now) if group.order.elastic else None
+                if left_out is not None:
+                    yield from left_out
+                    continue
                 error = overdue(group, exchange)
                 fail(group, exchange, error, commands)
                 if exchange.key.stream == Stream.BUCKET:

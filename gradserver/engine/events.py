@@ -166,7 +166,8 @@ class OpenGroup:
     """A group is complete. ``seats`` by rank; ``credit`` in bytes for each; ``timeout`` in seconds.
 
     ``rates`` are those of its data shards (none if there is one only), and ``shard`` is the place of this one among
-    them. To a shard elsewhere workers come by themselves, and show ``tokens``, which are by rank too.
+    them. To a shard elsewhere workers come by themselves, and show ``tokens``, which are by rank too. An ``elastic``
+    group goes on without those who depart; then what is called a rank here is a seat.
     """
 
     group: str
@@ -177,6 +178,7 @@ class OpenGroup:
     rates: tuple[float, ...] = ()
     shard: int = 0
     tokens: tuple[str, ...] = ()
+    elastic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +192,15 @@ class SetPlan:
 
 @dataclass(frozen=True, slots=True)
 class Depart:
-    """A member is gone: what it has contributed counts, what still needs it fails with ``error``."""
+    """A member is gone: what it has contributed counts, what still needs it fails with ``error``.
+
+    ``epoch`` is that of the membership without it, if the group is elastic.
+    """
 
     group: str
     rank: int
     error: GradServerError
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +226,11 @@ Order = OpenGroup | SetPlan | Depart | CloseGroup | Halt
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """One finished round, for the ledger. Times are the clock of the coordinator's loop, in seconds."""
+    """One finished round, for the ledger. Times are the clock of the coordinator's loop, in seconds.
+
+    In elastic groups ``weights`` and ``last`` are by seat. A weight counts for every slice, unless its seat is among
+    ``cut``: those who departed in this round, with bucket and number of slices of each to which they contributed.
+    """
 
     round: int
     weights: tuple[float, ...]
@@ -228,6 +238,7 @@ class RoundRecord:
     completed: float
     last: int
     """The rank whose contribution was the last to come, which the round waited for."""
+    cut: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gradserver.engine.events import OpenGroup
+from gradserver.engine.seats import Seats
 from protocol.buffer import Buffer
 from protocol.errors import (
     GradServerError,
@@ -39,7 +40,10 @@ class Run(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Slices ``start`` to ``stop``, to which everybody has contributed: a part of one run of each, by rank."""
+    """Slices ``start`` to ``stop``, to which everybody has contributed: a part of one run of each, by rank.
+
+    Also of those who have departed meanwhile.
+    """
 
     start: int
     stop: int
@@ -58,17 +62,19 @@ class Exchange:
     stop: int
     """The one behind its last."""
     participants: tuple[int, ...]
-    """In rank order."""
+    """Those who have to contribute, in rank order."""
     first: int
     opened: float
     touched: float
     complete: int
-    """Everybody has contributed to the slices from ``start`` up to this one."""
+    """All who have to have contributed to the slices from ``start`` up to this one."""
     weights: dict[int, float] = field(default_factory=dict)
     pushed: dict[int, int] = field(default_factory=dict)
     """The slice that is due from each participant; they come in order."""
     runs: dict[int, deque[Run]] = field(default_factory=dict)
     """Contributions that wait for others, by rank."""
+    cut: dict[int, int] = field(default_factory=dict)
+    """Those who have departed: up to which slice their contributions count."""
     reducing: dict[int, Piece] = field(default_factory=dict)
     answered: int = 0
     last: int = -1
@@ -80,21 +86,56 @@ class Exchange:
         self.pushed[rank] = self.start
         self.runs[rank] = deque()
 
-    def take(self, rank: int, run: Run) -> Iterator[Piece]:
-        """Keep one contribution, and give what has become complete by it, in pieces as long as possible."""
+    def take(self, rank: int, run: Run) -> Iterable[Piece]:
+        """Keep one contribution, and give what has become complete by it."""
         was_behind = self.pushed[rank] == self.complete
         self.pushed[rank] = run.stop
         self.runs[rank].append(run)
-        if not was_behind or len(self.pushed) < len(self.participants):
+        return self.ready() if was_behind else ()
+
+    def ready(self) -> Iterator[Piece]:
+        """What has become complete, after a push or a cut, in pieces as long as possible."""
+        if len(self.pushed) < len(self.participants) or not self.pushed:
             return
         everybody_has = min(self.pushed.values())
         while self.complete < everybody_has:
             start, stop = self.complete, min(runs[0].stop for runs in self.runs.values())
-            given = {rank: self._cut(self.runs[rank], start, stop) for rank in self.participants}
+            givers = sorted(self.runs) if self.cut else self.participants
+            given = {rank: self._part(self.runs[rank], start, stop) for rank in givers}
+            for rank in self.cut:
+                if rank in given and not self.runs[rank]:
+                    del self.runs[rank]
             self.complete = stop
             yield Piece(start, stop, given)
 
-    def _cut(self, runs: deque[Run], start: int, stop: int) -> Run:
+    def kept_of(self, rank: int) -> int:
+        """Up to which slice contributions of ``rank`` count if it departs now.
+
+        What lies in its memory and has not been reduced does not: it is its own again, and it may be alive.
+        """
+        kept = self.complete
+        for run in self.runs.get(rank, ()):
+            if run.shared:
+                break
+            kept = run.stop
+        return kept if rank in self.pushed else self.start
+
+    def leave_out(self, rank: int) -> None:
+        """Go on without ``rank``, whose contributions count as far as `kept_of` says."""
+        self.participants = tuple(other for other in self.participants if other != rank)
+        if rank not in self.pushed:
+            return
+        kept = self.cut[rank] = self.kept_of(rank)
+        del self.pushed[rank]
+        self.runs[rank] = deque(run for run in self.runs[rank] if run.stop <= kept)
+        if not self.runs[rank]:
+            del self.runs[rank]
+
+    def counted(self, rank: int) -> int:
+        """How many slices contributions of ``rank`` count for, once the exchange is done."""
+        return self.cut.get(rank, self.stop) - self.start
+
+    def _part(self, runs: deque[Run], start: int, stop: int) -> Run:
         run = runs[0]
         if run.stop == stop:
             runs.popleft()
@@ -120,6 +161,11 @@ class Exchange:
         """Whether something is being written to members' memory."""
         return any(run.shared for piece in self.reducing.values() for run in piece.given.values())
 
+    def owner(self, index: int) -> int:
+        """Who gets slice ``index`` of a REDUCE_SCATTER."""
+        scatters = self.operation.kind is Kind.REDUCE_SCATTER
+        return self.participants[self.layout.owner(index)] if scatters else -1
+
     def missing(self) -> list[int]:
         """Ranks that have yet to contribute to the earliest slice that is not complete."""
         return [rank for rank in self.participants if self.pushed.get(rank, self.start) <= self.complete < self.stop]
@@ -130,9 +176,12 @@ class Round:
     """The open round's bookkeeping."""
 
     opened: float
-    buckets: int = 0
+    done: set[int] = field(default_factory=set)
+    """Buckets that were exchanged."""
     weights: dict[int, float] = field(default_factory=dict)
     last: int = -1
+    cut: dict[tuple[int, int], int] = field(default_factory=dict)
+    """How many slices counted of those who have departed, by rank and bucket."""
 
 
 @dataclass(slots=True)
@@ -143,6 +192,9 @@ class Group:
     table: Table
     connections: list[int]
     """By rank; -1 for whoever has yet to come to this shard."""
+    seats: Seats
+    epoch: int
+    """That of the latest membership."""
     exchanges: dict[ExchangeKey, Exchange] = field(default_factory=dict)
     due: dict[tuple[int, ...], int] = field(default_factory=dict)
     """The next number of each sequence, by (rank, stream, part, source, target)."""
@@ -173,7 +225,7 @@ class Group:
 
     def call(self, rank: int) -> str:
         """How to speak of a member."""
-        return f"{self.order.seats[rank].name!r} (rank {rank})"
+        return self.seats.call(rank)
 
     def calls(self, ranks: Iterable[int]) -> str:
         """How to speak of several."""
@@ -187,7 +239,8 @@ class Group:
         if key.stream == Stream.BUCKET:
             return f"bucket {key.part} of round {key.number}"
         if key.stream == Stream.TRANSFER:
-            return f"transfer {key.number} from rank {key.source} to rank {key.target} (tag {key.part})"
+            source, target = self.seats.rank(key.source), self.seats.rank(key.target)
+            return f"transfer {key.number} from rank {source} to rank {target} (tag {key.part})"
         return f"collective {key.number}" + (f", {operation}," if operation else "")
 
     def bucket_name(self, key: ExchangeKey) -> str:
@@ -296,14 +349,18 @@ class Group:
         for exchange in self.exchanges.values():
             if exchange.failure is not None:
                 continue
-            assert set(exchange.weights) == set(exchange.pushed) == set(exchange.runs), exchange
+            assert set(exchange.weights) == exchange.pushed.keys() | exchange.cut.keys(), exchange
+            assert set(exchange.pushed) <= exchange.runs.keys() <= set(exchange.weights), exchange
+            assert not exchange.cut.keys() & set(exchange.participants), "waits for someone who was cut"
             for rank, runs in exchange.runs.items():
                 position = exchange.complete
                 for run in runs:
                     assert run.start <= position < run.stop, "contributions with a gap"
+                    assert not (run.shared and rank in exchange.cut), "memory of someone who was cut"
                     position = run.stop
-                assert position == exchange.pushed[rank], "a contribution was kept that was not counted"
-            if len(exchange.pushed) == len(exchange.participants):
+                due = exchange.pushed[rank] if rank in exchange.pushed else exchange.cut[rank]
+                assert position == due, "a contribution was kept that was not counted"
+            if exchange.pushed and len(exchange.pushed) == len(exchange.participants):
                 assert exchange.complete == min(exchange.pushed.values()), "a complete slice was kept"
             for rank, run in exchange.unanswered():
                 expected[rank, pool_of(exchange.key, rank)] += exchange.cost(run)

@@ -36,10 +36,16 @@ def fail(group: Group, exchange: Exchange, error: GradServerError, commands: lis
         exchange.reducing.clear()
     if exchange.key.stream == Stream.BUCKET and group.buckets_halted is None:
         group.buckets_halted = error
+    remember(group, exchange)
+    tell_all(group, exchange, commands)
+
+
+def remember(group: Group, exchange: Exchange) -> None:
+    """Keep a failed exchange for those who have yet to hear of it."""
+    group.exchanges[exchange.key] = exchange
     group.failed.append(exchange.key)
     if len(group.failed) > _MAX_FAILED:
         group.exchanges.pop(group.failed.popleft(), None)
-    tell_all(group, exchange, commands)
 
 
 def tell_all(group: Group, exchange: Exchange, commands: list[Command]) -> None:

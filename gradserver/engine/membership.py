@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from gradserver.engine.events import RoundRecord, Seat
+from gradserver.engine.policy import Policy
+from gradserver.engine.seats import Seats
 from protocol.errors import (
     GradServerError,
     InvalidArgumentError,
@@ -14,8 +16,9 @@ from protocol.errors import (
     InvalidWorldSizeError,
     JoinRefusedError,
     JoinTimeoutError,
+    LimitExceededError,
 )
-from protocol.limits import MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_SHARDS, MAX_TOKEN, MAX_URL, MAX_WORLD_SIZE
+from protocol.limits import MAX_GROUPS, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_SHARDS, MAX_TOKEN, MAX_URL, MAX_WORLD_SIZE
 from protocol.messages import Join
 from protocol.plan import Plan
 from protocol.shards import Table
@@ -51,15 +54,22 @@ class Proposal:
 
 @dataclass(slots=True)
 class Group:
-    """What control knows of one group. ``members`` is empty while it forms."""
+    """What control knows of one group. ``members`` is empty while it forms. In elastic groups ranks here are seats."""
 
     name: str
     world: int
+    """How many are, or may come to be, in it."""
+    policy: Policy | None = None
+    """Of an elastic group."""
     applicants: list[Applicant] = field(default_factory=list)
     members: dict[int, Seat] = field(default_factory=dict)
     """Those who are still there, by rank."""
-    names: tuple[str, ...] = ()
+    seats: Seats = field(default_factory=lambda: Seats(()))
     epoch: int = 0
+    opens: float | None = None
+    """When an elastic group begins, if no more come."""
+    paused: float | None = None
+    """Since when too few are left."""
     timeout: float = 0.0
     plan: Plan | None = None
     proposals: dict[int, Proposal] = field(default_factory=dict)
@@ -88,11 +98,18 @@ class Group:
         """As the table of states calls it."""
         if not self.members:
             return "forming"
-        return "broken" if self.broken else "active"
+        if self.broken:
+            return "broken"
+        return "active" if self.paused is None else "paused"
+
+    @property
+    def size(self) -> str:
+        """How many workers it is to have."""
+        return str(self.world if self.policy is None else self.policy)
 
     def call(self, rank: int) -> str:
         """How to speak of a member."""
-        return f"{self.names[rank]!r} (rank {rank})"
+        return self.seats.call(rank)
 
     def calls(self, ranks: Iterable[int]) -> str:
         """How to speak of several."""
@@ -103,6 +120,25 @@ def check_world(world: int, where: str) -> None:
     """InvalidWorldSizeError unless ``world`` is a number of workers that a group can have."""
     if not 1 <= world <= MAX_WORLD_SIZE:
         raise InvalidWorldSizeError(f"{where}: a world size is 1 to {MAX_WORLD_SIZE}, not {world}")
+
+
+def new_group(join: Join, told: int | Policy, others: int) -> Group:
+    """The group that ``join`` is the first to ask for, beside ``others``. ``told``: its size; 0 if nobody said it."""
+    if isinstance(told, int) and told and join.world_size not in (0, told):
+        raise InvalidWorldSizeError(
+            f"{join.name!r} wants a world size of {join.world_size}, the coordinator was started with {told} "
+            f"for group {join.group!r}"
+        )
+    world = told.maximum if isinstance(told, Policy) else told or join.world_size
+    if not world:
+        raise InvalidWorldSizeError(
+            f"nobody said how many workers group {join.group!r} has: give world_size= to connect (or WORLD_SIZE "
+            f"in the environment), or --workers N to `gradserver serve`"
+        )
+    check_world(world, f"group {join.group!r}")
+    if others >= MAX_GROUPS:
+        raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
+    return Group(join.group, world, told if isinstance(told, Policy) else None)
 
 
 def check_name(what: str, name: str, limit: int) -> None:
@@ -116,16 +152,19 @@ def check_name(what: str, name: str, limit: int) -> None:
 
 def check_applicant(group: Group, join: Join, now: float) -> None:
     """Raise the error that keeps this applicant out, if there is one."""
-    fair_share = (MAX_HEADER_BYTES - _BESIDE_NAMES) // group.world - 5  # of a Welcome, with msgpack's own bytes
+    each = 5 if group.policy is None else 8  # msgpack's own bytes, and those of a seat
+    fair_share = (MAX_HEADER_BYTES - _BESIDE_NAMES) // group.world - each  # of a Welcome
     check_name(f"in a group of {group.world}, the worker's name", join.name, min(MAX_NAME_BYTES, fair_share))
-    if join.world_size not in (0, group.world):
+    least, most = (group.world,) * 2 if group.policy is None else (group.policy.minimum, group.policy.maximum)
+    if join.world_size and not least <= join.world_size <= most:
         raise InvalidWorldSizeError(
-            f"{join.name!r} wants a world size of {join.world_size}, group {group.name!r} has {group.world}"
+            f"{join.name!r} wants a world size of {join.world_size}, group {group.name!r} has {group.size}"
         )
     if group.members:
         why = f"it broke ({group.broken.message})" if group.broken else f"it is in round {group.rounds}"
+        state = "complete" if group.policy is None else "elastic, has begun"
         raise JoinRefusedError(
-            f"group {group.name!r} is complete and {why}; {join.name!r} cannot be added. "
+            f"group {group.name!r} is {state} and {why}; {join.name!r} cannot be added. "
             f"A new group can form under this name when these have left: {group.calls(group.members)}"
         )
     if join.rank >= group.world:
@@ -145,6 +184,8 @@ def join_timeout(group: Group, applicant: Applicant) -> JoinTimeoutError:
     here = ", ".join(
         f"{a.join.name!r}" + (f" (rank {a.join.rank})" if a.join.rank >= 0 else "") for a in group.applicants
     )
+    if group.policy is not None:
+        return _too_few_joined(group, applicant, here)
     ranks = {a.join.rank for a in group.applicants if a.join.rank >= 0}
     unassigned = sum(a.join.rank < 0 for a in group.applicants)
     absent = [f"rank {rank}" for rank in range(group.world) if rank not in ranks]
@@ -160,8 +201,22 @@ def join_timeout(group: Group, applicant: Applicant) -> JoinTimeoutError:
     )
 
 
+def _too_few_joined(group: Group, applicant: Applicant, here: str) -> JoinTimeoutError:
+    least = group.policy.minimum if group.policy else 0
+    missing = f"{least - len(group.applicants)} more, of any rank"
+    return JoinTimeoutError(
+        f"group {group.name!r} has {len(group.applicants)} of {group.size} workers after "
+        f"{applicant.join.timeout:g} s: {here} came; missing: {missing}",
+        missing=(missing,),
+    )
+
+
 def deadlines(group: Group) -> Iterable[float]:
     """When somebody's patience in this group ends."""
+    if group.opens is not None:
+        yield group.opens
+    if group.paused is not None:
+        yield group.paused + group.timeout
     for applicant in group.applicants:
         yield applicant.deadline
     for proposal in group.proposals.values():
@@ -173,13 +228,26 @@ def describe(group: Group, now: float) -> dict[str, object]:
     waiting = [{"name": a.join.name, "rank": a.join.rank, "waits": round(now - a.since, 3)} for a in group.applicants]
     return {
         "state": group.state,
-        "world_size": group.world,
+        "world_size": group.world if group.policy is None or not group.members else len(group.members),
+        "elastic": None if group.policy is None else [group.policy.minimum, group.policy.maximum],
         "epoch": group.epoch,
         "round": group.rounds,
         "plan": None if group.plan is None else {"buckets": len(group.plan.buckets), "bytes": group.plan.nbytes},
-        "members": [{"rank": rank, "name": seat.name} for rank, seat in group.members.items()],
+        "members": [_member(group, seat) for seat in group.members],
         "waiting": waiting,
         "broken": group.broken.message if group.broken else None,
-        "last_round": asdict(group.ledger[-1]) if group.ledger else None,
+        "last_round": _record(group, group.ledger[-1]) if group.ledger else None,
         "timeout": group.timeout,
     }
+
+
+def _record(group: Group, record: RoundRecord) -> dict[str, object]:
+    shown = asdict(record)
+    if group.policy is None:
+        del shown["cut"]
+    return shown
+
+
+def _member(group: Group, seat: int) -> dict[str, object]:
+    shown = {"rank": group.seats.rank(seat), "name": group.seats.names[seat]}
+    return shown if group.policy is None else {**shown, "seat": seat}

@@ -28,7 +28,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
     getters = [
         piece.given[rank]
         for rank in exchange.participants
-        if gets(operation, rank, exchange.key, exchange.layout.owner(piece.start))
+        if gets(operation, rank, exchange.key, exchange.owner(piece.start))
     ]
     targets = [run.payload for run in getters if run.shared and run.payload is not None]
     if operation.op is Op.NONE and operation.kind is not Kind.ALL_GATHER and not targets:
@@ -57,8 +57,8 @@ def answer(
     """Send everybody the result of some slices: ``payload``, or None for zeros. To shared memory it was written."""
     key, operation, layout = exchange.key, exchange.operation, exchange.layout
     start, stop, given = piece
-    weight = sum(exchange.weights[rank] for rank in exchange.participants)
-    owner = layout.owner(start)
+    weight = sum(exchange.weights[rank] for rank in given)
+    owner = exchange.owner(start)
     placed = Result(key, start, weight, True, stop - start, True)
     empty = Result(key, start, weight, False, stop - start)
     travels: list[tuple[Result, Sequence[Buffer]]] = []
@@ -97,14 +97,17 @@ def refund(group: Group, exchange: Exchange, piece: Piece) -> None:
 def _bucket_done(group: Group, exchange: Exchange, now: float) -> list[Report]:
     number = exchange.key.number
     current = group.rounds[number]
-    current.buckets += 1
-    current.weights.update(exchange.weights)
+    current.done.add(exchange.key.part)
+    current.weights.update((rank, weight) for rank, weight in exchange.weights.items() if exchange.counted(rank))
     current.last = exchange.last
-    if current.buckets < group.full_buckets:
+    for rank in exchange.cut:
+        current.cut[rank, exchange.key.part] = exchange.counted(rank)
+    if len(current.done) < group.full_buckets:
         return []
     del group.rounds[number]
-    weights = tuple(current.weights[rank] for rank in range(group.world))
-    record = RoundRecord(number, weights, current.opened, now, current.last)
+    weights = tuple(current.weights.get(rank, 0.0) for rank in range(group.world))
+    cut = tuple((*which, slices) for which, slices in sorted(current.cut.items()) if slices)
+    record = RoundRecord(number, weights, current.opened, now, current.last, cut)
     return [RoundCompleted(group.order.group, record)]
 
 

@@ -110,7 +110,7 @@ class ShardEngine:
             case Received(connection, message, payloads):
                 try:
                     if connection == self.link:
-                        reports = self._obey(message, payloads, commands)
+                        reports = self._obey(message, payloads, now, commands)
                     else:
                         reports = self._receive(connection, message, now, commands)
                 except GradServerError as error:
@@ -139,7 +139,7 @@ class ShardEngine:
 
     # ── the coordinator ───────────────────────────────────────────────────────────────────────────────
 
-    def _obey(self, message: Message, payloads: Sequence[Buffer], commands: list[Command]) -> list[Report]:
+    def _obey(self, message: Message, payloads: Sequence[Buffer], now: float, commands: list[Command]) -> list[Report]:
         match message:
             case Enlisted(number):
                 self.number = number
@@ -157,7 +157,7 @@ class ShardEngine:
                 if name == order.group and (isinstance(order, CloseGroup) or rank == order.rank):
                     del self._seats[connection]
                     commands.append(Close(connection))
-        reports = self.data.obey(order, commands)
+        reports = self.data.obey(order, now, commands)
         if isinstance(order, OpenGroup):
             self._latest = max(self._latest, order.epoch)
             for connection, (attend, _) in list(self._attending.items()):

@@ -45,7 +45,7 @@ def non_finite(group: Group, exchange: Exchange, element: int, found: NonFinite)
         f"{who} {found.value} in {where} of {group.describe(key, exchange.operation)}; the group is halted "
         f"and nothing of this slice was handed out. Look at that worker's data, loss and learning rate",
         worker=name,
-        rank=found.rank,
+        rank=group.seats.rank(found.rank),
         bucket=group.bucket_name(key),
         parameter=parameter,
         round=key.number,

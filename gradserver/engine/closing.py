@@ -1,0 +1,130 @@
+"""How the data half of an elastic group goes on without a member.
+
+A departure is a *cut*: from here on exchanges go on without that seat. What it gave as a prefix of an exchange's slices
+counts, the rest does not; so each element is the mean of those who counted for it, and everybody gets the same one.
+
+    exchange  event                                             next    what happens
+    ────────  ────────────────────────────────────────────────  ──────  ──────────────────────────────────────────────
+    OPEN      a participant departs                             OPEN    what waited for it alone is complete
+    OPEN      … and its memory holds what was not reduced       OPEN    that does not count: the memory is its own
+    OPEN      … and a reduction holds its bytes                 OPEN    they count; no result is sent to it
+    OPEN      … from an all_gather or a reduce_scatter          FAILED  MembershipChangedError to everybody
+    OPEN      … the root of a broadcast that lacks some of it   FAILED  MembershipChangedError to everybody
+    OPEN      … one end of a transfer that lacks some of it     FAILED  the other end is told who
+    (none)    first push, of a membership that has ended        FAILED  MembershipChangedError to everybody
+    OPEN      a bucket's deadline                               OPEN    control is to leave out who is missing
+    OPEN      a deadline that none of those present waits for   OPEN    it is put off
+
+Anything else is as in `gradserver.engine.data`, whose table this one extends.
+"""
+
+from __future__ import annotations
+
+from gradserver.engine.events import Absent, Command, Depart, Report
+from gradserver.engine.exchanges import Exchange, Group, Round
+from gradserver.engine.failures import fail, forget_if_over, remember
+from gradserver.engine.results import complete
+from protocol.errors import GradServerError, LeftOutError, MembershipChangedError
+from protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Layout, Operation, Stream
+
+_NOTHING = Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsize=0, replies=1)
+
+
+def depart(group: Group, order: Depart, now: float, commands: list[Command]) -> list[Report]:
+    """Go on without a member, in all that is open."""
+    seat = order.rank
+    group.departed[seat] = order.error
+    group.seats.depart(seat)
+    group.epoch = order.epoch
+    group.table.world_size = len(group.seats.present)
+    for number, current in group.rounds.items():
+        _note_what_counted(group, number, current, seat)
+    reports: list[Report] = []
+    for exchange in list(group.exchanges.values()):
+        if seat not in exchange.participants:
+            continue
+        if exchange.failure is not None:
+            forget_if_over(group, exchange)
+        elif (error := _why_not(group, exchange, order)) is not None:
+            fail(group, exchange, error, commands)
+            forget_if_over(group, exchange)
+        else:
+            reports += _cut(group, exchange, seat, now, commands)
+    return reports
+
+
+def _cut(group: Group, exchange: Exchange, seat: int, now: float, commands: list[Command]) -> list[Report]:
+    exchange.leave_out(seat)
+    reports: list[Report] = []
+    for piece in exchange.ready():
+        exchange.last = seat
+        reports += complete(group, exchange, piece, now, commands)
+    return reports
+
+
+def _note_what_counted(group: Group, number: int, current: Round, seat: int) -> None:
+    """Of the buckets of a round that are done, all that ``seat`` gave counted."""
+    if group.plan is None or seat not in current.weights:
+        return
+    for part in current.done:
+        _, start, stop = group.share(ExchangeKey(Stream.BUCKET, number, part), group.plan.buckets[part].operation)
+        current.cut.setdefault((seat, part), stop - start)
+
+
+def _why_not(group: Group, exchange: Exchange, order: Depart) -> GradServerError | None:
+    """Why ``exchange`` cannot go on without the seat that departs; None if it can."""
+    if exchange.complete == exchange.stop:
+        return None
+    kind = exchange.operation.kind
+    lacks_some = exchange.kept_of(order.rank) < exchange.stop
+    if kind in WORLD_BOUND or (kind is Kind.BROADCAST and exchange.operation.root == order.rank and lacks_some):
+        return _changed(group, exchange.key, exchange.operation)
+    return order.error if kind is Kind.TRANSFER and lacks_some else None
+
+
+def _changed(group: Group, key: ExchangeKey, operation: Operation) -> MembershipChangedError:
+    latest = list(group.departed.values())[-1]
+    return MembershipChangedError(
+        f"{group.describe(key, operation)} was called in a membership that has ended: {latest.message}. "
+        f"Rank and world size are new: call it again",
+        epoch=group.epoch,
+    )
+
+
+def outdated(
+    group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float
+) -> Exchange | None:
+    """The failed exchange, if ``rank`` begins one that it sees in the membership ``epoch``, which has ended."""
+    gone = operation.kind is Kind.BROADCAST and operation.root in group.departed
+    if not gone and (operation.kind not in WORLD_BOUND or epoch == group.epoch):
+        return None
+    participants = group.seats.present
+    exchange = Exchange(key, operation, _NOTHING, 0, 1, participants, rank, now, now, 0)
+    exchange.failure = _changed(group, key, operation)
+    remember(group, exchange)
+    return exchange
+
+
+def overdue_seats(group: Group, exchange: Exchange, now: float) -> list[Report] | None:
+    """Who is to be left out because ``exchange`` waited too long for them; None if it is to fail instead."""
+    if not exchange.pushed:
+        exchange.touched = now
+        return []
+    missing = exchange.missing()
+    if exchange.key.stream != Stream.BUCKET or not missing:
+        return None
+    exchange.touched = now
+    what = f"{group.describe(exchange.key)} waited {group.order.timeout:g} s for it"
+    return [
+        Absent(
+            group.order.group,
+            seat,
+            LeftOutError(
+                f"this worker, {group.call(seat)}, was left out of group {group.order.group!r}: {what}. "
+                f"It has to join again",
+                worker=group.seats.names[seat],
+                rank=group.seats.rank(seat),
+            ),
+        )
+        for seat in missing
+    ]

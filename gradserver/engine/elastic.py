@@ -1,0 +1,93 @@
+"""What control does about an elastic group, which goes on when members leave or are lost.
+
+What differs from the table in `gradserver.engine.control`:
+
+    state     event                                   next      what happens
+    ────────  ──────────────────────────────────────  ────────  ─────────────────────────────────────────────
+    FORMING   Join, the minimum is not there yet      FORMING   the applicant waits
+    FORMING   Join, the minimum is there              FORMING   more are waited for, until the gathering is over
+    FORMING   … and the maximum, or all they ask for  ACTIVE    a new epoch; Welcome to everybody
+    FORMING   the gathering is over                   ACTIVE    the same
+    ACTIVE    a member leaves, is lost or left out    ACTIVE    a new epoch: Membership to everybody, data cuts it off
+    ACTIVE    a round is complete at all shards       ACTIVE    RoundDone to everybody: the epoch is in force
+    ACTIVE    … and fewer than the minimum are left   PAUSED    RoundDone is held back
+    PAUSED    the group's timeout                     (none)    DeadlineError to everybody
+    PAUSED    the last member leaves or is lost       (none)
+
+A member's rank, world size and epoch change at RoundDone, or when a collective fails because of a departure.
+"""
+
+from __future__ import annotations
+
+from gradserver.engine.events import Close, Command, Depart, Log, RoundRecord, Send
+from gradserver.engine.membership import Group
+from protocol.errors import DeadlineError, WorkerLeftError, WorkerLostError
+from protocol.messages import Failure, Membership, RoundDone, Scope
+
+_MAX_REASON = 300
+"""Characters of why somebody departed, of those that all names leave in a header."""
+
+
+def may_begin(group: Group, now: float) -> bool:
+    """Whether a forming group has all that it waits for."""
+    policy, count = group.policy, len(group.applicants)
+    if policy is None:
+        return count == group.world
+    if count < policy.minimum:
+        group.opens = None
+        return False
+    wishes = [applicant.join.world_size for applicant in group.applicants]
+    if count == policy.maximum or (all(wishes) and count >= max(wishes)):
+        return True
+    if group.opens is None:
+        group.opens = now + policy.gather
+    group.opens = min(group.opens, *(applicant.deadline for applicant in group.applicants))
+    return group.opens <= now
+
+
+def depart(group: Group, seat: int, reason: str, politely: bool, epoch: int, commands: list[Command]) -> Depart:
+    """``seat`` is vacant, and ``reason`` says why: the others go on, as ``epoch``."""
+    kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
+    error = kind(
+        f"{group.call(seat)} {verb} in round {group.rounds} ({reason[:_MAX_REASON]})",
+        worker=group.seats.names[seat],
+        rank=group.seats.rank(seat),
+    )
+    group.seats.depart(seat)
+    group.epoch = epoch
+    what = f"{error.message}; {_count(len(group.members))} on"
+    news = Membership(epoch, group.seats.present, group.seats.present_names(), what, not politely)
+    commands += [Send(member.connection, news) for member in group.members.values()]
+    commands.append(Log(f"group {group.name!r}: {what}, epoch {epoch}", warning=not politely))
+    return Depart(group.name, seat, error, epoch)
+
+
+def boundary(group: Group, record: RoundRecord, commands: list[Command]) -> None:
+    """A round is complete: the next one may begin, with whoever is there, if they are enough."""
+    least, count = group.policy.minimum if group.policy else 0, len(group.members)
+    if count < least:
+        group.paused = record.completed
+        commands.append(
+            Log(f"waiting for workers: group {group.name!r} has {count}, at least {least} are needed", warning=True)
+        )
+        return
+    done = RoundDone(record.round, group.epoch)
+    commands += [Send(member.connection, done) for member in group.members.values()]
+
+
+def give_up(group: Group, commands: list[Command]) -> None:
+    """Nobody has come to take the place of those who departed: tell those who wait."""
+    least = group.policy.minimum if group.policy else 0
+    error = DeadlineError(
+        f"group {group.name!r} waited {group.timeout:g} s for workers after round {group.rounds - 1}: it has "
+        f"{len(group.members)}, {group.calls(group.members)}, and at least {least} are needed to go on",
+        missing=(f"{least - len(group.members)} more, of any rank",),
+        round=group.rounds,
+    )
+    for seat in group.members.values():
+        commands += [Send(seat.connection, Failure.of(error, Scope.CONNECTION)), Close(seat.connection)]
+    commands.append(Log(error.message, warning=True))
+
+
+def _count(workers: int) -> str:
+    return "1 worker goes" if workers == 1 else f"{workers} workers go"

@@ -1,0 +1,36 @@
+"""What a coordinator was told about the size of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.errors import InvalidWorldSizeError
+from protocol.limits import MAX_WORLD_SIZE
+
+GATHER_SECONDS = 2.0
+"""How long an elastic group that could begin waits for more, if nobody says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """An elastic group: one that goes on when members leave or are lost.
+
+    Attributes:
+        minimum: it begins when so many are there, and makes no further round with fewer.
+        maximum: it never has more.
+        gather: seconds that it waits for more than the minimum before it begins.
+    """
+
+    minimum: int
+    maximum: int = MAX_WORLD_SIZE
+    gather: float = GATHER_SECONDS
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.minimum <= self.maximum <= MAX_WORLD_SIZE:
+            raise InvalidWorldSizeError(
+                f"an elastic group has MIN to MAX workers, 1 ≤ MIN ≤ MAX ≤ {MAX_WORLD_SIZE}, "
+                f"not {self.minimum} to {self.maximum}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.minimum} or more" if self.maximum == MAX_WORLD_SIZE else f"{self.minimum} to {self.maximum}"

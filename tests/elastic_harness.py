@@ -1,0 +1,300 @@
+"""Members of an elastic group, driven by hand: programs that all follow, while some of them die or leave.
+
+A `Member` does what a worker does, step by step: it pushes slices of what it has begun, takes results, and goes by a
+new membership when a round is over or a collective has failed because of one. What it gives depends on its name, the
+step and the attempt only. `Cluster.expected` says what anybody must have got, from who had pushed it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from gradserver.engine.events import Reduce
+from gradserver.engine.policy import Policy
+from protocol.dtypes import FLOAT32, UINT8
+from protocol.errors import GradServerError, MembershipChangedError
+from protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Layout, Op, Operation, gives, layout_of
+from protocol.messages import Failure, Membership, Message, Push, Result, RoundDone
+from tests.engine_harness import (
+    SEATS,
+    Array,
+    Harness,
+    all_reduce,
+    bucket,
+    collective,
+    floats,
+    plan_of,
+    transfer,
+)
+
+Giver = Callable[[int, ExchangeKey, Operation, int], tuple[float, Array | None]]
+"""What a seat gives: weight and values."""
+Outcome = tuple[float, bytes | None]
+"""Weight and payload of one slice's result."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that all members do next: a round, or a collective or a transfer of this kind.
+
+    Ranks that are named (``root``, or source and target) are taken modulo the world size.
+    """
+
+    kind: Kind | None = None
+    """None is a round."""
+    numel: int = 4
+    root: int = 0
+    target: int = 1
+
+
+@dataclass
+class Task:
+    """One exchange, as one member sees it."""
+
+    key: ExchangeKey
+    operation: Operation
+    layout: Layout
+    values: Array | None
+    weight: float
+    epoch: int = 0
+    sent: int = 0
+    answers: dict[int, Outcome] = field(default_factory=dict)
+    error: GradServerError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or len(self.answers) == self.layout.count
+
+
+@dataclass
+class Member:
+    """One that follows the program."""
+
+    seat: int
+    cluster: Cluster
+    epoch: int
+    seats: tuple[int, ...]
+    at: int = 0
+    """The step of the program that it is in."""
+    attempt: int = 0
+    tasks: list[Task] = field(default_factory=list)
+    round: int = 0
+    over: int = -1
+    """The last round that it was told is over."""
+    announced: dict[int, Membership] = field(default_factory=dict)
+    boundaries: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    """Epoch and seats in force after each round."""
+    collectives: int = 0
+    pairs: dict[tuple[int, int], int] = field(default_factory=dict)
+    history: list[Task] = field(default_factory=list)
+    changes: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.at == len(self.cluster.program)
+
+    def ready(self) -> list[Task]:
+        """What it can push a slice of now."""
+        while not self.tasks and not self.finished:
+            self.begin(self.cluster.program[self.at])
+        return [task for task in self.tasks if not task.done and task.sent < task.layout.count]
+
+    def begin(self, step: Step) -> None:
+        world = len(self.seats)
+        if step.kind is None:
+            parts = self.cluster.buckets
+            self.tasks = [self.task(bucket(self.round, part), all_reduce(size)) for part, size in enumerate(parts)]
+        elif step.kind is Kind.TRANSFER:
+            source, target = self.seats[step.root % world], self.seats[step.target % world]
+            if source != target and self.seat in (source, target):
+                number = self.pairs[source, target] = self.pairs.get((source, target), -1) + 1
+                operation = Operation(Kind.TRANSFER, Op.NONE, FLOAT32, step.numel)
+                self.tasks = [self.task(transfer(number, source, target), operation)]
+            else:
+                self.next()
+        else:
+            self.tasks = [self.task(collective(self.collectives), self.operation(step))]
+            self.collectives += 1
+
+    def operation(self, step: Step) -> Operation:
+        world = len(self.seats)
+        match step.kind:
+            case Kind.BARRIER:
+                return Operation(Kind.BARRIER, Op.NONE, UINT8, 0)
+            case Kind.BROADCAST:
+                return Operation(Kind.BROADCAST, Op.NONE, FLOAT32, step.numel, self.seats[step.root % world])
+            case Kind.ALL_GATHER:
+                return Operation(Kind.ALL_GATHER, Op.NONE, FLOAT32, step.numel)
+            case Kind.REDUCE_SCATTER:
+                return Operation(Kind.REDUCE_SCATTER, Op.MEAN, FLOAT32, step.numel * world)
+        return all_reduce(step.numel)
+
+    def task(self, key: ExchangeKey, operation: Operation) -> Task:
+        weight, values = self.cluster.give(self.seat, key, operation, self.attempt)
+        epoch = self.epoch if operation.kind in WORLD_BOUND else 0
+        task = Task(key, operation, layout_of(operation, len(self.seats)), values, weight, epoch)
+        self.history.append(task)
+        return task
+
+    def take(self, message: Message, payload: bytes | None) -> None:
+        """A message from the coordinator."""
+        match message:
+            case Result(key, index, weight):
+                (task,) = [task for task in self.tasks if task.key == key]
+                assert index not in task.answers, "a second result for one slice"
+                assert index < task.sent, "a result before the contribution"
+                assert task.error is None, "a result after the failure"
+                task.answers[index] = weight, payload
+            case Failure(key=key):
+                assert key is not None, message
+                (task,) = [task for task in self.tasks if task.key == key]
+                assert not task.done, "a failure of what has ended"
+                task.error = message.exception()
+            case Membership():
+                assert self.seat in message.seats
+                self.announced[message.epoch] = message
+            case RoundDone(number, epoch):
+                assert number == self.round, "the end of another round"
+                assert all(task.done for task in self.tasks), "over before its results are here"
+                self.over = number
+                self.adopt(epoch)
+                self.boundaries[number] = self.epoch, self.seats
+            case _:
+                raise AssertionError(message)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """To the next step, if this one is done."""
+        if not self.tasks or not all(task.done for task in self.tasks):
+            return
+        errors = [task.error for task in self.tasks if task.error is not None]
+        if self.cluster.program[self.at].kind is None:
+            assert not errors, errors
+            if self.over == self.round:
+                self.round += 1
+                self.next()
+        elif errors and isinstance(errors[0], MembershipChangedError):
+            self.changes += 1
+            self.attempt += 1
+            self.adopt(errors[0].epoch)
+            self.tasks = []
+        else:
+            self.next()
+
+    def next(self) -> None:
+        self.at, self.attempt, self.tasks = self.at + 1, 0, []
+
+    def adopt(self, epoch: int) -> None:
+        if epoch > self.epoch:
+            self.epoch, self.seats = epoch, self.announced[epoch].seats
+
+
+class Cluster:
+    """An elastic group of ``world`` members who follow ``program``; ``seed`` decides who does what when."""
+
+    def __init__(
+        self, world: int, buckets: Sequence[int], program: Sequence[Step], seed: int, give: Giver | None = None
+    ) -> None:
+        self.buckets, self.program = tuple(buckets), tuple(program)
+        self.give = give or partial(contribution, seed)
+        self.harness = Harness({"default": Policy(1, 8)}, lazy=True)
+        self.harness.assemble(world, plan_of(*buckets))
+        self.random = random.Random(seed)
+        self.members = {seat: Member(seat, self, 1, tuple(range(world))) for seat in range(world)}
+        self.gone: dict[int, Member] = {}
+        self.at: dict[int, Callable[[], object]] = {}
+        """What happens besides, by step."""
+        self.pushed: dict[tuple[ExchangeKey, int], dict[int, Task]] = {}
+        """Who has pushed each slice, by seat."""
+
+    def run(self) -> None:
+        """Go on until nobody can do anything any more."""
+        steps = 0
+        while True:
+            self.at.pop(steps, lambda: None)()
+            self.deliver()
+            choices: list[tuple[Member, Task] | Reduce] = list(self.harness.reduces)
+            choices += [(member, task) for member in self.members.values() for task in member.ready()]
+            if not choices:
+                break
+            choice = self.random.choice(choices)
+            if isinstance(choice, Reduce):
+                self.harness.reduces.remove(choice)
+                self.harness.answer(choice)
+            else:
+                self.push(*choice)
+            steps += 1
+        for happening in self.at.values():
+            happening()
+        self.at.clear()
+        self.deliver()
+
+    def push(self, member: Member, task: Task) -> None:
+        index, task.sent = task.sent, task.sent + 1
+        payload = None
+        if task.values is not None:
+            start, stop = task.layout.span(index)
+            payload = task.values[start:stop].tobytes()
+        begins = task.key.stream and not index
+        operation, epoch = (task.operation, task.epoch) if begins else (None, 0)
+        self.pushed.setdefault((task.key, index), {})[member.seat] = task
+        push = Push(task.key, index, task.weight, payload is not None, operation, epoch=epoch)
+        self.harness.receive(SEATS + member.seat, push, *([] if payload is None else [payload]))
+
+    def deliver(self) -> None:
+        for seat, member in list(self.members.items()):
+            for message, payloads in self.harness.sent(seat):
+                member.take(message, bytes(payloads[0]) if payloads else None)
+
+    def remove(self, seat: int, politely: bool = False) -> None:
+        """One dies or leaves, unless it is the last."""
+        if seat in self.members and len(self.members) > 1:
+            self.deliver()
+            self.gone[seat] = self.members.pop(seat)
+            if politely:
+                self.harness.leave(seat)
+            else:
+                self.harness.lose(seat)
+            self.harness.inbox.pop(SEATS + seat, None)
+
+    def expected(self, key: ExchangeKey, index: int, operation: Operation) -> tuple[float, bytes | None]:
+        """Weight and bytes of a slice, from who had pushed it, in the order of their seats."""
+        tasks = dict(sorted(self.pushed[key, index].items()))
+        total = sum(task.weight for task in tasks.values())
+        gave = {seat: task for seat, task in tasks.items() if task.values is not None}
+        if operation.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
+            if not any(task.weight > 0 for task in gave.values()):
+                return total, None
+            counted = [task.weight for task in tasks.values() if task.weight > 0]
+            parts = [(np.float32(t.weight), self.part(t, index)) for t in gave.values() if t.weight > 0]
+            out = np.zeros_like(parts[0][1])
+            for weight, part in parts:
+                out += weight * part
+            return total, (out / np.float32(sum(counted))).tobytes()
+        if not gave:
+            return total, None
+        return total, b"".join(self.part(task, index).tobytes() for task in gave.values())
+
+    @staticmethod
+    def part(task: Task, index: int) -> Array:
+        assert task.values is not None
+        start, stop = task.layout.span(index)
+        return task.values[start:stop]
+
+
+def contribution(
+    salt: int, seat: int, key: ExchangeKey, operation: Operation, attempt: int
+) -> tuple[float, Array | None]:
+    """Weight and values that ``seat`` gives: of very different magnitudes, so that the order of a sum shows."""
+    chance = random.Random(f"{salt} {seat} {tuple(key)} {attempt}")
+    weight = chance.choice([0.0, 0.5, 1.0, 1.0, 3.25])
+    if not gives(operation, seat, key):
+        return weight, None
+    if operation.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) and chance.random() < 0.15:
+        return weight, None
+    return weight, floats(*[chance.gauss() * 10.0 ** chance.randint(-4, 4) for _ in range(operation.numel)])

@@ -1,0 +1,413 @@
+"""What a departure costs in an elastic group: the contribution to what was not pushed yet, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from gradserver.engine.policy import Policy
+from protocol.dtypes import FLOAT32, UINT8
+from protocol.errors import (
+    DeadlineError,
+    LeftOutError,
+    MembershipChangedError,
+    NonFiniteError,
+    OutOfStepError,
+    WorkerLostError,
+)
+from protocol.exchange import ExchangeKey, Kind, Op, Operation
+from protocol.messages import HERE, Failure, Membership, Push, Result, RoundDone, Scope
+from tests.engine_harness import (
+    SEATS,
+    TIMEOUT,
+    Array,
+    Harness,
+    all_reduce,
+    bucket,
+    collective,
+    floats,
+    plan_of,
+    small_slices,
+    transfer,
+)
+
+BARRIER = Operation(Kind.BARRIER, Op.NONE, UINT8, 0)
+GATHER = Operation(Kind.ALL_GATHER, Op.NONE, FLOAT32, 1)
+SCATTER = Operation(Kind.REDUCE_SCATTER, Op.SUM, FLOAT32, 3)
+
+
+@pytest.fixture(autouse=True)
+def _small_slices() -> Iterator[None]:
+    with small_slices(8):  # two elements
+        yield
+
+
+def elastic(world: int, *sizes: int, lazy: bool = False) -> Harness:
+    harness = Harness({"default": Policy(1, 8)}, lazy=lazy)
+    harness.assemble(world, plan_of(*sizes) if sizes else None)
+    return harness
+
+
+def values(harness: Harness, rank: int, key: ExchangeKey) -> list[float]:
+    """What came for ``rank`` of one exchange, in the order of slices. Memberships and round ends are passed over."""
+    got: dict[int, list[float]] = {}
+    for message, payloads in harness.sent(rank):
+        if isinstance(message, Result):
+            assert message.key == key
+            got[message.slice] = list(memoryview(payloads[0]).cast("B").cast("f"))
+        else:
+            assert isinstance(message, Membership | RoundDone), message
+    assert list(got) == list(range(len(got))), got
+    return [value for index in sorted(got) for value in got[index]]
+
+
+def shared(harness: Harness, rank: int, key: ExchangeKey, memory: Array, slices: int = 1) -> None:
+    """Contribute memory that the coordinator sees, and that the result is written to."""
+    harness.receive(SEATS + rank, Push(key, 0, 1.0, True, None, slices, HERE), memory.data.cast("B"))
+
+
+# ── buckets ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_death_costs_the_slices_that_were_not_pushed_and_no_others() -> None:
+    harness = elastic(3, 6)
+    for index in range(2):
+        harness.push(1, bucket(0), floats(10, 10), index=index)
+    for rank in (0, 2):
+        for index in range(3):
+            harness.push(rank, bucket(0), floats(rank, rank), index=index)
+    assert values(harness, 0, bucket(0)) == [4, 4, 4, 4]
+    values(harness, 2, bucket(0))
+
+    harness.lose(1)
+
+    ((news, _), (last, payloads), (done, _)) = harness.sent(0)
+    assert news == Membership(
+        2, (0, 2), ("w0", "w2"), "'w1' (rank 1) was lost in round 0 (connection reset); 2 workers go on", True
+    )
+    assert last == Result(bucket(0), 2, 2.0, True)
+    assert memoryview(payloads[0]).cast("f").tolist() == [1, 1]
+    assert done == RoundDone(0, 2)
+    assert [type(message) for message, _ in harness.sent(2)] == [Membership, Result, RoundDone]
+    (record,) = harness.engine.control.groups["default"].ledger
+    assert record.weights == (1.0, 1.0, 1.0)
+    assert record.cut == ((1, 0, 2),)
+
+
+def test_slices_that_only_the_dead_had_pushed_count_when_the_others_come() -> None:
+    harness = elastic(3, 4)
+    harness.push(1, bucket(0), floats(31, 31))
+    harness.lose(1)
+
+    for rank in (2, 0):
+        for index in range(2):
+            harness.push(rank, bucket(0), floats(rank, rank), index=index)
+
+    assert values(harness, 0, bucket(0)) == values(harness, 2, bucket(0)) == [11, 11, 1, 1]
+
+
+def test_two_at_once_cost_what_each_had_not_pushed() -> None:
+    harness = elastic(4, 4)
+    harness.push(1, bucket(0), floats(100, 100))
+    for rank in (0, 3):
+        for index in range(2):
+            harness.push(rank, bucket(0), floats(rank, rank), index=index)
+    assert harness.silent(0, 3)
+
+    harness.lose(2)
+    harness.lose(1)
+
+    assert values(harness, 0, bucket(0)) == values(harness, 3, bucket(0))
+    (record,) = harness.engine.control.groups["default"].ledger
+    assert record.weights == (1.0, 1.0, 0.0, 1.0)
+    assert record.cut == ((1, 0, 1),)
+
+
+def test_who_dies_between_two_buckets_counts_in_the_first() -> None:
+    harness = elastic(2, 2, 2)
+    for rank in (0, 1):
+        harness.push(rank, bucket(0), floats(rank, rank))
+    harness.push(0, bucket(0, 1), floats(5, 5))
+    harness.sent(0)
+
+    harness.lose(1)
+
+    assert values(harness, 0, bucket(0, 1)) == [5, 5]
+    (record,) = harness.engine.control.groups["default"].ledger
+    assert (record.weights, record.cut) == ((1.0, 1.0), ((1, 0, 1),))
+
+
+def test_later_rounds_do_without_and_are_not_marked() -> None:
+    harness = elastic(3, 2)
+    harness.lose(2)
+    for number in range(2):
+        for rank in (0, 1):
+            harness.push(rank, bucket(number), floats(rank, rank))
+        assert values(harness, 0, bucket(number)) == values(harness, 1, bucket(number)) == [0.5, 0.5]
+
+    assert [(r.weights, r.cut) for r in harness.engine.control.groups["default"].ledger] == [((1.0, 1.0, 0.0), ())] * 2
+
+
+def test_a_reduction_that_holds_the_bytes_of_the_dead_counts_them() -> None:
+    harness = elastic(2, 2, lazy=True)
+    for rank in (0, 1):
+        harness.push(rank, bucket(0), floats(rank, rank))
+
+    harness.lose(1)
+    (reduce,) = harness.reduces
+    harness.answer(reduce)
+
+    assert values(harness, 0, bucket(0)) == [0.5, 0.5]
+    assert harness.silent(1)
+
+
+def test_weights_are_those_of_who_counted_slice_by_slice() -> None:
+    harness = elastic(2, 4)
+    harness.push(1, bucket(0), floats(8, 8), weight=3.0)
+    for index in range(2):
+        harness.push(0, bucket(0), floats(4, 4), index=index, weight=1.0)
+    harness.lose(1)
+
+    results = [message for message, _ in harness.sent(0) if isinstance(message, Result)]
+    assert [result.weight for result in results] == [4.0, 1.0]
+
+
+# ── shared memory ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_memory_of_who_has_gone_does_not_count_until_it_is_reduced() -> None:
+    harness = elastic(3, 4)
+    mine, theirs, others = floats(2, 2, 2, 2), floats(90, 90, 90, 90), floats(4, 4, 4, 4)
+    shared(harness, 1, bucket(0), theirs, 2)
+    shared(harness, 0, bucket(0), mine, 2)
+    harness.lose(1)
+    theirs[:] = 1000  # it may be alive, and the memory is its own again
+    shared(harness, 2, bucket(0), others, 2)
+
+    assert mine.tolist() == others.tolist() == [3, 3, 3, 3]
+    assert theirs.tolist() == [1000] * 4
+    (record,) = harness.engine.control.groups["default"].ledger
+    assert (record.weights, record.cut) == ((1.0, 0.0, 1.0), ())
+
+
+def test_of_memory_that_was_reduced_in_part_that_part_counts() -> None:
+    harness = elastic(2, 4)
+    theirs = floats(6, 6, 6, 6)
+    shared(harness, 1, bucket(0), theirs, 2)
+    harness.push(0, bucket(0), floats(2, 2))
+    harness.lose(1)
+    theirs[:] = 1000
+    harness.push(0, bucket(0), floats(2, 2), index=1)
+
+    assert values(harness, 0, bucket(0)) == [4, 4, 2, 2]
+    (record,) = harness.engine.control.groups["default"].ledger
+    assert (record.weights, record.cut) == ((1.0, 1.0), ((1, 0, 1),))
+
+
+def test_who_leaves_politely_takes_its_memory_along_too() -> None:
+    harness = elastic(2, 2)
+    shared(harness, 1, bucket(0), floats(6, 6))
+    harness.leave(1)
+    harness.push(0, bucket(0), floats(2, 2))
+
+    assert values(harness, 0, bucket(0)) == [2, 2]
+
+
+# ── collectives and transfers ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("operation", [all_reduce(2), BARRIER, Operation(Kind.BROADCAST, Op.NONE, FLOAT32, 2, 0)])
+def test_collectives_that_can_go_on_do(operation: Operation) -> None:
+    harness = elastic(3)
+    payload = None if operation.kind is Kind.BARRIER else floats(1, 1)
+    harness.push(0, collective(0), payload, operation=operation)
+    harness.push(2, collective(0), payload if operation.kind is Kind.ALL_REDUCE else None, operation=operation)
+    assert harness.silent(0, 2)
+
+    harness.lose(1)
+
+    for rank in (0, 2):
+        kinds = [type(message) for message, _ in harness.sent(rank)]
+        assert kinds == [Membership, Result]
+
+
+def changed(harness: Harness, rank: int, key: ExchangeKey) -> MembershipChangedError:
+    harness.told(rank, Membership)
+    error = harness.failure(rank, Scope.EXCHANGE, key)
+    assert isinstance(error, MembershipChangedError)
+    return error
+
+
+@pytest.mark.parametrize("operation", [GATHER, SCATTER])
+def test_what_depends_on_the_world_size_fails_once_at_everybody(operation: Operation) -> None:
+    harness = elastic(3)
+    payload = floats(*range(operation.numel))
+    harness.receive(SEATS, Push(collective(0), 0, 1.0, True, operation, epoch=1), payload[:1].tobytes())
+    harness.lose(1)
+    error = changed(harness, 0, collective(0))
+    assert error.epoch == 2
+    assert "collective 0, " in str(error)
+    assert "'w1' (rank 1) was lost in round 0 (connection reset)" in str(error)
+
+    harness.receive(SEATS + 2, Push(collective(0), 0, 1.0, True, operation, epoch=1), payload[:1].tobytes())
+
+    assert changed(harness, 2, collective(0)).fields == error.fields
+    assert harness.open_exchanges() == 0
+
+
+def test_and_goes_with_the_new_membership() -> None:
+    harness = elastic(3)
+    harness.lose(1)
+    for rank in (2, 0):
+        harness.told(rank, Membership)
+        harness.receive(SEATS + rank, Push(collective(0), 0, 1.0, True, GATHER, epoch=2), floats(rank).tobytes())
+
+    assert values(harness, 0, collective(0)) == values(harness, 2, collective(0)) == [0, 2]
+
+
+def test_each_chunk_of_a_reduce_scatter_goes_to_who_has_that_rank_now() -> None:
+    harness = elastic(3)
+    harness.lose(0)
+    scatter = Operation(Kind.REDUCE_SCATTER, Op.SUM, FLOAT32, 2)
+    for rank in (2, 1):
+        harness.told(rank, Membership)
+        harness.receive(SEATS + rank, Push(collective(0), 0, 1.0, True, scatter, epoch=2), floats(1).tobytes())
+        harness.receive(SEATS + rank, Push(collective(0), 1, 1.0, True), floats(2).tobytes())
+
+    present = {rank: [m.slice for m, _ in harness.sent(rank) if isinstance(m, Result) and m.present] for rank in (1, 2)}
+    assert present == {1: [0], 2: [1]}
+
+
+def test_one_that_was_begun_by_a_membership_that_has_ended_fails_before_it_is_cut() -> None:
+    harness = elastic(3)
+    harness.lose(1)
+    harness.told(0, Membership)
+    payload = floats(0).tobytes()  # three do not fit among two
+    harness.receive(SEATS, Push(collective(0), 0, 1.0, True, SCATTER, epoch=1), payload)
+
+    assert changed(harness, 0, collective(0)).epoch == 2
+    harness.receive(SEATS, Push(collective(0), 1, 1.0, True), payload)
+    assert harness.silent(0), "its tail is dropped"
+
+
+def test_a_broadcast_from_the_dead_fails_at_everybody_and_one_that_it_had_given_does_not() -> None:
+    harness = elastic(3)
+    from_1 = Operation(Kind.BROADCAST, Op.NONE, FLOAT32, 2, 1)
+    harness.push(1, collective(0), floats(7, 7), operation=from_1)
+    harness.push(0, collective(0), operation=from_1)
+    harness.push(0, collective(1), operation=from_1)
+    harness.lose(1)
+    assert changed(harness, 0, collective(1)).epoch == 2
+
+    for number in range(2):
+        harness.push(2, collective(number), operation=from_1)
+
+    assert harness.array(0).tolist() == [7, 7]
+    messages = harness.sent(2)
+    assert [type(message) for message, _ in messages] == [Membership, Result, Failure]
+
+
+def test_a_transfer_with_the_dead_fails_with_its_name() -> None:
+    harness = elastic(3)
+    send = Operation(Kind.TRANSFER, Op.NONE, FLOAT32, 2)
+    harness.push(0, transfer(0, 0, 1), floats(1, 1), operation=send)
+    harness.push(1, transfer(0, 1, 2), floats(5, 5), operation=send)
+    harness.lose(1)
+    harness.told(0, Membership)
+    harness.told(2, Membership)
+
+    error = harness.failure(0, Scope.EXCHANGE, transfer(0, 0, 1))
+    assert isinstance(error, WorkerLostError)
+    assert error.worker == "w1"
+    harness.push(2, transfer(0, 1, 2), operation=send)
+    assert harness.array(2).tolist() == [5, 5], "what it had sent arrives"
+    harness.push(2, transfer(1, 1, 2), operation=send)
+    assert isinstance(harness.failure(2, Scope.EXCHANGE, transfer(1, 1, 2)), WorkerLostError)
+
+
+# ── time, plans, and what halts ───────────────────────────────────────────────────────────────────────
+
+
+def test_who_does_not_come_to_a_bucket_in_time_is_left_out_and_the_others_go_on() -> None:
+    harness = elastic(3, 2)
+    for rank in (0, 2):
+        harness.push(rank, bucket(0), floats(rank, rank))
+    harness.wait(TIMEOUT)
+
+    error = harness.refusal(SEATS + 1)
+    assert isinstance(error, LeftOutError)
+    assert str(error) == (
+        "this worker, 'w1' (rank 1), was left out of group 'default': bucket 'b0' of round 0 waited 10 s for it. "
+        "It has to join again"
+    )
+    (news,) = harness.told(0, Membership)
+    assert news.reason == "'w1' (rank 1) was lost in round 0 (it did not come in time); 2 workers go on"
+    assert values(harness, 0, bucket(0)) == [1, 1]
+
+
+def test_a_collective_that_waits_too_long_fails_alone() -> None:
+    harness = elastic(2)
+    harness.push(0, collective(0), floats(1, 1), operation=all_reduce(2))
+    harness.wait(TIMEOUT)
+
+    assert isinstance(harness.failure(0, Scope.EXCHANGE, collective(0)), DeadlineError)
+    assert len(harness.group()["members"]) == 2
+
+
+def test_nobody_is_left_out_for_what_only_the_dead_had_begun() -> None:
+    harness = elastic(3, 2)
+    harness.push(1, bucket(0), floats(30, 30))
+    harness.lose(1)
+    for _ in range(3):
+        harness.wait(TIMEOUT)
+
+    assert len(harness.group()["members"]) == 2
+    for rank in (0, 2):
+        harness.push(rank, bucket(0), floats(0, 0))
+    assert values(harness, 0, bucket(0)) == [10, 10]
+
+
+def test_what_only_the_dead_had_begun_does_not_stop_a_new_plan() -> None:
+    harness = elastic(3, 2)
+    harness.push(1, bucket(0), floats(30, 30))
+    harness.lose(1)
+    for rank in (0, 2):
+        harness.told(rank, Membership)
+    for rank in (0, 2):
+        harness.propose(rank, plan_of(4))
+    for rank in (0, 2):
+        harness.sent(rank)
+        for index in range(2):
+            harness.push(rank, bucket(0), floats(1, 1), index=index)
+
+    assert values(harness, 0, bucket(0)) == [1, 1, 1, 1]
+
+
+def test_a_gradient_that_is_not_finite_halts_an_elastic_group_too() -> None:
+    harness = elastic(2, 2)
+    harness.push(0, bucket(0), floats(1, 1))
+    harness.push(1, bucket(0), floats(float("nan"), 1))
+
+    for rank in (0, 1):
+        assert isinstance(harness.failure(rank, Scope.EXCHANGE, bucket(0)), NonFiniteError)
+    harness.lose(1)
+    assert harness.group()["state"] == "broken"
+
+
+def test_after_somebody_went_messages_speak_of_present_ranks() -> None:
+    harness = elastic(3, 2)
+    harness.lose(0)
+    harness.told(1, Membership)
+    harness.push(1, bucket(0), floats(1, 1))
+
+    assert harness.group()["open"][0]["missing"] == ["'w2' (rank 1)"]
+
+
+def test_the_dead_may_say_nothing_more() -> None:
+    harness = elastic(2, 2)
+    harness.lose(1)
+    harness.push(1, bucket(0), floats(1, 1))
+
+    assert SEATS + 1 in harness.closed
+    assert not isinstance(harness.refusal(SEATS + 1), OutOfStepError)

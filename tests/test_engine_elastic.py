@@ -1,0 +1,336 @@
+"""How elastic groups form, shrink, pause and end, as the control half sees it."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradserver.engine.policy import Policy
+from protocol.errors import (
+    DeadlineError,
+    InvalidWorldSizeError,
+    JoinRefusedError,
+    JoinTimeoutError,
+    WorkerLeftError,
+    WorkerLostError,
+)
+from protocol.limits import MAX_WORLD_SIZE
+from protocol.messages import Agreed, Enlist, Failure, Leave, Membership, Result, RoundDone, Welcome
+from tests.engine_harness import SEATS, TIMEOUT, Harness, bucket, collective, floats, plan_of
+from tests.test_engine_closing import BARRIER
+
+
+def harness(minimum: int = 2, maximum: int = 4, gather: float = 2.0) -> Harness:
+    return Harness({"default": Policy(minimum, maximum, gather)})
+
+
+def welcomes(driven: Harness, *ranks: int) -> list[Welcome]:
+    return driven.only(ranks, Welcome)
+
+
+def active(minimum: int, world: int, *sizes: int) -> Harness:
+    driven = harness(minimum, 8)
+    driven.assemble(world, plan_of(*sizes) if sizes else None)
+    return driven
+
+
+# ── beginning ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_group_that_has_its_minimum_waits_for_more_and_begins() -> None:
+    driven = harness()
+    driven.join(SEATS, "a")
+    driven.wait(5.0)
+    driven.join(SEATS + 1, "b")
+    assert driven.silent(0, 1)
+    driven.wait(1.5)
+    driven.join(SEATS + 2, "c")
+    driven.wait(0.25)
+    assert driven.silent(0, 1, 2)
+
+    driven.wait(0.25)
+
+    names = ("a", "b", "c")
+    assert welcomes(driven, 0, 1, 2) == [
+        Welcome("default", rank, 1, driven.credit, names, seats=(0, 1, 2)) for rank in range(3)
+    ]
+    assert driven.group()["state"] == "active"
+    assert driven.group()["world_size"] == 3
+
+
+def test_it_begins_at_once_with_its_maximum() -> None:
+    driven = harness(1, 2)
+    for index in range(2):
+        driven.join(SEATS + index)
+
+    assert len(welcomes(driven, 0, 1)) == 2
+
+
+def test_it_begins_at_once_with_as_many_as_all_who_came_ask_for() -> None:
+    driven = harness(1, 8)
+    for index in range(3):
+        assert driven.silent(0)
+        driven.join(SEATS + index, world=3)
+
+    assert len(welcomes(driven, 0, 1, 2)) == 3
+
+
+def test_a_world_size_is_a_wish_that_nobody_waits_for_longer_than_for_others() -> None:
+    driven = harness(2, 8)
+    for index in range(2):
+        driven.join(SEATS + index, world=5)
+    driven.wait(2.0)
+
+    assert len(welcomes(driven, 0, 1)) == 2
+
+
+def test_who_has_less_patience_than_gathering_takes_is_in_it_all_the_same() -> None:
+    driven = harness(1, 8, gather=30.0)
+    driven.join(SEATS, timeout=3.0)
+    driven.wait(3.0)
+
+    assert len(welcomes(driven, 0)) == 1
+
+
+def test_gathering_ends_when_too_few_are_left_and_begins_anew() -> None:
+    driven = harness()
+    for index in range(2):
+        driven.join(SEATS + index)
+    driven.wait(1.0)
+    driven.lose(1)
+    driven.wait(1.0)
+    assert driven.silent(0)
+    driven.join(SEATS + 2)
+    driven.wait(1.0)
+    assert driven.silent(0)
+    driven.wait(1.0)
+
+    assert len(welcomes(driven, 0, 2)) == 2
+
+
+def test_ranks_that_were_asked_for_give_the_order_and_leave_no_gap() -> None:
+    driven = harness(2, 8)
+    driven.join(SEATS, "last", rank=5)
+    driven.join(SEATS + 1, "first", rank=1)
+    driven.wait(2.0)
+
+    assert welcomes(driven, 1)[0].rank == 0
+    assert welcomes(driven, 0)[0].names == ("first", "last")
+
+
+@pytest.mark.parametrize("world", [1, 5])
+def test_a_world_size_that_can_never_be_is_refused(world: int) -> None:
+    driven = harness()
+    driven.join(SEATS, "w", world=world)
+
+    error = driven.refusal(SEATS)
+    assert isinstance(error, InvalidWorldSizeError)
+    assert str(error) == f"'w' wants a world size of {world}, group 'default' has 2 to 4"
+
+
+def test_too_few_who_came_are_told_how_many_are_missing() -> None:
+    driven = harness(3, MAX_WORLD_SIZE)
+    driven.join(SEATS, "w")
+    driven.wait(TIMEOUT)
+
+    error = driven.refusal(SEATS)
+    assert isinstance(error, JoinTimeoutError)
+    assert str(error) == "group 'default' has 1 of 3 or more workers after 10 s: 'w' came; missing: 2 more, of any rank"
+
+
+def test_a_group_that_has_begun_takes_nobody_in_yet() -> None:
+    driven = active(1, 2, 4)
+    driven.join(7, "late")
+
+    error = driven.refusal(7)
+    assert isinstance(error, JoinRefusedError)
+    assert "group 'default' is elastic, has begun and it is in round 0; 'late' cannot be added" in str(error)
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 2), (3, 2), (1, MAX_WORLD_SIZE + 1)])
+def test_a_policy_that_cannot_be_is_refused(least: int, most: int) -> None:
+    with pytest.raises(InvalidWorldSizeError, match="1 ≤ MIN ≤ MAX"):
+        Policy(least, most)
+
+
+def test_data_shards_are_refused() -> None:
+    driven = harness()
+    driven.receive(7, Enlist("tcp://10.0.0.2:7411"))
+
+    assert isinstance(driven.refusal(7), JoinRefusedError)
+
+
+def test_other_groups_of_the_same_coordinator_are_fixed() -> None:
+    driven = harness()
+    driven.assemble(2, group="other")
+    driven.lose(1)
+
+    assert driven.group("other")["state"] == "broken"
+
+
+# ── shrinking ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("politely", [False, True])
+def test_the_others_hear_at_once_who_has_gone_and_that_they_go_on(politely: bool) -> None:
+    driven = active(1, 3, 4)
+    if politely:
+        driven.leave(1)
+    else:
+        driven.lose(1)
+
+    what = "left in round 0 (done)" if politely else "was lost in round 0 (connection reset)"
+    reason = f"'w1' (rank 1) {what}; 2 workers go on"
+    assert driven.only([0, 2], Membership) == [Membership(2, (0, 2), ("w0", "w2"), reason, not politely)] * 2
+    assert driven.logs[-1].text == f"group 'default': {reason}, epoch 2"
+    assert driven.logs[-1].warning is not politely
+    assert driven.group()["members"] == [
+        {"rank": 0, "seat": 0, "name": "w0"},
+        {"rank": 1, "seat": 2, "name": "w2"},
+    ]
+
+
+def test_two_departures_are_two_epochs_and_one_step_for_members() -> None:
+    driven = active(1, 4, 1)
+    driven.lose(0)
+    driven.lose(2)
+    assert [news.epoch for news in driven.told(1, Membership)] == [2, 3]
+    for rank in (1, 3):
+        driven.push(rank, bucket(0), floats(1))
+
+    assert driven.told(1, RoundDone) == [RoundDone(0, 3)]
+
+
+def test_an_error_that_somebody_left_with_is_the_reason() -> None:
+    driven = active(1, 2, 4)
+    driven.receive(SEATS + 1, Leave("it raised RuntimeError: out of memory", failed=True))
+
+    (news,) = driven.told(0, Membership)
+    assert news.lost
+    assert news.reason == (
+        "'w1' (rank 1) was lost in round 0 (it raised RuntimeError: out of memory); 1 worker goes on"
+    )
+
+
+def test_a_plan_that_waited_for_who_has_gone_is_settled() -> None:
+    driven = active(1, 3)
+    plan = plan_of(4)
+    for rank in (0, 2):
+        driven.propose(rank, plan)
+    assert driven.silent(0, 2)
+
+    driven.lose(1)
+
+    for rank in (0, 2):
+        driven.told(rank, Membership)
+        assert driven.told(rank, Agreed) == [Agreed(plan.hash, 0)]
+
+
+def test_what_the_gone_had_proposed_has_no_vote() -> None:
+    driven = active(1, 3)
+    driven.propose(1, plan_of(9))
+    driven.lose(1)
+    for rank in (0, 2):
+        driven.told(rank, Membership)
+        driven.propose(rank, plan_of(4))
+
+    assert len(driven.only([0, 2], Agreed)) == 2
+
+
+def test_the_last_one_ends_the_group() -> None:
+    driven = active(1, 2)
+    driven.lose(0)
+    driven.lose(1)
+
+    assert driven.engine.control.groups == {}
+    driven.assemble(1)
+
+
+# ── boundaries and pauses ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_round_is_over_after_its_last_result() -> None:
+    driven = active(1, 2, 1, 1)
+    for part in range(2):
+        for rank in range(2):
+            driven.push(rank, bucket(0, part), floats(1))
+
+    for rank in range(2):
+        assert [type(message) for message, _ in driven.sent(rank)] == [Result, Result, RoundDone]
+
+
+def paused() -> Harness:
+    driven = active(2, 2, 1)
+    driven.lose(1)
+    driven.told(0, Membership)
+    driven.push(0, bucket(0), floats(1))
+    return driven
+
+
+def test_below_the_minimum_a_round_is_finished_and_no_other_begins() -> None:
+    driven = paused()
+
+    assert [type(message) for message, _ in driven.sent(0)] == [Result]
+    assert driven.group()["state"] == "paused"
+    assert driven.logs[-1].text == "waiting for workers: group 'default' has 1, at least 2 are needed"
+    assert driven.logs[-1].warning
+
+
+def test_a_pause_ends_at_the_groups_deadline_with_an_error_that_says_how_many_are_missing() -> None:
+    driven = paused()
+    driven.sent(0)
+    driven.wait(TIMEOUT - 0.01)
+    assert driven.silent(0)
+    driven.wait(0.01)
+
+    error = driven.refusal(SEATS)
+    assert isinstance(error, DeadlineError)
+    assert str(error) == (
+        "group 'default' waited 10 s for workers after round 0: it has 1, 'w0' (rank 0), "
+        "and at least 2 are needed to go on"
+    )
+    assert error.missing == ("1 more, of any rank",)
+    assert driven.engine.next_deadline() is None
+    driven.assemble(2)
+
+
+def test_who_leaves_a_pause_ends_it() -> None:
+    driven = paused()
+    driven.lose(0)
+
+    assert driven.engine.control.groups == {}
+    assert driven.engine.next_deadline() is None
+
+
+def test_collectives_go_on_below_the_minimum() -> None:
+    driven = active(2, 2)
+    driven.lose(1)
+    driven.told(0, Membership)
+    driven.push(0, collective(0), operation=BARRIER)
+
+    assert len(driven.only([0], Result)) == 1
+
+
+def test_departures_are_worker_errors_that_name_the_rank_of_then() -> None:
+    driven = active(1, 3)
+    driven.lose(0)
+    driven.leave(2)
+
+    departed = driven.engine.data.groups["default"].departed
+    assert isinstance(departed[0], WorkerLostError)
+    assert departed[0].fields == {"worker": "w0", "rank": 0}
+    assert isinstance(departed[2], WorkerLeftError)
+    assert departed[2].fields == {"worker": "w2", "rank": 1}
+
+
+def test_nothing_of_a_fixed_group_changes() -> None:
+    driven = Harness()
+    driven.assemble(2, plan_of(1))
+    for rank in range(2):
+        driven.push(rank, bucket(0), floats(1))
+        assert not driven.told(rank, RoundDone)
+    for rank in range(2):
+        assert [type(message) for message, _ in driven.sent(rank)] == [Result]
+    driven.push(0, bucket(1), floats(1))
+    driven.lose(1)
+
+    assert [type(message) for message, _ in driven.sent(0)] == [Failure]

@@ -1,0 +1,47 @@
+"""Seats: what members of an elastic group keep, and how ranks follow from them."""
+
+from __future__ import annotations
+
+from hypothesis import given, strategies as st
+
+from gradserver.engine.seats import Seats, in_order
+from protocol.messages import Join
+
+
+def join(rank: int) -> Join:
+    return Join("default", f"wants {rank}", rank, 0, 1.0)
+
+
+@given(st.integers(1, 8), st.data())
+def test_ranks_are_dense_and_who_leaves_does_not_change_the_order_of_the_others(
+    count: int, data: st.DataObject
+) -> None:
+    seats = Seats(f"w{seat}" for seat in range(count))
+    here = list(range(count))
+    for seat in data.draw(st.permutations(here)):
+        assert [seats.rank(other) for other in here] == list(range(len(here)))
+        assert seats.present == tuple(here)
+        assert seats.present_names() == tuple(f"w{other}" for other in here)
+        here.remove(seat)
+        seats.depart(seat)
+
+
+def test_who_has_departed_is_spoken_of_with_its_last_rank() -> None:
+    seats = Seats(["a", "b", "c"])
+
+    seats.depart(0)
+    seats.depart(2)
+
+    assert [seats.call(seat) for seat in range(3)] == ["'a' (rank 0)", "'b' (rank 0)", "'c' (rank 1)"]
+
+
+def test_what_is_no_seat_is_its_own_rank() -> None:
+    assert [Seats(["a"]).rank(number) for number in (-1, 1, 1023)] == [-1, 1, 1023]
+
+
+def test_who_asks_for_a_rank_sits_in_that_order_and_the_others_fill_the_gaps_as_they_came() -> None:
+    assert in_order([join(-1), join(3), join(0), join(-1)], 4) == [2, 0, 3, 1]
+
+
+def test_ranks_that_nobody_took_leave_no_gap() -> None:
+    assert in_order([join(7), join(-1), join(2)], 8) == [1, 2, 0]
