@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+from protocol.limits import MAX_WORLD_SIZE
+
+if TYPE_CHECKING:
+    from gradserver.engine.policy import Policy
 
 N = TypeVar("N", int, float)
 
@@ -31,6 +36,21 @@ def number(kind: Callable[[str], N], low: N, high: N, what: str = "", limits: st
         return value
 
     return parse
+
+
+def workers(text: str) -> int | Policy:
+    """How many workers a group has: N, or MIN:MAX, or MIN: if it is elastic."""
+    from gradserver.engine.policy import Policy
+    from protocol.errors import InvalidWorldSizeError
+
+    least, colon, most = text.partition(":")
+    count = number(int, 1, MAX_WORLD_SIZE, "a number of workers")
+    if not colon:
+        return count(least)
+    try:
+        return Policy(count(least), count(most) if most else MAX_WORLD_SIZE)
+    except InvalidWorldSizeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def codec(text: str) -> str:

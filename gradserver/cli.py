@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradserver
-from gradserver.arguments import number
+from gradserver.arguments import number, workers
 from protocol.errors import GradServerError, InvalidArgumentError
-from protocol.limits import MAX_RATE, MAX_SHARDS, MAX_WORLD_SIZE
+from protocol.limits import MAX_RATE, MAX_SHARDS
+
+if TYPE_CHECKING:
+    from gradserver.engine.policy import Policy
 
 DEFAULT_BIND = "tcp://127.0.0.1:7411"
 
@@ -73,12 +77,19 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--workers",
-        type=number(int, 1, MAX_WORLD_SIZE, "a number of workers"),
-        metavar="N",
-        help="workers in the group; without it each worker says world_size",
+        type=workers,
+        metavar="N|MIN:MAX",
+        help="workers in the group; without it each worker says world_size. MIN:MAX (or MIN:) makes it elastic: "
+        "it begins with MIN to MAX, and goes on without those that leave or die while MIN are left",
     )
     parser.add_argument(
         "--group", default="default", metavar="NAME", help="the group that --workers speaks of (default: default)"
+    )
+    parser.add_argument(
+        "--gather",
+        type=number(float, 0, 3600, "a number of seconds", "{:g} to {:g}"),
+        metavar="S",
+        help="seconds that an elastic group waits for more than MIN before it begins (default 2)",
     )
     parser.add_argument(
         "--shards",
@@ -150,7 +161,7 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
     from gradserver.daemon import serve, serve_shard
 
     if arguments.join is not None:
-        for option in ("workers", "credit"):
+        for option in ("workers", "gather", "credit"):
             if getattr(arguments, option) is not None:
                 raise InvalidArgumentError(f"--{option} is the coordinator's to say, not a data shard's (--join)")
         if arguments.shards != 1:
@@ -158,15 +169,27 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
         if arguments.rate == 0:
             raise InvalidArgumentError("a data shard of rate 0 would hold nothing")
         return serve_shard(arguments.join, arguments.bind, arguments.rate)
-    worlds = {arguments.group: arguments.workers} if arguments.workers else {}
     return serve(
         arguments.bind or DEFAULT_BIND,
-        worlds,
+        _worlds(arguments),
         arguments.credit,
         shards=arguments.shards,
         rate=arguments.rate,
         quiet=arguments.quiet,
     )
+
+
+def _worlds(arguments: argparse.Namespace) -> dict[str, int | Policy]:
+    """The size of the group that --workers speaks of."""
+    size = arguments.workers
+    if size is None or isinstance(size, int):
+        if arguments.gather is not None:
+            raise InvalidArgumentError("--gather is for elastic groups: --workers MIN:MAX")
+        return {} if size is None else {arguments.group: size}
+    if arguments.shards > 1:
+        raise InvalidArgumentError("an elastic group (--workers MIN:MAX) has one data shard so far: leave out --shards")
+    gather = size.gather if arguments.gather is None else arguments.gather
+    return {arguments.group: dataclasses.replace(size, gather=gather)}
 
 
 def _status(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import logging
 import resource
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -17,6 +17,7 @@ from types import FrameType
 from gradserver.children import Children
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
+from gradserver.engine.policy import Policy
 from gradserver.tcp import TcpServer
 from protocol.errors import CoordinatorStoppedError
 from protocol.limits import CREDIT_BYTES, MIB
@@ -35,7 +36,7 @@ _JOINING_SECONDS = 10.0
 
 def serve(
     bind: str,
-    worlds: dict[str, int],
+    worlds: Mapping[str, int | Policy],
     credit: int | None = None,
     share_memory: bool = True,
     shards: int = 1,
@@ -46,7 +47,7 @@ def serve(
 
     Args:
         bind: ``tcp://HOST:PORT``; port 0 picks a free one.
-        worlds: world size by group, for groups whose size is fixed here.
+        worlds: world size by group, or the policy of an elastic one, for groups whose size is fixed here.
         credit: bytes that one worker may have in flight at each shard; None for the default.
         share_memory: whether workers of this host may share memory instead of sending gradients.
         shards: processes of this host that hold slices; the coordinator itself is one of them.

@@ -10,9 +10,16 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
+from gradserver.engine.policy import Policy
 from protocol.buffer import Buffer
-from protocol.channel import Outlet, memory_pair
-from protocol.errors import ClosedError, GradServerError, InvalidArgumentError
+from protocol.channel import Channel, Outlet, memory_pair
+from protocol.errors import (
+    ClosedError,
+    GradServerError,
+    InvalidArgumentError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+)
 from protocol.limits import CREDIT_BYTES
 from protocol.messages import Join, Message
 from worker.client import Worker
@@ -32,44 +39,65 @@ class LocalCluster:
         with gradserver.LocalCluster(world_size=4) as cluster:
             ranks = cluster.run(lambda worker: worker.rank)     # [0, 1, 2, 3]
 
+    With ``elastic`` the others go on when a worker dies, and `kill` lets one die::
+
+        with gradserver.LocalCluster(4, elastic=(1, 8)) as cluster:
+            cluster.run(train)                                  # in which, say, rank 2 calls cluster.kill(2)
+
     Args:
         world_size: number of workers.
+        elastic: the least and the most workers that the group can go on with; None if all are needed.
         timeout: seconds that any one exchange may wait for the others.
         credit: bytes that one worker may have in flight.
         wire: what gradients travel as, see `gradserver.connect`: to try out what a codec does to a training.
     """
 
     def __init__(
-        self, world_size: int, *, timeout: float = 60.0, credit: int = CREDIT_BYTES, wire: str = "fp32"
+        self,
+        world_size: int,
+        *,
+        elastic: tuple[int, int] | None = None,
+        timeout: float = 60.0,
+        credit: int = CREDIT_BYTES,
+        wire: str = "fp32",
     ) -> None:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidArgumentError(f"world_size is a number of workers, not {world_size!r}")
+        policy = None if elastic is None else Policy(*elastic)
+        if policy is not None and not policy.minimum <= world_size <= policy.maximum:
+            raise InvalidWorldSizeError(f"a world size of {world_size} for a group of {policy}")
         self._alarm = _Alarm(self._tick)
-        self._coordinator = Coordinator(Engine({"local": world_size}, credit), self._alarm.set)
-        sessions = [self._join(rank, timeout) for rank in range(world_size)]
-        self.workers: list[Worker] = [Worker(session, wire=wire) for session in sessions]
+        self._coordinator = Coordinator(Engine({"local": policy or world_size}, credit), self._alarm.set)
+        wish = 0 if policy is None else world_size
+        joined = [self._join(rank, wish, timeout) for rank in range(world_size)]
+        self.workers: list[Worker] = [Worker(session, wire=wire) for session, _ in joined]
+        self._lines = dict(zip(self.workers, joined, strict=True))
         self._closed = False
 
     def run(self, fn: Callable[Concatenate[Worker, P], T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call ``fn(worker, …)`` in a thread for each worker, and return the results by rank.
 
         The first error that any of them raises is raised here, when all have ended; that worker is
-        taken out of the cluster, so that the others do not wait for it.
+        taken out of the cluster, so that the others do not wait for it. Of a worker that is killed meanwhile
+        the result is None, and its error nobody's.
         """
         if self._closed:
             raise ClosedError("this LocalCluster is closed")
-        results: list[Any] = [None] * len(self.workers)
+        workers = list(self._lines)
+        results: list[Any] = [None] * len(workers)
         errors: list[BaseException] = []
 
-        def work(worker: Worker) -> None:
+        def work(index: int, worker: Worker) -> None:
             try:
-                results[worker.rank] = fn(worker, *args, **kwargs)
+                results[index] = fn(worker, *args, **kwargs)
             except BaseException as error:  # raised again, in the caller's thread
-                errors.append(error)
-                worker.abort(f"it raised {type(error).__name__}: {error}")
+                if worker in self._lines:
+                    errors.append(error)
+                    worker.abort(f"it raised {type(error).__name__}: {error}")
 
         threads = [
-            threading.Thread(target=work, args=(worker,), name=f"worker-{worker.rank}") for worker in self.workers
+            threading.Thread(target=work, args=(index, worker), name=f"worker-{worker.rank}")
+            for index, worker in enumerate(workers)
         ]
         for thread in threads:
             thread.start()
@@ -78,6 +106,15 @@ class LocalCluster:
         if errors:
             raise errors[0]
         return results
+
+    def kill(self, rank: int) -> None:
+        """Let the worker of this rank die, as if its process did: it says no goodbye, and all that it calls fails."""
+        found = next((worker for worker in self._lines if worker.rank == rank), None)
+        if found is None:
+            raise InvalidRankError(f"there is no rank {rank!r} to kill among {len(self._lines)} workers")
+        session, channel = self._lines.pop(found)
+        session.lost(ClosedError("this worker was killed"))
+        channel.close()
 
     def snapshot(self) -> dict[str, object]:
         """What the coordinator sees, as plain JSON values."""
@@ -100,12 +137,12 @@ class LocalCluster:
     ) -> None:
         self.close()
 
-    def _join(self, rank: int, timeout: float) -> Session:
+    def _join(self, rank: int, wish: int, timeout: float) -> tuple[Session, Channel]:
         ours, theirs = memory_pair(f"worker {rank}")
         theirs.attach(_Inbox(self._coordinator, theirs))
         session = Session(ours, timeout)
-        session.join(Join("local", f"worker-{rank}", rank, 0, timeout))
-        return session
+        session.join(Join("local", f"worker-{rank}", rank, wish, timeout))
+        return session, ours
 
     def _tick(self) -> float | None:
         self._coordinator.tick()

@@ -144,7 +144,13 @@ def _shards(before: dict[str, Any], after: dict[str, Any], seconds: float) -> li
 def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: float) -> list[str]:
     state = group["state"]
     here = len(group["members"]) or len(group["waiting"])
-    lines = [f"group {name!r}: {state}, {here} of {group['world_size']} workers, epoch {group['epoch']}"]
+    elastic = group.get("elastic")
+    of = (
+        f"{here} workers, elastic ({elastic[0]} to {elastic[1]})"
+        if elastic
+        else f"{here} of {group['world_size']} workers"
+    )
+    lines = [f"group {name!r}: {state}, {of}, epoch {group['epoch']}"]
     if state == "forming":
         waits = [[w["rank"] if w["rank"] >= 0 else "any", w["name"], f"{w['waits']:.1f} s"] for w in group["waiting"]]
         return [*lines, *table(["rank", "worker", "waits"], waits)]
@@ -160,11 +166,13 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
         lines.append(f"  plan: {group['plan']['buckets']} buckets, {_size(group['plan']['bytes'])} a round")
     flights = group.get("outstanding", [])
     last = (group["last_round"] or {}).get("last", -1)
-    rows = [
-        [m["rank"], m["name"], f"{flights[m['rank']] / 1e6:.1f} MB", "last to come" if m["rank"] == last else ""]
-        for m in group["members"]
-    ]
-    lines += table(["rank", "worker", "in flight", "last round"], rows)
+    columns = ["rank", "worker", "in flight", "last round", "seat"]
+    rows = []
+    for member in group["members"]:
+        seat = member.get("seat", member["rank"])
+        flight, waited = f"{flights[seat] / 1e6:.1f} MB", "last to come" if seat == last else ""
+        rows.append([member["rank"], member["name"], flight, waited, seat])
+    lines += table(columns, rows) if elastic else table(columns[:-1], [row[:-1] for row in rows])
     for exchange in group.get("open", []):
         lines.append(
             f"  open for {exchange['age']:.1f} s: {exchange['what']}; missing: {', '.join(exchange['missing'])}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
@@ -21,6 +22,7 @@ from protocol.errors import (
 )
 from protocol.exchange import EXACT, Kind, Op, Operation, operation_of
 from protocol.limits import MAX_COUNTER, MAX_WEIGHT
+from protocol.messages import Membership
 from protocol.plan import EXEMPT_BYTES, Plan, with_codec
 from worker.handle import Handle
 from worker.outbox import Destination, Writer
@@ -38,9 +40,6 @@ class Worker:
     source, target and tag, so that these may interleave freely.
 
     Attributes:
-        rank: this worker's place, ``0 … world_size - 1``.
-        world_size: number of workers in the group.
-        epoch: number of this membership; each group that becomes complete gets a new one.
         name: what people call this worker.
         group: name of the group.
         timeout: seconds that any one exchange may wait for the others.
@@ -52,12 +51,8 @@ class Worker:
     def __init__(self, session: Session, channel: str = "memory", wire: str = "fp32") -> None:
         welcome = session.membership
         self._session = session
-        self.rank: int = welcome.rank
-        self.world_size: int = len(welcome.names)
-        self.epoch: int = welcome.epoch
         self.group: str = welcome.group
         self.name: str = welcome.names[welcome.rank]
-        self.names: tuple[str, ...] = welcome.names
         self.timeout: float = session.timeout
         self.channel: str = channel
         self._codec = codec_of(wire)
@@ -65,6 +60,36 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"<Worker {self.name!r}: rank {self.rank} of {self.world_size} in group {self.group!r}>"
+
+    # ── who is there ──────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def rank(self) -> int:
+        """This worker's place, ``0 … world_size - 1``.
+
+        In an elastic group this and what follows change when others leave or are lost: in `finish_round` (and so in
+        ``backward()``), in a collective that raises MembershipChangedError, and nowhere else.
+        """
+        return self._session.membership.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the group."""
+        return len(self._session.membership.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What people call the workers, by rank."""
+        return self._session.membership.names
+
+    @property
+    def epoch(self) -> int:
+        """Number of this membership: each group that becomes complete gets a new one, and so does each change."""
+        return self._session.membership.epoch
+
+    def on_membership(self, listener: Callable[[Membership], None]) -> None:
+        """Have ``listener`` called with the new membership whenever it has changed, in the thread that waits for it."""
+        self._session.on_membership(listener)
 
     # ── collectives ───────────────────────────────────────────────────────────────────────────────────
 
@@ -96,7 +121,7 @@ class Worker:
         self._check_rank(root, "root")
         gives = root == self.rank
         bound = bind(tensor, writes=not gives)
-        operation = operation_of(Kind.BROADCAST, Op.NONE, bound.dtype, bound.numel, root)
+        operation = operation_of(Kind.BROADCAST, Op.NONE, bound.dtype, bound.numel, self._session.seat_of(root))
         destination = None if gives else bound.data
         return self._collective(operation, bound.data if gives else None, destination, bound, tensor, async_op)
 

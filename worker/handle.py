@@ -26,6 +26,7 @@ class Handle:
         "_error",
         "_finish",
         "_lock",
+        "_on_error",
         "_open",
         "_overdue",
         "_timeout",
@@ -48,6 +49,7 @@ class Handle:
         self._value = value
         self._error: GradServerError | None = None
         self._finish: Callable[[], None] | None = None
+        self._on_error: Callable[[GradServerError], None] | None = None
         self._overdue = overdue
         self._open = True
         self._lock = threading.Lock()  # held until done: cheaper than an Event, and there is one per exchange
@@ -79,9 +81,15 @@ class Handle:
         """Have ``finish`` called once, by the first `wait` that finds the result there."""
         self._finish = finish
 
+    def on_error(self, heed: Callable[[GradServerError], None]) -> None:
+        """Have ``heed`` called with what made this fail, each time before it is raised."""
+        self._on_error = heed
+
     def raise_error(self) -> None:
         """Raise what made this fail, if it is done and something did."""
         if self._error is not None:
+            if self._on_error is not None:
+                self._on_error(self._error)
             raise self._error.again()
 
     def _wait(self, timeout: float | None) -> None:

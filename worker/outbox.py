@@ -73,6 +73,7 @@ class Exchange:
         siblings: what it has in common with the parts of other shards; None if there are none.
         place: where in shared memory contribution and result lie; None if they travel.
         sent: slices that were pushed.
+        epoch: the membership on which it depends; 0 if it depends on none.
         answered: slices whose result is here.
     """
 
@@ -85,6 +86,7 @@ class Exchange:
         "_staged",
         "answered",
         "dropped",
+        "epoch",
         "handle",
         "key",
         "layout",
@@ -130,6 +132,7 @@ class Exchange:
         self.dropped = False
         """The exchange has failed elsewhere: what is still to come of this part is nobody's."""
         self.sent = self.start
+        self.epoch = 0
         self.answered: set[int] = set()
         memory = source if destination is None else destination if isinstance(destination, np.ndarray) else None
         in_place = memory is not None and operation.kind in IN_PLACE and coder is None
@@ -143,6 +146,13 @@ class Exchange:
 
     def push(self) -> tuple[Push, Sequence[Buffer]] | None:
         """The next message: one slice that travels, or as many as lie in shared memory. None: not now."""
+        begins = self.sent == self.start
+        message = self._next()
+        if message is None or not (self.epoch and begins):
+            return message
+        return message[0]._replace(epoch=self.epoch), message[1]
+
+    def _next(self) -> tuple[Push, Sequence[Buffer]] | None:
         index, layout = self.sent, self.layout
         operation = self.operation if index == self.start and self.key.stream != Stream.BUCKET else None
         if self.place is not None:
@@ -331,3 +341,17 @@ class Outbox:
         if exchange in unsent:  # not after `clear`
             unsent.remove(exchange)
             self.waiting -= 1
+
+
+class ShardTraffic:
+    """What is under way with one data shard. Number 0 is the coordinator itself."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.exchanges: dict[ExchangeKey, Exchange] = {}
+        self.outbox = Outbox()
+
+    def add(self, exchange: Exchange) -> None:
+        """``exchange`` has begun."""
+        self.exchanges[exchange.key] = exchange
+        self.outbox.add(exchange)

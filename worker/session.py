@@ -6,8 +6,10 @@ each from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from protocol.buffer import Buffer
 from protocol.channel import Channel
@@ -16,6 +18,7 @@ from protocol.errors import (
     DeadlineError,
     GradServerError,
     MalformedMessageError,
+    MembershipChangedError,
     OutOfStepError,
     UsageError,
 )
@@ -26,18 +29,23 @@ from protocol.messages import (
     Failure,
     Join,
     Leave,
+    Membership,
     Message,
     Missing,
     Propose,
     Result,
+    RoundDone,
     Scope,
     Welcome,
 )
 from protocol.plan import Plan
 from protocol.shards import Table
 from worker.handle import Handle
+from worker.outbox import ShardTraffic
 from worker.tensors import Bytes
-from worker.traffic import ShardTraffic, Traffic
+from worker.traffic import Traffic
+
+log = logging.getLogger("gradserver")
 
 _FAREWELL_SECONDS = 1.0
 """How long a worker that leaves waits for the coordinator to have heard it."""
@@ -56,6 +64,7 @@ class Session(Traffic):
         """Shards that know of us, or will."""
         self._leaving: dict[int, Handle] = {}
         self._proposal: tuple[Plan, Handle] | None = None
+        self._listeners: list[Callable[[Membership], None]] = []
         channel.attach(self)
 
     # ── joining, agreeing, leaving ────────────────────────────────────────────────────────────────────
@@ -122,6 +131,62 @@ class Session(Traffic):
                     with suppress(DeadlineError):
                         self._leaving[number].wait(_FAREWELL_SECONDS)
 
+    # ── rounds and memberships ────────────────────────────────────────────────────────────────────────
+
+    def finish_round(self, timeout: float | None) -> None:
+        """Wait for every bucket of the round, and go on to the next one."""
+        assert self.plan is not None
+        missing = [b.key for i, b in enumerate(self.plan.buckets) if b.numel and i not in self._pushed]
+        if missing:
+            self.check_open()
+            raise OutOfStepError(f"round {self.round} cannot be finished: these buckets were not pushed: {missing[:8]}")
+        for handle in self._pushed.values():
+            handle.wait(timeout)
+        if self.membership.seats and any(bucket.numel for bucket in self.plan.buckets):
+            self._await_boundary(timeout)
+        with self._state:
+            self._pushed.clear()
+            self.round += 1
+
+    def _await_boundary(self, timeout: float | None) -> None:
+        """Wait until the round is over for all members of an elastic group, and go by what that changes."""
+        handle = Handle(self.timeout, self._channel, None, self._no_boundary)
+        with self._state:
+            waiting = self._announced.wait_for(self.round, handle)
+            if waiting is not None:
+                self.check_open()
+        if waiting is not None:
+            waiting.wait(timeout)
+        self.adopt(self._announced.epoch)
+
+    def on_membership(self, listener: Callable[[Membership], None]) -> None:
+        """Have ``listener`` called whenever another membership is in force."""
+        self._listeners.append(listener)
+
+    def adopt(self, epoch: int) -> None:
+        """From now on the membership ``epoch`` is in force, if it is a new one."""
+        with self._state:
+            news, welcome = self._announced.take(epoch), self.membership
+            if news is None:
+                return
+            rank = news.seats.index(welcome.seats[welcome.rank])
+            self.welcome = replace(welcome, rank=rank, epoch=epoch, names=news.names, seats=news.seats)
+            self._table.world_size = len(news.seats)
+        for listener in self._listeners:
+            listener(news)
+
+    def _heed(self, error: GradServerError) -> None:
+        """What the failure of a collective says of the membership is in force from now on."""
+        if isinstance(error, MembershipChangedError):
+            self.adopt(error.epoch)
+
+    def _no_boundary(self, seconds: float) -> DeadlineError:
+        return DeadlineError(
+            f"round {self.round} is not over after {seconds:g} s: the group waits for more workers", round=self.round
+        )
+
+    # ── its end ───────────────────────────────────────────────────────────────────────────────────────
+
     @property
     def closed(self) -> bool:
         """Whether nothing can be sent any more."""
@@ -144,6 +209,8 @@ class Session(Traffic):
             case Welcome():
                 if not 0 <= message.rank < len(message.names):
                     raise MalformedMessageError(f"a Welcome as rank {message.rank} of {len(message.names)}")
+                if message.seats and len(message.seats) != len(message.names):
+                    raise MalformedMessageError(f"a Welcome with {len(message.seats)} seats for {len(message.names)}")
                 if message.shards and (len(message.rates) != len(message.shards) + 1 or not any(message.rates)):
                     raise MalformedMessageError(
                         f"a Welcome with {len(message.shards) + 1} data shards, and rates {message.rates}"
@@ -157,6 +224,13 @@ class Session(Traffic):
                     joining._complete()
             case Leave():
                 self._heard_goodbye(0)
+            case Membership():
+                self._take_membership(message)
+            case RoundDone():
+                with self._state:
+                    waiting = self._announced.round_done(message)
+                if waiting is not None:
+                    waiting._complete()
             case Agreed(_, first_round):
                 self._take_agreed(first_round)
             case Missing(key, workers):
@@ -197,6 +271,16 @@ class Session(Traffic):
         self._visited.append(shard)
         self._channel.send(Attend(welcome.group, welcome.epoch, welcome.rank, welcome.token), (), shard)
         return handle
+
+    def _take_membership(self, news: Membership) -> None:
+        seats, rank = self.membership.seats, self.membership.rank
+        if not seats or seats[rank] not in news.seats or len(news.names) != len(news.seats):
+            raise MalformedMessageError(f"a Membership of seats {news.seats[:16]} for {len(news.names)} names")
+        with self._state:
+            self._announced.add(news)
+        if news.seats[0] == seats[rank]:  # one of them is to say it
+            level = logging.WARNING if news.lost else logging.INFO
+            log.log(level, "group %r: %s", self.membership.group, news.reason)
 
     def _heard_goodbye(self, shard: int) -> None:
         if shard in self._leaving:

@@ -22,7 +22,7 @@ from protocol.errors import (
     OutOfStepError,
     UsageError,
 )
-from protocol.exchange import ExchangeKey, Operation, Stream, pool_of
+from protocol.exchange import WORLD_BOUND, ExchangeKey, Operation, Stream, pool_of
 from protocol.messages import (
     Inquire,
     Push,
@@ -33,7 +33,8 @@ from protocol.plan import Plan
 from protocol.shards import Table
 from worker.coder import Coder
 from worker.handle import VERDICT_SECONDS, Handle
-from worker.outbox import Destination, Exchange, Outbox, Siblings
+from worker.membership import Announced
+from worker.outbox import Destination, Exchange, ShardTraffic, Siblings
 from worker.slots import Slots
 from worker.tensors import Bytes
 
@@ -42,7 +43,7 @@ class Traffic:
     """A member's exchanges, with each of the group's data shards.
 
     Attributes:
-        welcome: what the coordinator said when the group was complete.
+        welcome: what the coordinator said when the group was complete; in an elastic one, who is there now.
         plan: what a round exchanges, once members have agreed.
         round: the one that is open or next.
     """
@@ -67,14 +68,20 @@ class Traffic:
         self._pushed: dict[int, Handle] = {}
         self._feedback: dict[int, Feedback] = {}
         """What lossy codecs have kept back, by bucket."""
+        self._announced = Announced()
         self._closed: GradServerError | None = None
 
     @property
     def membership(self) -> Welcome:
-        """What the coordinator said when the group was complete."""
+        """Who is in the group, and which of them this worker is."""
         if self.welcome is None:
             raise UsageError("this worker has not joined a group yet")
         return self.welcome
+
+    def seat_of(self, rank: int) -> int:
+        """The seat of ``rank``, by which exchanges go. It is the rank where membership is fixed."""
+        seats = self.membership.seats
+        return seats[rank] if seats else rank
 
     def check_open(self) -> None:
         """Raise what ended this membership, if anything has."""
@@ -83,6 +90,10 @@ class Traffic:
 
     def lost(self, error: GradServerError) -> None:
         """The channel broke."""
+        raise NotImplementedError
+
+    def _heed(self, error: GradServerError) -> None:
+        """A collective of an elastic group has failed, and whoever waits for it is about to raise ``error``."""
         raise NotImplementedError
 
     # ── exchanging ────────────────────────────────────────────────────────────────────────────────────
@@ -116,19 +127,6 @@ class Traffic:
             feedback = self._feedback[index] = Feedback(operation.numel)
         return feedback
 
-    def finish_round(self, timeout: float | None) -> None:
-        """Wait for every bucket of the round, and go on to the next one."""
-        assert self.plan is not None
-        missing = [b.key for i, b in enumerate(self.plan.buckets) if b.numel and i not in self._pushed]
-        if missing:
-            self.check_open()
-            raise OutOfStepError(f"round {self.round} cannot be finished: these buckets were not pushed: {missing[:8]}")
-        for handle in self._pushed.values():
-            handle.wait(timeout)
-        with self._state:
-            self._pushed.clear()
-            self.round += 1
-
     def collective(
         self,
         operation: Operation,
@@ -143,6 +141,8 @@ class Traffic:
             self.check_open()
             key = ExchangeKey(Stream.COLLECTIVE, self._next_number(Stream.COLLECTIVE))
             handle = self._begin(key, operation, source, destination, weight, value)
+            if self.membership.seats:
+                handle.on_error(self._heed)
         self._pump()
         if background:
             self._channel.watch(self.idle)
@@ -158,9 +158,9 @@ class Traffic:
         background: bool = False,
     ) -> Handle:
         """Send or receive: ``ends`` is (source rank, target rank, tag)."""
-        giver, taker, tag = ends
         with self._state:
             self.check_open()
+            giver, taker, tag = self.seat_of(ends[0]), self.seat_of(ends[1]), ends[2]
             number = self._next_number(Stream.TRANSFER, giver, taker, tag)
             key = ExchangeKey(Stream.TRANSFER, number, tag, giver, taker)
             handle = self._begin(key, operation, source, destination, 1.0, value)
@@ -191,14 +191,17 @@ class Traffic:
             handle.weight, handle.present = weight, source is not None
             handle._complete()
             return handle
-        pool = pool_of(key, welcome.rank)
+        pool = pool_of(key, self.seat_of(welcome.rank))
         coder = None
         if operation.is_lossy:
             assert isinstance(destination, np.ndarray)
             coder = Coder(key, layout, source, destination, feedback)
         what = key, pool, operation, layout, source, destination, weight, handle, self._channel, self._slots, coder
         if len(bounds) == 2:
-            self._shards[0].add(Exchange(*what))
+            exchange = Exchange(*what)
+            if welcome.seats and operation.kind in WORLD_BOUND:
+                exchange.epoch = welcome.epoch
+            self._shards[0].add(exchange)
             return handle
         parts = [(shard, run) for shard, run in enumerate(pairwise(bounds)) if run[0] < run[1]]
         siblings = Siblings(len(parts))
@@ -287,7 +290,7 @@ class Traffic:
                 return  # it failed meanwhile, in another thread
             there.outbox.answered(exchange, start, stop)
             handle.present |= result.present
-            handle.weight = result.weight
+            handle.weight = max(handle.weight, result.weight)  # slices differ where somebody died in between
             done, error = exchange.done, None
             if done:
                 there.exchanges.pop(result.key, None)
@@ -341,7 +344,7 @@ class Traffic:
     def _give_up(self) -> list[Handle]:
         """Forget all that is under way, and give what waits for it. With the lock held."""
         handles = [exchange.handle for shard in self._shards for exchange in shard.exchanges.values()]
-        handles += self._inquiries.values()
+        handles += [*self._inquiries.values(), *self._announced.give_up()]
         for shard in self._shards:
             shard.exchanges.clear()
             shard.outbox.clear()
@@ -377,17 +380,3 @@ class Traffic:
             return tuple(handle.wait(VERDICT_SECONDS))
         except (GradServerError, ConnectionError):
             return ()
-
-
-class ShardTraffic:
-    """What is under way with one data shard. Number 0 is the coordinator itself."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.exchanges: dict[ExchangeKey, Exchange] = {}
-        self.outbox = Outbox()
-
-    def add(self, exchange: Exchange) -> None:
-        """``exchange`` has begun."""
-        self.exchanges[exchange.key] = exchange
-        self.outbox.add(exchange)

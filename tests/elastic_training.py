@@ -1,0 +1,101 @@
+"""Four workers train a small transformer, and one of them stops in the middle of a round.
+
+Run as ``elastic_training.py URL SEAT OUT``. What they should have come to is computed by `alone`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gradserver
+from gradserver import LocalCluster
+from tests.models import Transformer, loss_of, state_of, tokens
+from tests.replicas import sgd, shard
+from tests.worker_programs import say, told
+from worker.client import Worker
+from worker.ddp import DistributedDataParallel
+from worker.handle import Handle
+
+WORLD = 4
+STEPS = 8
+ROWS = 12
+VICTIM, FATAL = 2, 3
+"""Who stops, and in which step."""
+
+
+def train(worker: Worker, seat: int, after: Callable[[int], None]) -> dict[str, Tensor]:
+    """Train on the rows that belong to ``seat``, whoever else is there; ``after`` each step something may happen."""
+    model = DistributedDataParallel(Transformer(), worker)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *shard(seat, WORLD, *tokens(step, ROWS))).backward()
+        optimizer.step()
+        after(step)
+    return state_of(model.module)
+
+
+def after_some_pushes(worker: Worker, step: int, count: int, do: Callable[[], None]) -> None:
+    """Call ``do`` when ``worker`` has pushed ``count`` buckets of ``step``."""
+    push = worker.push
+    pushed = 0
+
+    def counted(bucket: int, data: Any, *, weight: float = 1.0, present: bool = True) -> Handle:
+        nonlocal pushed
+        if worker.round == step:
+            if pushed == count:
+                do()
+            pushed += 1
+        return push(bucket, data, weight=weight, present=present)
+
+    worker.push = counted  # type: ignore[method-assign]
+
+
+def alone(who: Callable[[int, int], Collection[int]]) -> dict[str, Tensor]:
+    """What replicas must have come to, if ``who(step, bucket)`` counted, a bucket being its place in the plan."""
+    module = Transformer()
+    optimizer = sgd(module)
+    with LocalCluster(1) as cluster:
+        plan = DistributedDataParallel(Transformer(), cluster.workers[0]).plan
+    bucket_of = {component.name: part for part, bucket in enumerate(plan.buckets) for component in bucket.components}
+    for step in range(STEPS):
+        gradients = []
+        for seat in range(WORLD):
+            optimizer.zero_grad()
+            loss_of(module, *shard(seat, WORLD, *tokens(step, ROWS))).backward()
+            gradients.append({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
+        for name, parameter in module.named_parameters():
+            counted = who(step, bucket_of[name])
+            parameter.grad = torch.stack([gradients[seat][name] for seat in counted]).sum(0) / len(counted)
+        optimizer.step()
+    return state_of(module)
+
+
+def main(url: str, seat: int, out: Path) -> None:
+    torch.set_num_threads(1)
+    with gradserver.connect(url, seat, WORLD, name=f"w{seat}", timeout=20.0) as worker:
+
+        def stop() -> None:
+            say("halfway")
+            told()
+
+        def after(step: int) -> None:
+            say(f"step {step} {time.monotonic()} {worker.rank} {worker.world_size} {worker.epoch}")
+            if step == FATAL:
+                told()  # until the test has looked at the ledger
+
+        if seat == VICTIM:
+            after_some_pushes(worker, FATAL, 2, stop)
+        torch.save(train(worker, seat, after), out)
+    say("ok")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,116 @@
+"""Elastic groups between processes: one is killed in the middle of a round, and no step is lost."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Collection
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradserver import daemon
+from gradserver.cli import main
+from tests.cluster import PATIENCE, Daemon, Program, joined, wait_until
+from tests.elastic_training import FATAL, STEPS, VICTIM, WORLD, alone
+from tests.replicas import distance, same
+
+PROGRAM = Path(__file__).with_name("elastic_training.py")
+GOES_ON_WITHIN = 1.0 + 2.0
+"""From a death to the end of its round: what is promised, and what a machine that has other things to do may add."""
+
+SURVIVORS = [seat for seat in range(WORLD) if seat != VICTIM]
+
+
+@pytest.mark.parametrize("channel", ["tcp", "shm"])
+def test_a_worker_killed_in_the_middle_of_a_round_costs_one_contribution_and_no_step(
+    channel: str, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(Daemon("--workers", "2:8"))
+        environment = {"GRADSERVER_CHANNEL": channel}
+        workers = [
+            stack.enter_context(
+                Program(str(PROGRAM), coordinator.url, str(seat), str(tmp_path / f"{seat}"), environment=environment)
+            )
+            for seat in range(WORLD)
+        ]
+        workers[VICTIM].expect("halfway")
+        killed = time.monotonic()
+        workers[VICTIM].send_signal(signal.SIGKILL)
+        steps = [workers[seat].expect(f"step {FATAL} ", PATIENCE).split() for seat in SURVIVORS]
+        group = coordinator.group()
+        for seat in SURVIVORS:
+            workers[seat].tell()
+        for seat in SURVIVORS:
+            workers[seat].expect(f"step {STEPS - 1}")
+            workers[seat].expect("ok")
+        assert [workers[seat].end() for seat in SURVIVORS] == [0] * len(SURVIVORS)
+
+    assert max(float(moment) for moment, *_ in steps) - killed < GOES_ON_WITHIN
+    assert [place for _, *place in steps] == [[str(rank), "3", "2"] for rank in range(3)]
+    record = group["last_round"]
+    assert record["round"] == FATAL
+    assert [weight for seat, weight in enumerate(record["weights"]) if seat != VICTIM] == [1.0] * 3
+    states = [torch.load(tmp_path / f"{seat}") for seat in SURVIVORS]
+    assert all(same(states[0], other) for other in states[1:])
+    assert distance(states[0], expected(record["cut"])) < 1e-5
+
+
+def expected(cut: Collection[tuple[int, int, int]]) -> dict[str, torch.Tensor]:
+    """The weights after all steps, if the victim counted in the buckets that the ledger says; each has one slice."""
+    counted = {part for seat, part, slices in cut if seat == VICTIM and slices == 1}
+    assert len(counted) == len(cut)
+
+    def who(step: int, part: int) -> list[int]:
+        counts = step < FATAL or (step == FATAL and part in counted)
+        return list(range(WORLD)) if counts else SURVIVORS
+
+    return alone(who)
+
+
+def test_status_shows_seats_and_the_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    with Daemon("--workers", "1:3", "--gather", "0.5") as coordinator, joined(coordinator.url, 3) as workers:
+        workers[1].abort("it was preempted")
+        wait_until(lambda: len(coordinator.group()["members"]) == 2, "one is gone")
+        assert main(["status", coordinator.url, "--interval", "0.05"]) == 0
+
+    shown = capsys.readouterr().out.splitlines()
+    assert "group 'default': active, 2 workers, elastic (1 to 3), epoch 2" in shown
+    columns = [line.split() for line in shown if line.endswith(("0", "2")) and line.startswith("     ")]
+    assert [(row[0], row[1], row[-1]) for row in columns] == [("0", "w0", "0"), ("1", "w2", "2")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--workers", "3:2"], "1 ≤ MIN ≤ MAX"),
+        (["--workers", "0:2"], "0 is out of range: a number of workers is 1 to 1024"),
+        (["--workers", "2:x"], "'x' is not a number of workers"),
+        (["--workers", ":2"], "'' is not a number of workers"),
+    ],
+)
+def test_sizes_that_cannot_be_are_told_with_the_usage(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", *arguments])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--workers", "2", "--gather", "1"], "--gather is for elastic groups: --workers MIN:MAX"),
+        (["--workers", "2:", "--shards", "2"], "an elastic group (--workers MIN:MAX) has one data shard so far"),
+        (["--join", "tcp://127.0.0.1:1", "--gather", "1"], "--gather is the coordinator's to say"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "serve", lambda *_, **__: pytest.fail("it served"))
+    assert main(["serve", *arguments]) == 1
+    assert said in capsys.readouterr().err
