@@ -186,8 +186,6 @@ def _worlds(arguments: argparse.Namespace) -> dict[str, int | Policy]:
         if arguments.gather is not None:
             raise InvalidArgumentError("--gather is for elastic groups: --workers MIN:MAX")
         return {} if size is None else {arguments.group: size}
-    if arguments.shards > 1:
-        raise InvalidArgumentError("an elastic group (--workers MIN:MAX) has one data shard so far: leave out --shards")
     gather = size.gather if arguments.gather is None else arguments.gather
     return {arguments.group: dataclasses.replace(size, gather=gather)}
 

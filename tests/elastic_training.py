@@ -80,7 +80,7 @@ def alone(who: Callable[[int, int], Collection[int]]) -> dict[str, Tensor]:
 
 def main(url: str, seat: int, out: Path) -> None:
     torch.set_num_threads(1)
-    with gradserver.connect(url, seat, WORLD, name=f"w{seat}", timeout=20.0) as worker:
+    with gradserver.connect(url, seat, WORLD, name=f"w{seat}", timeout=60.0) as worker:
 
         def stop() -> None:
             say("halfway")

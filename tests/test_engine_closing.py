@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from gradserver.engine.events import Reduced, Undecodable
 from gradserver.engine.policy import Policy
 from protocol.dtypes import FLOAT32, UINT8
 from protocol.errors import (
     DeadlineError,
     LeftOutError,
+    MalformedMessageError,
     MembershipChangedError,
     NonFiniteError,
     OutOfStepError,
@@ -393,6 +395,30 @@ def test_a_gradient_that_is_not_finite_halts_an_elastic_group_too() -> None:
         assert isinstance(harness.failure(rank, Scope.EXCHANGE, bucket(0)), NonFiniteError)
     harness.lose(1)
     assert harness.group()["state"] == "broken"
+
+
+def test_bytes_that_say_nothing_cost_their_sender_its_place_and_the_others_nothing() -> None:
+    harness = elastic(3, 4, lazy=True)
+    for rank in (1, 0, 2):
+        for index in range(2):
+            harness.push(rank, bucket(0), floats(rank, rank), index=index)
+    first, second = harness.reduces
+    harness.reduces.clear()
+    harness.answer(second)
+    nothing = Undecodable(1, MalformedMessageError("no values"))
+    harness.feed(Reduced(first.group, first.epoch, first.key, first.slice, nothing))
+
+    (again,) = harness.reduces
+    assert [given.rank for given in again.contributions] == [0, 2]
+    harness.answer(again)
+
+    assert isinstance([m for m, _ in harness.sent(1)][-1], Failure)
+    assert SEATS + 1 in harness.closed
+    got = {m.slice: memoryview(p[0]).cast("f").tolist() for m, p in harness.sent(0) if isinstance(m, Result)}
+    assert got == {1: [1, 1], 0: [1, 1]}
+    (record,) = harness.engine.control.groups["default"].ledger
+    assert (record.weights, record.cut) == ((1.0, 1.0, 1.0), ((1, 0, 1),))
+    assert harness.group()["state"] == "active"
 
 
 def test_after_somebody_went_messages_speak_of_present_ranks() -> None:

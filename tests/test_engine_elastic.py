@@ -14,7 +14,7 @@ from protocol.errors import (
     WorkerLostError,
 )
 from protocol.limits import MAX_WORLD_SIZE
-from protocol.messages import Agreed, Enlist, Failure, Leave, Membership, Result, RoundDone, Welcome
+from protocol.messages import Agreed, Failure, Leave, Membership, Result, RoundDone, Welcome
 from tests.engine_harness import SEATS, TIMEOUT, Harness, bucket, collective, floats, plan_of
 from tests.test_engine_closing import BARRIER
 
@@ -150,13 +150,6 @@ def test_a_group_that_has_begun_takes_nobody_in_yet() -> None:
 def test_a_policy_that_cannot_be_is_refused(least: int, most: int) -> None:
     with pytest.raises(InvalidWorldSizeError, match="1 ≤ MIN ≤ MAX"):
         Policy(least, most)
-
-
-def test_data_shards_are_refused() -> None:
-    driven = harness()
-    driven.receive(7, Enlist("tcp://10.0.0.2:7411"))
-
-    assert isinstance(driven.refusal(7), JoinRefusedError)
 
 
 def test_other_groups_of_the_same_coordinator_are_fixed() -> None:

@@ -14,6 +14,7 @@ from gradserver.engine.events import (
     Close,
     CloseGroup,
     Depart,
+    Departed,
     Disconnected,
     Garbled,
     Halt,
@@ -40,6 +41,7 @@ from protocol.errors import (
     NonFiniteError,
     ProtocolError,
     UnexpectedMessageError,
+    WorkerLeftError,
     WorkerLostError,
 )
 from protocol.limits import MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_SHARDS, MAX_WORLD_SIZE
@@ -333,10 +335,12 @@ def test_groups_that_formed_before_a_shard_came_do_without_it() -> None:
     assert harness.group()["state"] == "active"
 
 
-def test_a_report_cannot_speak_of_members_that_there_are_not() -> None:
+@pytest.mark.parametrize(
+    "record", [RoundRecord(0, (1.0,), 0.0, 0.0, 0), RoundRecord(0, (1.0, 1.0), 0.0, 0.0, 0, ((2, 0, 1),))]
+)
+def test_a_report_cannot_speak_of_members_that_there_are_not(record: RoundRecord) -> None:
     harness = ShardedHarness()
     harness.assemble(2)
-    record = RoundRecord(0, (1.0,), 0.0, 0.0, 0)
     harness.receive(LINKS + 1, Reported(), encode_report(1, RoundCompleted("default", record)))
 
     assert "tcp://10.0.0.2:7411 was lost" in harness.group()["broken"]
@@ -347,13 +351,17 @@ def test_a_report_cannot_speak_of_members_that_there_are_not() -> None:
 ERROR = NonFiniteError("w1 contributed NaN", worker="w1", rank=1, bucket="b", parameter="p", round=3)
 ORDERS: list[Order] = [
     OpenGroup("g", 3, (Seat(-1, "w0"), Seat(-1, "ü")), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32, "b" * 32)),
+    OpenGroup("g", 3, (Seat(-1, "w0"),), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32,), True),
     SetPlan("g", plan_of(3, 0, 100), 7),
     Depart("g", 1, WorkerLostError("it died", worker="w1", rank=1)),
+    Depart("g", 1, WorkerLeftError("it left", worker="w1", rank=1), 12),
     CloseGroup("g"),
     Halt("g", ERROR, True),
 ]
 REPORTS: list[RemoteReport] = [
     RoundCompleted("g", RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1)),
+    RoundCompleted("g", RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1, ((0, 2, 5), (1, 0, 1)))),
+    Departed("g", 12),
     Halted("g", ERROR, False),
     Planned("g", "ab" * 32),
     Absent("g", 1, ERROR),
@@ -415,17 +423,19 @@ def test_any_change_of_a_field_is_refused_or_understood(sample: list[Any], data:
 @pytest.mark.parametrize(
     "fields",
     [
-        ["open", "g", 1, [], 1, 1.0, [1.0, 1.0], 1, []],
-        ["open", "g", 1, ["w0"], 1, 1.0, [1.0, 1.0], 1, []],
-        ["open", "g", 1, ["w0"], 1, 1.0, [1.0, 1.0], 2, ["t"]],
-        ["open", "g", 1, ["w0"], 1, 1.0, [1.0, 1.0], 0, ["t"]],
-        ["open", "g", 1, ["w0"], 1, 1.0, [0.0, 0.0], 1, ["t"]],
-        ["open", "g", 1, ["w0"], 1, 1.0, [1.0] * (MAX_SHARDS + 1), 1, ["t"]],
-        ["open", "g" * (MAX_NAME_BYTES + 1), 1, ["w0"], 1, 1.0, [1.0, 1.0], 1, ["t"]],
+        ["open", "g", 1, [], 1, 1.0, [1.0, 1.0], 1, [], False],
+        ["open", "g", 1, ["w0"], 1, 1.0, [1.0, 1.0], 1, [], False],
+        ["open", "g", 1, ["w0"], 1, 1.0, [1.0, 1.0], 2, ["t"], False],
+        ["open", "g", 1, ["w0"], 1, 1.0, [1.0, 1.0], 0, ["t"], False],
+        ["open", "g", 1, ["w0"], 1, 1.0, [0.0, 0.0], 1, ["t"], False],
+        ["open", "g", 1, ["w0"], 1, 1.0, [1.0] * (MAX_SHARDS + 1), 1, ["t"], False],
+        ["open", "g" * (MAX_NAME_BYTES + 1), 1, ["w0"], 1, 1.0, [1.0, 1.0], 1, ["t"], False],
         ["plan", "g", b"garbage", 0],
         ["plan", "g", "text", 0],
-        ["depart", "g", MAX_WORLD_SIZE, ["E", "t", {}]],
-        ["depart", "g", 0, ["E", "t", []]],
+        ["depart", "g", MAX_WORLD_SIZE, ["E", "t", {}], 0],
+        ["depart", "g", 0, ["E", "t", []], 0],
+        ["depart", "g", 0, ["E", "t", {}], -1],
+        ["open", "g", 1, ["w0"], 1, 1.0, [1.0, 1.0], 1, ["t"], 1],
         ["halt", "g", ["E", "t", {}], 1],
         ["close"],
         [],

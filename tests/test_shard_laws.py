@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gradserver.engine.events import NonFinite, Reduce
+from gradserver.engine.policy import Policy
 from protocol.errors import (
     AbandonedError,
     CollectiveMismatchError,
@@ -92,6 +93,8 @@ class Client:
     credit: int
     order: int = 0
     stalled: bool = False
+    over: int | None = None
+    """In an elastic group: the last round that it was told is over."""
 
     def ready(self) -> list[Part]:
         if self.stalled:
@@ -106,7 +109,7 @@ class Client:
         key = part.key
         if key.stream == Stream.BUCKET:
             earlier = [p for p in self.parts if p.key.stream == key.stream and p.key.number < key.number]
-            return all(p.done for p in earlier)
+            return all(p.done for p in earlier) and (self.over is None or self.over == key.number - 1)
         before = [
             p
             for p in self.parts
@@ -149,10 +152,17 @@ class Client:
 class Cluster:
     """Engines and clients. ``seed`` decides who does what when, and when control and data hear of each other."""
 
-    def __init__(self, scenario: Scenario, seed: int, rates: tuple[float, ...], credit: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        seed: int,
+        rates: tuple[float, ...],
+        credit: int = 1 << 20,
+        policy: Policy | None = None,
+    ) -> None:
         self.scenario = scenario
         self.plan = plan_of(*scenario.buckets)
-        self.harness = ShardedHarness(lazy=True, credit=credit, rates=rates)
+        self.harness = ShardedHarness({"default": policy or scenario.world}, credit, lazy=True, rates=rates)
         self.harness.assemble(scenario.world, self.plan)
         self.harness.slow = True
         self.random = random.Random(seed)

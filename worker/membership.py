@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from protocol.messages import Membership, RoundDone
 from worker.handle import Handle
 
@@ -14,12 +16,15 @@ class Announced:
 
     def __init__(self) -> None:
         self._memberships: dict[int, Membership] = {}
+        self._latest = 0
         self._done = RoundDone(-1, 0)
-        self._waiting: Handle | None = None
+        self._waiting: list[tuple[Callable[[], bool], Handle]] = []
 
-    def add(self, membership: Membership) -> None:
-        """The coordinator has told of it."""
+    def add(self, membership: Membership) -> list[Handle]:
+        """The coordinator has told of it; gives who waits for that."""
         self._memberships[membership.epoch] = membership
+        self._latest = membership.epoch
+        return self._satisfied()
 
     def take(self, epoch: int) -> Membership | None:
         """The one that is in force from now on; None if it is already. Earlier ones will never be."""
@@ -27,18 +32,33 @@ class Announced:
         self._memberships = {later: news for later, news in self._memberships.items() if later > epoch}
         return found
 
-    def round_done(self, done: RoundDone) -> Handle | None:
-        """A round is over; who waits for that."""
+    def round_done(self, done: RoundDone) -> list[Handle]:
+        """A round is over; gives who waits for that."""
         self._done = done
-        waiting, self._waiting = self._waiting, None
-        return waiting
+        return self._satisfied()
 
-    def wait_for(self, number: int, handle: Handle) -> Handle | None:
+    def wait_for_round(self, number: int, handle: Handle) -> Handle | None:
         """``handle``, which is done when round ``number`` is over; None if it is."""
-        if self._done.round >= number:
+        return self._wait_until(lambda: self._done.round >= number, handle)
+
+    def wait_for_epoch(self, epoch: int, handle: Handle) -> Handle | None:
+        """``handle``, which is done when the membership ``epoch`` was told of; None if it was.
+
+        A data shard may speak of it before that: it cuts somebody off when it is told to, and members hear of it when
+        all shards have done so.
+        """
+        return self._wait_until(lambda: self._latest >= epoch, handle)
+
+    def _wait_until(self, there: Callable[[], bool], handle: Handle) -> Handle | None:
+        if there():
             return None
-        self._waiting = handle
+        self._waiting.append((there, handle))
         return handle
+
+    def _satisfied(self) -> list[Handle]:
+        done = [handle for there, handle in self._waiting if there()]
+        self._waiting = [(there, handle) for there, handle in self._waiting if handle not in done]
+        return done
 
     @property
     def epoch(self) -> int:
@@ -47,5 +67,5 @@ class Announced:
 
     def give_up(self) -> list[Handle]:
         """Who waits for what will not come."""
-        waiting, self._waiting = self._waiting, None
-        return [] if waiting is None else [waiting]
+        waiting, self._waiting = self._waiting, []
+        return [handle for _, handle in waiting]

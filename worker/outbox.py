@@ -117,6 +117,7 @@ class Exchange:
         shard: int = 0,
         interval: tuple[int, int] | None = None,
         siblings: Siblings | None = None,
+        epoch: int = 0,
     ) -> None:
         self.key = key
         self.pool = pool
@@ -132,7 +133,7 @@ class Exchange:
         self.dropped = False
         """The exchange has failed elsewhere: what is still to come of this part is nobody's."""
         self.sent = self.start
-        self.epoch = 0
+        self.epoch = epoch
         self.answered: set[int] = set()
         memory = source if destination is None else destination if isinstance(destination, np.ndarray) else None
         in_place = memory is not None and operation.kind in IN_PLACE and coder is None

@@ -152,7 +152,7 @@ class Session(Traffic):
         """Wait until the round is over for all members of an elastic group, and go by what that changes."""
         handle = Handle(self.timeout, self._channel, None, self._no_boundary)
         with self._state:
-            waiting = self._announced.wait_for(self.round, handle)
+            waiting = self._announced.wait_for_round(self.round, handle)
             if waiting is not None:
                 self.check_open()
         if waiting is not None:
@@ -177,8 +177,15 @@ class Session(Traffic):
 
     def _heed(self, error: GradServerError) -> None:
         """What the failure of a collective says of the membership is in force from now on."""
-        if isinstance(error, MembershipChangedError):
-            self.adopt(error.epoch)
+        if not isinstance(error, MembershipChangedError):
+            return
+        with self._state:
+            waiting = self._announced.wait_for_epoch(error.epoch, Handle(self.timeout, self._channel))
+            if waiting is not None:
+                self.check_open()
+        if waiting is not None:
+            waiting.wait()
+        self.adopt(error.epoch)
 
     def _no_boundary(self, seconds: float) -> DeadlineError:
         return DeadlineError(
@@ -229,8 +236,8 @@ class Session(Traffic):
             case RoundDone():
                 with self._state:
                     waiting = self._announced.round_done(message)
-                if waiting is not None:
-                    waiting._complete()
+                for handle in waiting:
+                    handle._complete()
             case Agreed(_, first_round):
                 self._take_agreed(first_round)
             case Missing(key, workers):
@@ -277,7 +284,9 @@ class Session(Traffic):
         if not seats or seats[rank] not in news.seats or len(news.names) != len(news.seats):
             raise MalformedMessageError(f"a Membership of seats {news.seats[:16]} for {len(news.names)} names")
         with self._state:
-            self._announced.add(news)
+            waiting = self._announced.add(news)
+        for handle in waiting:
+            handle._complete()
         if news.seats[0] == seats[rank]:  # one of them is to say it
             level = logging.WARNING if news.lost else logging.INFO
             log.log(level, "group %r: %s", self.membership.group, news.reason)

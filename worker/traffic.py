@@ -197,16 +197,14 @@ class Traffic:
             assert isinstance(destination, np.ndarray)
             coder = Coder(key, layout, source, destination, feedback)
         what = key, pool, operation, layout, source, destination, weight, handle, self._channel, self._slots, coder
+        epoch = welcome.epoch if welcome.seats and operation.kind in WORLD_BOUND else 0
         if len(bounds) == 2:
-            exchange = Exchange(*what)
-            if welcome.seats and operation.kind in WORLD_BOUND:
-                exchange.epoch = welcome.epoch
-            self._shards[0].add(exchange)
+            self._shards[0].add(Exchange(*what, epoch=epoch))
             return handle
         parts = [(shard, run) for shard, run in enumerate(pairwise(bounds)) if run[0] < run[1]]
         siblings = Siblings(len(parts))
         for shard, run in parts:
-            self._shards[shard].add(Exchange(*what, shard, run, siblings))
+            self._shards[shard].add(Exchange(*what, shard, run, siblings, epoch))
         return handle
 
     # ── sending, as credit allows ─────────────────────────────────────────────────────────────────────

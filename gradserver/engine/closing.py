@@ -12,6 +12,7 @@ counts, the rest does not; so each element is the mean of those who counted for 
     OPEN      … the root of a broadcast that lacks some of it   FAILED  MembershipChangedError to everybody
     OPEN      … one end of a transfer that lacks some of it     FAILED  the other end is told who
     (none)    first push, of a membership that has ended        FAILED  MembershipChangedError to everybody
+    OPEN      bytes that say nothing in their codec             OPEN    control is to refuse their sender; done without
     OPEN      a bucket's deadline                               OPEN    control is to leave out who is missing
     OPEN      a deadline that none of those present waits for   OPEN    it is put off
 
@@ -21,7 +22,7 @@ Anything else is as in `gradserver.engine.data`, whose table this one extends.
 from __future__ import annotations
 
 from gradserver.engine.events import Absent, Command, Depart, Report
-from gradserver.engine.exchanges import Exchange, Group, Round
+from gradserver.engine.exchanges import Exchange, Group, Piece, Round
 from gradserver.engine.failures import fail, forget_if_over, remember
 from gradserver.engine.results import complete
 from protocol.errors import GradServerError, LeftOutError, MembershipChangedError
@@ -103,6 +104,16 @@ def outdated(
     exchange.failure = _changed(group, key, operation)
     remember(group, exchange)
     return exchange
+
+
+def do_without(
+    group: Group, exchange: Exchange, piece: Piece, rank: int, now: float, commands: list[Command]
+) -> list[Report]:
+    """Reduce ``piece`` again, without what ``rank`` has given to it, and go on without it: it is about to depart."""
+    exchange.spoiled[rank] += piece.stop - piece.start
+    reports = _cut(group, exchange, rank, now, commands)
+    given = {other: run for other, run in piece.given.items() if other != rank}
+    return reports + complete(group, exchange, piece._replace(given=given), now, commands)
 
 
 def overdue_seats(group: Group, exchange: Exchange, now: float) -> list[Report] | None:

@@ -32,13 +32,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from gradserver.engine.elastic import boundary, depart, give_up, may_begin
+from gradserver.engine.elastic import boundary, depart, departed, give_up, may_begin
 from gradserver.engine.events import (
     Absent,
     Close,
     CloseGroup,
     Command,
     Depart,
+    Departed,
     Halt,
     Halted,
     Log,
@@ -75,7 +76,6 @@ from protocol.errors import (
     CoordinatorStoppedError,
     GradServerError,
     InvalidArgumentError,
-    JoinRefusedError,
     LeftOutError,
     MalformedMessageError,
     ProtocolError,
@@ -133,8 +133,6 @@ class Control:
                 case Reported() if connection in self.roster.shards:
                     return self._heed_elsewhere(connection, payloads[0], now, commands)
                 case Enlist() if connection not in self._places:
-                    if any(isinstance(size, Policy) for size in self._worlds.values()):
-                        raise JoinRefusedError("this coordinator serves an elastic group, which has one data shard")
                     self.roster.enlist(connection, message, commands)
                     return []
                 case Leave(reason, failed):
@@ -167,6 +165,8 @@ class Control:
                 return [] if source == _HERE else orders
             case Violation(connection, error):
                 return self._refuse(connection, error, commands)
+            case Departed(name, epoch):
+                departed(self.groups[name], source, epoch, commands)
             case Planned(name, digest):
                 confirm(self.groups[name], source, digest, commands)
             case Absent(name, rank, error):
@@ -186,7 +186,7 @@ class Control:
     def _heed_elsewhere(self, source: int, payload: Buffer, now: float, commands: list[Command]) -> list[Order]:
         epoch, report = decode_report(payload, now)
         group = self.groups.get(report.group)
-        if group is None or group.epoch != epoch or source not in group.shards:
+        if group is None or group.founded != epoch or source not in group.shards:
             return []  # of a group that has ended meanwhile
         return self.heed(report, commands, source)
 
@@ -221,14 +221,13 @@ class Control:
         """All are here: give those without a rank one, in the order in which they came, and welcome everybody."""
         chosen = [group.applicants[i] for i in in_order([a.join for a in group.applicants], group.world)]
         self._epochs += 1
-        group.epoch, group.world, group.opens = self._epochs, len(chosen), None
+        group.epoch, group.founded, group.world, group.opens = self._epochs, self._epochs, len(chosen), None
         group.members = {rank: Seat(one.connection, one.join.name) for rank, one in enumerate(chosen)}
         group.seats, group.table = Seats(one.join.name for one in chosen), Table(len(chosen))
         group.timeout = max(applicant.join.timeout for applicant in group.applicants)
         group.applicants.clear()
         elastic = group.policy is not None
-        if not elastic:
-            self.roster.staff(group)
+        self.roster.staff(group)
         rates, tokens = group.table.rates, group.tokens
         seats = tuple(group.members.values())
         order = OpenGroup(group.name, group.epoch, seats, self._credit, group.timeout, rates, 0, tokens, elastic)
@@ -264,7 +263,7 @@ class Control:
 
     def _settle(self, group: Group, commands: list[Command]) -> list[Order]:
         """Agree on a plan, if all who are there have proposed one, and the same."""
-        if not 0 < len(group.proposals) == len(group.members):
+        if not 0 < len(group.proposals) == len(group.members) or group.unconfirmed:
             return []
         votes = Counter(proposal.plan.hash for proposal in group.proposals.values())
         leading = max(votes.values())

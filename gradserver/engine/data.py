@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gradserver.engine.closing import depart, outdated, overdue_seats
+from gradserver.engine.closing import depart, do_without, outdated, overdue_seats
 from gradserver.engine.events import (
     CloseGroup,
     Command,
@@ -284,10 +284,13 @@ class Data:
             tell_all(group, exchange, commands)
             return []
         if isinstance(event.outcome, Undecodable):
+            guilty, error = event.outcome.rank, undecodable(group, exchange, event.outcome)
+            violation = Violation(group.connections[guilty], error)
+            if group.order.elastic and len(piece.given) > 1:
+                return [*do_without(group, exchange, piece, guilty, now, commands), violation]
             refund(group, exchange, piece)
-            error = undecodable(group, exchange, event.outcome)
             fail(group, exchange, error, commands)
-            return [Violation(group.connections[event.outcome.rank], error)]
+            return [violation]
         if isinstance(event.outcome, NonFinite):
             refund(group, exchange, piece)
             return self._halt(group, exchange, piece.start, event.outcome, commands)

@@ -8,8 +8,10 @@ What differs from the table in `gradserver.engine.control`:
     FORMING   Join, the minimum is there              FORMING   more are waited for, until the gathering is over
     FORMING   … and the maximum, or all they ask for  ACTIVE    a new epoch; Welcome to everybody
     FORMING   the gathering is over                   ACTIVE    the same
-    ACTIVE    a member leaves, is lost or left out    ACTIVE    a new epoch: Membership to everybody, data cuts it off
+    ACTIVE    a member leaves, is lost or left out    ACTIVE    a new epoch: data cuts it off
+    ACTIVE    all shards have done so                 ACTIVE    Membership to everybody
     ACTIVE    a round is complete at all shards       ACTIVE    RoundDone to everybody: the epoch is in force
+    ACTIVE    … and a shard has yet to cut somebody   ACTIVE    RoundDone when it has
     ACTIVE    … and fewer than the minimum are left   PAUSED    RoundDone is held back
     PAUSED    the group's timeout                     (none)    DeadlineError to everybody
     PAUSED    the last member leaves or is lost       (none)
@@ -57,13 +59,38 @@ def depart(group: Group, seat: int, reason: str, politely: bool, epoch: int, com
     group.epoch = epoch
     what = f"{error.message}; {_count(len(group.members))} on"
     news = Membership(epoch, group.seats.present, group.seats.present_names(), what, not politely)
-    commands += [Send(member.connection, news) for member in group.members.values()]
     commands.append(Log(f"group {group.name!r}: {what}, epoch {epoch}", warning=not politely))
+    group.unannounced.append((news, set(group.shards)))
+    announce(group, commands)
     return Depart(group.name, seat, error, epoch)
+
+
+def departed(group: Group, shard: int, epoch: int, commands: list[Command]) -> None:
+    """A shard elsewhere goes by the membership ``epoch``."""
+    for news, waiting in group.unannounced:
+        if news.epoch <= epoch:
+            waiting.discard(shard)
+    announce(group, commands)
+
+
+def announce(group: Group, commands: list[Command]) -> None:
+    """Tell members of memberships that all shards know, and of a round that waited for that.
+
+    A member that goes by an epoch may thus say so to any shard.
+    """
+    while group.unannounced and not group.unannounced[0][1]:
+        news, _ = group.unannounced.popleft()
+        commands += [Send(member.connection, news) for member in group.members.values()]
+    if group.held is not None and not group.unannounced:
+        record, group.held = group.held, None
+        boundary(group, record, commands)
 
 
 def boundary(group: Group, record: RoundRecord, commands: list[Command]) -> None:
     """A round is complete: the next one may begin, with whoever is there, if they are enough."""
+    if group.unannounced:
+        group.held = record
+        return
     least, count = group.policy.minimum if group.policy else 0, len(group.members)
     if count < least:
         group.paused = record.completed

@@ -283,4 +283,12 @@ class Absent:
     error: GradServerError
 
 
-Report = RoundCompleted | Halted | Violation | Planned | Absent
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """A shard elsewhere goes on without whoever departed, by the membership ``epoch``."""
+
+    group: str
+    epoch: int
+
+
+Report = RoundCompleted | Halted | Violation | Planned | Absent | Departed

@@ -75,6 +75,8 @@ class Exchange:
     """Contributions that wait for others, by rank."""
     cut: dict[int, int] = field(default_factory=dict)
     """Those who have departed: up to which slice their contributions count."""
+    spoiled: Counter[int] = field(default_factory=Counter)
+    """Slices of each that did not count, because they said nothing."""
     reducing: dict[int, Piece] = field(default_factory=dict)
     answered: int = 0
     last: int = -1
@@ -133,7 +135,7 @@ class Exchange:
 
     def counted(self, rank: int) -> int:
         """How many slices contributions of ``rank`` count for, once the exchange is done."""
-        return self.cut.get(rank, self.stop) - self.start
+        return self.cut.get(rank, self.stop) - self.start - self.spoiled[rank]
 
     def _part(self, runs: deque[Run], start: int, stop: int) -> Run:
         run = runs[0]

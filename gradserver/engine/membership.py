@@ -19,7 +19,7 @@ from protocol.errors import (
     LimitExceededError,
 )
 from protocol.limits import MAX_GROUPS, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_SHARDS, MAX_TOKEN, MAX_URL, MAX_WORLD_SIZE
-from protocol.messages import Join
+from protocol.messages import Join, Membership
 from protocol.plan import Plan
 from protocol.shards import Table
 
@@ -66,6 +66,12 @@ class Group:
     """Those who are still there, by rank."""
     seats: Seats = field(default_factory=lambda: Seats(()))
     epoch: int = 0
+    founded: int = 0
+    """The first epoch, by which data halves know the group."""
+    unannounced: deque[tuple[Membership, set[int]]] = field(default_factory=deque)
+    """Memberships that members have yet to hear of, with the shards that have yet to go by each."""
+    held: RoundRecord | None = None
+    """A round that is complete, and not over for members while there are such."""
     opens: float | None = None
     """When an elastic group begins, if no more come."""
     paused: float | None = None

@@ -15,6 +15,7 @@ from gradserver.engine.events import (
     Absent,
     CloseGroup,
     Depart,
+    Departed,
     Halt,
     Halted,
     OpenGroup,
@@ -29,6 +30,7 @@ from protocol.buffer import Buffer
 from protocol.checks import brief, facts, integer, listed, number, text
 from protocol.errors import GradServerError, MalformedMessageError
 from protocol.limits import (
+    MAX_BUCKETS,
     MAX_COUNTER,
     MAX_FRAME_BYTES,
     MAX_HEADER_BYTES,
@@ -46,7 +48,10 @@ from protocol.limits import (
 from protocol.messages import Failure, Scope
 from protocol.plan import decode_plan
 
-RemoteReport = RoundCompleted | Halted | Planned | Absent
+RemoteReport = RoundCompleted | Halted | Planned | Absent | Departed
+
+_MAX_CUT = 1000
+"""Pairs of seat and bucket that a report of a round speaks of; the ledger lacks what is beyond."""
 
 _name = text(MAX_NAME_BYTES)
 _names = listed(_name, MAX_WORLD_SIZE)
@@ -55,6 +60,7 @@ _token = text(MAX_TOKEN)
 _tokens = listed(_token, MAX_WORLD_SIZE)
 _count = integer(0, MAX_COUNTER)
 _rank = integer(0, MAX_WORLD_SIZE - 1)
+_part = integer(0, MAX_BUCKETS - 1)
 _further_shard = integer(1, MAX_SHARDS - 1)
 _seconds = number(0.0, MAX_TIMEOUT)
 _rates = listed(number(0.0, MAX_RATE), MAX_SHARDS)
@@ -64,13 +70,13 @@ _weights = listed(number(0.0, MAX_WEIGHT), MAX_WORLD_SIZE)
 def encode_order(order: Order) -> bytes:
     """``order`` as it goes to a data shard elsewhere, whose seats nobody has taken yet."""
     match order:
-        case OpenGroup(group, epoch, seats, credit, timeout, rates, shard, tokens):
+        case OpenGroup(group, epoch, seats, credit, timeout, rates, shard, tokens, elastic):
             names = [seat.name for seat in seats]
-            return _pack("open", group, epoch, names, credit, timeout, rates, shard, tokens)
+            return _pack("open", group, epoch, names, credit, timeout, rates, shard, tokens, elastic)
         case SetPlan(group, plan, first_round):
             return _pack("plan", group, plan.encoded, first_round)
-        case Depart(group, rank, error):
-            return _pack("depart", group, rank, _pack_error(error))
+        case Depart(group, rank, error, epoch):
+            return _pack("depart", group, rank, _pack_error(error), epoch)
         case CloseGroup(group):
             return _pack("close", group)
         case Halt(group, error, buckets_only):
@@ -80,19 +86,19 @@ def encode_order(order: Order) -> bytes:
 def decode_order(data: Buffer) -> Order:
     """The order in ``data``; a ProtocolError says why there is none."""
     match _unpack(data, MAX_ORDER_BYTES):
-        case ["open", group, epoch, names, credit, timeout, rates, shard, tokens]:
+        case ["open", group, epoch, names, credit, timeout, rates, shard, tokens, bool(elastic)]:
             seats = tuple(Seat(-1, name) for name in _names(names))
             compared = _rates(rates)
             shown = _tokens(tokens)
             place = _further_shard(shard)
             if not seats or len(shown) != len(seats) or place >= len(compared) or not any(compared):
                 raise MalformedMessageError("an order to open a group that does not fit together")
-            patience = _seconds(timeout)
-            return OpenGroup(_name(group), _count(epoch), seats, _count(credit), patience, compared, place, shown)
+            known = _name(group), _count(epoch), seats, _count(credit), _seconds(timeout)
+            return OpenGroup(*known, compared, place, shown, elastic)
         case ["plan", group, bytes(plan), first_round]:
             return SetPlan(_name(group), decode_plan(plan), _count(first_round))
-        case ["depart", group, rank, error]:
-            return Depart(_name(group), _rank(rank), _error(error))
+        case ["depart", group, rank, error, epoch]:
+            return Depart(_name(group), _rank(rank), _error(error), _count(epoch))
         case ["close", group]:
             return CloseGroup(_name(group))
         case ["halt", group, error, bool(buckets_only)]:
@@ -105,13 +111,15 @@ def encode_report(epoch: int, report: RemoteReport) -> bytes:
     match report:
         case RoundCompleted(group, record):
             took = record.completed - record.opened
-            return _pack("round", epoch, group, record.round, record.weights, took, record.last)
+            return _pack("round", epoch, group, record.round, record.weights, took, record.last, record.cut[:_MAX_CUT])
         case Halted(group, error, buckets_only):
             return _pack("halted", epoch, group, _pack_error(error), buckets_only)
         case Planned(group, digest):
             return _pack("planned", epoch, group, digest)
         case Absent(group, rank, error):
             return _pack("absent", epoch, group, rank, _pack_error(error))
+        case Departed(group, latest):
+            return _pack("departed", epoch, group, latest)
 
 
 def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
@@ -120,10 +128,10 @@ def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
     A round that a report speaks of is taken to have ended ``now``.
     """
     match _unpack(data, MAX_HEADER_BYTES):
-        case ["round", epoch, group, number, weights, took, last]:
+        case ["round", epoch, group, number, weights, took, last, cut]:
             weighed = _weights(weights)
             opened = now - _seconds(took)
-            record = RoundRecord(_count(number), weighed, opened, now, _rank(last))
+            record = RoundRecord(_count(number), weighed, opened, now, _rank(last), tuple(_cuts(cut)))
             return _count(epoch), RoundCompleted(_name(group), record)
         case ["halted", epoch, group, error, bool(buckets_only)]:
             return _count(epoch), Halted(_name(group), _error(error), buckets_only)
@@ -131,6 +139,8 @@ def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
             return _count(epoch), Planned(_name(group), _token(digest))
         case ["absent", epoch, group, rank, error]:
             return _count(epoch), Absent(_name(group), _rank(rank), _error(error))
+        case ["departed", epoch, group, latest]:
+            return _count(epoch), Departed(_name(group), _count(latest))
     raise MalformedMessageError("a report that is unknown, or has not the fields that it should have")
 
 
@@ -159,6 +169,16 @@ def _unpack(data: Buffer, limit: int) -> list[Any]:
     if type(unpacked) is not list:
         raise MalformedMessageError("neither an order nor a report")
     return unpacked
+
+
+def _cut(value: Any) -> tuple[int, int, int]:
+    if type(value) is not list or len(value) != 3:
+        raise MalformedMessageError(f"expected a seat, a bucket and a number of slices, got {brief(value)}")
+    seat, part, slices = value
+    return _rank(seat), _part(part), _count(slices)
+
+
+_cuts = listed(_cut, _MAX_CUT)
 
 
 def _pack_error(error: GradServerError) -> list[Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from gradserver.engine.events import Command, Log, RoundRecord, Send
 from gradserver.engine.membership import Group, check_name
 from protocol.errors import JoinRefusedError, LimitExceededError, MalformedMessageError, UnexpectedMessageError
+from protocol.exchange import ExchangeKey, Stream
 from protocol.limits import MAX_SHARDS, MAX_URL
 from protocol.messages import Enlist, Enlisted
 from protocol.shards import Table, comparable
@@ -76,7 +78,8 @@ class Roster:
 
 def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord | None:
     """Note that shard ``source`` is done with a round; the round's record, if all are that have to do with it."""
-    if len(record.weights) != group.world or not 0 <= record.last < group.world:
+    spoken_of = {record.last, *(seat for seat, _, _ in record.cut)}
+    if len(record.weights) != group.world or not all(0 <= seat < group.world for seat in spoken_of):
         raise MalformedMessageError(f"a report of a round in which others took part than are in group {group.name!r}")
     reported = group.partial.setdefault(record.round, {})
     reported[source] = record
@@ -86,4 +89,27 @@ def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord |
         return None
     del group.partial[record.round]
     latest = max(reported.values(), key=lambda record: record.completed)
-    return replace(latest, opened=min(record.opened for record in reported.values()))
+    done = replace(latest, opened=min(record.opened for record in reported.values()))
+    return done if group.policy is None else _merged(group, done, reported)
+
+
+def _merged(group: Group, done: RoundRecord, reported: dict[int, RoundRecord]) -> RoundRecord:
+    """Of a round of an elastic group: who counted at any shard, and where. Shards cut somebody at different slices."""
+    weights = tuple(map(max, zip(*(record.weights for record in reported.values()), strict=True)))
+    cut: Counter[tuple[int, int]] = Counter()
+    for record in reported.values():
+        cut.update({(seat, part): slices for seat, part, slices in record.cut})
+    for seat in {seat for seat, _ in cut}:
+        for source, record in reported.items():
+            if record.weights[seat] and not any(seat == other for other, _, _ in record.cut):
+                shard = group.shards.index(source) + 1 if source in group.shards else 0
+                cut.update({(seat, part): slices for part, slices in _slices_of(group, shard)})
+    return replace(done, weights=weights, cut=tuple((*which, slices) for which, slices in sorted(cut.items())))
+
+
+def _slices_of(group: Group, shard: int) -> Iterator[tuple[int, int]]:
+    """Each bucket that ``shard`` has to do with, and how many slices of it."""
+    for part, bucket in enumerate(group.plan.buckets if group.plan else ()):
+        start, stop = group.table.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation).interval(shard)
+        if start < stop:
+            yield part, stop - start

@@ -27,6 +27,7 @@ from gradserver.engine.events import (
     CloseGroup,
     Command,
     Depart,
+    Departed,
     Disconnected,
     Event,
     Garbled,
@@ -166,6 +167,8 @@ class ShardEngine:
                     reports += self._seat_or_refuse(connection, attend, commands)
         elif isinstance(order, SetPlan):
             reports.append(Planned(order.group, order.plan.hash))
+        elif isinstance(order, Depart) and order.epoch:
+            reports.append(Departed(order.group, order.epoch))
         return reports
 
     # ── workers ───────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,183 @@
+"""Elastic groups with several data shards: each cuts off who has gone when it hears of it, and all agree in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from gradserver.engine.policy import Policy
+from protocol.dtypes import FLOAT32
+from protocol.errors import MembershipChangedError
+from protocol.exchange import ExchangeKey, Kind, Op, Operation
+from protocol.messages import Failure, Membership, Push, Result, RoundDone
+from protocol.shards import share_of
+from tests.engine_harness import SEATS, Harness, bucket, collective, floats, plan_of, small_slices
+from tests.sharded_harness import ShardedHarness
+from tests.test_engine_laws import SLICE, Scenario, seeds
+from tests.test_shard_laws import Client, Cluster, Part, many_rates
+
+Departures = dict[int, tuple[int, bool]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small() -> Iterator[None]:
+    """Slices of four elements, tensors cut from three on, buckets from six on (or four, or three)."""
+    with small_slices(SLICE), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("protocol.shards.SPLIT_BYTES", 12)
+        patch.setattr("protocol.shards.SPLIT_BUCKET_BYTES", (24, 16, 12))
+        patch.setattr("protocol.shards.ALIGNMENT", 1)
+        yield
+        share_of.cache_clear()
+
+
+class ElasticCluster(Cluster):
+    """A cluster that knows who has pushed what, and when members were told of what."""
+
+    def __init__(self, scenario: Scenario, seed: int, rates: tuple[float, ...]) -> None:
+        super().__init__(scenario, seed, rates, policy=Policy(1, 8))
+        self.pushed: dict[tuple[ExchangeKey, int], dict[int, Part]] = {}
+        self.over: dict[int, list[RoundDone]] = {rank: [] for rank in self.clients}
+        self.told: dict[int, list[int]] = {rank: [] for rank in self.clients}
+        self.gone: list[int] = []
+        for client in self.clients.values():
+            client.over = -1
+
+    def push(self, client: Client, part: Part) -> None:
+        self.pushed.setdefault((part.key, part.sent), {})[client.rank] = part
+        super().push(client, part)
+
+    def deliver(self) -> None:
+        for rank, client in self.clients.items():
+            for done in self.harness.told(rank, RoundDone):
+                self.over[rank].append(done)
+                client.over = done.round
+            for news in self.harness.told(rank, Membership):
+                self.told[rank].append(news.epoch)
+                for shard in self.harness.shards[1:]:
+                    assert shard is not None
+                    assert shard.data.groups["default"].epoch >= news.epoch, "told before all shards know"
+        super().deliver()
+
+    def depart(self, rank: int, politely: bool) -> None:
+        if rank in self.clients and len(self.clients) > 1:
+            self.gone.append(rank)
+            self.remove(rank, self.harness.leave if politely else self.harness.lose)
+
+    def expected(self, key: ExchangeKey, index: int) -> tuple[float, bytes | None]:
+        """Weight and bytes of a slice, from who had pushed it."""
+        parts = dict(sorted(self.pushed[key, index].items())).values()
+        counted = [part for part in parts if part.weight > 0]
+        total = sum(part.weight for part in parts)
+        gave = [part for part in counted if part.values is not None]
+        if not gave:
+            return total, None
+        start, stop = gave[0].layout.span(index)
+        out = np.zeros(stop - start, np.float32)
+        for part in gave:
+            assert part.values is not None
+            out += np.float32(part.weight) * part.values[start:stop]
+        return total, (out / np.float32(sum(part.weight for part in counted))).tobytes()
+
+
+scenarios = st.builds(
+    Scenario,
+    world=st.integers(1, 5),
+    buckets=st.lists(st.integers(1, 14), min_size=1, max_size=4).map(tuple),
+    rounds=st.integers(1, 4),
+    collectives=st.just(()),
+    transfers=st.just(()),
+    salt=seeds,
+)
+departures = st.dictionaries(st.integers(0, 90), st.tuples(st.integers(0, 4), st.booleans()), max_size=4)
+
+
+@given(scenarios, seeds, many_rates, departures)
+def test_whoever_goes_the_others_end_every_round_with_the_same_bytes_and_the_ledger_knows_who_counted(
+    scenario: Scenario, seed: int, rates: tuple[float, ...], goes: Departures
+) -> None:
+    cluster = ElasticCluster(scenario, seed, rates)
+    for step, (rank, politely) in goes.items():
+        cluster.at[step] = partial(cluster.depart, rank, politely)
+    cluster.run()
+    cluster.run()  # what was on its way when the last one went
+
+    assert cluster.unfinished() == []
+    assert cluster.errors() == []
+    for client in cluster.clients.values():
+        for part in client.parts:
+            for index, answer in part.answers.items():
+                assert answer == cluster.expected(part.key, index)
+    (over,) = {tuple(cluster.over[rank]) for rank in cluster.clients}
+    assert [done.round for done in over] == list(range(scenario.rounds))
+    ledger = cluster.harness.engine.control.groups["default"].ledger
+    assert [record.round for record in ledger] == list(range(scenario.rounds))
+    for record in ledger:
+        cut = {(seat, part): slices for seat, part, slices in record.cut}
+        for seat in {seat for seat, _ in cut}:
+            gave = [key.part for (key, _), by in cluster.pushed.items() if key.number == record.round and seat in by]
+            assert seat in cluster.gone
+            assert {part: slices for (s, part), slices in cut.items() if s == seat} == {
+                part: gave.count(part) for part in set(gave)
+            }
+    cluster.harness.flush()
+    (told,) = {tuple(cluster.told[rank]) for rank in cluster.clients}
+    assert told == tuple(range(2, 2 + len(cluster.gone)))
+
+
+def sharded(world: int, *sizes: int) -> ShardedHarness:
+    harness = ShardedHarness({"default": Policy(1, 8)}, rates=(1.0, 1.0))
+    harness.assemble(world, plan_of(*sizes))
+    harness.slow = True
+    return harness
+
+
+def test_members_hear_of_a_departure_and_of_the_end_of_a_round_when_all_shards_know() -> None:
+    harness = sharded(3, 8)
+    for rank in (0, 2):
+        for shard in range(2):
+            harness.push_to(shard, rank, bucket(0), floats(1, 1, 1, 1), index=shard)
+    Harness.lose(harness, 1)
+    assert [type(message) for message, _ in harness.sent(0)] == [Result], "from the coordinator's own half"
+
+    harness.flush()
+
+    kinds = [type(message) for message, _ in harness.sent(0)]
+    assert sorted(kind.__name__ for kind in kinds) == ["Membership", "Result", "RoundDone"]
+    assert kinds[-1] is RoundDone
+
+
+def test_an_all_gather_that_is_shared_among_shards_fails_at_everybody_and_can_be_repeated() -> None:
+    harness = sharded(3, 8)
+    gather = Operation(Kind.ALL_GATHER, Op.NONE, FLOAT32, 4)
+    share = harness.engine.data.groups["default"].table.share(collective(0), gather)
+    assert [share.interval(shard) for shard in range(2)] == [(0, 2), (2, 4)]
+
+    def begin(rank: int, number: int, epoch: int, world: int) -> None:
+        share = share_of(gather, world, (1.0, 1.0))
+        for shard in range(2):
+            for index in range(*share.interval(shard)):
+                first = index == share.interval(shard)[0]
+                start, stop = share.layout.span(index)
+                push = Push(
+                    collective(number), index, 1.0, True, gather if first else None, epoch=epoch if first else 0
+                )
+                harness.receive_at(shard, SEATS + rank, push, floats(*range(start, stop)).tobytes())
+
+    begin(0, 0, 1, 3)
+    Harness.lose(harness, 1)
+    harness.flush()
+    begin(2, 0, 1, 3)
+    for rank in (0, 2):
+        failures = [message for message, _ in harness.sent(rank) if isinstance(message, Failure)]
+        assert {str(failure.exception())[:13] for failure in failures} == {"collective 0,"}
+        assert {failure.exception().fields["epoch"] for failure in failures} == {2}
+        assert all(isinstance(failure.exception(), MembershipChangedError) for failure in failures)
+
+    for rank in (0, 2):
+        begin(rank, 1, 2, 2)
+    for rank in (0, 2):
+        assert {type(message) for message, _ in harness.sent(rank)} == {Result}
