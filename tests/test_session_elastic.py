@@ -25,14 +25,15 @@ from worker.handle import Handle
 from worker.session import Session, ShardReceiver
 
 NEWS = Membership(8, (1, 2), ("w1", "w2"), "'w0' (rank 0) was lost in round 0 (it died); 2 workers go on", True)
+SHARDS = {"shards": URLS, "rates": (1.0, 1.0, 1.0), "token": "secret"}
 GATHER = Operation(Kind.ALL_GATHER, Op.NONE, UINT8, 3 << 20)
 
 
-def elastic_session(tape: Tape, *shards: Any) -> Session:
-    """Seat 1 of three."""
+def elastic_session(tape: Tape, **shards: Any) -> Session:
+    """Seat 1 of three, with ``shards`` as the Welcome tells of them."""
     session = Session(tape, timeout=10.0)
     session.join(Join("group", "w1", 1, 3, 10.0))
-    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, *shards, seats=(0, 1, 2)), ())
+    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, seats=(0, 1, 2), **shards), ())
     tape.take()
     return session
 
@@ -82,7 +83,7 @@ def test_what_depends_on_the_world_size_says_in_which_membership_it_was_called(s
 
 def test_every_shard_is_told_the_membership() -> None:
     tape = Shards()
-    session = elastic_session(tape, URLS, (1.0, 1.0, 1.0), "secret")
+    session = elastic_session(tape, **SHARDS)
     tape.shards.clear()
     gather(session)
 
@@ -160,7 +161,7 @@ def test_a_collective_that_says_so_is_where_the_membership_changes(session: Sess
 
 
 def test_a_shard_that_speaks_of_a_membership_first_is_waited_with_until_it_was_told_of() -> None:
-    session = elastic_session(Shards(), URLS, (1.0, 1.0, 1.0), "secret")
+    session = elastic_session(Shards(), **SHARDS)
     handle = gather(session)
     ShardReceiver(session, 1).receive(Failure.of(changed(), Scope.EXCHANGE, collective(0)), ())
     waiting = Task(handle.wait)
