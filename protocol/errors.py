@@ -17,6 +17,7 @@ GradServerError
 │   ├── PlanMismatchError
 │   ├── CollectiveMismatchError
 │   ├── AbandonedError            somebody went on without this exchange, and that is all that is known
+│   ├── DivergedError             replicas that must hold the same weights do not
 │   └── MembershipChangedError    an elastic group is not the one that this call was made in: call it again
 ├── PeerError                     another worker's
 │   ├── WorkerLostError           died, or its connection did
@@ -34,6 +35,7 @@ GradServerError
 │   ├── MalformedMessageError
 │   ├── LimitExceededError
 │   └── UnexpectedMessageError    well formed, but not now or not from this sender
+├── StateError                    the disk's: a checkpoint or its directory; the message names which
 └── BackendUnavailableError       a fast path that this machine does not have
 """
 
@@ -139,6 +141,10 @@ class AbandonedError(DisagreementError):
     """A member went on without this exchange, as it does when the exchange has failed at another data shard."""
 
 
+class DivergedError(DisagreementError):
+    """Replicas that must hold the same weights do not; the message names those that differ from most."""
+
+
 class MembershipChangedError(DisagreementError):
     """Somebody left an elastic group, or was lost, in the midst of a collective that cannot go on without him.
 
@@ -222,6 +228,10 @@ class LimitExceededError(ProtocolError):
 
 class UnexpectedMessageError(ProtocolError):
     """A well-formed message that this sender may not send now."""
+
+
+class StateError(GradServerError):
+    """A file of this job's state, or its directory, cannot be used; the message names it and says why."""
 
 
 class BackendUnavailableError(GradServerError):

@@ -1,0 +1,28 @@
+"""Writes checkpoints into a directory until it is killed: ``checkpoint_writer.py DIRECTORY``.
+
+The one of round n holds a tensor of n's; it says ``n`` when that one is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from worker.checkpoint import Directory
+from worker.tree import pack
+
+NUMEL = 1 << 18
+
+
+def main() -> None:
+    directory = Directory(Path(sys.argv[1]), keep=2)
+    for number in itertools.count():
+        directory.write(number, pack({"round": number, "weights": np.full(NUMEL, number, np.float32)}))
+        print("written", number, flush=True)
+
+
+if __name__ == "__main__":
+    main()
