@@ -110,7 +110,7 @@ def do_without(
     group: Group, exchange: Exchange, piece: Piece, rank: int, now: float, commands: list[Command]
 ) -> list[Report]:
     """Reduce ``piece`` again, without what ``rank`` has given to it, and go on without it: it is about to depart."""
-    exchange.spoiled[rank] += piece.stop - piece.start
+    exchange.spoil(rank, piece.stop - piece.start)
     reports = _cut(group, exchange, rank, now, commands)
     given = {other: run for other, run in piece.given.items() if other != rank}
     return reports + complete(group, exchange, piece._replace(given=given), now, commands)

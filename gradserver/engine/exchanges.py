@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from gradserver.engine.events import OpenGroup
 from gradserver.engine.seats import Seats
@@ -23,6 +24,9 @@ from protocol.shards import Table
 
 WEIGHED = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER})
 """Contributions of weight 0 are left out, and absent ones are zeros."""
+
+_NOBODY: Final[Mapping[int, int]] = MappingProxyType({})
+"""One for all exchanges: of most there is nothing to say, and there may be many."""
 
 
 class Run(NamedTuple):
@@ -73,9 +77,9 @@ class Exchange:
     """The slice that is due from each participant; they come in order."""
     runs: dict[int, deque[Run]] = field(default_factory=dict)
     """Contributions that wait for others, by rank."""
-    cut: dict[int, int] = field(default_factory=dict)
+    cut: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
     """Those who have departed: up to which slice their contributions count."""
-    spoiled: Counter[int] = field(default_factory=Counter)
+    spoiled: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
     """Slices of each that did not count, because they said nothing."""
     reducing: dict[int, Piece] = field(default_factory=dict)
     answered: int = 0
@@ -127,15 +131,20 @@ class Exchange:
         self.participants = tuple(other for other in self.participants if other != rank)
         if rank not in self.pushed:
             return
-        kept = self.cut[rank] = self.kept_of(rank)
+        kept = self.kept_of(rank)
+        self.cut = {**self.cut, rank: kept}
         del self.pushed[rank]
         self.runs[rank] = deque(run for run in self.runs[rank] if run.stop <= kept)
         if not self.runs[rank]:
             del self.runs[rank]
 
+    def spoil(self, rank: int, slices: int) -> None:
+        """So many slices of ``rank`` do not count."""
+        self.spoiled = {**self.spoiled, rank: self.spoiled.get(rank, 0) + slices}
+
     def counted(self, rank: int) -> int:
         """How many slices contributions of ``rank`` count for, once the exchange is done."""
-        return self.cut.get(rank, self.stop) - self.start - self.spoiled[rank]
+        return self.cut.get(rank, self.stop) - self.start - self.spoiled.get(rank, 0)
 
     def _part(self, runs: deque[Run], start: int, stop: int) -> Run:
         run = runs[0]
