@@ -1,12 +1,13 @@
-"""Numbers and codecs on the command line, with an error that says what they must be."""
+"""Numbers, sizes and codecs on the command line, with an error that says what they must be."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from protocol.limits import MAX_WORLD_SIZE
+from protocol.limits import KIB, MAX_WORLD_SIZE, MIB
 
 if TYPE_CHECKING:
     from gradserver.engine.policy import Policy
@@ -51,6 +52,24 @@ def workers(text: str) -> int | Policy:
         return Policy(count(least), count(most) if most else MAX_WORLD_SIZE)
     except InvalidWorldSizeError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+_UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": 1024 * MIB, "TiB": 1024 * 1024 * MIB}
+
+
+def size(text: str) -> int:
+    """A number of bytes, with or without a unit."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?([KMGT]iB)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: a number and KiB, MiB, GiB or TiB, 500MiB for example")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def sync(text: str) -> float | None:
+    """Seconds between two syncs; 0 for one behind every round, None for none."""
+    if text in ("none", "round"):
+        return None if text == "none" else 0.0
+    return number(float, 0.01, 3600, "none, round, or a number of seconds", "{:g} to {:g}")(text)
 
 
 def codec(text: str) -> str:

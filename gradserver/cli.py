@@ -1,4 +1,4 @@
-"""The command line: ``gradserver serve | status | demo | bench``."""
+"""The command line: ``gradserver serve | status | ledger | demo | bench``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradserver
-from gradserver.arguments import number, workers
+from gradserver.arguments import number, size, sync, workers
 from protocol.errors import GradServerError, InvalidArgumentError
-from protocol.limits import MAX_RATE, MAX_SHARDS
+from protocol.limits import MAX_COUNTER, MAX_RATE, MAX_SHARDS, MIB
 
 if TYPE_CHECKING:
     from gradserver.engine.policy import Policy
@@ -44,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
     commands.add_parser("serve", help="run a coordinator", description=_serve.__doc__, fill=_add_serve)
     commands.add_parser("status", help="show what a coordinator sees", description=_status.__doc__, fill=_add_status)
+    text = "show what a coordinator wrote down: who contributed, who was slow, what was lost"
+    commands.add_parser("ledger", help=text, description=_ledger.__doc__, fill=_add_ledger)
     commands.add_parser("demo", help="train a small GPT across processes of this machine", fill=_add_demo)
     text = "measure it here, beside gloo and what the machine can do at most"
     commands.add_parser("bench", help=text, fill=_add_bench)
@@ -114,6 +117,33 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--credit", type=_mebibytes, metavar="MIB", help="MiB that one worker may have in flight (default 16)"
     )
+    parser.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        help="write the ledger into DIR: who contributed to each round, when, and digests (see `gradserver ledger`)",
+    )
+    parser.add_argument(
+        "--ledger-hashes",
+        choices=("on", "off"),
+        default="on",
+        help="hash contributions and results for the ledger: of every round, or of as many as take 2 %% of the time "
+        "(default on)",
+    )
+    parser.add_argument(
+        "--ledger-keep",
+        type=size,
+        default=1024 * MIB,
+        metavar="SIZE",
+        help="delete the ledger's oldest files above this size, 500MiB or 2GiB for example (default 1GiB)",
+    )
+    parser.add_argument(
+        "--sync",
+        type=sync,
+        default=1.0,
+        metavar="none|SECONDS|round",
+        help="how much of the ledger a power failure may cost (default 1 second; the coordinator's own death costs "
+        "nothing of it)",
+    )
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     parser.set_defaults(run=_serve)
 
@@ -129,6 +159,17 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
         help="seconds over which rates are measured (default 1)",
     )
     parser.set_defaults(run=_status)
+
+
+def _add_ledger(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="FILE|DIR", help="the directory that --state-dir named, or a file in it")
+    parser.add_argument("--round", type=number(int, 0, MAX_COUNTER), metavar="N", help="all about round N")
+    parser.add_argument("--from", dest="first", type=number(int, 0, MAX_COUNTER), metavar="N", help="rounds from N on")
+    parser.add_argument("--to", dest="last", type=number(int, 0, MAX_COUNTER), metavar="M", help="rounds up to M")
+    parser.add_argument("--group", metavar="NAME", help="this group only")
+    parser.add_argument("--json", action="store_true", help="print every record as a line of JSON")
+    parser.add_argument("--verify", action="store_true", help="check every byte, and that no round is missing")
+    parser.set_defaults(run=_ledger)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -158,17 +199,23 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _serve_as_told(arguments: argparse.Namespace) -> int:
-    from gradserver.daemon import serve, serve_shard
+    from gradserver.daemon import Ledger, serve, serve_shard
 
     if arguments.join is not None:
-        for option in ("workers", "gather", "credit"):
+        for option in ("workers", "gather", "credit", "state_dir"):
             if getattr(arguments, option) is not None:
-                raise InvalidArgumentError(f"--{option} is the coordinator's to say, not a data shard's (--join)")
+                raise InvalidArgumentError(
+                    f"--{option.replace('_', '-')} is the coordinator's to say, not a data shard's (--join)"
+                )
         if arguments.shards != 1:
             raise InvalidArgumentError("--shards is for a coordinator: run --join once for each further data shard")
         if arguments.rate == 0:
             raise InvalidArgumentError("a data shard of rate 0 would hold nothing")
         return serve_shard(arguments.join, arguments.bind, arguments.rate)
+    ledger = None
+    if arguments.state_dir is not None:
+        hashes = arguments.ledger_hashes == "on"
+        ledger = Ledger(Path(arguments.state_dir), arguments.sync, arguments.ledger_keep, hashes)
     return serve(
         arguments.bind or DEFAULT_BIND,
         _worlds(arguments),
@@ -176,6 +223,7 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
         shards=arguments.shards,
         rate=arguments.rate,
         quiet=arguments.quiet,
+        ledger=ledger,
     )
 
 
@@ -195,6 +243,14 @@ def _status(arguments: argparse.Namespace) -> int:
     from gradserver.status import show
 
     return show(arguments.url, arguments.interval, arguments.json)
+
+
+def _ledger(arguments: argparse.Namespace) -> int:
+    """Show what a coordinator with --state-dir wrote down: who contributed to which round, and who was slow and why."""
+    from gradserver import ledger
+
+    selection = ledger.Selection(arguments.group, arguments.round, arguments.first, arguments.last)
+    return ledger.show(arguments.path, selection, arguments.json, arguments.verify)
 
 
 def _mebibytes(text: str) -> int:

@@ -17,12 +17,14 @@ from gradserver.engine.events import (
     Garbled,
     Log,
     Received,
+    Record,
     Reduce,
     Reduced,
     Send,
     Stop,
     Tick,
 )
+from gradserver.engine.records import Kind
 from gradserver.mean import Outcome
 from gradserver.reducer import PENDING, Reducer
 from protocol.buffer import Buffer
@@ -46,6 +48,16 @@ class Mind(Protocol):
         """What it sees, as plain JSON values."""
 
 
+class Journal(Protocol):
+    """Where records go: `gradserver.state.StateDir`."""
+
+    def append(self, record: Kind) -> None:
+        """Write ``record``. Never fails: training does not depend on it."""
+
+    def snapshot(self) -> dict[str, object]:
+        """Where it writes, and what is wrong with that, as plain JSON values."""
+
+
 class Coordinator:
     """Feeds events to the engine and carries out what it commands.
 
@@ -56,12 +68,18 @@ class Coordinator:
         engine: the mind.
         reducer: who combines contributions.
         on_deadline: called after an event with the time of the next deadline, when that has come nearer.
+        journal: where records go, if they are kept. Only for a coordinator that one thread calls.
     """
 
     def __init__(
-        self, engine: Mind, on_deadline: Callable[[float], None] | None = None, reducer: Reducer | None = None
+        self,
+        engine: Mind,
+        on_deadline: Callable[[float], None] | None = None,
+        reducer: Reducer | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._engine = engine
+        self._journal = journal
         self._reducer = reducer or Reducer()
         self._call_soon: Callable[[Callable[[], None]], None] = lambda call: call()
         self._lock = threading.Lock()
@@ -119,7 +137,8 @@ class Coordinator:
         """What the coordinator sees, as plain JSON values. ``uptime`` in seconds."""
         with self._lock:
             now = time.monotonic()
-            return {"uptime": round(now - self.started, 3), **self._engine.snapshot(now)}
+            ledger = {} if self._journal is None else {"ledger": self._journal.snapshot()}
+            return {"uptime": round(now - self.started, 3), **ledger, **self._engine.snapshot(now)}
 
     # ── carrying out ──────────────────────────────────────────────────────────────────────────────────
 
@@ -146,11 +165,15 @@ class Coordinator:
                 channel = self._channels.pop(connection, None)
                 if channel is not None:
                     channel.close()
+            case Record(record):
+                if self._journal is not None:
+                    self._journal.append(record)
             case Log(text, warning):
                 log.log(logging.WARNING if warning else logging.INFO, "%s", text)
 
     def _reduced(self, command: Reduce, outcome: Outcome) -> None:
-        self._handle(Reduced(command.group, command.epoch, command.key, command.slice, outcome))
+        digests = command.digests.found if command.digests is not None else ()
+        self._handle(Reduced(command.group, command.epoch, command.key, command.slice, outcome, digests))
 
     def _reduced_later(self, command: Reduce, outcome: Outcome) -> None:
         self._call_soon(partial(self._reduced, command, outcome))

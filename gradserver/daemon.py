@@ -10,12 +10,15 @@ import resource
 import secrets
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
+import gradserver
 from gradserver.children import Children
-from gradserver.coordinator import Coordinator
+from gradserver.coordinator import Coordinator, Journal
 from gradserver.engine import Engine
 from gradserver.engine.policy import Policy
 from gradserver.tcp import TcpServer
@@ -30,6 +33,22 @@ _M_MMAP_THRESHOLD = -3
 log = logging.getLogger("gradserver")
 
 
+class Ledger(NamedTuple):
+    """What is to be written down, and where.
+
+    Attributes:
+        directory: made if it is not there.
+        sync: seconds between two calls of `fdatasync`; 0 for one behind every round, None for none.
+        keep: bytes above which the oldest files are deleted.
+        digests: whether contributions and results are hashed.
+    """
+
+    directory: Path
+    sync: float | None
+    keep: int
+    digests: bool
+
+
 _JOINING_SECONDS = 10.0
 """How long a data shard looks for its coordinator, and then for an answer."""
 
@@ -42,6 +61,7 @@ def serve(
     shards: int = 1,
     rate: float | None = None,
     quiet: bool = False,
+    ledger: Ledger | None = None,
 ) -> int:
     """Serve as a coordinator until SIGTERM or SIGINT; returns the exit status.
 
@@ -53,35 +73,38 @@ def serve(
         shards: processes of this host that hold slices; the coordinator itself is one of them.
         rate: of this host's link in Gbit/s; None if it is as fast as that of other data shards.
         quiet: whether further processes log warnings only.
+        ledger: where to write down what happens; None for nowhere.
     """
     _raise_limits()
     keep_memory()
     own, options = _share_rate(rate, shards)
     entropy = partial(secrets.token_hex, 16)
-    engine = Engine(worlds, CREDIT_BYTES if credit is None else credit, entropy, own)
-    coordinator = Coordinator(engine)
-    server = TcpServer(coordinator, bind, share_memory)
-    with _serving(server, coordinator):
-        children = Children()
-        before = signal.signal(signal.SIGCHLD, lambda *_: server.look())
+    with _journal(ledger) as journal:
+        digests = ledger is not None and ledger.digests
+        engine = Engine(worlds, CREDIT_BYTES if credit is None else credit, entropy, own, digests)
+        coordinator = Coordinator(engine, journal=journal)
+        server = TcpServer(coordinator, bind, share_memory)
+        with _serving(server, coordinator):
+            children = Children()
+            before = signal.signal(signal.SIGCHLD, lambda *_: server.look())
 
-        def all_there() -> bool:
-            children.check()
-            return len(engine.control.roster.shards) >= shards - 1
+            def all_there() -> bool:
+                children.check()
+                return len(engine.control.roster.shards) >= shards - 1
 
-        try:
-            children.start(server.url, shards - 1, options + ["--quiet"] * quiet)
-            server.hold()  # a group that was complete before its shards are there would do without them
-            server.run(all_there)
-            server.release()
-            if all_there():
-                print(f"listening on {server.url}", flush=True)
-                server.run()
-            log.info("stopped")
-        finally:
-            server.close()
-            signal.signal(signal.SIGCHLD, before)
-            children.end()
+            try:
+                children.start(server.url, shards - 1, options + ["--quiet"] * quiet)
+                server.hold()  # a group that was complete before its shards are there would do without them
+                server.run(all_there)
+                server.release()
+                if all_there():
+                    print(f"listening on {server.url}", flush=True)
+                    server.run()
+                log.info("stopped")
+            finally:
+                server.close()
+                signal.signal(signal.SIGCHLD, before)
+                children.end()
     return 0
 
 
@@ -127,6 +150,18 @@ def serve_shard(primary: str, bind: str | None, rate: float | None = None, share
             server.close()
             link.end()
     return 0
+
+
+@contextmanager
+def _journal(ledger: Ledger | None) -> Iterator[Journal | None]:
+    """Where records go, for as long as somebody serves."""
+    if ledger is None:
+        yield None
+        return
+    from gradserver.state import StateDir  # here, as a coordinator without a ledger needs none of it
+
+    with closing(StateDir(ledger.directory, gradserver.__version__, ledger.sync, ledger.keep)) as state:
+        yield state
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradserver.engine.events import NonFinite, Reduce, Undecodable
+from gradserver.engine.events import RESULT, Digests, NonFinite, Reduce, Undecodable
 from gradserver.mean import Array, Outcome, divide, is_finite, scratch, weigh
 from protocol.codecs import Codec, Scratch, seed_of
+from protocol.digest import digest
 from protocol.errors import ProtocolError
 from protocol.exchange import Stream
 
@@ -55,6 +56,8 @@ def reduce_lossy(command: Reduce) -> Outcome:
             owed = None if residual is None else residual[elements]
             if not _encode(codec, mean, owed, result[piece], seed + number):
                 return _blame(command, seed)
+            if command.digests is not None:
+                _hash(command, command.digests, elements, piece, [*given, _Given(RESULT, None, result)])
     for target in command.targets:
         memoryview(target)[: result.size] = result.data
     return result.data if command.keep else None
@@ -66,6 +69,14 @@ class _Given(NamedTuple):
     rank: int
     weight: np.float32 | None
     data: Array
+
+
+def _hash(command: Reduce, digests: Digests, elements: slice, piece: slice, rows: list[_Given]) -> None:
+    """Hash one block of every contribution, and of the result."""
+    start, stop = command.first + elements.start, command.first + elements.stop
+    for part, at in command.operation.codec.places(start, stop, command.operation.numel):
+        for rank, _, data in rows:
+            digests.found.append((rank, digest(data[piece][part], digests.at + at)))
 
 
 def _residual_of(command: Reduce) -> Array | None:

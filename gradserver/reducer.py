@@ -24,10 +24,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from gradserver.engine.events import NonFinite, Reduce
+from gradserver.engine.events import RESULT, NonFinite, Reduce
 from gradserver.lossy import reduce_lossy
 from gradserver.mean import Outcome, divide, is_finite, scratch, weigh
 from protocol.buffer import Buffer
+from protocol.digest import digest
 from protocol.dtypes import DType, numpy_dtype
 from protocol.exchange import Kind, Op
 from protocol.limits import KIB, MIB
@@ -169,6 +170,8 @@ class _Job:
         self._targets = [target.view(self._stored) for target in targets]
         self._step = _BLOCK_BYTES // max(self._elements.itemsize, self._stored.itemsize)
         self.blocks = -(-command.nbytes // (self._step * self._stored.itemsize))
+        self._digests = command.digests
+        self._first = command.first * self._dtype.itemsize
 
     def _gather(self, command: Reduce) -> None:
         gathered = b"".join(row.data for row in self._rows if row is not None)
@@ -188,6 +191,10 @@ class _Job:
             result = self._fold(rows)
         else:  # one gives, and gets it too, perhaps
             result = next(row for row in rows if row is not None)
+        if self._digests is not None:  # before a target, which may be where a contribution lies, has the result
+            at = self._digests.at + self._first + cut.start * self._stored.itemsize
+            hashed = [(rank, digest(row, at)) for rank, row in zip(self._ranks, rows, strict=True) if row is not None]
+            self._digests.found.extend([*hashed, (RESULT, digest(result, at))])
         for target in self._targets:
             target[cut] = result
         return None

@@ -119,6 +119,9 @@ def render(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Lines that show ``after``, with rates since ``before``."""
     lines = [f"coordinator at {after['url']}, up {_duration(after['uptime'])}"]
     seconds = max(after["uptime"] - before["uptime"], 1e-9)
+    ledger = after.get("ledger", {})
+    if ledger.get("trouble"):
+        lines.append(f"the ledger cannot be written: {ledger['file']}: {ledger['trouble']}")
     if len(after.get("shards", [])) > 1:
         lines += _shards(before, after, seconds)
     if not after["groups"]:

@@ -35,7 +35,7 @@ GradServerError
 │   ├── MalformedMessageError
 │   ├── LimitExceededError
 │   └── UnexpectedMessageError    well formed, but not now or not from this sender
-├── StateError                    the disk's: a checkpoint or its directory; the message names which
+├── StateError                    the disk's: a checkpoint, the ledger, or a directory of theirs; it names which
 └── BackendUnavailableError       a fast path that this machine does not have
 """
 
@@ -231,7 +231,7 @@ class UnexpectedMessageError(ProtocolError):
 
 
 class StateError(GradServerError):
-    """A file of this job's state, or its directory, cannot be used; the message names it and says why."""
+    """A file of a job's or a coordinator's state, or its directory, cannot be used; the message names it."""
 
 
 class BackendUnavailableError(GradServerError):

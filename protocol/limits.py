@@ -50,6 +50,8 @@ MAX_RATE: Final = 1e6
 """Gbit/s."""
 MAX_ORDER_BYTES: Final = MAX_FRAME_BYTES + MAX_HEADER_BYTES
 """What a coordinator tells a data shard at once: a plan, at most."""
+MAX_REPORT_BYTES: Final = 256 * KIB
+"""What a data shard reports at once: a round with a digest of every bucket, at most."""
 MAX_BUCKETS: Final = 16_384
 MAX_COMPONENTS: Final = 65_536
 """Parameters in a whole plan."""

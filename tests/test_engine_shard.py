@@ -24,7 +24,6 @@ from gradserver.engine.events import (
     Planned,
     Received,
     RoundCompleted,
-    RoundRecord,
     Seat,
     Send,
     SetPlan,
@@ -32,6 +31,7 @@ from gradserver.engine.events import (
     Tick,
 )
 from gradserver.engine.orders import RemoteReport, decode_order, decode_report, encode_order, encode_report
+from gradserver.engine.records import RoundRecord
 from gradserver.engine.shard import ATTENDING_SECONDS, MAX_ATTENDING, ShardEngine
 from protocol.errors import (
     CoordinatorStoppedError,
@@ -44,7 +44,7 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.limits import MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_SHARDS, MAX_WORLD_SIZE
+from protocol.limits import MAX_NAME_BYTES, MAX_REPORT_BYTES, MAX_SHARDS, MAX_WORLD_SIZE
 from protocol.messages import (
     Agreed,
     Attend,
@@ -292,7 +292,7 @@ def test_a_round_is_over_when_the_last_shard_says_so() -> None:
 
     assert harness.group()["round"] == 1
     (record,) = harness.engine.control.groups["default"].ledger
-    assert record == RoundRecord(0, (1.0, 1.0), 5.0, 8.0, 0)
+    assert record == RoundRecord(0, (1.0, 1.0), 5.0, 8.0, 0, ((5.0, 8.0), (5.0, 6.0)))
     assert sum(isinstance(message, Result) for message, _ in harness.sent(0)) == 2
 
 
@@ -336,9 +336,16 @@ def test_groups_that_formed_before_a_shard_came_do_without_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "record", [RoundRecord(0, (1.0,), 0.0, 0.0, 0), RoundRecord(0, (1.0, 1.0), 0.0, 0.0, 0, ((2, 0, 1),))]
+    "record",
+    [
+        RoundRecord(0, (1.0,), 0.0, 0.0, 0, ((0.0, 0.0),)),
+        RoundRecord(0, (1.0, 1.0), 0.0, 0.0, 0),
+        RoundRecord(0, (1.0, 1.0), 0.0, 0.0, 0, ((0.0, 0.0),) * 2, cut=((2, 0, 1),)),
+        RoundRecord(0, (1.0, 1.0), 0.0, 0.0, 0, ((0.0, 0.0),) * 2, (1, 2), (3,)),
+    ],
+    ids=["weights", "arrivals", "cut", "buckets"],
 )
-def test_a_report_cannot_speak_of_members_that_there_are_not(record: RoundRecord) -> None:
+def test_a_report_cannot_speak_of_members_or_buckets_that_there_are_not(record: RoundRecord) -> None:
     harness = ShardedHarness()
     harness.assemble(2)
     harness.receive(LINKS + 1, Reported(), encode_report(1, RoundCompleted("default", record)))
@@ -351,7 +358,7 @@ def test_a_report_cannot_speak_of_members_that_there_are_not(record: RoundRecord
 ERROR = NonFiniteError("w1 contributed NaN", worker="w1", rank=1, bucket="b", parameter="p", round=3)
 ORDERS: list[Order] = [
     OpenGroup("g", 3, (Seat(-1, "w0"), Seat(-1, "ü")), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32, "b" * 32)),
-    OpenGroup("g", 3, (Seat(-1, "w0"),), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32,), True),
+    OpenGroup("g", 3, (Seat(-1, "w0"),), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, True),
     SetPlan("g", plan_of(3, 0, 100), 7),
     Depart("g", 1, WorkerLostError("it died", worker="w1", rank=1)),
     Depart("g", 1, WorkerLeftError("it left", worker="w1", rank=1), 12),
@@ -359,8 +366,8 @@ ORDERS: list[Order] = [
     Halt("g", ERROR, True),
 ]
 REPORTS: list[RemoteReport] = [
-    RoundCompleted("g", RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1)),
-    RoundCompleted("g", RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1, ((0, 2, 5), (1, 0, 1)))),
+    RoundCompleted("g", RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1, ((7.0, 8.5), (7.25, 9.0)), (1, 2**64 - 1), (0, 5, 6))),
+    RoundCompleted("g", RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1, cut=((0, 2, 5), (1, 0, 1)))),
     Departed("g", 12),
     Halted("g", ERROR, False),
     Planned("g", "ab" * 32),
@@ -448,8 +455,8 @@ def test_orders_that_cannot_be_are_refused(fields: list[Any]) -> None:
 
 
 def test_reports_have_a_limit() -> None:
-    with pytest.raises(MalformedMessageError, match="the limit is 65536"):
-        decode_report(bytes(MAX_HEADER_BYTES + 1), 0.0)
+    with pytest.raises(MalformedMessageError, match="the limit is 262144"):
+        decode_report(bytes(MAX_REPORT_BYTES + 1), 0.0)
 
 
 def test_the_tick_of_an_idle_shard_is_nothing() -> None:

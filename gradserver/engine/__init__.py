@@ -47,6 +47,7 @@ class Engine:
         credit: bytes that one worker may have in flight.
         entropy: gives text that nobody can guess; without it no data shards are taken.
         rate: of this process's link in Gbit/s, as others state theirs; None if nobody said.
+        digests: whether to hash what is summed and what comes out, for the ledger.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class Engine:
         credit: int = CREDIT_BYTES,
         entropy: Callable[[], str] | None = None,
         rate: float | None = None,
+        digests: bool = False,
     ) -> None:
-        self.control = Control(worlds or {}, credit, entropy, rate)
+        self.control = Control(worlds or {}, credit, entropy, rate, digests)
         self.data = Data()
 
     def handle(self, event: Event, now: float) -> list[Command]:

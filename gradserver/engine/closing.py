@@ -22,9 +22,10 @@ Anything else is as in `gradserver.engine.data`, whose table this one extends.
 from __future__ import annotations
 
 from gradserver.engine.events import Absent, Command, Depart, Report
-from gradserver.engine.exchanges import Exchange, Group, Piece, Round
+from gradserver.engine.exchanges import Exchange, Group, Piece
 from gradserver.engine.failures import fail, forget_if_over, remember
 from gradserver.engine.results import complete
+from gradserver.engine.rounds import Round
 from protocol.errors import GradServerError, LeftOutError, MembershipChangedError
 from protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Layout, Operation, Stream
 

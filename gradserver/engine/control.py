@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from gradserver.engine import chronicle
 from gradserver.engine.elastic import boundary, depart, departed, give_up, may_begin
 from gradserver.engine.events import (
     Absent,
@@ -101,6 +102,7 @@ class Control:
         credit: int,
         entropy: Callable[[], str] | None = None,
         rate: float | None = None,
+        digests: bool = False,
     ) -> None:
         if credit < MIN_CREDIT_BYTES:
             raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
@@ -111,6 +113,7 @@ class Control:
         self.roster = Roster(entropy, rate)
         self._worlds = dict(worlds)
         self._credit = credit
+        self._digests = digests
         self._epochs = 0
         self._places: dict[int, str] = {}
         """The group that each connection has joined, as applicant or member."""
@@ -154,8 +157,8 @@ class Control:
                 group = self.groups[name]
                 done = count_round(group, source, record) if group.shards else record
                 if done is not None:
+                    chronicle.completed(group, done, commands)
                     group.rounds = done.round + 1
-                    group.ledger.append(done)
                     if group.policy is not None:
                         boundary(group, done, commands)
             case Halted(name, error, buckets_only):
@@ -229,8 +232,9 @@ class Control:
         elastic = group.policy is not None
         self.roster.staff(group)
         rates, tokens = group.table.rates, group.tokens
-        seats = tuple(group.members.values())
-        order = OpenGroup(group.name, group.epoch, seats, self._credit, group.timeout, rates, 0, tokens, elastic)
+        opened = group.name, group.epoch, tuple(group.members.values()), self._credit, group.timeout
+        order = OpenGroup(*opened, rates, 0, tokens, elastic, self._digests)
+        chronicle.founded(group, commands)
         for shard, connection in enumerate(group.shards, 1):
             commands.append(Send(connection, Ordered(), (encode_order(replace(order, shard=shard)),)))
         for rank, seat in group.members.items():
@@ -302,19 +306,19 @@ class Control:
         if group.policy is not None and group.members:
             self._epochs += 1
             departure = depart(group, rank, reason, politely, self._epochs, commands)
+            chronicle.departed(group, departure.error.message, commands)
             return self._order(group, departure, commands) + self._settle(group, commands)
         kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
         commands.append(Log(f"group {name!r}: {group.call(rank)} {verb} ({reason})"))
         if not group.members:
             del self.groups[name]
+            chronicle.closed(group, f"{group.call(rank)} {verb} ({reason}), the last worker", commands)
             commands.append(Log(f"group {name!r}: that was the last worker, after {group.rounds} rounds"))
             return self._order(group, CloseGroup(name), commands)
+        chronicle.departed(group, f"{group.call(rank)} {verb} ({reason})", commands)
         when = f" after round {group.rounds - 1}" if group.rounds else ""
-        error = kind(
-            f"{group.call(rank)} {verb}{when} and is needed to go on: {reason}",
-            worker=group.seats.names[rank],
-            rank=rank,
-        )
+        what = f"{group.call(rank)} {verb}{when} and is needed to go on: {reason}"
+        error = kind(what, worker=group.seats.names[rank], rank=rank)
         self._break(group, error, commands)
         return self._order(group, Depart(name, rank, error), commands)
 
@@ -323,6 +327,7 @@ class Control:
         if group.broken is None:
             group.broken = error
             if not isinstance(error, WorkerLeftError):
+                chronicle.halted(group, error, commands)
                 commands.append(Log(f"group {group.name!r} is broken: {error.message}", warning=True))
         fail_all(group, error, commands)
 
@@ -338,6 +343,7 @@ class Control:
     def stop(self, reason: str, commands: list[Command]) -> None:
         """Tell everybody that the coordinator stops."""
         error = CoordinatorStoppedError(f"the coordinator was stopped ({reason})")
+        chronicle.stopped(self.groups, error, commands)
         for connection in (*self._places, *self.roster.shards):
             commands.append(Send(connection, Failure.of(error, Scope.CONNECTION)))
 
@@ -387,13 +393,7 @@ class Control:
     def validate(self) -> None:
         """Raise AssertionError if an invariant does not hold."""
         for name, group in self.groups.items():
-            assert bool(group.members) != bool(group.applicants), f"{name} is neither forming nor active"
-            assert len(group.applicants) < group.world, f"{name} is complete and not active"
-            assert set(group.proposals) <= set(group.members), f"{name} holds proposals of strangers"
-            assert not (group.broken and group.proposals), f"{name} is broken and still collects proposals"
-            connections = [s.connection for s in group.members.values()] + [a.connection for a in group.applicants]
-            assert len(set(connections)) == len(connections), f"{name} seats a connection twice"
-            for connection in connections:
+            for connection in group.validate():
                 assert self._places[connection] == name, f"{connection} is in two groups"
         seated = sum(len(group.members) + len(group.applicants) for group in self.groups.values())
         assert seated == len(self._places), "a connection without a place"

@@ -46,9 +46,10 @@ from gradserver.engine.events import (
     Undecodable,
     Violation,
 )
-from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Round, Run
+from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Run
 from gradserver.engine.failures import fail, forget_if_over, halt_all, tell, tell_all
 from gradserver.engine.results import answer, complete, refund
+from gradserver.engine.rounds import Round
 from gradserver.engine.seats import Seats
 from gradserver.engine.wording import abandoned, mismatch, non_finite, overdue, undecodable
 from protocol.buffer import Buffer
@@ -130,6 +131,8 @@ class Data:
         group.state = {}
         group.table.set_plan(plan)
         group.full_buckets = group.table.buckets_of(plan, group.order.shard)
+        if group.order.digests:
+            group.hash(plan)
         group.due = {key: due for key, due in group.due.items() if key[1] != Stream.BUCKET}
         group.rounds.clear()
         return reports
@@ -162,6 +165,8 @@ class Data:
         except GradServerError as violation:
             return [Violation(connection, violation)]
         exchange.touched = now
+        if push.key.stream == Stream.BUCKET and (run.start == exchange.start or run.stop == exchange.stop):
+            group.rounds[push.key.number].arrived(rank, now)
         reports: list[Report] = []
         for piece in exchange.take(rank, run):
             exchange.last = rank
@@ -231,7 +236,8 @@ class Data:
             return exchange
         group.exchanges[key] = exchange
         if key.stream == Stream.BUCKET:
-            group.rounds.setdefault(key.number, Round(now))
+            hashed = group.hashing is not None and group.hashing.is_due(key.number)
+            group.rounds.setdefault(key.number, Round(now, hashed))
         if group.next_check is None:  # else an exchange that began earlier is due earlier
             group.next_check = now + group.order.timeout
             self._plan_next_check()
@@ -294,6 +300,8 @@ class Data:
         if isinstance(event.outcome, NonFinite):
             refund(group, exchange, piece)
             return self._halt(group, exchange, piece.start, event.outcome, commands)
+        if event.digests:
+            group.rounds[event.key.number].count(event.key.part, event.digests)
         payload = b"" if event.outcome is None else event.outcome
         return answer(group, exchange, piece, payload, now, commands)
 

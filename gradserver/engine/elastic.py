@@ -21,8 +21,9 @@ A member's rank, world size and epoch change at RoundDone, or when a collective 
 
 from __future__ import annotations
 
-from gradserver.engine.events import Close, Command, Depart, Log, RoundRecord, Send
+from gradserver.engine.events import Close, Command, Depart, Log, Send
 from gradserver.engine.membership import Group
+from gradserver.engine.records import RoundRecord
 from protocol.errors import DeadlineError, WorkerLeftError, WorkerLostError
 from protocol.messages import Failure, Membership, RoundDone, Scope
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gradserver.engine.records import Kind, RoundRecord
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError
 from protocol.exchange import ExchangeKey, Operation
@@ -62,13 +63,17 @@ class Undecodable:
 
 
 class Reduced(NamedTuple):
-    """A `Reduce` was carried out. ``outcome`` holds the result's bytes, if asked for, or says what was wrong."""
+    """A `Reduce` was carried out. ``outcome`` holds the result's bytes, if asked for, or says what was wrong.
+
+    ``digests`` are those that were asked for: of each contribution by its rank, and of the result by `RESULT`.
+    """
 
     group: str
     epoch: int
     key: ExchangeKey
     slice: int
     outcome: Buffer | NonFinite | Undecodable | None
+    digests: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,20 @@ class Contribution(NamedTuple):
     payload: Buffer | None
 
 
+RESULT = -1
+"""In the place of a rank: the digest of what came out."""
+
+
+class Digests(NamedTuple):
+    """Digests that are wanted of a reduction, which stands at byte ``at`` of all that its bucket's round hashes.
+
+    Who reduces puts them into ``found``, in parts that add up: (rank, digest).
+    """
+
+    at: int
+    found: list[tuple[int, int]]
+
+
 class Reduce(NamedTuple):
     """Combine contributions, given in rank order; then tell the engine with `Reduced`.
 
@@ -117,6 +136,7 @@ class Reduce(NamedTuple):
         state: what reductions of this group keep from one round to the next. The engine only keeps it.
         targets: memory that the result is written to. Some of it may be where contributions lie.
         keep: whether the result's bytes are wanted too, in memory of their own.
+        digests: what to hash for the ledger; None for nothing.
     """
 
     group: str
@@ -131,6 +151,7 @@ class Reduce(NamedTuple):
     contributions: Sequence[Contribution]
     targets: Sequence[Buffer]
     keep: bool
+    digests: Digests | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +169,14 @@ class Log:
     warning: bool = False
 
 
-Command = Send | Reduce | Close | Log
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Write this down, before what follows is carried out."""
+
+    record: Kind
+
+
+Command = Send | Reduce | Close | Log | Record
 
 # ── orders: what control tells data ───────────────────────────────────────────────────────────────────
 
@@ -167,7 +195,8 @@ class OpenGroup:
 
     ``rates`` are those of its data shards (none if there is one only), and ``shard`` is the place of this one among
     them. To a shard elsewhere workers come by themselves, and show ``tokens``, which are by rank too. An ``elastic``
-    group goes on without those who depart; then what is called a rank here is a seat.
+    group goes on without those who depart; then what is called a rank here is a seat. With ``digests`` rounds are
+    hashed for the ledger.
     """
 
     group: str
@@ -179,6 +208,7 @@ class OpenGroup:
     shard: int = 0
     tokens: tuple[str, ...] = ()
     elastic: bool = False
+    digests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,23 +252,6 @@ class Halt:
 Order = OpenGroup | SetPlan | Depart | CloseGroup | Halt
 
 # ── reports: what data tells control ──────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class RoundRecord:
-    """One finished round, for the ledger. Times are the clock of the coordinator's loop, in seconds.
-
-    In elastic groups ``weights`` and ``last`` are by seat. A weight counts for every slice, unless its seat is among
-    ``cut``: those who departed in this round, with bucket and number of slices of each to which they contributed.
-    """
-
-    round: int
-    weights: tuple[float, ...]
-    opened: float
-    completed: float
-    last: int
-    """The rank whose contribution was the last to come, which the round waited for."""
-    cut: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The data half's tables: exchanges that have begun, rounds, groups."""
+"""The data half's tables: exchanges that have begun, groups."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from gradserver.engine.events import OpenGroup
+from gradserver.engine.rounds import Hashing, Round
 from gradserver.engine.seats import Seats
 from protocol.buffer import Buffer
+from protocol.digest import places
 from protocol.errors import (
     GradServerError,
     LimitExceededError,
@@ -183,19 +185,6 @@ class Exchange:
 
 
 @dataclass(slots=True)
-class Round:
-    """The open round's bookkeeping."""
-
-    opened: float
-    done: set[int] = field(default_factory=set)
-    """Buckets that were exchanged."""
-    weights: dict[int, float] = field(default_factory=dict)
-    last: int = -1
-    cut: dict[tuple[int, int], int] = field(default_factory=dict)
-    """How many slices counted of those who have departed, by rank and bucket."""
-
-
-@dataclass(slots=True)
 class Group:
     """What data knows of one group."""
 
@@ -212,6 +201,9 @@ class Group:
     plan: Plan | None = None
     first_round: int = 0
     full_buckets: int = 0
+    places: tuple[int, ...] = ()
+    """Where each bucket begins in what is hashed of a round."""
+    hashing: Hashing | None = None
     rounds: dict[int, Round] = field(default_factory=dict)
     outstanding: Counter[tuple[int, Pool]] = field(default_factory=Counter)
     """Bytes in flight, by rank and pool."""
@@ -287,6 +279,14 @@ class Group:
         layout, bounds = self.table.share(key, operation)
         shard = self.order.shard
         return layout, bounds[shard], bounds[shard + 1]
+
+    def hash(self, plan: Plan) -> None:
+        """Hash rounds of ``plan``."""
+        self.places = places(plan)
+        keys = [ExchangeKey(Stream.BUCKET, 0, part) for part in range(len(plan.buckets))]
+        shares = [self.share(key, bucket.operation) for key, bucket in zip(keys, plan.buckets, strict=True)]
+        load = sum(layout.run_bytes(start, stop) for layout, start, stop in shares)
+        self.hashing = Hashing.of(load * (self.world + 1), self.full_buckets * (self.world + 1))
 
     def take_number(self, rank: int, key: ExchangeKey) -> list[Exchange]:
         """Numbers of a sequence come without gaps; that is how members' exchanges are matched.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from gradserver.engine.events import RoundRecord, Seat
+from gradserver.engine.events import Seat
 from gradserver.engine.policy import Policy
+from gradserver.engine.records import RoundRecord
 from gradserver.engine.seats import Seats
 from protocol.errors import (
     GradServerError,
@@ -24,6 +25,8 @@ from protocol.plan import Plan
 from protocol.shards import Table
 
 _LEDGER_ROUNDS = 256
+_SHOWN = ("round", "weights", "opened", "completed", "last")
+"""What the status has of the last round."""
 _BESIDE_NAMES = 2 * MAX_NAME_BYTES + MAX_TOKEN + MAX_SHARDS * (MAX_URL + 12)
 """Bytes of a Welcome that are not names, at most."""
 
@@ -112,6 +115,16 @@ class Group:
     def size(self) -> str:
         """How many workers it is to have."""
         return str(self.world if self.policy is None else self.policy)
+
+    def validate(self) -> list[int]:
+        """Raise AssertionError if an invariant does not hold. The connections of all who are here."""
+        assert bool(self.members) != bool(self.applicants), f"{self.name} is neither forming nor active"
+        assert len(self.applicants) < self.world, f"{self.name} is complete and not active"
+        assert set(self.proposals) <= set(self.members), f"{self.name} holds proposals of strangers"
+        assert not (self.broken and self.proposals), f"{self.name} is broken and still collects proposals"
+        connections = [s.connection for s in self.members.values()] + [a.connection for a in self.applicants]
+        assert len(set(connections)) == len(connections), f"{self.name} seats a connection twice"
+        return connections
 
     def call(self, rank: int) -> str:
         """How to speak of a member."""
@@ -248,10 +261,8 @@ def describe(group: Group, now: float) -> dict[str, object]:
 
 
 def _record(group: Group, record: RoundRecord) -> dict[str, object]:
-    shown = asdict(record)
-    if group.policy is None:
-        del shown["cut"]
-    return shown
+    names = _SHOWN if group.policy is None else (*_SHOWN, "cut")
+    return {name: getattr(record, name) for name in names}
 
 
 def _member(group: Group, seat: int) -> dict[str, object]:

@@ -22,36 +22,31 @@ from gradserver.engine.events import (
     Order,
     Planned,
     RoundCompleted,
-    RoundRecord,
     Seat,
     SetPlan,
 )
+from gradserver.engine.records import pack_round, unpack_round
 from protocol.buffer import Buffer
 from protocol.checks import brief, facts, integer, listed, number, text
 from protocol.errors import GradServerError, MalformedMessageError
 from protocol.limits import (
-    MAX_BUCKETS,
     MAX_COUNTER,
     MAX_FRAME_BYTES,
-    MAX_HEADER_BYTES,
     MAX_LIST,
     MAX_NAME_BYTES,
     MAX_ORDER_BYTES,
     MAX_RATE,
+    MAX_REPORT_BYTES,
     MAX_SHARDS,
     MAX_TEXT,
     MAX_TIMEOUT,
     MAX_TOKEN,
-    MAX_WEIGHT,
     MAX_WORLD_SIZE,
 )
 from protocol.messages import Failure, Scope
 from protocol.plan import decode_plan
 
 RemoteReport = RoundCompleted | Halted | Planned | Absent | Departed
-
-_MAX_CUT = 1000
-"""Pairs of seat and bucket that a report of a round speaks of; the ledger lacks what is beyond."""
 
 _name = text(MAX_NAME_BYTES)
 _names = listed(_name, MAX_WORLD_SIZE)
@@ -60,19 +55,17 @@ _token = text(MAX_TOKEN)
 _tokens = listed(_token, MAX_WORLD_SIZE)
 _count = integer(0, MAX_COUNTER)
 _rank = integer(0, MAX_WORLD_SIZE - 1)
-_part = integer(0, MAX_BUCKETS - 1)
 _further_shard = integer(1, MAX_SHARDS - 1)
 _seconds = number(0.0, MAX_TIMEOUT)
 _rates = listed(number(0.0, MAX_RATE), MAX_SHARDS)
-_weights = listed(number(0.0, MAX_WEIGHT), MAX_WORLD_SIZE)
 
 
 def encode_order(order: Order) -> bytes:
     """``order`` as it goes to a data shard elsewhere, whose seats nobody has taken yet."""
     match order:
-        case OpenGroup(group, epoch, seats, credit, timeout, rates, shard, tokens, elastic):
+        case OpenGroup(group, epoch, seats, credit, timeout, rates, shard, tokens, elastic, digests):
             names = [seat.name for seat in seats]
-            return _pack("open", group, epoch, names, credit, timeout, rates, shard, tokens, elastic)
+            return _pack("open", group, epoch, names, credit, timeout, rates, shard, tokens, elastic, digests)
         case SetPlan(group, plan, first_round):
             return _pack("plan", group, plan.encoded, first_round)
         case Depart(group, rank, error, epoch):
@@ -86,7 +79,7 @@ def encode_order(order: Order) -> bytes:
 def decode_order(data: Buffer) -> Order:
     """The order in ``data``; a ProtocolError says why there is none."""
     match _unpack(data, MAX_ORDER_BYTES):
-        case ["open", group, epoch, names, credit, timeout, rates, shard, tokens, bool(elastic)]:
+        case ["open", group, epoch, names, credit, timeout, rates, shard, tokens, bool(elastic), bool(digests)]:
             seats = tuple(Seat(-1, name) for name in _names(names))
             compared = _rates(rates)
             shown = _tokens(tokens)
@@ -94,7 +87,7 @@ def decode_order(data: Buffer) -> Order:
             if not seats or len(shown) != len(seats) or place >= len(compared) or not any(compared):
                 raise MalformedMessageError("an order to open a group that does not fit together")
             known = _name(group), _count(epoch), seats, _count(credit), _seconds(timeout)
-            return OpenGroup(*known, compared, place, shown, elastic)
+            return OpenGroup(*known, compared, place, shown, elastic, digests)
         case ["plan", group, bytes(plan), first_round]:
             return SetPlan(_name(group), decode_plan(plan), _count(first_round))
         case ["depart", group, rank, error, epoch]:
@@ -110,8 +103,7 @@ def encode_report(epoch: int, report: RemoteReport) -> bytes:
     """``report`` as it goes to the coordinator, about the group's membership ``epoch``."""
     match report:
         case RoundCompleted(group, record):
-            took = record.completed - record.opened
-            return _pack("round", epoch, group, record.round, record.weights, took, record.last, record.cut[:_MAX_CUT])
+            return _pack("round", epoch, group, pack_round(record))
         case Halted(group, error, buckets_only):
             return _pack("halted", epoch, group, _pack_error(error), buckets_only)
         case Planned(group, digest):
@@ -127,12 +119,9 @@ def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
 
     A round that a report speaks of is taken to have ended ``now``.
     """
-    match _unpack(data, MAX_HEADER_BYTES):
-        case ["round", epoch, group, number, weights, took, last, cut]:
-            weighed = _weights(weights)
-            opened = now - _seconds(took)
-            record = RoundRecord(_count(number), weighed, opened, now, _rank(last), tuple(_cuts(cut)))
-            return _count(epoch), RoundCompleted(_name(group), record)
+    match _unpack(data, MAX_REPORT_BYTES):
+        case ["round", epoch, group, record]:
+            return _count(epoch), RoundCompleted(_name(group), unpack_round(record, completed=now))
         case ["halted", epoch, group, error, bool(buckets_only)]:
             return _count(epoch), Halted(_name(group), _error(error), buckets_only)
         case ["planned", epoch, group, digest]:
@@ -169,16 +158,6 @@ def _unpack(data: Buffer, limit: int) -> list[Any]:
     if type(unpacked) is not list:
         raise MalformedMessageError("neither an order nor a report")
     return unpacked
-
-
-def _cut(value: Any) -> tuple[int, int, int]:
-    if type(value) is not list or len(value) != 3:
-        raise MalformedMessageError(f"expected a seat, a bucket and a number of slices, got {brief(value)}")
-    seat, part, slices = value
-    return _rank(seat), _part(part), _count(slices)
-
-
-_cuts = listed(_cut, _MAX_CUT)
 
 
 def _pack_error(error: GradServerError) -> list[Any]:

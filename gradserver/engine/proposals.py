@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradserver.engine import chronicle
 from gradserver.engine.events import Command, Log, Send
 from gradserver.engine.membership import Group
 from protocol.errors import DeadlineError, GradServerError, PlanMismatchError
@@ -11,6 +12,7 @@ from protocol.plan import Plan, first_difference
 
 def agree(group: Group, plan: Plan, commands: list[Command]) -> None:
     """Rounds are this plan's from now on: tell everybody."""
+    chronicle.planned(group, plan, commands)
     group.plan = plan
     group.proposals.clear()
     group.partial.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gradserver.engine.events import Command, Contribution, Reduce, Report, RoundCompleted, RoundRecord, Send
+from gradserver.engine.events import Command, Contribution, Digests, Reduce, Report, RoundCompleted, Send
 from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Piece
 from protocol.buffer import Buffer
 from protocol.exchange import ExchangeKey, Kind, Layout, Op, Stream, gets
@@ -39,10 +39,12 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
     layout = exchange.layout
     nbytes, numel = layout.run_bytes(piece.start, piece.stop), layout.run_numel(piece.start, piece.stop)
     keep = len(targets) < len(getters)
-    where = group.order.group, group.order.epoch, exchange.key, piece.start
-    commands.append(
-        Reduce(*where, operation, layout.span(piece.start)[0], nbytes, numel, group.state, contributions, targets, keep)
-    )
+    key = exchange.key
+    hashed = key.stream == Stream.BUCKET and group.rounds[key.number].hashed
+    digests = Digests(group.places[key.part], []) if hashed else None
+    where = group.order.group, group.order.epoch, key, piece.start
+    what = operation, layout.span(piece.start)[0], nbytes, numel
+    commands.append(Reduce(*where, *what, group.state, contributions, targets, keep, digests))
     return []
 
 
@@ -105,10 +107,10 @@ def _bucket_done(group: Group, exchange: Exchange, now: float) -> list[Report]:
     if len(current.done) < group.full_buckets:
         return []
     del group.rounds[number]
-    weights = tuple(current.weights.get(rank, 0.0) for rank in range(group.world))
-    cut = tuple((*which, slices) for which, slices in sorted(current.cut.items()) if slices)
-    record = RoundRecord(number, weights, current.opened, now, current.last, cut)
-    return [RoundCompleted(group.order.group, record)]
+    if group.hashing is not None:
+        group.hashing.completed(now)
+    buckets = len(group.plan.buckets) if group.plan is not None else 0
+    return [RoundCompleted(group.order.group, current.record(number, group.world, buckets, now))]
 
 
 def _by_slice(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from gradserver.engine.events import Command, Log, RoundRecord, Send
+from gradserver.engine.events import Command, Log, Send
 from gradserver.engine.membership import Group, check_name
+from gradserver.engine.records import RoundRecord
+from protocol.digest import MODULUS
 from protocol.errors import JoinRefusedError, LimitExceededError, MalformedMessageError, UnexpectedMessageError
 from protocol.exchange import ExchangeKey, Stream
 from protocol.limits import MAX_SHARDS, MAX_URL
@@ -78,8 +80,10 @@ class Roster:
 
 def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord | None:
     """Note that shard ``source`` is done with a round; the round's record, if all are that have to do with it."""
+    buckets = 0 if group.plan is None else len(group.plan.buckets)
+    fits = len(record.weights) == len(record.arrivals) == group.world and len(record.results) in (0, buckets)
     spoken_of = {record.last, *(seat for seat, _, _ in record.cut)}
-    if len(record.weights) != group.world or not all(0 <= seat < group.world for seat in spoken_of):
+    if not fits or not all(0 <= seat < group.world for seat in spoken_of):
         raise MalformedMessageError(f"a report of a round in which others took part than are in group {group.name!r}")
     reported = group.partial.setdefault(record.round, {})
     reported[source] = record
@@ -88,8 +92,7 @@ def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord |
             del group.partial[min(group.partial)]
         return None
     del group.partial[record.round]
-    latest = max(reported.values(), key=lambda record: record.completed)
-    done = replace(latest, opened=min(record.opened for record in reported.values()))
+    done = _whole(list(reported.values()), group.world)
     return done if group.policy is None else _merged(group, done, reported)
 
 
@@ -113,3 +116,18 @@ def _slices_of(group: Group, shard: int) -> Iterator[tuple[int, int]]:
         start, stop = group.table.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation).interval(shard)
         if start < stop:
             yield part, stop - start
+
+
+def _whole(parts: Sequence[RoundRecord], world: int) -> RoundRecord:
+    """The record of a round of which each shard has recorded its part."""
+    hashed = all(part.inputs for part in parts)
+    ranks = range(world)
+    return replace(
+        max(parts, key=lambda part: part.completed),
+        opened=min(part.opened for part in parts),
+        arrivals=tuple((min(p.arrivals[r][0] for p in parts), max(p.arrivals[r][1] for p in parts)) for r in ranks),
+        inputs=tuple(sum(part.inputs[rank] for part in parts) % MODULUS for rank in ranks) if hashed else (),
+        results=tuple(sum(found) % MODULUS for found in zip(*(p.results for p in parts), strict=True))
+        if hashed
+        else (),
+    )

@@ -172,6 +172,20 @@ class Codec(ABC):
             first = number * size
             yield number, slice(start, start + count), slice(first, first + self._block_nbytes(count))
 
+    def places(self, start: int, stop: int, _numel: int) -> Iterator[tuple[slice, int]]:
+        """Where the bytes of a block stand among those of ``_numel`` elements, for whoever hashes them.
+
+        The place does not depend on how the whole was cut before it was encoded, as the beginnings of blocks do.
+
+        Args:
+            start: the block's first element.
+            stop: the one behind its last.
+
+        Yields:
+            A part of the block's bytes, and the byte of the whole at which it stands.
+        """
+        yield slice(0, self._block_nbytes(stop - start)), self.nbytes(start)
+
     @abstractmethod
     def _block_nbytes(self, numel: int) -> int:
         """Bytes of a block of ``numel`` elements, of which there is at least one."""

@@ -6,6 +6,7 @@ encoded is not worn down by whoever encodes it again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Final
 
 import numpy as np
@@ -229,6 +230,13 @@ class Int8(Codec):
         _by_group(np.multiply, decoded, scales, decoded)
         np.subtract(compensated, decoded, out=residual)
         return True
+
+    def places(self, start: int, stop: int, numel: int) -> Iterator[tuple[slice, int]]:
+        """As `Codec.places`: all integers, and behind them all scales."""
+        size = self._block_nbytes(stop - start)
+        begin = size - (stop - start)
+        yield slice(begin, size), start
+        yield slice(0, begin), numel + start // self.GROUP * 4
 
     def _quantise(self, values: Floats, out: Bytes, work: Words) -> Floats | None:
         """Encode one block, and leave its integers in ``work``, as float32.

@@ -1,0 +1,61 @@
+"""What control has written down of groups, each before anybody is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gradserver.engine.events import Command, Record
+from gradserver.engine.membership import Group
+from gradserver.engine.records import Closed, Epoch, Group as Founded, Halt, Kind, Plan, Round, RoundRecord
+from protocol.errors import GradServerError
+from protocol.plan import Plan as PlanTable
+
+
+def founded(group: Group, commands: list[Command]) -> None:
+    """A group is complete."""
+    _first(commands, Founded(group.name, group.world, group.timeout))
+    _members(group, f"complete with {group.world} workers", commands)
+
+
+def departed(group: Group, reason: str, commands: list[Command]) -> None:
+    """A member is gone; others are there."""
+    _members(group, reason, commands)
+
+
+def planned(group: Group, plan: PlanTable, commands: list[Command]) -> None:
+    """All members have agreed on ``plan``."""
+    _first(commands, Plan(group.name, group.epoch, group.rounds, plan))
+
+
+def completed(group: Group, record: RoundRecord, commands: list[Command]) -> None:
+    """A round is complete. Nobody is told but by its results, so nothing waits for this."""
+    commands.append(Record(Round(group.name, group.epoch, record)))
+    group.ledger.append(replace(record, inputs=(), results=()))  # here it is for its times
+
+
+def halted(group: Group, error: GradServerError, commands: list[Command]) -> None:
+    """The group goes no further."""
+    _first(commands, Halt(group.name, group.epoch, group.rounds, type(error).__name__, error.message))
+
+
+def closed(group: Group, reason: str, commands: list[Command]) -> None:
+    """The group has ended."""
+    _first(commands, Closed(group.name, group.epoch, group.rounds, reason))
+
+
+def stopped(groups: dict[str, Group], error: GradServerError, commands: list[Command]) -> None:
+    """The coordinator stops, and what it serves ends with it."""
+    for group in groups.values():
+        if group.members:
+            closed(group, error.message, commands)
+
+
+def _members(group: Group, reason: str, commands: list[Command]) -> None:
+    members = tuple((rank, seat.name) for rank, seat in group.members.items())
+    _first(commands, Epoch(group.name, group.epoch, group.rounds, members, reason))
+
+
+def _first(commands: list[Command], record: Kind) -> None:
+    """Write ``record`` before all else that this event leads to, and after what else is written because of it."""
+    at = next((index for index, command in enumerate(commands) if type(command) is not Record), len(commands))
+    commands.insert(at, Record(record))

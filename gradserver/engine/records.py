@@ -1,0 +1,349 @@
+"""What is written down of a group's life, in the ledger: the kinds of records, and each as bytes.
+
+A record says what was decided, or what happened, once. It is written before anybody is told of it: the command that
+asks for it stands before those that tell. Bodies are msgpack arrays of fields, numbers by rank are packed columns.
+What is written stays readable: a kind with other fields gets another number, and no number is used twice.
+
+Times are those of the coordinator's own clock, in seconds. `Start` says what the time of day was then.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, NamedTuple
+
+import msgpack
+
+from protocol.buffer import Buffer
+from protocol.checks import brief, integer, number, text
+from protocol.errors import LimitExceededError, MalformedMessageError
+from protocol.limits import (
+    MAX_BUCKETS,
+    MAX_COUNTER,
+    MAX_FRAME_BYTES,
+    MAX_NAME_BYTES,
+    MAX_ORDER_BYTES,
+    MAX_TEXT,
+    MAX_TIMEOUT,
+    MAX_WEIGHT,
+    MAX_WORLD_SIZE,
+)
+from protocol.plan import Plan as PlanTable, decode_plan
+
+MAX_BODY_BYTES: Final = MAX_ORDER_BYTES
+"""One record without its frame: a plan, at most."""
+_MAX_CUT: Final = 1024
+"""Places at which a record says that somebody was cut off; it leaves out the others."""
+_MAX_SECONDS: Final = 1e12
+"""Of any clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """One finished round. Times are the clock of the coordinator's loop, in seconds; what there is by rank is a tuple.
+
+    Attributes:
+        round: its number.
+        weights: each contribution's; 0 for who was left out.
+        opened: when the first contribution came.
+        completed: when the last result was made.
+        last: the rank whose contribution was the last to come, which the round waited for.
+        arrivals: when each rank's first slice came, and when its last one did.
+        inputs: the digest of what was summed of each rank's contribution, over all buckets; empty if none was made.
+        results: the digest of each bucket's result, by its place in the plan; empty if none was made.
+        cut: of those who departed in this round, (seat, bucket, number of slices that counted).
+
+    In elastic groups ranks are seats here, and whoever was not there has weight 0 and arrived when it was opened.
+    """
+
+    round: int
+    weights: tuple[float, ...]
+    opened: float
+    completed: float
+    last: int
+    arrivals: tuple[tuple[float, float], ...] = ()
+    inputs: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    cut: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A coordinator began to write. ``incarnation`` counts them; ``clock`` showed this at ``wall``, since 1970."""
+
+    incarnation: int
+    version: str
+    pid: int
+    wall: float
+    clock: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """As many records follow as are ``restated``: what still matters of all that was written before."""
+
+    restated: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The disk has not taken as many records as are ``lost``, since the clock showed ``since``; ``reason`` says why."""
+
+    lost: int
+    since: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group is complete. ``timeout`` in seconds."""
+
+    group: str
+    world: int
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """Who is in the group, from ``round`` on: names by rank. ``reason`` says what has changed."""
+
+    group: str
+    epoch: int
+    round: int
+    members: tuple[tuple[int, str], ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """From ``round`` on buckets are those of this plan."""
+
+    group: str
+    epoch: int
+    round: int
+    plan: PlanTable
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round is complete."""
+
+    group: str
+    epoch: int
+    record: RoundRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """In ``round`` the group broke, and exchanges no bucket any more. ``error`` is a class's name."""
+
+    group: str
+    epoch: int
+    round: int
+    error: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The group has ended after as many ``rounds``."""
+
+    group: str
+    epoch: int
+    rounds: int
+    reason: str
+
+
+Kind = Start | Snapshot | Gap | Group | Epoch | Plan | Round | Halt | Closed
+
+# ── fields ────────────────────────────────────────────────────────────────────────────────────────────
+
+_count = integer(0, MAX_COUNTER)
+_name = text(MAX_NAME_BYTES)
+_text = text(MAX_TEXT)
+_clock = number(-_MAX_SECONDS, _MAX_SECONDS)
+_weight = number(0.0, MAX_WEIGHT)
+_rank = integer(0, MAX_WORLD_SIZE - 1)
+
+
+def _members(value: Any) -> tuple[tuple[int, str], ...]:
+    if type(value) is not list or len(value) > MAX_WORLD_SIZE or any(type(m) is not list or len(m) != 2 for m in value):
+        raise MalformedMessageError(f"expected the members of a group, got {brief(value)}")
+    return tuple((_rank(rank), _name(name)) for rank, name in value)
+
+
+def _plan(value: Any) -> PlanTable:
+    if type(value) is not bytes:
+        raise MalformedMessageError(f"expected a plan, got {brief(value)}")
+    return decode_plan(value)
+
+
+def column(code: str, values: Sequence[Any]) -> bytes:
+    """Numbers of one type, little-endian; ``code`` is that of `struct`."""
+    return struct.pack(f"<{len(values)}{code}", *values)
+
+
+def uncolumn(code: str, value: Any, most: int) -> tuple[Any, ...]:
+    """The at most so many numbers of a `column`."""
+    size = struct.calcsize(f"<{code}")
+    if type(value) is not bytes or len(value) % size or len(value) > most * size:
+        raise MalformedMessageError(f"expected at most {most} numbers, got {brief(value)}")
+    return struct.unpack(f"<{len(value) // size}{code}", value)
+
+
+def pack_round(record: RoundRecord) -> list[Any]:
+    """A round's fields. Times are relative to when it was opened, and take four bytes each."""
+    lags = [moment - record.opened for arrival in record.arrivals for moment in arrival]
+    return [
+        record.round,
+        column("d", record.weights),
+        record.completed - record.opened,
+        record.last,
+        column("f", lags),
+        column("Q", record.inputs),
+        column("Q", record.results),
+        column("Q", [value for place in record.cut[:_MAX_CUT] for value in place]),
+    ]
+
+
+def unpack_round(value: Any, opened: float | None = None, completed: float | None = None) -> RoundRecord:
+    """The record of these fields, if it was ``opened`` or ``completed`` then; MalformedMessageError if it is none."""
+    if type(value) is not list or len(value) != 8:
+        raise MalformedMessageError(f"expected a round, got {brief(value)}")
+    round_number, packed, took, last, lags, inputs, results, cut = value
+    weights = tuple(_weight(weight) for weight in uncolumn("d", packed, MAX_WORLD_SIZE))
+    seconds = _took(took)
+    begun = opened if opened is not None else (completed or 0.0) - seconds
+    moments = [begun + _lag(lag) for lag in uncolumn("f", lags, 2 * MAX_WORLD_SIZE)]
+    record = RoundRecord(
+        _count(round_number),
+        weights,
+        begun,
+        begun + seconds if completed is None else completed,
+        _rank(last),
+        tuple(zip(moments[::2], moments[1::2], strict=False)),
+        uncolumn("Q", inputs, MAX_WORLD_SIZE),
+        uncolumn("Q", results, MAX_BUCKETS),
+        _cuts(uncolumn("Q", cut, 3 * _MAX_CUT)),
+    )
+    world = len(weights)
+    spoken_of = {record.last, *(seat for seat, _, _ in record.cut)}
+    if len(moments) not in (0, 2 * world) or len(record.inputs) not in (0, world) or max(spoken_of) >= world:
+        raise MalformedMessageError("a round of which the numbers by rank do not fit together")
+    return record
+
+
+def _cuts(values: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    if len(values) % 3:
+        raise MalformedMessageError("a round of which the departed do not fit together")
+    return tuple(zip(values[::3], values[1::3], values[2::3], strict=True))
+
+
+_took = number(0.0, MAX_TIMEOUT)
+_lag = number(-MAX_TIMEOUT, MAX_TIMEOUT)
+
+# ── records ───────────────────────────────────────────────────────────────────────────────────────────
+
+_TABLE: Final[tuple[tuple[int, type[Any], tuple[Callable[[Any], Any], ...]], ...]] = (
+    # number, class, the checks of its fields in order
+    (1, Start, (_count, _text, _count, _clock, _clock)),
+    (2, Snapshot, (_count,)),
+    (3, Gap, (_count, _clock, _text)),
+    (4, Group, (_name, integer(1, MAX_WORLD_SIZE), number(0.0, MAX_TIMEOUT))),
+    (5, Epoch, (_name, _count, _count, _members, _text)),
+    (6, Plan, (_name, _count, _count, _plan)),
+    (8, Halt, (_name, _count, _count, _text, _text)),
+    (9, Closed, (_name, _count, _count, _text)),
+)
+_ROUND: Final = 7
+CODES: Final = {kind: code for code, kind, _ in _TABLE}
+_CHECKS: Final = {code: (kind, checks) for code, kind, checks in _TABLE}
+_packb = msgpack.Packer(autoreset=True, unicode_errors="replace").pack
+
+
+def encode(record: Kind) -> tuple[int, bytes]:
+    """The number of its kind, and its body."""
+    if type(record) is Round:
+        body: bytes = _packb([record.group, record.epoch, record.record.opened, *pack_round(record.record)])
+        return _ROUND, body
+    values = [getattr(record, field.name) for field in fields(record)]
+    if type(record) is Plan:
+        values[-1] = record.plan.encoded
+    body = _packb([value[:MAX_TEXT] if type(value) is str else value for value in values])
+    return CODES[type(record)], body
+
+
+def decode(code: int, body: Buffer) -> Kind:
+    """The record of this kind; MalformedMessageError or LimitExceededError says why there is none."""
+    values = _unpack(body)
+    if code == _ROUND:
+        if len(values) < 3:
+            raise MalformedMessageError(f"a Round of {len(values)} fields")
+        group, epoch, opened, *rest = values
+        return Round(_name(group), _count(epoch), unpack_round(rest, _clock(opened)))
+    if code not in _CHECKS:
+        raise MalformedMessageError(f"there is no kind of record {code}: a later version may have written it")
+    kind, checks = _CHECKS[code]
+    if len(values) != len(checks):
+        raise MalformedMessageError(f"{kind.__name__} has {len(checks)} fields, got {len(values)}")
+    record: Kind = kind(*(check(value) for check, value in zip(checks, values, strict=True)))
+    return record
+
+
+def _unpack(body: Buffer) -> list[Any]:
+    if len(body) > MAX_BODY_BYTES:
+        raise LimitExceededError(f"a record of {len(body)} bytes, the limit is {MAX_BODY_BYTES}")
+    try:
+        values = msgpack.unpackb(
+            body,
+            use_list=True,
+            raw=False,
+            strict_map_key=True,
+            max_str_len=4 * MAX_TEXT,
+            max_bin_len=MAX_FRAME_BYTES,
+            max_ext_len=0,
+            max_array_len=MAX_WORLD_SIZE,
+            max_map_len=0,
+        )
+    except Exception as error:  # msgpack raises a zoo of types, all of them about these bytes
+        raise MalformedMessageError(f"no record: {str(error)[:120]}") from None
+    if type(values) is not list:
+        raise MalformedMessageError("no record")
+    return values
+
+
+class Dated(NamedTuple):
+    """A record, and what the clock showed when it was written."""
+
+    clock: float
+    record: Kind
+
+
+class Books:
+    """What still matters of all that was written: taken one after the other, and given back to begin a file with."""
+
+    def __init__(self) -> None:
+        self._start: list[Dated] = []
+        self._groups: dict[str, dict[type[Any], Dated]] = {}
+        """Of each group that has not ended, the latest record of each kind."""
+
+    def take(self, dated: Dated) -> None:
+        """What was written next."""
+        record = dated.record
+        match record:
+            case Start():
+                self._start = [dated]
+                self._groups.clear()  # they ended with the coordinator that had them
+            case Group(group):
+                self._groups[group] = {Group: dated}
+            case Closed(group):
+                self._groups.pop(group, None)
+            case Epoch(group) | Plan(group) | Round(group) | Halt(group) if group in self._groups:
+                self._groups[group][type(record)] = dated
+
+    def records(self) -> list[Dated]:
+        """What is to be restated, in an order in which it can be read."""
+        order = (Group, Epoch, Plan, Round, Halt)
+        return self._start + [latest[kind] for latest in self._groups.values() for kind in order if kind in latest]

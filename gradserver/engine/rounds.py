@@ -1,0 +1,103 @@
+"""The data half's bookkeeping of a round, from which its record is made; and which rounds are hashed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from gradserver.engine.events import RESULT
+from gradserver.engine.records import RoundRecord
+from protocol.digest import MODULUS
+
+_HASH_RATE: Final = 8e9
+"""Bytes a second that a core hashes while all others are busy."""
+_HASH_CALL: Final = 8e-6
+"""Seconds that hashing takes however little it is."""
+_SHARE: Final = 0.02
+"""Of the time of training that hashing may take."""
+_RAREST: Final = 1024
+
+
+@dataclass(slots=True)
+class Hashing:
+    """Which rounds are hashed: all, if that takes little of the time, else those of which the number is divisible.
+
+    By a power of two: several shards, each of which decides for itself, then still have rounds in common.
+
+    Attributes:
+        seconds: what hashing a round takes.
+        every: each so manieth round is hashed.
+    """
+
+    seconds: float
+    every: int = 1
+    _done: float | None = None
+    _mean: float = 0.0
+
+    @classmethod
+    def of(cls, nbytes: int, calls: int) -> Hashing:
+        """For rounds in which as many bytes are hashed in as many calls."""
+        return cls(nbytes / _HASH_RATE + calls * _HASH_CALL)
+
+    def is_due(self, number: int) -> bool:
+        """Whether round ``number`` is hashed."""
+        return number % self.every == 0
+
+    def completed(self, now: float) -> None:
+        """A round is done."""
+        if self._done is not None:
+            took = now - self._done
+            self._mean = took if not self._mean else 0.75 * self._mean + 0.25 * took
+            self.every = 1
+            while self.every < _RAREST and self.seconds > _SHARE * self.every * self._mean:
+                self.every *= 2
+        self._done = now
+
+
+@dataclass(slots=True)
+class Round:
+    """A round that is open."""
+
+    opened: float
+    hashed: bool = False
+    done: set[int] = field(default_factory=set)
+    """Buckets that were exchanged."""
+    weights: dict[int, float] = field(default_factory=dict)
+    last: int = -1
+    cut: dict[tuple[int, int], int] = field(default_factory=dict)
+    """How many slices counted of those who have departed, by rank and bucket."""
+    arrivals: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """When the first slice came, and the latest one that ended a bucket, by rank."""
+    inputs: Counter[int] = field(default_factory=Counter)
+    """Digests of what was summed so far, by rank."""
+    results: Counter[int] = field(default_factory=Counter)
+    """Digests of what came out so far, by bucket."""
+
+    def arrived(self, rank: int, now: float) -> None:
+        """A bucket's first or last slice came from ``rank``."""
+        first, _ = self.arrivals.get(rank, (now, now))
+        self.arrivals[rank] = first, now
+
+    def count(self, part: int, digests: Sequence[tuple[int, int]]) -> None:
+        """Some slices of bucket ``part`` were combined."""
+        for rank, found in digests:
+            if rank == RESULT:
+                self.results[part] += found
+            else:
+                self.inputs[rank] += found
+
+    def record(self, number: int, world: int, buckets: int, now: float) -> RoundRecord:
+        """What is to be written of it."""
+        return RoundRecord(
+            number,
+            tuple(self.weights.get(rank, 0.0) for rank in range(world)),
+            self.opened,
+            now,
+            self.last,
+            tuple(self.arrivals.get(rank, (self.opened, self.opened)) for rank in range(world)),
+            tuple(self.inputs[rank] % MODULUS for rank in range(world)) if self.hashed else (),
+            tuple(self.results[part] % MODULUS for part in range(buckets)) if self.hashed else (),
+            tuple((*which, slices) for which, slices in sorted(self.cut.items()) if slices),
+        )

@@ -1,0 +1,304 @@
+"""``gradserver ledger``: what a coordinator wrote down, for people, for programs, and checked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from gradserver.engine.records import (
+    Closed,
+    Epoch,
+    Gap,
+    Group,
+    Halt,
+    Kind,
+    Plan,
+    Round,
+    RoundRecord,
+    Snapshot,
+    Start,
+)
+from gradserver.journal import Entry, Fault, number_of, scan
+from gradserver.ledger_tables import Story, hexadecimal, moment, one_round, round_rows, summary
+from gradserver.state import files_of, reason_of
+from protocol.errors import StateError
+from protocol.exchange import EXACT
+from protocol.limits import KIB, MIB
+
+_OF_GROUP: Final = Group | Epoch | Plan | Round | Halt | Closed
+
+
+class Selection(NamedTuple):
+    """What is to be shown: rounds ``first`` to ``last``, or one; of one group, or of all."""
+
+    group: str | None = None
+    one: int | None = None
+    first: int | None = None
+    last: int | None = None
+
+    def has(self, number: int) -> bool:
+        """Whether a round is in it."""
+        if self.one is not None:
+            return number == self.one
+        return (self.first is None or self.first <= number) and (self.last is None or number <= self.last)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nobody has asked for certain rounds."""
+        return self.one is None and self.first is None and self.last is None
+
+
+class Written(NamedTuple):
+    """A record, when it was written, and whether it only restates what an earlier file said."""
+
+    record: Kind
+    clock: float
+    restated: bool
+
+
+def show(path: str, selection: Selection, as_json: bool, verify: bool) -> int:
+    """Print what the ledger at ``path`` says; the exit status is 1 if something in it is damaged or missing."""
+    files = _files(Path(path))
+    if verify:
+        return _verify(files, selection.group)
+    faults: list[str] = []
+    written = _read(files, faults)
+    if as_json:
+        found = 0
+        for line in _lines(written, selection):
+            print(json.dumps(line))
+            found += line["kind"] == "round"
+        if not selection.is_all and not found:
+            raise _nothing(path, selection, list(_read(files, [])))
+    else:
+        print("\n".join(_text(path, files, written, selection)))
+    for fault in faults:
+        print(f"gradserver: {fault}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise StateError(f"there is no ledger at {path}: no such file or directory")
+    if not path.is_dir():
+        return [path]
+    files = [file for _, file in files_of(path)]
+    if not files:
+        raise StateError(
+            f"{path} has no ledger in it: a coordinator writes one with `gradserver serve --state-dir {path}`"
+        )
+    return files
+
+
+def _content(file: Path) -> bytes:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise StateError(f"cannot read {file}: {reason_of(error)}") from error
+    if data.strip(b"\0"):
+        number_of(file, data)
+    return data
+
+
+def _read(files: Sequence[Path], faults: list[str]) -> Iterator[Written]:
+    """All records, in order. What is damaged is passed over, and told in ``faults``."""
+    for file in files:
+        restated = 0
+        for item in scan(_content(file)):
+            if isinstance(item, Fault):
+                if not item.torn:
+                    faults.append(f"{file} is damaged: bytes {item.at} to {item.stop} are no record, and left out here")
+                continue
+            try:
+                clock, record = item.read()
+            except StateError as error:
+                faults.append(f"{file}: {error.message}")
+                continue
+            yield Written(record, clock, restated > 0 and file != files[0])
+            restated = record.restated if isinstance(record, Snapshot) else max(restated - 1, 0)
+
+
+# ── for people ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _text(path: str, files: Sequence[Path], written: Iterator[Written], selection: Selection) -> list[str]:
+    stories, gaps = _stories(written, selection)
+    names = {story.name for story in stories}
+    if selection.group is not None and selection.group not in names:
+        raise _no_group(path, selection.group, names)
+    told = [story for story in stories if selection.group in (None, story.name)]
+    if not selection.is_all and not any(story.chosen for story in told):
+        raise _no_rounds(path, selection, told)
+    if selection.one is not None:
+        return [line for story in told for record in story.chosen for line in (*one_round(story, record), "")][:-1]
+    if not selection.is_all:
+        return [line for story in told if story.chosen for line in (*round_rows(story, story.chosen), "")][:-1]
+    size = sum(file.stat().st_size for file in files)
+    lines = [f"{path}: {len(files)} file{'s' * (len(files) > 1)}, {_size(size)}"]
+    lines += [
+        f"gap: the disk took nothing from {at} on ({gap.reason}), {gap.lost} records are lost" for at, gap in gaps
+    ]
+    if not told:
+        lines.append("no group was ever complete")
+    for story in told:
+        lines += ["", *summary(story)]
+    return lines
+
+
+def _stories(written: Iterator[Written], selection: Selection) -> tuple[list[Story], list[tuple[str, Gap]]]:
+    """The life of each group, in the order in which they began; and what the disk did not take."""
+    stories: list[Story] = []
+    living: dict[str, Story] = {}
+    gaps: list[tuple[str, Gap]] = []
+    start: Start | None = None
+    for record, clock, restated in written:
+        if isinstance(record, Start):
+            if not restated:
+                for story in living.values():
+                    if not story.ended:
+                        story.events.append("its coordinator ended without a word")
+                living.clear()
+            start = record
+        elif isinstance(record, Gap):
+            gaps.append((moment(start, record.since), record))
+        elif isinstance(record, Group) and not (restated and record.group in living):
+            living[record.group] = Story(record, clock, start)
+            stories.append(living[record.group])
+        elif isinstance(record, _OF_GROUP) and record.group in living and not restated:
+            story = living[record.group]
+            story.take(record, clock)
+            if isinstance(record, Round) and not selection.is_all and selection.has(record.record.round):
+                story.chosen.append(record.record)
+    return stories, gaps
+
+
+def _no_group(path: str, group: str, names: set[str]) -> StateError:
+    there = ", ".join(repr(name) for name in sorted(names)) or "none"
+    return StateError(f"{path} says nothing of group {group!r}; it has {there}")
+
+
+def _no_rounds(path: str, selection: Selection, stories: Sequence[Story]) -> StateError:
+    if selection.one is not None:
+        what = f"round {selection.one}"
+    else:
+        what = f"rounds from {selection.first or 0}" + ("" if selection.last is None else f" to {selection.last}")
+    there = [f"{story.first} to {story.last} of group {story.name!r}" for story in stories if story.first is not None]
+    return StateError(
+        f"{path} says nothing of {what}; it has " + (f"rounds {', '.join(there[-8:])}" if there else "none")
+    )
+
+
+def _nothing(path: str, selection: Selection, written: list[Written]) -> StateError:
+    stories, _ = _stories(iter(written), Selection())
+    names = {story.name for story in stories}
+    if selection.group is not None and selection.group not in names:
+        return _no_group(path, selection.group, names)
+    return _no_rounds(path, selection, [story for story in stories if selection.group in (None, story.name)])
+
+
+# ── for programs ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _lines(written: Iterator[Written], selection: Selection) -> Iterator[dict[str, Any]]:
+    """One object for each record. Times are seconds since 1970, digests are hexadecimal."""
+    start: Start | None = None
+    for record, clock, restated in written:
+        if isinstance(record, Start):
+            start = record
+        if restated or isinstance(record, Snapshot):
+            continue
+        if isinstance(record, _OF_GROUP) and selection.group not in (None, record.group):
+            continue
+        if isinstance(record, Round):
+            if selection.has(record.record.round):
+                yield _round_line(record, start)
+        elif selection.is_all:
+            line = {field.name: getattr(record, field.name) for field in fields(record)}
+            if isinstance(record, Plan):
+                line["plan"] = {
+                    "hash": record.plan.hash,
+                    "buckets": [
+                        {"key": b.key, "dtype": b.dtype.name, "numel": b.numel, "codec": (b.codec or EXACT).name}
+                        for b in record.plan.buckets
+                    ],
+                }
+            elif isinstance(record, Gap):
+                line["since"] = _wall(start, record.since)
+            yield {"kind": type(record).__name__.lower(), "at": _wall(start, clock), **line}
+
+
+def _round_line(found: Round, start: Start | None) -> dict[str, Any]:
+    record = found.record
+    return {
+        "kind": "round",
+        "group": found.group,
+        "epoch": found.epoch,
+        "round": record.round,
+        "opened": _wall(start, record.opened),
+        "completed": _wall(start, record.completed),
+        "last": record.last,
+        "weights": record.weights,
+        "arrivals": [[_wall(start, first), _wall(start, last)] for first, last in record.arrivals],
+        "inputs": [hexadecimal(value) for value in record.inputs],
+        "results": [hexadecimal(value) for value in record.results],
+    }
+
+
+def _wall(start: Start | None, clock: float) -> float:
+    return round(clock if start is None else start.wall + clock - start.clock, 6)
+
+
+# ── checked ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _verify(files: Sequence[Path], group: str | None) -> int:
+    """Say of each file whether it is whole, and of each membership whether a round is missing."""
+    wrong = False
+    for file in files:
+        line, bad = _check(file)
+        print(line)
+        wrong |= bad
+    runs: dict[tuple[int, str, int], list[RoundRecord]] = {}
+    holes: list[str] = []
+    incarnation = 0
+    for record, _, restated in _read(files, []):
+        if isinstance(record, Start):
+            incarnation = record.incarnation
+        elif isinstance(record, Gap):
+            holes.append(f"a gap: the disk did not take {record.lost} records ({record.reason})")
+        elif isinstance(record, Round) and not restated and group in (None, record.group):
+            known = runs.setdefault((incarnation, record.group, record.epoch), [record.record])
+            if known[-1].round + 1 < record.record.round:
+                missing = f"{known[-1].round + 1} to {record.record.round - 1}"
+                holes.append(f"group {record.group!r}, epoch {record.epoch}: rounds {missing} are missing")
+            known[1:] = [record.record]
+    for (_, name, epoch), records in runs.items():
+        print(f"group {name!r}, epoch {epoch}: rounds {records[0].round} to {records[-1].round}")
+    print("\n".join(holes) if holes else "no round is missing between these")
+    return 1 if wrong or holes else 0
+
+
+def _check(file: Path) -> tuple[str, bool]:
+    count, torn, wrong = 0, "", []
+    data = _content(file)
+    for item in scan(data):
+        if isinstance(item, Entry):
+            count += 1
+            try:
+                item.read()
+            except StateError as error:
+                wrong.append(error.message)
+        elif item.torn:
+            torn = f" but for its last {item.stop - item.at} bytes, a part of a record"
+        else:
+            wrong.append(f"bytes {item.at} to {item.stop} are no record")
+    state = "\n  ".join(["damaged", *wrong[:8]]) if wrong else f"whole{torn}"
+    return f"{file.name}: {count} records, {_size(len(data))}, {state}", bool(wrong)
+
+
+def _size(count: int) -> str:
+    return f"{count / MIB:.1f} MiB" if count >= MIB / 10 else f"{count / KIB:.1f} KiB"

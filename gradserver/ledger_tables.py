@@ -1,0 +1,242 @@
+"""What a ledger says of one group, as tables of at most 100 columns."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from datetime import datetime
+from statistics import median
+from textwrap import wrap
+
+from gradserver.engine.records import Closed, Epoch, Group, Halt, Kind, Plan, Round, RoundRecord, Start
+from gradserver.tables import table
+from protocol.digest import MODULUS
+from protocol.exchange import EXACT
+
+_SHOWN_ROUNDS = 10
+_SHOWN_EVENTS = 10
+_SHOWN_NAME = 24
+"""Characters; longer names are cut, so that a table fits its columns."""
+_UNKNOWN = "????-??-?? ??:??:??"
+_TOLD_SHARE, _TOLD_SECONDS = 0.05, 0.001
+"""Who comes later than the median by less than this, as a share of the round or in seconds, is not late."""
+
+
+class Lag:
+    """How much later than the median member one has begun, and has ended, in seconds."""
+
+    def __init__(self, record: RoundRecord, rank: int) -> None:
+        there = [rank for rank in range(len(record.arrivals)) if was_there(record, rank)]
+        firsts, lasts = zip(*(record.arrivals[other] for other in there or [rank]), strict=True)
+        first, last = record.arrivals[rank]
+        self.began, self.ended = first - median(firsts), last - median(lasts)
+
+    def why(self, record: RoundRecord) -> str:
+        """What made it late; nothing if it was not."""
+        if self.ended < max(_TOLD_SHARE * (record.completed - record.opened), _TOLD_SECONDS):
+            return ""
+        return "began late" if self.began >= self.ended / 2 else "sent slowly"
+
+
+class Story:
+    """A group from the time when it was complete to its end, as far as the ledger goes.
+
+    Attributes:
+        chosen: rounds that somebody has asked for.
+        first: the first round that there is; None if there is none.
+        last: the last one.
+        ended: whether it has, and said so.
+    """
+
+    def __init__(self, founded: Group, clock: float, start: Start | None) -> None:
+        self.name, self.world = founded.group, founded.world
+        self.start = start
+        self.since = moment(start, clock)
+        self.epoch = 0
+        self.names: dict[int, str] = {}
+        self.plan: Plan | None = None
+        self.chosen: list[RoundRecord] = []
+        self.first: int | None = None
+        self.last = -1
+        self.hashed = self.count = 0
+        self.ended = False
+        self.events: deque[str] = deque(maxlen=_SHOWN_EVENTS)
+        self.recent: deque[RoundRecord] = deque(maxlen=_SHOWN_ROUNDS)
+        self.took = array("f")
+        self.behind: defaultdict[int, array[float]] = defaultdict(lambda: array("f"))
+        self.given: Counter[int] = Counter()
+        self.late: Counter[tuple[int, str]] = Counter()
+        self.came_last: Counter[int] = Counter()
+
+    def take(self, record: Kind, clock: float) -> None:
+        """What was written next."""
+        match record:
+            case Epoch(_, epoch, number, members, reason):
+                self.epoch = epoch
+                self.names.update(members)
+                self._note(clock, f"before round {number}: {plain(reason)}")
+            case Plan():
+                self.plan = record
+            case Halt(_, _, number, error, reason):
+                self._note(clock, f"in round {number}: {error}: {plain(reason)}")
+            case Closed(_, _, rounds, reason):
+                self.ended = True
+                self._note(clock, f"after {rounds} rounds: {plain(reason)}")
+            case Round(_, _, found):
+                self._count(found)
+
+    def _note(self, clock: float, what: str) -> None:
+        self.events.append(f"{moment(self.start, clock)}  {what}")
+
+    def _count(self, record: RoundRecord) -> None:
+        self.first = record.round if self.first is None else self.first
+        self.last = record.round
+        self.count += 1
+        self.hashed += bool(record.inputs)
+        self.recent.append(record)
+        self.took.append(record.completed - record.opened)
+        self.came_last[record.last] += 1
+        for rank, weight in enumerate(record.weights):
+            self.given[rank] += weight > 0
+            if record.arrivals and was_there(record, rank):
+                lag = Lag(record, rank)
+                self.behind[rank].append(lag.ended)
+                self.late[rank, lag.why(record)] += 1
+
+    def call(self, rank: int) -> str:
+        """How to speak of a member, in no more than some characters."""
+        name = plain(self.names.get(rank, "?"))
+        return name if len(name) <= _SHOWN_NAME else name[: _SHOWN_NAME - 1] + "…"
+
+
+def was_there(record: RoundRecord, rank: int) -> bool:
+    """Whether anything came of it; who has departed from an elastic group keeps its place."""
+    return bool(record.weights[rank]) or record.arrivals[rank] != (record.opened, record.opened)
+
+
+def summary(story: Story) -> list[str]:
+    """Who contributed how often, who was waited for, what happened, and the last rounds."""
+    lines = [f"group {story.name!r}: {story.world} workers, epoch {story.epoch}, since {story.since}"]
+    if story.plan is not None:
+        plan = story.plan.plan
+        lines.append(f"  plan: {len(plan.buckets)} buckets, {plan.nbytes / 1e6:.1f} MB a round, {_wires(story.plan)}")
+    if story.first is None:
+        lines.append("  no round was completed")
+    else:
+        hashed = "all" if story.hashed == story.count else "none" if not story.hashed else f"{story.hashed}"
+        lines.append(
+            f"  rounds {story.first} to {story.last}: {_seconds(median(story.took))} in the median, "
+            f"{_seconds(max(story.took))} at most; {hashed} of {story.count} hashed"
+        )
+        rows = [
+            [
+                rank,
+                story.call(rank),
+                story.given[rank],
+                story.came_last[rank],
+                _seconds(median(story.behind[rank])) if story.behind[rank] else "-",
+                story.late[rank, "began late"],
+                story.late[rank, "sent slowly"],
+            ]
+            for rank in sorted(story.names)
+        ]
+        lines += table(["rank", "worker", "rounds", "came last", "behind", "began late", "sent slowly"], rows)
+    lines += [
+        line for event in story.events for line in wrap(event, 98, initial_indent="  ", subsequent_indent=" " * 23)
+    ]
+    if story.recent:
+        lines += _rows(story, list(story.recent))
+    return lines
+
+
+def round_rows(story: Story, records: Sequence[RoundRecord]) -> list[str]:
+    """One line for each round: who was waited for, how long, and why."""
+    return [f"group {story.name!r}, epoch {story.epoch}:", *_rows(story, records)]
+
+
+def _rows(story: Story, records: Sequence[RoundRecord]) -> list[str]:
+    rows = []
+    for record in records:
+        lag = Lag(record, record.last) if record.arrivals else None
+        rows.append(
+            [
+                record.round,
+                moment(story.start, record.completed)[11:],
+                _seconds(record.completed - record.opened),
+                f"{sum(weight > 0 for weight in record.weights)} of {_present(record)}",
+                story.call(record.last),
+                "-" if lag is None else _seconds(lag.ended),
+                "" if lag is None else lag.why(record),
+                hexadecimal(sum(record.results) % MODULUS) if record.results else "-",
+            ]
+        )
+    return table(["round", "done at", "took", "gave", "came last", "behind", "why", "digest"], rows)
+
+
+def one_round(story: Story, record: RoundRecord) -> list[str]:
+    """All about one round."""
+    lines = [
+        f"round {record.round} of group {story.name!r}, epoch {story.epoch}: "
+        f"{moment(story.start, record.opened)}, took {_seconds(record.completed - record.opened)}"
+    ]
+    total = sum(record.weights)
+    rows = []
+    for rank, weight in enumerate(record.weights):
+        first, last = record.arrivals[rank] if record.arrivals else (record.opened, record.opened)
+        rows.append(
+            [
+                rank,
+                story.call(rank),
+                f"{weight:g}",
+                f"{weight / total:.1%}" if weight else "left out",
+                _seconds(first - record.opened),
+                _seconds(last - record.opened),
+                Lag(record, rank).why(record) if record.arrivals else "",
+                hexadecimal(record.inputs[rank]) if record.inputs else "-",
+            ]
+        )
+    lines += table(["rank", "worker", "weight", "share", "began", "ended", "", "digest of what counted"], rows)
+    if story.plan is not None and record.results:
+        buckets = [
+            [_cut(bucket.key), bucket.numel, bucket.dtype.name, (bucket.codec or EXACT).name, hexadecimal(found)]
+            for bucket, found in zip(story.plan.plan.buckets, record.results, strict=False)
+        ]
+        lines += table(["bucket", "elements", "type", "wire", "digest of the result"], buckets)
+    return lines
+
+
+def _present(record: RoundRecord) -> int:
+    return sum(not record.arrivals or was_there(record, rank) for rank in range(len(record.weights)))
+
+
+def _wires(plan: Plan) -> str:
+    names = dict.fromkeys((bucket.codec or EXACT).name for bucket in plan.plan.buckets)
+    return f"as {', '.join(names)}"
+
+
+def _cut(name: str) -> str:
+    return plain(name if len(name) <= 40 else name[:39] + "…")
+
+
+def plain(text: str) -> str:
+    """``text`` without what could upset a terminal."""
+    return "".join(character if character.isprintable() else "�" for character in text)
+
+
+def hexadecimal(value: int) -> str:
+    """A digest as people and programs read it."""
+    return f"{value:016x}"
+
+
+def moment(start: Start | None, clock: float) -> str:
+    """The time of day, as it is here, when the coordinator's clock showed ``clock``."""
+    try:
+        wall = clock if start is None else start.wall + clock - start.clock
+        return datetime.fromtimestamp(wall).isoformat(" ", "seconds")
+    except (OverflowError, OSError, ValueError):  # no clock has ever shown this
+        return _UNKNOWN
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s"

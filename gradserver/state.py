@@ -1,0 +1,349 @@
+"""The directory in which a coordinator keeps its ledger: appending, and what a disk can do to that.
+
+One file at a time grows, `DIR/ledger-000001.gsl` and so on (`gradserver.journal` says what is in them). A record is one
+`write` in append mode: the kernel has it then, so it survives the death of this process. For the death of the machine
+`fdatasync` is called from a thread, every second by default.
+
+A disk that is full or broken does not stop anybody's training. What was half written is cut off again, one warning
+names the file, and after a while a new file is begun, with a `Gap` that says how much is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+from gradserver.engine.records import CODES, Books, Dated, Gap, Kind, Round, Snapshot, Start
+from gradserver.journal import Entry, Fault, frame, header, number_of, scan
+from protocol.errors import StateError
+from protocol.limits import MIB
+
+log = logging.getLogger("gradserver")
+
+EVERY_ROUND: Final = 0.0
+"""Instead of seconds: sync behind every round."""
+_FILE_BYTES: Final = 64 * MIB
+"""From here on a new file is begun."""
+_RETRY_SECONDS: Final = 10.0
+_NAME: Final = re.compile(r"ledger-(\d{6,})\.gsl")
+
+
+class StateDir:
+    """The one that writes in a directory. Not safe to call from several threads.
+
+    Args:
+        path: the directory, made if it is not there.
+        version: of gradserver, for the ledger.
+        sync: seconds between two calls of `fdatasync`; `EVERY_ROUND`; None for none.
+        keep: bytes above which the oldest files are deleted; the last two stay.
+        file_bytes: size from which on a new file is begun.
+        retry: seconds after which a disk that failed is tried again.
+
+    Raises:
+        StateError: another process has the directory, what is in it is damaged, or it cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        version: str,
+        sync: float | None = 1.0,
+        keep: int = 1024 * MIB,
+        file_bytes: int = _FILE_BYTES,
+        retry: float = _RETRY_SECONDS,
+    ) -> None:
+        self._path, self._keep, self._file_bytes, self._retry = path, keep, file_bytes, retry
+        self._sync = sync
+        self._books = Books()
+        self._trouble: str | None = None
+        self._lost, self._lost_since, self._retry_at = 0, 0.0, 0.0
+        self._file = path
+        self._fd = -1
+        self._number = self._size = 0
+        self._full = file_bytes
+        """Size from which on the present file is full: larger if what it restates is."""
+        self._dirty = threading.Event()
+        self._sync_failure: OSError | None = None
+        self._closing = threading.Event()
+        self._retired: list[int] = []
+        """Descriptors of files that are full, and not synced yet."""
+        self._syncer: threading.Thread | None = None
+        self._swapping = threading.Lock()
+        self._lock = _lock(path)
+        try:
+            incarnation = self._resume() + 1
+            self._begin_or_tell()
+            self.append(Start(incarnation, version, os.getpid(), time.time(), time.monotonic()))
+        except BaseException:
+            self._release()
+            raise
+        if sync:
+            self._syncer = threading.Thread(
+                target=self._keep_syncing, args=(sync,), name="gradserver-sync", daemon=True
+            )
+            self._syncer.start()
+
+    def append(self, record: Kind) -> None:
+        """Write ``record``. When this returns the kernel has it, or it was counted as lost."""
+        dated = Dated(time.monotonic(), record)
+        if self._sync_failure is not None and self._trouble is None:
+            self._fail(self._sync_failure)
+        if self._trouble is not None and time.monotonic() >= self._retry_at:
+            self._begin_or_tell()
+        if self._trouble is None:
+            try:
+                self._write(frame(dated))
+                if self._sync == EVERY_ROUND and type(record) is Round:
+                    os.fdatasync(self._fd)
+            except OSError as error:
+                self._fail(error)
+        if self._trouble is not None:
+            self._lost += 1
+        self._books.take(dated)
+        if self._trouble is None and self._size >= self._full:
+            self._begin_or_tell()
+
+    def close(self) -> None:
+        """Write nothing more, and let others have the directory."""
+        self._closing.set()
+        self._dirty.set()
+        if self._syncer is not None:
+            self._syncer.join()
+        if self._sync is not None:
+            with contextlib.suppress(OSError):
+                self._sync_all()
+        self._release()
+
+    def snapshot(self) -> dict[str, object]:
+        """Where it writes, and what is wrong with that, as plain JSON values."""
+        return {"file": str(self._file), "trouble": self._trouble, "lost": self._lost}
+
+    # ── files ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _resume(self) -> int:
+        """Find the file to go on with, if there is one; the last incarnation that wrote. Damage is not passed over."""
+        incarnation = 0
+        for number, path in reversed(files_of(self._path)):
+            self._number = max(self._number, number)
+            try:
+                data = path.read_bytes()
+                if not data.strip(b"\0"):
+                    log.warning("%s has nothing in it: a crash left it so, and it is deleted", path)
+                    path.unlink()
+                    continue
+            except OSError as error:
+                raise StateError(f"cannot use {path}: {reason_of(error)}") from error
+            number_of(path, data)
+            items = list(scan(data))
+            faults = [item for item in items if isinstance(item, Fault)]
+            if any(not fault.torn for fault in faults):
+                raise StateError(
+                    f"{path} is damaged at byte {faults[0].at}: what stands there is no record, and whole ones follow. "
+                    f"`gradserver ledger --verify {path}` says more; move the file away to go on without it"
+                )
+            starts = [item for item in items if isinstance(item, Entry) and item.kind == CODES[Start]]
+            if self._fd < 0:
+                self._open(path, number, len(data), faults)
+            if starts:
+                incarnation = _incarnation(path, starts[-1])
+                break
+        return incarnation
+
+    def _open(self, path: Path, number: int, size: int, faults: list[Fault]) -> None:
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            self._file, self._number, self._size = path, number, size
+            if faults:
+                self._size = faults[0].at
+                os.ftruncate(self._fd, self._size)
+                log.warning("%s ended within a record: its last %d bytes are cut off", path, size - self._size)
+        except OSError as error:
+            raise StateError(f"cannot write {path}: {reason_of(error)}") from error
+
+    def _begin_or_tell(self) -> None:
+        """Begin a new file where one is due, also behind trouble; if that cannot be, say so, and go on."""
+        if self._fd >= 0 and self._trouble is None and self._size < self._full:
+            return
+        try:
+            self._begin()
+        except OSError as error:
+            self._fail(error)
+
+    def _begin(self) -> None:
+        """Go on in a new file, which begins with what still matters."""
+        number = self._number + 1
+        path = self._path / f"ledger-{number:06}.gsl"
+        restated = self._books.records()
+        now = time.monotonic()
+        written = [Dated(now, Snapshot(len(restated))), *restated]
+        if self._trouble is not None and self._lost:
+            written.append(Dated(now, Gap(self._lost, self._lost_since, self._trouble)))
+        data = header(number) + b"".join(map(frame, written))
+        half = path.with_suffix(".tmp")
+        fd = os.open(half, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            _write_all(fd, data)
+            if self._sync is not None:
+                os.fsync(fd)
+            half.rename(path)
+            if self._sync is not None:
+                _sync_directory(self._path)
+        except BaseException:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                half.unlink()
+            raise
+        with self._swapping:
+            if self._fd >= 0:
+                self._retired.append(self._fd)
+            self._fd, self._sync_failure = fd, None
+        if self._syncer is None:
+            self._close_retired()
+        self._file, self._number, self._size = path, number, len(data)
+        self._full = max(self._file_bytes, 4 * len(data))
+        if self._trouble is not None:
+            log.info("%s can be written: %d records before it were lost", path, self._lost)
+            self._trouble, self._lost = None, 0
+        with contextlib.suppress(OSError):  # they are deleted when the next file begins
+            self._delete_old()
+
+    def _delete_old(self) -> None:
+        found = [(path, path.stat().st_size) for _, path in files_of(self._path)]
+        total = sum(size for _, size in found)
+        for path, size in found[:-2]:
+            if total <= self._keep:
+                break
+            path.unlink()
+            total -= size
+
+    # ── writing ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _write(self, data: bytes) -> None:
+        try:
+            _write_all(self._fd, data)
+        except OSError:
+            with contextlib.suppress(OSError):  # else whoever reads finds the torn end
+                os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(data)
+        self._dirty.set()
+
+    def _fail(self, error: OSError) -> None:
+        """The disk does not take any more, for now."""
+        why = reason_of(error)
+        if self._trouble is None:
+            log.warning(
+                "cannot write %s: %s. Training goes on, but nothing of it is written down; tried again every %g s",
+                self._file,
+                why,
+                self._retry,
+            )
+            self._lost, self._lost_since = 0, time.monotonic()
+        self._trouble = why
+        self._retry_at = time.monotonic() + self._retry
+
+    def _keep_syncing(self, seconds: float) -> None:
+        """Have what was written survive a power failure, some seconds later. Runs in a thread of its own."""
+        while not self._closing.wait(seconds):
+            self._dirty.wait()
+            self._dirty.clear()
+            try:
+                self._sync_all()
+            except OSError as error:
+                self._sync_failure = error
+
+    def _sync_all(self) -> None:
+        """Sync the present file, and those that were full since the last time. The loop does not wait for it."""
+        with self._swapping:
+            files, self._retired = self._retired, []
+            if self._fd >= 0:
+                files.append(os.dup(self._fd))
+        failure: OSError | None = None
+        for fd in files:
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                failure = error
+            os.close(fd)
+        if failure is not None:
+            raise failure
+
+    def _close_retired(self) -> None:
+        retired, self._retired = self._retired, []
+        for fd in retired:
+            os.close(fd)
+
+    def _release(self) -> None:
+        self._close_retired()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        os.close(self._lock)
+
+
+def files_of(path: Path) -> list[tuple[int, Path]]:
+    """The ledger's files in a directory with their numbers, the oldest first."""
+    try:
+        found = [(int(match[1]), entry) for entry in path.iterdir() if (match := _NAME.fullmatch(entry.name))]
+    except OSError as error:
+        raise StateError(f"cannot read {path}: {reason_of(error)}") from error
+    return sorted(found)
+
+
+def _incarnation(path: Path, entry: Entry) -> int:
+    try:
+        record = entry.read().record
+    except StateError as error:
+        raise StateError(f"{path}: {error.message}") from error
+    assert isinstance(record, Start), record
+    return record.incarnation
+
+
+def _lock(path: Path) -> int:
+    """Have the directory to ourselves, as long as the descriptor is open that this returns."""
+    file = path / "lock"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise StateError(f"cannot keep a ledger in {path}: {reason_of(error)}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.write(fd, b"%d\n" % os.getpid())
+    except BlockingIOError:
+        owner = os.read(fd, 20).decode(errors="replace").strip()
+        os.close(fd)
+        who = f"the coordinator with process id {owner}" if owner.isdigit() else "another coordinator"
+        raise StateError(f"{path} is in use by {who}: each needs a directory of its own") from None
+    except OSError as error:
+        os.close(fd)
+        raise StateError(f"cannot write {file}: {reason_of(error)}") from error
+    return fd
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """Write ``data``, also if the kernel takes it in pieces."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def reason_of(error: OSError) -> str:
+    """What the system says, as a part of a sentence."""
+    return (error.strerror or str(error)).lower()

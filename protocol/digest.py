@@ -1,0 +1,84 @@
+"""The digest by which the ledger says what was summed and what came out: 64 bits of any number of bytes.
+
+    digest(bytes, at) = Σ w_p · T[p mod 1024] · (2·⌊p / 1024⌋ + 1)    mod 2^64
+
+over the little-endian 64-bit words w_p of a place that holds zeros, and ``bytes`` from offset ``at`` on. T are 1024 odd
+numbers, 8 KiB that stay in the first-level cache: splitmix64 of 1, 2, … (Steele, Lea, Flood 2014, *Fast splittable
+pseudorandom number generators*).
+
+It adds up: the digest of a whole is the sum of its parts' digests, however it is cut into slices, blocks, threads or
+shards, and in whatever order they come. Odd factors have inverses, so any other word is another digest, as is the same
+word elsewhere. It tells faults, not forgers: whoever wants to can find other bytes with the same digest.
+
+Takes 2.6 times as long as copying what is in a core's second-level cache, and 0.7 times as long as copying what is in
+none: it reads, and writes nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.buffer import Buffer
+from protocol.plan import Plan
+
+MODULUS: Final = 1 << 64
+_ROW: Final = 1024
+"""Words after which the factors repeat, times the next odd number."""
+_WORD: Final = np.dtype("<u8")
+
+
+@cache
+def _factors() -> npt.NDArray[np.uint64]:
+    """T."""
+    mixed = np.arange(1, _ROW + 1, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+
+
+def digest(data: Buffer | npt.NDArray[Any], at: int = 0) -> int:
+    """The digest of ``data``, which stands at byte ``at`` of the whole. Any contiguous memory will do."""
+    raw = np.frombuffer(data, np.uint8)
+    lead = min(-at % 8, raw.size)
+    body = (raw.size - lead) // 8 * 8
+    total = 0
+    if lead:  # it begins within a word, and ends within one
+        total += _partial(raw[:lead], at)
+    if lead + body < raw.size:
+        total += _partial(raw[lead + body :], at + lead + body)
+    words, factors = raw[lead : lead + body].view(_WORD), _factors()
+    row, column = divmod((at + lead) // 8, _ROW)
+    if column:
+        first = words[: _ROW - column]
+        total += int(np.einsum("i,i->", first, factors[column : column + first.size])) * (2 * row + 1)
+        words, row = words[first.size :], row + 1
+    rows = words.size // _ROW
+    if rows:
+        odd = np.arange(2 * row + 1, 2 * (row + rows) + 1, 2, dtype=np.uint64)
+        sums = np.einsum("ij,j->i", words[: rows * _ROW].reshape(rows, _ROW), factors)
+        total += int(np.einsum("i,i->", sums, odd))
+    if last := words.size - rows * _ROW:
+        total += int(np.einsum("i,i->", words[rows * _ROW :], factors[:last])) * (2 * (row + rows) + 1)
+    return total % MODULUS
+
+
+def _partial(data: npt.NDArray[np.uint8], at: int) -> int:
+    """The digest of less than a word that lies within one."""
+    row, column = divmod(at // 8, _ROW)
+    word = int.from_bytes(data.tobytes(), "little") << (8 * (at % 8))
+    return word * int(_factors()[column]) * (2 * row + 1)
+
+
+def places(plan: Plan) -> tuple[int, ...]:
+    """Where the payload of each bucket begins in what is hashed of a round: behind the one before, at a whole row."""
+    found, at = [], 0
+    for bucket in plan.buckets:
+        found.append(at)
+        operation = bucket.operation
+        size = operation.codec.nbytes(bucket.numel) if operation.is_lossy else bucket.numel * bucket.dtype.itemsize
+        at += -(-size // (8 * _ROW)) * 8 * _ROW
+    return tuple(found)

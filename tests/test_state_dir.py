@@ -1,0 +1,480 @@
+"""What a coordinator writes in its directory, and that neither a crash nor a disk can make it say anything wrong."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import signal
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from gradserver import state
+from gradserver.engine.records import Closed, Dated, Epoch, Gap, Group, Kind, Plan, Round, RoundRecord, Snapshot, Start
+from gradserver.journal import HEADER_BYTES, MAGIC, Entry, Fault, frame, header, number_of, scan
+from gradserver.state import EVERY_ROUND, StateDir, files_of
+from protocol.errors import StateError
+from tests.cluster import Daemon, Program, wait_until, worker_program
+from tests.engine_harness import plan_of
+
+
+def round_record(number: int, group: str = "g") -> Round:
+    return Round(group, 1, RoundRecord(number, (1.0, 1.0), 5.0, 6.0, 1, ((5.0, 5.5), (5.0, 6.0)), (1, 2), (2**63 + 3,)))
+
+
+FOUNDED: list[Kind] = [
+    Group("g", 2, 60.0),
+    Epoch("g", 1, 0, ((0, "a"), (1, "b")), "complete"),
+    Plan("g", 1, 0, plan_of(3)),
+]
+
+
+@contextmanager
+def opened(path: Path, **options: Any) -> Iterator[StateDir]:
+    found = StateDir(path, "0.1.0", **options)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def items(path: Path) -> list[Kind | Fault]:
+    """What a file says."""
+    data = path.read_bytes()
+    number_of(path, data)
+    return [item.read().record if isinstance(item, Entry) else item for item in scan(data)]
+
+
+def newest(path: Path) -> Path:
+    return files_of(path)[-1][1]
+
+
+def rounds_in(path: Path) -> list[int]:
+    """Numbers of the rounds that all files say, without what they restate."""
+    found = []
+    for _, file in files_of(path):
+        restated = 0
+        for item in items(file):
+            if isinstance(item, Snapshot):
+                restated = item.restated
+            elif restated:
+                restated -= 1
+            elif isinstance(item, Round):
+                found.append(item.record.round)
+    return found
+
+
+def starts_in(path: Path) -> list[int]:
+    return [item.incarnation for _, file in files_of(path) for item in items(file) if isinstance(item, Start)]
+
+
+# ── the file ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_format_is_what_it_is() -> None:
+    """Ledgers outlive versions."""
+    body = b"\x94\xa1g\x01\x08\xa4left"
+    assert header(7) == b"GSLEDG2\n\x07\0\0\0"
+    checked = struct.pack("<Bd", 9, 2.5) + body
+    assert frame(Dated(2.5, Closed("g", 1, 8, "left"))) == struct.pack("<II", 9 + 10, zlib.crc32(checked)) + checked
+
+
+def test_what_is_appended_is_there_at_once_and_in_order(tmp_path: Path) -> None:
+    with opened(tmp_path / "a" / "b") as found:
+        for record in [*FOUNDED, round_record(0)]:
+            found.append(record)
+        first, start, *rest = items(tmp_path / "a" / "b" / "ledger-000001.gsl")
+    assert first == Snapshot(0)
+    assert isinstance(start, Start)
+    assert (start.incarnation, start.version, start.pid) == (1, "0.1.0", os.getpid())
+    assert abs(start.wall - time.time()) < 60
+    assert abs(start.clock - time.monotonic()) < 60
+    assert rest == [*FOUNDED, round_record(0)]
+
+
+def test_the_next_one_goes_on_in_the_same_file_and_counts(tmp_path: Path) -> None:
+    for incarnation in range(1, 4):
+        with opened(tmp_path) as found:
+            found.append(round_record(incarnation))
+    assert [file.name for _, file in files_of(tmp_path)] == ["ledger-000001.gsl"]
+    assert starts_in(tmp_path) == [1, 2, 3]
+    assert rounds_in(tmp_path) == [1, 2, 3]
+
+
+# ── crashes ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def a_file() -> tuple[bytes, list[int]]:
+    """A file, and where its records end."""
+    data, ends = header(1), []
+    for record in [Snapshot(0), Start(1, "0.1.0", 5, 1.7e9, 3.0), *FOUNDED, round_record(0), round_record(1)]:
+        data += frame(Dated(1.0, record))
+        ends.append(len(data))
+    return data, ends
+
+
+def test_a_file_that_is_torn_at_any_byte_says_all_that_was_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, ends = a_file()
+    for size in range(HEADER_BYTES, len(data)):
+        file = tmp_path / f"{size}" / "ledger-000001.gsl"
+        file.parent.mkdir()
+        file.write_bytes(data[:size])
+        whole = [end for end in ends if end <= size]
+        caplog.clear()
+        with opened(file.parent, sync=None) as found:
+            found.append(round_record(9))
+        entries = items(file)
+        assert len(entries) == len(whole) + 2
+        assert not any(isinstance(item, Fault) for item in entries)
+        assert entries[-1] == round_record(9)
+        torn = size - (whole[-1] if whole else HEADER_BYTES)
+        assert ([f"its last {torn} bytes are cut off" in message for message in caplog.messages] == [True]) == bool(
+            torn
+        )
+
+
+@pytest.mark.parametrize("zeros", [1, 8, 9, 100, 5000])
+def test_zeros_at_the_end_are_torn_too(tmp_path: Path, zeros: int) -> None:
+    data, ends = a_file()
+    for cut in (ends[-1], ends[-1] - 3, ends[-2], ends[-2] + 8):
+        file = tmp_path / f"{cut}" / "ledger-000001.gsl"
+        file.parent.mkdir()
+        file.write_bytes(data[:cut] + bytes(zeros))
+        with opened(file.parent, sync=None):
+            pass
+        assert not any(isinstance(item, Fault) for item in items(file))
+        assert len(items(file)) == len([end for end in ends if end <= cut]) + 1
+
+
+def test_a_file_of_zeros_or_of_nothing_is_passed_over(tmp_path: Path) -> None:
+    data, _ = a_file()
+    (tmp_path / "ledger-000001.gsl").write_bytes(data)
+    for number, content in ((2, b""), (3, bytes(4096))):
+        (tmp_path / f"ledger-{number:06}.gsl").write_bytes(content)
+    with opened(tmp_path) as found:
+        found.append(round_record(2))
+    assert starts_in(tmp_path) == [1, 2]
+    assert rounds_in(tmp_path) == [0, 1, 2]
+    assert len(files_of(tmp_path)) == 1
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_any_changed_byte_is_noticed_and_says_where(data: st.DataObject) -> None:
+    whole, ends = a_file()
+    at = data.draw(st.integers(HEADER_BYTES, len(whole) - 1))
+    changed = bytearray(whole)
+    changed[at] ^= data.draw(st.integers(1, 255))
+    begins = [HEADER_BYTES, *ends]
+    place = max(begin for begin in begins if begin <= at)
+    faults = [item for item in scan(bytes(changed)) if isinstance(item, Fault)]
+    assert [(fault.at, fault.torn) for fault in faults] == [(place, at >= ends[-2])]
+    kept = [item for item in scan(bytes(changed)) if isinstance(item, Entry)]
+    assert len(kept) == len(ends) - 1
+
+
+@given(st.binary(max_size=3000))
+def test_whatever_follows_is_read_without_harm(tail: bytes) -> None:
+    data, ends = a_file()
+    found = list(scan(data + tail))
+    assert [item.at for item in found if isinstance(item, Entry)][: len(ends)] == [HEADER_BYTES, *ends[:-1]]
+    stops = [item.stop if isinstance(item, Fault) else item.at + 17 + len(item.body) for item in found]
+    assert (stops or [0])[-1] == len(data + tail)
+
+
+def test_a_record_that_promises_too_much_is_not_waited_for() -> None:
+    started = time.monotonic()
+    data = header(1) + b"".join(struct.pack("<IIBd", 1 << 22, 0, 1, 0.0) for _ in range(200_000))
+    assert list(scan(data)) == [Fault(HEADER_BYTES, len(data), True)]
+    assert time.monotonic() - started < 20
+
+
+def test_damage_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
+    data, ends = a_file()
+    file = tmp_path / "ledger-000001.gsl"
+    file.write_bytes(data[: ends[2]] + b"\xff" + data[ends[2] + 1 :])
+    with pytest.raises(StateError, match=rf"{file} is damaged at byte {ends[2]}: .*gradserver ledger --verify"):
+        StateDir(tmp_path, "0.1.0")
+    assert file.read_bytes()[ends[2]] == 0xFF
+    file.rename(tmp_path / "aside")
+    with opened(tmp_path):
+        assert starts_in(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("content", [b"GSLEDG9\n\x01\0\0\0", b"#!/bin/sh", MAGIC + b"\1"])
+def test_what_is_no_ledger_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "ledger-000001.gsl"
+    file.write_bytes(content)
+    with pytest.raises(StateError, match=f"{file} is no ledger file"):
+        StateDir(tmp_path, "0.1.0")
+    assert file.read_bytes() == content
+
+
+# ── rotation ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_file_says_what_still_matters_and_nothing_is_lost_between_them(tmp_path: Path) -> None:
+    with opened(tmp_path, file_bytes=2000, sync=None) as found:
+        for record in FOUNDED:
+            found.append(record)
+        for number in range(100):
+            found.append(round_record(number))
+    files = files_of(tmp_path)
+    assert [number for number, _ in files] == list(range(1, len(files) + 1))
+    assert len(files) > 3
+    assert rounds_in(tmp_path) == list(range(100))
+    for number, file in files[1:]:
+        assert number_of(file, file.read_bytes()) == number
+        snapshot, start, *restated = items(file)[:6]
+        assert snapshot == Snapshot(5)
+        assert isinstance(start, Start)
+        assert restated[:3] == FOUNDED
+        assert isinstance(restated[3], Round)
+        assert file.stat().st_size < 2000 + 200
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_the_oldest_files_are_deleted_but_never_the_last_two(tmp_path: Path) -> None:
+    with opened(tmp_path, file_bytes=2000, keep=7000, sync=None) as found:
+        for number in range(200):
+            found.append(round_record(number))
+    files = files_of(tmp_path)
+    assert 2000 < sum(file.stat().st_size for _, file in files) <= 7000 + 2200
+    assert rounds_in(tmp_path)[-1] == 199
+    assert rounds_in(tmp_path) == list(range(rounds_in(tmp_path)[0], 200))
+    with opened(tmp_path, file_bytes=2000, keep=0, sync=None) as found:
+        for number in range(200, 300):
+            found.append(round_record(number))
+    assert len(files_of(tmp_path)) == 2
+    assert starts_in(tmp_path)[-1] == 2
+
+
+# ── disks ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Disk:
+    """What stands between `StateDir` and the kernel: it fails when it is told to."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.failure: int | None = None
+        self.room = 0
+        """Bytes that a failing disk still takes."""
+        self._write = os.write
+        patch.setattr(os, "write", self.write)
+
+    def write(self, fd: int, data: memoryview | bytes) -> int:
+        if self.failure is None:
+            return self._write(fd, data)
+        if not self.room:
+            raise OSError(self.failure, os.strerror(self.failure))
+        taken = self._write(fd, data[: self.room])
+        self.room -= taken
+        return taken
+
+
+@pytest.mark.parametrize("failure", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("room", [0, 1, 50])
+def test_a_disk_that_fails_leaves_whole_records_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: int, room: int
+) -> None:
+    disk = Disk(monkeypatch)
+    caplog.set_level(logging.INFO)
+    with opened(tmp_path, retry=0.0, sync=None) as found:
+        for record in [*FOUNDED, round_record(0)]:
+            found.append(record)
+        before = newest(tmp_path).read_bytes()
+        disk.failure, disk.room = failure, room
+        for number in range(1, 6):
+            found.append(round_record(number))
+        assert newest(tmp_path).read_bytes() == before
+        assert found.snapshot() == {"file": str(newest(tmp_path)), "trouble": os.strerror(failure).lower(), "lost": 5}
+        (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+        why = os.strerror(failure).lower()
+        assert f"cannot write {newest(tmp_path)}: {why}. Training goes on" in warning.getMessage()
+        disk.failure = None
+        found.append(round_record(6))
+        assert found.snapshot()["trouble"] is None
+        found.append(round_record(7))
+    first, second = [file for _, file in files_of(tmp_path)]
+    assert first.read_bytes() == before
+    snapshot, _, *restated = items(second)
+    assert snapshot == Snapshot(5)
+    assert restated[:4] == [*FOUNDED, round_record(5)]
+    assert isinstance(restated[4], Gap)
+    assert (restated[4].lost, restated[4].reason) == (5, why)
+    assert restated[5:] == [round_record(6), round_record(7)]
+    assert f"{second} can be written: 5 records before it were lost" in caplog.messages
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_disk_that_has_failed_is_left_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
+    with opened(tmp_path, retry=1000.0, sync=None) as found:
+        disk.failure = errno.ENOSPC
+        found.append(round_record(0))
+        disk.failure = None
+        found.append(round_record(1))
+        assert found.snapshot()["lost"] == 2
+    assert rounds_in(tmp_path) == []
+
+
+def test_a_disk_that_is_full_at_the_start_does_not_keep_anybody_from_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    lock = state._lock
+
+    def locked(path: Path) -> int:
+        fd = lock(path)
+        disk.failure = errno.ENOSPC
+        return fd
+
+    monkeypatch.setattr(state, "_lock", locked)
+    with opened(tmp_path, retry=0.0) as found:
+        found.append(round_record(0))
+        assert found.snapshot()["trouble"] == "no space left on device"
+        disk.failure = None
+        found.append(round_record(1))
+    assert starts_in(tmp_path) == [1]
+    assert rounds_in(tmp_path) == [1]
+
+
+def test_what_is_written_is_synced_as_often_as_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    sync = os.fdatasync
+
+    def counted(fd: int) -> None:
+        synced.append(fd)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", counted)
+    with opened(tmp_path / "none", sync=None) as found:
+        found.append(round_record(0))
+    assert not synced
+    with opened(tmp_path / "round", sync=EVERY_ROUND) as found:
+        found.append(FOUNDED[0])
+        assert not synced
+        found.append(round_record(0))
+        assert len(synced) == 1
+    synced.clear()
+    with opened(tmp_path / "seconds", sync=0.01) as found:
+        wait_until(lambda: synced, "what was written at the start is synced")
+        time.sleep(0.05)
+        count = len(synced)
+        time.sleep(0.1)
+        assert len(synced) == count  # there is nothing new
+        found.append(round_record(0))
+        wait_until(lambda: len(synced) > count, "a round is synced")
+
+
+def test_a_sync_that_fails_is_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with opened(tmp_path, sync=0.01, retry=1000.0) as found:
+        monkeypatch.setattr(os, "fdatasync", broken)
+        found.append(round_record(0))
+
+        def noticed() -> bool:
+            found.append(round_record(1))
+            return found.snapshot()["trouble"] is not None
+
+        wait_until(noticed, "the failure is noticed")
+        assert found.snapshot()["trouble"] == "input/output error"
+
+
+# ── directories ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_directory_has_one_owner_until_that_one_ends(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        with pytest.raises(StateError, match=f"{tmp_path} is in use by the coordinator with process id {os.getpid()}"):
+            StateDir(tmp_path, "0.1.0")
+        assert starts_in(tmp_path) == [1]
+    with opened(tmp_path):
+        assert starts_in(tmp_path) == [1, 2]
+
+
+def test_directories_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    for path, why in ((file, "file exists"), (file / "below", "not a directory"), (Path("/proc/nowhere"), "")):
+        with pytest.raises(StateError, match=f"cannot keep a ledger in {path}: {why}"):
+            StateDir(path, "0.1.0")
+
+
+# ── daemons ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_second_daemon_on_a_directory_is_refused(tmp_path: Path) -> None:
+    with Daemon("--state-dir", str(tmp_path)) as daemon:
+        command = "-m", "gradserver", "serve", "--bind", "tcp://127.0.0.1:0", "--state-dir", str(tmp_path)
+        with Program(*command) as second:
+            assert second.end() == 1
+            (complaint,) = second.complaints()
+            assert complaint == (
+                f"gradserver: {tmp_path} is in use by the coordinator with process id {daemon.pid}: "
+                "each needs a directory of its own"
+            )
+    with Daemon("--state-dir", str(tmp_path)):  # the first was killed: nothing is left of its lock
+        assert starts_in(tmp_path) == [1, 2]
+
+
+def test_a_daemon_that_is_killed_under_load_leaves_every_round_up_to_the_last(tmp_path: Path) -> None:
+    for incarnation in range(1, 4):
+        with Daemon("--state-dir", str(tmp_path), "--sync", "none") as daemon:
+            workers = [
+                worker_program(daemon.url, "rounds", rank, 2, count=10**6, buckets=2, numel=100) for rank in (0, 1)
+            ]
+            wait_until(lambda: daemon.group().get("round", 0) > 50, "some rounds are done")
+            seen = daemon.group()["round"]
+            daemon.send_signal(signal.SIGKILL)
+            daemon.end()
+            for worker in workers:
+                with worker:
+                    pass
+        (file,) = [file for _, file in files_of(tmp_path)]
+        everything = items(file)
+        begin = max(index for index, item in enumerate(everything) if isinstance(item, Start))
+        numbers = [item.record.round for item in everything[begin:] if isinstance(item, Round)]
+        assert numbers == list(range(len(numbers)))
+        assert len(numbers) >= seen
+        assert starts_in(tmp_path) == list(range(1, incarnation + 1))
+
+
+def test_training_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
+    with Daemon("--state-dir", str(tmp_path)) as daemon:
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (8192, 8192))
+        workers = [worker_program(daemon.url, "rounds", rank, 2, count=300, buckets=2, numel=100) for rank in (0, 1)]
+        for worker in workers:
+            with worker:
+                assert worker.end() == 0
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.end() == 0
+        (complaint,) = [line for line in daemon.complaints() if "cannot write" in line]
+    (file,) = [file for _, file in files_of(tmp_path)]
+    assert f"cannot write {file}: file too large. Training goes on" in complaint
+    assert file.stat().st_size <= 8192
+    numbers = [item.record.round for item in items(file) if isinstance(item, Round)]
+    assert numbers == list(range(len(numbers)))
+    assert 10 < len(numbers) < 300
+    with Daemon("--state-dir", str(tmp_path)):
+        assert starts_in(tmp_path)[-1] == 2
+
+
+def test_the_ledger_needs_neither_torch_nor_workers() -> None:
+    code = "import sys, gradserver.state, gradserver.ledger; print(not {'torch', 'worker'} & set(sys.modules))"
+    with Program("-c", code) as program:
+        assert program.end() == 0
+        assert program.output() == ["True"]
