@@ -1,15 +1,26 @@
-"""Where a daemon listens: addresses, and why one cannot be had."""
+"""Where a daemon listens, and what its socket is like: addresses, limits, and why an address cannot be had."""
 
 from __future__ import annotations
 
 import errno
 import socket
 from collections.abc import Iterator
+from typing import Final
 
 import zmq
 
 from protocol.errors import CoordinatorError, InvalidArgumentError
+from protocol.limits import MAX_FRAME_BYTES
 from protocol.url import parse_url
+
+HEARTBEAT_INTERVAL_MS: Final = 700
+HEARTBEAT_TIMEOUT_MS: Final = 1800
+"""Interval plus timeout is how long a frozen worker can go unnoticed."""
+
+RECEIVE_QUEUE: Final = 16
+"""Messages that libzmq reads ahead of a connection; with the largest frame, 64 MiB for a hostile one."""
+_SEND_QUEUE: Final = 50_000
+"""Replies that may wait for a connection which does not read; credits keep members far below it."""
 
 
 def bind_router(router: zmq.Socket[bytes], bind: str) -> str:
@@ -19,6 +30,7 @@ def bind_router(router: zmq.Socket[bytes], bind: str) -> str:
         InvalidArgumentError: this machine has no such address.
         CoordinatorError: it cannot be listened on; says why, and what to do.
     """
+    _configure(router)
     host, port = parse_url(bind)
     for address, family in _addresses(host):
         if family == socket.AF_INET6:
@@ -30,6 +42,17 @@ def bind_router(router: zmq.Socket[bytes], bind: str) -> str:
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
         return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
     raise InvalidArgumentError(f"no address of this machine is called {host!r}")
+
+
+def _configure(router: zmq.Socket[bytes]) -> None:
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
+    router.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
+    router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    router.setsockopt(zmq.LINGER, 1000)
+    router.setsockopt(zmq.BACKLOG, 1024)
 
 
 def _addresses(host: str) -> Iterator[tuple[str, int]]:

@@ -15,8 +15,8 @@ from typing import Final
 
 import zmq
 
+from gradserver.binding import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
 from gradserver.coordinator import Coordinator
-from gradserver.tcp import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
 from protocol.buffer import Buffer
 from protocol.errors import (
     CoordinatorError,

@@ -24,8 +24,9 @@ from typing import Final, Protocol
 
 import zmq
 
-from gradserver.binding import bind_router
+from gradserver.binding import RECEIVE_QUEUE, bind_router
 from gradserver.coordinator import Coordinator
+from gradserver.disconnects import Disconnects
 from gradserver.unix import Line, UnixServer
 from protocol.buffer import Buffer
 from protocol.errors import (
@@ -33,7 +34,6 @@ from protocol.errors import (
     MalformedMessageError,
     UnexpectedMessageError,
 )
-from protocol.limits import MAX_FRAME_BYTES
 from protocol.messages import (
     Attend,
     Enlist,
@@ -53,16 +53,6 @@ from protocol.wire import decode, encode
 
 log = logging.getLogger("gradserver")
 
-HEARTBEAT_INTERVAL_MS: Final = 700
-HEARTBEAT_TIMEOUT_MS: Final = 1800
-"""Interval plus timeout is how long a frozen worker can go unnoticed."""
-
-_RECEIVE_QUEUE: Final = 16
-"""Messages that libzmq reads ahead of a connection; with the largest frame, 64 MiB for a hostile one."""
-_SEND_QUEUE: Final = 50_000
-"""Replies that may wait for a connection which does not read; credits keep members far below it."""
-_PROBES: Final = (0.0, 0.02, 0.1, 0.5)
-"""Seconds after a disconnect at which to probe: the monitor may speak before routing has noticed."""
 _GONE: Final = "it died, froze or lost its network"
 _NOBLOCK: Final = int(zmq.NOBLOCK)  # plain numbers: combining zmq's enumeration takes longer than sending
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -105,15 +95,13 @@ class TcpServer:
         self._coordinator = coordinator
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
-        _configure(self._router)
         try:
             self.url = bind_router(self._router, bind)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._disconnects = Disconnects(self._router)
         self._peers: dict[bytes, _Peer] = {}
-        self._probes: list[float] = []
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -173,11 +161,11 @@ class TcpServer:
         libzmq's descriptors are edge-triggered, and any call on the router can swallow its edge: so after one what
         there is must be taken before waiting. (`zmq.Poller` does the same with six times the system calls.)
         """
-        router, monitor, wake = int(self._router.get(zmq.FD)), int(self._monitor.get(zmq.FD)), self._wake_out.fileno()
+        router, monitor, wake = int(self._router.get(zmq.FD)), self._disconnects.descriptor, self._wake_out.fileno()
         poller = self._poller
         for descriptor in (router, monitor, wake):
             poller.register(descriptor, select.POLLIN)
-        self._notice_disconnects()  # also because its descriptor signals nothing before it was looked at once
+        self._disconnects.notice()  # also because its descriptor signals nothing before it was looked at once
         while self._stopping is None:
             caught_up = not self._unsure or self._take_some()
             if self._link is not None:
@@ -194,7 +182,7 @@ class TcpServer:
             wait = 0 if not caught_up else None if due is None else math.ceil((due - time.monotonic()) * 1000)
             for descriptor, events in poller.poll(wait):
                 if descriptor == monitor:
-                    self._notice_disconnects()
+                    self._disconnects.notice()
                 elif descriptor == wake:
                     self._wake_out.recv(4096)
                     while self._calls:
@@ -209,26 +197,22 @@ class TcpServer:
         """Let go of the port. What was said to workers has a second to leave."""
         if self._unix is not None:
             self._unix.close()
-        self._router.disable_monitor()
-        self._monitor.close(linger=0)
+        self._disconnects.close()
         self._router.close(linger=1000)
         self._context.term()
         self._wake_in.close()
         self._wake_out.close()
 
     def _next_timer(self) -> float | None:
-        deadline = self._coordinator.next_deadline()
-        if self._probes and (deadline is None or self._probes[0] < deadline):
-            return self._probes[0]
-        return deadline
+        due = [at for at in (self._coordinator.next_deadline(), self._disconnects.due) if at is not None]
+        return min(due, default=None)
 
     def _run_timers(self) -> None:
         now = time.monotonic()
         deadline = self._coordinator.next_deadline()
         if deadline is not None and deadline <= now:
             self._coordinator.tick()
-        if self._probes and self._probes[0] <= now:
-            self._probes = [at for at in self._probes if at > now]
+        if self._disconnects.is_time(now):
             self._probe()
 
     # ── in ────────────────────────────────────────────────────────────────────────────────────────────
@@ -361,29 +345,19 @@ class TcpServer:
         """A line has ended. If its worker is still alive, messages go through its connection again."""
         if (peer := self._peers.get(identity)) is not None:
             peer.line = None
-            self._look_for_the_dead()
+            self._disconnects.suppose()
 
     # ── who is gone ───────────────────────────────────────────────────────────────────────────────────
 
-    def _notice_disconnects(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
-        self._look_for_the_dead()
-
-    def _look_for_the_dead(self) -> None:
-        now = time.monotonic()
-        self._probes = sorted({*self._probes, *(now + delay for delay in _PROBES)})[: 4 * len(_PROBES)]
-
     def suspect(self) -> None:
         """A message could not be sent: look at once who is gone."""
-        self._probes.insert(0, time.monotonic())
+        self._disconnects.suspect()
 
     def _probe(self) -> None:
         gone = [peer for peer in self._peers.values() if not peer.is_connected()]
         if not gone:
             return
-        for _ in range(2 * _RECEIVE_QUEUE * len(self._peers)):  # what they said before they went counts
+        for _ in range(2 * RECEIVE_QUEUE * len(self._peers)):  # what they said before they went counts
             if not int(self._router.get(_EVENTS)) & _POLLIN:
                 break
             self._take_one()
@@ -428,14 +402,3 @@ class _Peer:
 
     def close(self) -> None:
         self._server.forget(self.identity)
-
-
-def _configure(router: zmq.Socket[bytes]) -> None:
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    router.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
-    router.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
-    router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    router.setsockopt(zmq.LINGER, 1000)
-    router.setsockopt(zmq.BACKLOG, 1024)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import gradserver
-from gradserver import cli, tcp
+from gradserver import binding, cli, tcp
 from gradserver.status import fetch
 from protocol import limits
 from protocol.dtypes import FLOAT32
@@ -169,9 +169,9 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"(at least {limits.MIN_SLICE_COST // limits.KIB} KiB)" in architecture
     assert f"a frame above {limits.MAX_FRAME_BYTES // limits.MIB} MiB" in architecture
     assert f"open groups ({limits.MAX_GROUPS} at most)" in architecture
-    assert f"{tcp.HEARTBEAT_INTERVAL_MS / 1000:g} s between them" in architecture
-    assert f"{tcp.HEARTBEAT_TIMEOUT_MS / 1000:g} s until one counts as missed" in architecture
-    assert f"within {(tcp.HEARTBEAT_INTERVAL_MS + tcp.HEARTBEAT_TIMEOUT_MS) / 1000:g} s" in architecture
+    assert f"{binding.HEARTBEAT_INTERVAL_MS / 1000:g} s between them" in architecture
+    assert f"{binding.HEARTBEAT_TIMEOUT_MS / 1000:g} s until one counts as missed" in architecture
+    assert f"within {(binding.HEARTBEAT_INTERVAL_MS + binding.HEARTBEAT_TIMEOUT_MS) / 1000:g} s" in architecture
     assert f"tcp, slice of {tcp._ZERO_COPY_BYTES // limits.KIB} KiB and more" in architecture
 
 

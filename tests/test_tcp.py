@@ -139,11 +139,11 @@ def test_what_a_worker_said_before_it_left_counts() -> None:
         for number in range(10):
             with joined(server.url, 2, group=f"group {number}") as (zero, one):
                 zero.all_reduce(floats(1), async_op=True)
-                zero.all_reduce(np.ones(2_000_000, np.float32), async_op=True)
+                zero.all_reduce(np.ones(1_000_000, np.float32), async_op=True)
                 zero.close("its data is used up")
 
                 assert one.all_reduce(floats(3)).tolist() == [2]
-                assert (one.all_reduce(np.ones(2_000_000, np.float32)) == 1).all()
+                assert (one.all_reduce(np.ones(1_000_000, np.float32)) == 1).all()
                 with pytest.raises(
                     WorkerLeftError, match="'w0' .rank 0. left and is needed to go on: its data is used up"
                 ):
