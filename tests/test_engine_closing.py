@@ -258,6 +258,19 @@ def test_what_depends_on_the_world_size_fails_once_at_everybody(operation: Opera
     assert harness.open_exchanges() == 0
 
 
+def test_who_comes_later_hears_of_the_same_membership_whoever_has_gone_meanwhile() -> None:
+    harness = elastic(4)
+    harness.lose(1)
+    harness.told(0, Membership)
+    harness.receive(SEATS, Push(collective(0), 0, 1.0, True, GATHER, epoch=1), floats(0).tobytes())
+    assert changed(harness, 0, collective(0)).epoch == 2
+
+    harness.lose(2)
+    harness.receive(SEATS + 3, Push(collective(0), 0, 1.0, True, GATHER, epoch=1), floats(3).tobytes())
+
+    assert changed(harness, 3, collective(0)).epoch == 2
+
+
 def test_and_goes_with_the_new_membership() -> None:
     harness = elastic(3)
     harness.lose(1)
