@@ -13,7 +13,7 @@ from gradserver.engine.policy import Policy
 from protocol.dtypes import FLOAT32
 from protocol.errors import MembershipChangedError
 from protocol.exchange import ExchangeKey, Kind, Op, Operation
-from protocol.messages import Failure, Membership, Push, Result, RoundDone
+from protocol.messages import Agreed, Failure, Membership, Push, Result, RoundDone
 from protocol.shards import share_of
 from tests.engine_harness import SEATS, Harness, bucket, collective, floats, plan_of, small_slices
 from tests.sharded_harness import ShardedHarness
@@ -52,14 +52,15 @@ class ElasticCluster(Cluster):
 
     def deliver(self) -> None:
         for rank, client in self.clients.items():
-            for done in self.harness.told(rank, RoundDone):
-                self.over[rank].append(done)
-                client.over = done.round
             for news in self.harness.told(rank, Membership):
                 self.told[rank].append(news.epoch)
                 for shard in self.harness.shards[1:]:
                     assert shard is not None
                     assert shard.data.groups["default"].epoch >= news.epoch, "told before all shards know"
+            for done in self.harness.told(rank, RoundDone):
+                assert done.epoch in (1, *self.told[rank]), "an epoch that nobody was told of"
+                self.over[rank].append(done)
+                client.over = done.round
         super().deliver()
 
     def depart(self, rank: int, politely: bool) -> None:
@@ -116,6 +117,11 @@ def test_whoever_goes_the_others_end_every_round_with_the_same_bytes_and_the_led
     ledger = cluster.harness.engine.control.groups["default"].ledger
     assert [record.round for record in ledger] == list(range(scenario.rounds))
     for record in ledger:
+        of_round = [by for (key, _), by in cluster.pushed.items() if key.number == record.round]
+        for seat in range(scenario.world):
+            weights = [by[seat].weight for by in of_round if seat in by]
+            assert record.weights[seat] in (weights or [0.0])
+            assert record.weights[seat] or 0.0 in (weights or [0.0])
         cut = {(seat, part): slices for seat, part, slices in record.cut}
         for seat in {seat for seat, _ in cut}:
             if any(scenario.weight(seat, bucket(record.round, part)) == 0 for part in range(len(scenario.buckets))):
@@ -150,6 +156,21 @@ def test_members_hear_of_a_departure_and_of_the_end_of_a_round_when_all_shards_k
     kinds = [type(message) for message, _ in harness.sent(0)]
     assert sorted(kind.__name__ for kind in kinds) == ["Membership", "Result", "RoundDone"]
     assert kinds[-1] is RoundDone
+
+
+def test_a_plan_that_shards_have_yet_to_confirm_is_settled_once_whoever_goes_meanwhile() -> None:
+    harness = ShardedHarness({"default": Policy(1, 8)}, rates=(1.0, 1.0))
+    harness.assemble(3)
+    harness.slow = True
+    for rank in range(3):
+        harness.propose(rank, plan_of(4))
+    Harness.lose(harness, 1)
+    orders = len(harness.links[1])
+    harness.flush()
+
+    assert orders == 2, "the plan and the departure"
+    for rank in (0, 2):
+        assert [type(message) for message, _ in harness.sent(rank)].count(Agreed) == 1
 
 
 def test_an_all_gather_that_is_shared_among_shards_fails_at_everybody_and_can_be_repeated() -> None:

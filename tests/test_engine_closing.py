@@ -294,6 +294,21 @@ def test_each_chunk_of_a_reduce_scatter_goes_to_who_has_that_rank_now() -> None:
     assert present == {1: [0], 2: [1]}
 
 
+def test_chunks_that_are_being_reduced_when_somebody_goes_reach_whom_they_were_for() -> None:
+    harness = elastic(3, lazy=True)
+    for rank in range(3):
+        for index in range(3):
+            operation, epoch = (SCATTER, 1) if not index else (None, 0)
+            push = Push(collective(0), index, 1.0, True, operation, epoch=epoch)
+            harness.receive(SEATS + rank, push, floats(index).tobytes())
+    harness.lose(0)
+    for reduce in harness.reduces:
+        harness.answer(reduce)
+
+    got = {rank: [m.slice for m, _ in harness.sent(rank) if isinstance(m, Result) and m.present] for rank in (1, 2)}
+    assert got == {1: [1], 2: [2]}
+
+
 def test_one_that_was_begun_by_a_membership_that_has_ended_fails_before_it_is_cut() -> None:
     harness = elastic(3)
     harness.lose(1)

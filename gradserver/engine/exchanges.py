@@ -174,10 +174,10 @@ class Exchange:
         """Whether something is being written to members' memory."""
         return any(run.shared for piece in self.reducing.values() for run in piece.given.values())
 
-    def owner(self, index: int) -> int:
-        """Who gets slice ``index`` of a REDUCE_SCATTER."""
+    def owner(self, piece: Piece) -> int:
+        """Who gets ``piece`` of a REDUCE_SCATTER: by rank of all who gave to it, departed or not."""
         scatters = self.operation.kind is Kind.REDUCE_SCATTER
-        return self.participants[self.layout.owner(index)] if scatters else -1
+        return list(piece.given)[self.layout.owner(piece.start)] if scatters else -1
 
     def missing(self) -> list[int]:
         """Ranks that have yet to contribute to the earliest slice that is not complete."""

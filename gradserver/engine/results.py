@@ -28,7 +28,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
     getters = [
         piece.given[rank]
         for rank in exchange.participants
-        if gets(operation, rank, exchange.key, exchange.owner(piece.start))
+        if gets(operation, rank, exchange.key, exchange.owner(piece))
     ]
     targets = [run.payload for run in getters if run.shared and run.payload is not None]
     if operation.op is Op.NONE and operation.kind is not Kind.ALL_GATHER and not targets:
@@ -60,7 +60,7 @@ def answer(
     key, operation, layout = exchange.key, exchange.operation, exchange.layout
     start, stop, given = piece
     weight = sum(exchange.weights[rank] for rank in given)
-    owner = exchange.owner(start)
+    owner = exchange.owner(piece)
     placed = Result(key, start, weight, True, stop - start, True)
     empty = Result(key, start, weight, False, stop - start)
     travels: list[tuple[Result, Sequence[Buffer]]] = []
