@@ -177,6 +177,45 @@ def test_start_skips_what_this_rank_had_consumed(
     assert list(sampler) == whole[start:], "until the next set_epoch"
 
 
+@given(
+    data=st.data(),
+    length=lengths,
+    world_sizes=st.lists(st.integers(1, 6), min_size=2, max_size=5),
+    shuffle=st.booleans(),
+    drop=st.booleans(),
+)
+def test_other_numbers_of_workers_go_on_with_what_is_left(
+    data: st.DataObject, length: int, world_sizes: list[int], shuffle: bool, drop: bool
+) -> None:
+    """They stop with each rank in a place of its own, any number of times; only the last ones come to the end."""
+    done: list[list[int]] = []
+    used: list[int] = []
+    for stage, world_size in enumerate(world_sizes, 1):
+        own = done.pop() if done and len(done[-1]) == world_size else [0] * world_size
+        counts = []
+        for rank in range(world_size):
+            sampler = ShardSampler(length, rank, world_size, shuffle=shuffle, seed=4, drop_uneven=drop)
+            sampler.set_epoch(9, done=[*done, own])
+            samples = list(sampler)
+            assert (sampler.start, sampler.done, len(sampler)) == (own[rank], tuple(map(tuple, done)), len(samples))
+            count = data.draw(st.integers(0, len(samples))) if stage < len(world_sizes) else len(samples)
+            used += samples[:count]
+            counts.append(own[rank] + count)
+        done.append(counts)
+    assert len(set(used)) == len(used)
+    assert drop or sorted(used) == list(range(length))
+    assert length - len(used) < sum(world_sizes)
+
+
+def test_as_many_workers_as_before_go_on_in_their_own_shards() -> None:
+    for rank, count in enumerate((4, 0, 3)):
+        sampler = ShardSampler(20, rank, 3)
+        sampler.set_epoch(5)
+        whole = list(sampler)
+        sampler.set_epoch(5, done=[(4, 0, 3)])
+        assert list(sampler) == whole[count:]
+
+
 def test_the_next_epoch_starts_at_its_beginning() -> None:
     sampler = ShardSampler(20, 0, 2)
     sampler.set_epoch(3, start=6)
@@ -194,9 +233,17 @@ def test_the_next_epoch_starts_at_its_beginning() -> None:
         ((0, 1.5), "start must be an integer, not 1.5 (float)"),
         ((-1, 0), "epoch must be at least 0, not -1"),
         ((2**64, 0), f"epoch must be below 2**64, not {2**64}"),
+        ((0, 0, [(0, 5, 0)]), "cannot start at sample 5: the shard of rank 1 of 3 has 4 samples"),
+        ((0, 0, [(3, -1)]), "a count of done must be at least 0, not -1"),
+        ((0, 0, [()]), "done has an empty entry: each says what at least one rank had"),
+        (
+            (0, 0, [(2, 6)]),
+            "done says that rank 1 of 2 had 6 samples, and its shard of 11 samples had fewer: it is of another data "
+            "set, or of another epoch",
+        ),
     ],
 )
-def test_a_refused_set_epoch_changes_nothing(arguments: tuple[int, int], text: str) -> None:
+def test_a_refused_set_epoch_changes_nothing(arguments: tuple[Any, ...], text: str) -> None:
     sampler = ShardSampler(11, 1, 3)
     sampler.set_epoch(7, start=2)
 

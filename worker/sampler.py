@@ -10,7 +10,7 @@ keep, and the permutation is the stable sort of the keys, of which only one answ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
@@ -76,8 +76,8 @@ class ShardSampler(Sampler[int]):
     ``drop_uneven``: leave out the last ``length % world_size`` samples of the epoch's order, so that
     all shards are equally long; which samples those are changes with each shuffled epoch.
 
-    ``rank``, ``world_size``, ``epoch`` and ``start`` can be read; `set_epoch` is how the last two change.
-    A worker whose rank or world size changed needs a new sampler.
+    ``rank``, ``world_size``, ``epoch``, ``start`` and ``done`` can be read; `set_epoch` is how the last three change.
+    A worker whose rank or world size changed needs a new sampler, which can go on in the midst of an epoch.
 
     Raises InvalidArgumentError for something without a length and a seed out of range,
     InvalidRankError and InvalidWorldSizeError for a rank that cannot be.
@@ -94,14 +94,11 @@ class ShardSampler(Sampler[int]):
         drop_uneven: bool = False,
     ) -> None:
         self.rank, self.world_size = check_rank(rank, world_size)
-        length = _length_of(dataset_or_length)
-        self._length = length - length % self.world_size if drop_uneven else length
-        self._all_samples = length
+        self._all_samples = _length_of(dataset_or_length)
+        self._drop_uneven = drop_uneven
         self._shuffle = shuffle
         self._seed = _key_half(seed, "seed")
-        self._shard = shard_batches(self._length, self.rank, self.world_size)
-        self.epoch = 0
-        self.start = 0
+        self.set_epoch(0)
 
     @classmethod
     def for_worker(
@@ -123,7 +120,7 @@ class ShardSampler(Sampler[int]):
             drop_uneven=drop_uneven,
         )
 
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
+    def set_epoch(self, epoch: int, start: int = 0, done: Sequence[Sequence[int]] = ()) -> None:
         """Choose the order of the next iteration, and where in this rank's shard it begins.
 
         Without this call each iteration repeats the same epoch. ``epoch``: 0 … 2⁶⁴ - 1, the same on
@@ -132,17 +129,29 @@ class ShardSampler(Sampler[int]):
         out until the next call. It is meant for the same rank and world size as before the stop. An
         iteration that has begun goes on with what it began with.
 
-        Raises InvalidArgumentError, and changes nothing, when ``epoch`` is out of range or ``start``
-        is not in 0 … the size of this rank's shard.
+        ``done``: what any number of workers had consumed of this epoch, the same on every rank: how many
+        samples each rank had, ``[(3, 3, 2)]`` for three workers, followed by what those after them had of
+        the rest, and so on. What is left is dealt anew, so that each sample is given once. Where the last
+        ones were as many as there are now, each rank goes on in its own shard instead, which sets ``start``.
+
+        Raises InvalidArgumentError, and changes nothing, when ``epoch`` is out of range, ``start`` is not in
+        0 … the size of this rank's shard, or ``done`` counts samples that its ranks did not have.
         """
         epoch = _key_half(epoch, "epoch")
         start = whole_number(start, "start")
-        if start > len(self._shard):
+        stages = [tuple(whole_number(count, "a count of done") for count in counts) for counts in done]
+        if stages and len(stages[-1]) == self.world_size:
+            start += stages.pop()[self.rank]
+        left = self._left_by(stages) if stages else None
+        samples = self._even(self._all_samples if left is None else len(left), self.world_size)
+        shard = shard_batches(samples, self.rank, self.world_size)
+        if start > len(shard):
             raise InvalidArgumentError(
                 f"cannot start at sample {start}: the shard of rank {self.rank} of {self.world_size} "
-                f"has {len(self._shard)} samples"
+                f"has {len(shard)} samples"
             )
-        self.epoch, self.start = epoch, start
+        self.epoch, self.start, self.done = epoch, start, tuple(stages)
+        self._left, self._shard = left, shard
 
     def __len__(self) -> int:
         """The number of samples that the next iteration gives."""
@@ -151,13 +160,36 @@ class ShardSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """This rank's samples of the epoch, from ``start`` on, as plain ints."""
         positions = self._shard[self.start :]
+        left = self._left
         if not self._shuffle:
-            return iter(positions)
+            return iter(positions) if left is None else _as_ints(left[positions])
         # Drawn now, not at the first sample: a set_epoch in between must not change a running epoch.
         # The order is of all samples, even those that drop_uneven leaves out, so that it picks others
         # each time; the copy lets go of the other ranks' part.
         order = epoch_permutation(self._all_samples, self._seed, self.epoch)
+        order = order if left is None else order[left]
         return _as_ints(order[positions.start : positions.stop : positions.step].copy())
+
+    def _even(self, samples: int, world_size: int) -> int:
+        """How many of ``samples`` so many ranks share."""
+        return samples - samples % world_size if self._drop_uneven else samples
+
+    def _left_by(self, stages: list[tuple[int, ...]]) -> Indices:
+        """The positions in the epoch's order that nobody had, if ``stages`` say how many each rank of each had."""
+        left = np.arange(self._all_samples)
+        for counts in stages:
+            if not counts:
+                raise InvalidArgumentError("done has an empty entry: each says what at least one rank had")
+            left = left[: self._even(len(left), len(counts))]
+            for rank, count in enumerate(counts):
+                if count > len(shard_batches(len(left), rank, len(counts))):
+                    raise InvalidArgumentError(
+                        f"done says that rank {rank} of {len(counts)} had {count} samples, and its shard of "
+                        f"{len(left)} samples had fewer: it is of another data set, or of another epoch"
+                    )
+            turn, rank_of = np.divmod(np.arange(len(left)), len(counts))
+            left = left[turn >= np.array(counts)[rank_of]]
+        return left
 
 
 def _as_ints(indices: Indices) -> Iterator[int]:
