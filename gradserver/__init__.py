@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         unflatten as unflatten,
     )
     from worker.handle import Handle as Handle
+    from worker.job import Job as Job
     from worker.sampler import ShardSampler as ShardSampler
     from worker.sharding import shard_batches as shard_batches
 
@@ -83,6 +84,7 @@ _HOME = {
     "Worker": "worker.client",
     "Handle": "worker.handle",
     "DistributedDataParallel": "worker.ddp",
+    "Job": "worker.job",
     "GradientExchange": "worker.blocks",
     "flatten": "worker.flatten",
     "unflatten": "worker.flatten",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import ROOT, Daemon, Program
+from tests.cluster import ROOT, Daemon, Program, wait_until
 
 EXAMPLES = ROOT / "examples"
 MOST_LINES = 80
@@ -69,3 +69,33 @@ def test_train_ddp(world_size: int) -> None:
     assert all(line.endswith("over 444 samples") for line in lines if line.startswith("epoch"))
     assert len(weights) == 1
     assert sum(line.startswith("rank") for line in lines) == world_size
+
+
+def test_checkpoint(tmp_path: Path) -> None:
+    """Killed in the middle and started again, it ends with the weights of a run that nobody disturbed."""
+    with Daemon("--workers", "2") as daemon:
+
+        def start(stack: ExitStack, directory: str, pause: float = 0.0) -> list[Program]:
+            """Both workers, given ranks: each has a dropout of its own."""
+            common = {"GRADSERVER_URL": daemon.url, "CHECKPOINTS": str(tmp_path / directory), "PAUSE": str(pause)}
+            example = str(EXAMPLES / "checkpoint.py")
+            return [
+                stack.enter_context(Program(example, environment={**common, "RANK": str(rank), "WORLD_SIZE": "2"}))
+                for rank in (0, 1)
+            ]
+
+        def weights(programs: list[Program]) -> set[str]:
+            assert [program.end(PATIENCE) for program in programs] == [0, 0]
+            return {program.output()[-1] for program in programs}
+
+        with ExitStack() as stack:
+            undisturbed = weights(start(stack, "one"))
+        assert len(undisturbed) == 1
+        with ExitStack() as stack:
+            start(stack, "two", pause=0.05)
+            wait_until((tmp_path / "two" / "round-000000010.gsckpt").exists, "a checkpoint", PATIENCE)
+        wait_until(lambda: not daemon.snapshot()["groups"], "the coordinator has noticed")
+        with ExitStack() as stack:
+            programs = start(stack, "two")
+            assert {int(program.expect("from round ", PATIENCE)) % 10 for program in programs} == {0}
+            assert weights(programs) == undisturbed

@@ -20,7 +20,9 @@ import logging
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -28,7 +30,7 @@ from typing import BinaryIO, Final
 import numpy as np
 
 from protocol.buffer import Buffer
-from protocol.errors import InvalidArgumentError, MalformedMessageError, StateError
+from protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError, StateError
 from worker.tree import MAX_MANIFEST_BYTES, Packed, Tree, unpack
 
 log = logging.getLogger("gradserver")
@@ -230,6 +232,38 @@ class Directory:
             return []
         found = [path for path in self.path.iterdir() if _NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+class Writing(threading.Thread):
+    """Writes one checkpoint. A process does not end before that."""
+
+    def __init__(self, write: Callable[[], object], warns: bool = False) -> None:
+        super().__init__(name="gradserver-checkpoint")
+        self._write = write
+        self._warns = warns
+        self._outcome = ""
+        self.start()
+
+    def run(self) -> None:
+        """Write it."""
+        began = time.monotonic()
+        try:
+            self._write()
+        except GradServerError as error:
+            self._outcome = error.message
+            if self._warns:
+                log.warning("%s. Training goes on; the last checkpoint stays", error.message)
+        except BaseException as error:
+            self._outcome = f"a checkpoint was not written: {type(error).__name__}: {error}"
+            raise
+        else:
+            self._outcome = "written"
+            log.info("a checkpoint was written in %.1f s", time.monotonic() - began)
+
+    def outcome(self, timeout: float) -> str:
+        """What became of it: empty if it is not done after so many seconds, ``written``, or what went wrong."""
+        self.join(timeout)
+        return self._outcome
 
 
 def _reason(error: OSError) -> str:

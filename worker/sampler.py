@@ -95,8 +95,8 @@ class ShardSampler(Sampler[int]):
     ) -> None:
         self.rank, self.world_size = check_rank(rank, world_size)
         self._all_samples = _length_of(dataset_or_length)
-        self._drop_uneven = drop_uneven
-        self._shuffle = shuffle
+        self._drop_uneven = bool(drop_uneven)
+        self._shuffle = bool(shuffle)
         self._seed = _key_half(seed, "seed")
         self.set_epoch(0)
 
@@ -152,6 +152,16 @@ class ShardSampler(Sampler[int]):
             )
         self.epoch, self.start, self.done = epoch, start, tuple(stages)
         self._left, self._shard = left, shard
+
+    @property
+    def order(self) -> dict[str, int | bool]:
+        """What an epoch's order follows from, besides its number; the same on every rank."""
+        return {
+            "length": self._all_samples,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "drop_uneven": self._drop_uneven,
+        }
 
     def __len__(self) -> int:
         """The number of samples that the next iteration gives."""

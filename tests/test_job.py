@@ -1,0 +1,479 @@
+"""Jobs that are stopped and go on: with the same bits, with every sample once, and with nobody left behind unnamed."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradserver
+from gradserver import DistributedDataParallel, Job, ShardSampler
+from protocol.errors import (
+    DisagreementError,
+    DivergedError,
+    GradServerError,
+    InvalidArgumentError,
+    StateError,
+    UsageError,
+    WorkerLeftError,
+)
+from tests.cluster import Daemon, Program, wait_until
+from tests.job_training import EPOCHS, ROUNDS, SAMPLES, Run, train
+from tests.replicas import alone, on, same
+from tests.test_checkpoint import largest_file, names
+from worker.checkpoint import Directory, read, write
+from worker.client import Worker
+from worker.tree import pack
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Run:
+    """Three workers, from the beginning to the end."""
+    first: Run
+    first, *others = on(3, train)
+    assert all(same(first.state, other.state) for other in others)
+    assert first.round == ROUNDS
+    return first
+
+
+def latest(directory: Path) -> dict[str, Any]:
+    """What the checkpoint written last holds."""
+    path = Directory(directory, keep=1).latest()
+    assert path is not None
+    tree: dict[str, Any] = read(path).tree
+    return tree
+
+
+def outcomes(world: int, *arguments: Any, **options: Any) -> list[Any]:
+    """What `train` returned, or raised, at each of ``world`` workers; errors do not end the others."""
+
+    def work(worker: Worker) -> Any:
+        try:
+            return train(worker, *arguments, **options)
+        except (GradServerError, SystemExit) as error:
+            return error
+
+    return on(world, work)
+
+
+def stopping(at: int, rank: int) -> Callable[[Job], None]:
+    """Has the worker of ``rank`` be told to stop when ``at`` rounds are over."""
+
+    def after(job: Job) -> None:
+        if job.round == at and job.model.worker.rank == rank:
+            job.stop()
+
+    return after
+
+
+# ── going on, in threads ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("at", range(2, ROUNDS + 1))
+def test_with_the_same_number_of_workers_bits_are_those_of_the_undisturbed_run(
+    tmp_path: Path, undisturbed: Run, at: int
+) -> None:
+    """Stopped after any round, also after those in which only one worker had a batch."""
+    outcomes(3, tmp_path, after=stopping(at - 1, 1))
+    runs = on(3, train, tmp_path)
+    assert all(same(run.state, undisturbed.state) for run in runs)
+    assert {run.round for run in runs} == {ROUNDS}
+    assert {run.resumed for run in runs} == {tmp_path / f"round-{at:09}.gsckpt"}
+
+
+def test_saving_changes_nothing(tmp_path: Path, undisturbed: Run) -> None:
+    assert all(same(run.state, undisturbed.state) for run in on(3, train, tmp_path, every=1, after=settle))
+    assert names(tmp_path) == ["latest", f"round-{ROUNDS - 1:09}.gsckpt", f"round-{ROUNDS:09}.gsckpt"]
+
+
+def settle(job: Job) -> None:
+    """Let rank 0 wait until it has written what is due: a save that is due meanwhile would be left out."""
+    if job.model.worker.rank == 0:
+        for thread in threading.enumerate():
+            if thread.name == "gradserver-checkpoint":
+                thread.join()
+
+
+@pytest.mark.parametrize("worlds", [(3, 2), (2, 3, 3, 2), (1, 4), (4, 1, 5)], ids=str)
+def test_another_number_of_workers_uses_what_is_left_of_the_epoch_once(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+    """All but the last ones are stopped after a round."""
+    used: list[tuple[int, list[int]]] = []
+    for number, world in enumerate(worlds[:-1], 1):
+        told = outcomes(world, tmp_path, after=stopping(2 * number - 1, 0), used=used)
+        assert not any(isinstance(one, Run) for one in told)
+    runs = on(worlds[-1], train, tmp_path, used=used)
+    assert all(same(runs[0].state, run.state) for run in runs)
+    for epoch in range(EPOCHS):
+        samples = [number for at, numbers in used for number in numbers if at == epoch]
+        assert sorted(samples) == list(range(SAMPLES)), f"epoch {epoch}"
+
+
+def test_a_new_job_and_one_that_is_done(tmp_path: Path) -> None:
+    assert [run.resumed for run in on(2, train, tmp_path / "none")] == [None, None]
+    assert not (tmp_path / "none").exists()
+    done = on(2, train, tmp_path, every=1, after=settle)
+    again = on(2, train, tmp_path)
+    assert [run.round for run in again] == [run.round for run in done]
+    assert same(again[0].state, done[0].state)
+
+
+# ── being told to stop, in threads ───────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_who_is_told_to_stop_leaves_and_the_others_are_told(tmp_path: Path, rank: int) -> None:
+    told = outcomes(3, tmp_path, after=stopping(3, rank))
+    assert isinstance(told[rank], SystemExit)
+    assert told[rank].code == 0
+    for other in {0, 1, 2} - {rank}:
+        assert type(told[other]) is WorkerLeftError
+        assert (told[other].worker, told[other].rank) == (f"worker-{rank}", rank)
+        assert str(told[other]) == (
+            f"'worker-{rank}' was told to stop, and left after round 4, which is saved in {tmp_path}. This group needs "
+            f"all of its workers: start again from there"
+        )
+    assert latest(tmp_path)["round"] == 4
+
+
+def test_an_elastic_group_goes_on_without_who_is_told_to_stop(tmp_path: Path) -> None:
+    def work(worker: Worker) -> Any:
+        try:
+            return train(worker, tmp_path, after=stopping(3, 0) if worker.name == "worker-0" else lambda _: None)
+        except SystemExit as error:
+            return error
+
+    with gradserver.LocalCluster(3, elastic=(1, 3), timeout=10.0) as cluster:
+        left, *others = cluster.run(work)
+    assert isinstance(left, SystemExit)
+    assert [run.round for run in others] == [2 * 3 + 1] * 2  # of the second epoch the leaver had the longest part
+    assert same(others[0].state, others[1].state)
+
+
+def test_stop_and_save_need_a_place(tmp_path: Path) -> None:
+    def work(worker: Worker) -> None:
+        job = job_of(worker)
+        with pytest.raises(UsageError, match=r"no directory to save in: Job\(…, checkpoint=DIRECTORY\)"):
+            job.stop()
+        with pytest.raises(UsageError, match=r"where to\? Give save\(path\), or Job\(…, checkpoint=DIRECTORY\)"):
+            job.save()
+        with pytest.raises(StateError, match=f"there is no checkpoint in {tmp_path}"):
+            job.load(tmp_path)
+
+    alone(work)
+
+
+# ── by hand ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def job_of(worker: Worker, seed: int = 0, **options: Any) -> Job:
+    """A job without data."""
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(nn.Linear(2, 1), worker)
+    return Job(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **options)
+
+
+def rounds(job: Job, count: int) -> None:
+    for _ in range(count):
+        loss: Any = job.model(torch.full((1, 2), job.round + job.model.worker.rank + 1.0)).sum()
+        loss.backward()
+        job.step()
+
+
+def test_saved_and_loaded_by_hand(tmp_path: Path) -> None:
+    file = tmp_path / "by-hand.gsckpt"
+
+    def work(worker: Worker) -> None:
+        job = job_of(worker)
+        rounds(job, 2)
+        job.save(file)
+        rounds(job, 3)
+        after = job.model.module.state_dict()
+        other = job_of(worker, seed=5)
+        other.load(file)
+        assert (other.round, other.resumed) == (2, file)
+        rounds(other, 3)
+        assert same(after, other.model.module.state_dict())
+
+    on(2, work)
+    assert names(tmp_path) == ["by-hand.gsckpt"]
+
+
+def test_what_a_checkpoint_has(tmp_path: Path) -> None:
+    outcomes(2, tmp_path, after=stopping(1, 0))
+    tree = latest(tmp_path)
+    layers = [f"layers.{number}.{name}" for number in (0, 1, 3) for name in ("weight", "bias")]
+    assert sorted(tree["model"]) == sorted([*layers, "mean"])
+    assert len(tree["optimizer"]["state"]) == 6
+    assert tree["scheduler"]["last_epoch"] == 2
+    assert list(tree["state"]) == ["average"]
+    assert (tree["round"], tree["group"], tree["workers"]) == (2, "local", ["worker-0", "worker-1"])
+    assert tree["data"] == {
+        "order": {"length": SAMPLES, "shuffle": True, "seed": 17, "drop_uneven": False},
+        "epoch": 0,
+        "begun": True,
+        "done": [(10, 10)],
+    }
+    assert [one.keys() >= {"torch", "python", "numpy"} for one in tree["chance"]] == [True, True]
+    assert tree["versions"]["torch"] == torch.__version__
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    file, other = tmp_path / "job.gsckpt", tmp_path / "other.gsckpt"
+
+    def saved(worker: Worker) -> None:
+        job_of(worker).save(file)
+
+    alone(saved)
+    write(other, pack({"round": 1}))
+    data = ShardSampler(10, 0, 1)
+
+    def work(worker: Worker) -> None:
+        job = job_of(worker)
+        with pytest.raises(StateError, match="other.gsckpt is not the checkpoint of a job"):
+            job.load(other)
+        with pytest.raises(StateError, match="job.gsckpt does not fit this job: it was saved without data="):
+            job_of(worker, data=data).load(file)
+        with pytest.raises(StateError, match=r"it has state= \[\], and this job \['ema'\]"):
+            job_of(worker, state={"ema": job.optimizer}).load(file)
+        larger = DistributedDataParallel(nn.Linear(3, 1), worker)
+        with pytest.raises(StateError, match="(?s)job.gsckpt does not fit this job: .*size mismatch for weight"):
+            Job(larger, torch.optim.SGD(larger.parameters())).load(file)
+
+    alone(work)
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+
+    def work(worker: Worker) -> None:
+        job_of(worker, data=ShardSampler(10, 0, 1)).save(file)
+        with pytest.raises(StateError, match="its data is .*'length': 10.*, and this job's is .*'length': 11"):
+            job_of(worker, data=ShardSampler(11, 0, 1)).load(file)
+
+    alone(work)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"every": 2}, UsageError, r"every= says when to save, and not where"),
+        ({"every": 0, "checkpoint": "x"}, InvalidArgumentError, "every is 0, and must be a number of rounds"),
+        ({"keep": 0, "checkpoint": "x"}, InvalidArgumentError, "keep is 0"),
+        ({"data": [1, 2]}, InvalidArgumentError, "data is a list, and must be a gradserver.ShardSampler"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    def work(worker: Worker) -> None:
+        with pytest.raises(error, match=text):
+            job_of(worker, **options)
+
+    alone(work)
+
+
+def test_model_must_be_wrapped() -> None:
+    module: Any = nn.Linear(1, 1)
+    with pytest.raises(InvalidArgumentError, match="model is a Linear: wrap it first"):
+        Job(module, torch.optim.SGD(module.parameters()))
+
+
+def test_loops_that_would_lose_count_are_refused() -> None:
+    def work(worker: Worker) -> None:
+        dataset = TensorDataset(torch.ones(4, 2))
+        data = ShardSampler(dataset, 0, 1)
+        job = job_of(worker, data=data)
+        with pytest.raises(UsageError, match=r"loop over job.batches\(loader\)"):
+            rounds(job, 1)
+        with pytest.raises(UsageError, match=r"DataLoader\(dataset, sampler=data, …\)"):
+            next(job.batches(DataLoader(dataset)))
+        for _ in job.batches(DataLoader(dataset, sampler=data)):
+            with pytest.raises(UsageError, match=r"give it to job.batches\(loader, step=…\) too"):
+                job.step(after=print)
+            break
+        with pytest.raises(UsageError, match=r"Job\(…, data=sampler\)"):
+            next(job_of(worker).batches(DataLoader(dataset)))
+
+    alone(work)
+
+
+def test_what_is_read_ahead_does_not_count(tmp_path: Path) -> None:
+    def work(worker: Worker) -> None:
+        dataset = TensorDataset(torch.ones(20, 2))
+        data = ShardSampler(dataset, 0, 1)
+        job = job_of(worker, data=data)
+        for (inputs,) in job.batches(DataLoader(dataset, 3, sampler=data, num_workers=1, prefetch_factor=4)):
+            loss: Any = job.model(inputs).sum()
+            loss.backward()
+            job.step()
+            if job.round == 2:
+                job.save(tmp_path / "f")
+                break
+
+    alone(work)
+    assert read(tmp_path / "f").tree["data"]["done"] == [(6,)]
+
+
+# ── what goes wrong ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_weights_that_differ_are_named_and_not_saved(tmp_path: Path) -> None:
+    def spoil(job: Job) -> None:
+        if job.round == 3 and job.model.worker.rank == 1:
+            with torch.no_grad():
+                next(job.model.parameters()).view(-1)[0] += 1e-6
+
+    told = outcomes(3, tmp_path, every=2, after=spoil)
+    assert {type(one) for one in told} == {DivergedError}
+    said = "after round 4 the weights of 'worker-1' (rank 1) are not those of 'worker-0' (rank 0): nothing was saved"
+    assert all(str(one).startswith(said) for one in told)
+    wait_until((tmp_path / "round-000000002.gsckpt").exists, "the one before is there")
+    assert "round-000000004.gsckpt" not in names(tmp_path)
+
+
+def test_no_room_is_a_warning_and_training_goes_on(
+    tmp_path: Path, undisturbed: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = ExitStack()
+
+    def fill(job: Job) -> None:
+        settle(job)
+        if (job.model.worker.rank, job.round) == (0, 2):
+            limits.enter_context(largest_file(100))
+        elif (job.model.worker.rank, job.round) == (0, 5):
+            limits.close()
+
+    with limits, caplog.at_level(logging.WARNING, "gradserver"):
+        runs = on(3, train, tmp_path, every=1, after=fill)
+    assert all(same(run.state, undisturbed.state) for run in runs)
+    warnings = [record.message for record in caplog.records if "Training goes on" in record.message]
+    file = tmp_path / "round-000000003.gsckpt"
+    assert warnings[0] == (
+        f"cannot write the checkpoint {file}: file too large. Training goes on; the last checkpoint stays"
+    )
+    assert len(warnings) == 3
+    assert latest(tmp_path)["round"] == ROUNDS
+
+
+def test_a_save_that_fails_fails_at_everybody_and_the_job_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def work(worker: Worker) -> None:
+        job = job_of(worker)
+        rounds(job, 1)
+        with pytest.raises(StateError, match="cannot write the checkpoint .*/file/x: not a directory"):
+            job.save(tmp_path / "file" / "x")
+        rounds(job, 1)
+        job.save(tmp_path / "good")
+
+    on(2, work)
+    assert read(tmp_path / "good").tree["round"] == 2
+
+
+def test_founders_with_different_checkpoints_are_named(tmp_path: Path) -> None:
+    for name, at in (("a", 2), ("b", 3)):
+        outcomes(2, tmp_path / name, after=stopping(at - 1, 0))
+
+    def work(worker: Worker, *places: str) -> str:
+        with pytest.raises(DisagreementError) as caught:
+            train(worker, tmp_path / places[worker.rank])
+        return str(caught.value)
+
+    one, other = on(2, work, "a", "b")
+    a, b = (str(tmp_path / name) for name in "ab")
+    assert one == other
+    assert f"'worker-0' (rank 0) has round 2 (digest {digest(tmp_path / 'a')}, {a}/" in one
+    assert f"and 'worker-1' (rank 1) has round 3 (digest {digest(tmp_path / 'b')}, {b}/" in one
+    (one, _) = on(2, work, "b", "none")
+    assert "'worker-1' (rank 1) has none" in one
+
+
+def digest(directory: Path) -> str:
+    path = Directory(directory, keep=1).latest()
+    assert path is not None
+    return read(path).digest.hex()[:12]
+
+
+def test_same_round_of_another_job_is_noticed(tmp_path: Path) -> None:
+    outcomes(2, tmp_path / "a", after=stopping(1, 0))
+    outcomes(2, tmp_path / "b", after=stopping(1, 1), epochs=3)
+    tree = latest(tmp_path / "b")
+    tree["model"]["mean"] += 1.0
+    Directory(tmp_path / "b", keep=1).write(2, pack(tree))
+
+    def work(worker: Worker) -> None:
+        with pytest.raises(DisagreementError, match=r"has round 2 .*, and .* has round 2 "):
+            train(worker, tmp_path / "ab"[worker.rank])
+
+    on(2, work)
+
+
+def test_damaged_checkpoint_of_one_is_an_error_at_all(tmp_path: Path) -> None:
+    outcomes(2, tmp_path, after=stopping(1, 0))
+    bad = tmp_path / "bad.gsckpt"
+    bad.write_bytes((tmp_path / "round-000000002.gsckpt").read_bytes()[:-40])
+
+    def work(worker: Worker) -> None:
+        job = job_of(worker)
+        match = r"'worker-1' \(rank 1\) cannot load the checkpoint: .*bad.gsckpt is no whole checkpoint"
+        with pytest.raises(StateError, match=match):
+            job.load(bad if worker.rank == 1 else tmp_path)
+        assert job.round == 0
+
+    on(2, work)
+
+
+# ── in processes ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def programs(url: str, world: int, checkpoint: Path, pause: int = -1) -> Iterator[list[Program]]:
+    """The processes of a job."""
+    environment = {"GRADSERVER_URL": url, "PAUSE_AFTER": str(pause)}
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Program("-m", "tests.job_training", str(rank), str(world), str(checkpoint), environment=environment)
+            )
+            for rank in range(world)
+        ]
+
+
+def test_killed_and_terminated_processes_go_on_to_the_bits_of_the_undisturbed_run(tmp_path: Path) -> None:
+    """All are killed after a save; then one is told to stop, as on a spot host. Threads run undisturbed."""
+    undisturbed, _ = on(2, train)
+    with Daemon("--workers", "2") as daemon:
+        with programs(daemon.url, 2, tmp_path, pause=3) as processes:
+            for process in processes:
+                process.expect("round 3")
+            wait_until((tmp_path / "round-000000002.gsckpt").exists, "round 2 is saved")
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+            assert {process.end() for process in processes} == {-signal.SIGKILL}
+        wait_until(lambda: not daemon.snapshot()["groups"], "the coordinator has noticed")
+
+        with programs(daemon.url, 2, tmp_path, pause=5) as processes:
+            for process in processes:
+                process.expect("round 5")
+            processes[1].send_signal(signal.SIGTERM)
+            for process in processes:
+                process.tell()
+            assert [process.end() for process in processes] == [1, 0]
+            said = "WorkerLeftError: 'w1' was told to stop, and left after round 6, which is saved in "
+            assert any(said in line for line in processes[0].complaints())
+            assert processes[1].complaints() == []
+
+        with programs(daemon.url, 2, tmp_path) as processes:
+            ends = {(process.expect("resumed "), process.expect("weights ")) for process in processes}
+            assert ends == {("round-000000006.gsckpt", undisturbed.digest)}
+            assert [process.end() for process in processes] == [0, 0]

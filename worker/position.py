@@ -1,0 +1,119 @@
+"""Where in its data a job is, and the generators of chance that it draws from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from protocol.errors import StateError, UsageError
+from worker.sampler import ShardSampler
+from worker.tree import Tree
+
+
+class Position:
+    """How much of an epoch has been used, by this worker and by all.
+
+    What a loader has read ahead does not count: what counts is what it has given to the training loop.
+
+    Args:
+        sampler: the job's; the same on every worker, but for its rank.
+    """
+
+    def __init__(self, sampler: ShardSampler) -> None:
+        self.sampler = sampler
+        self.running = False
+        """Whether a loop goes over the data now."""
+        self._used: int | None = None
+        """Of this worker's shard; None between epochs."""
+        self._counts: list[int] = []
+        """The same of each rank of the sampler, as last heard."""
+        self._resumed = False
+
+    def epochs(self, stop: int) -> Iterator[int]:
+        """Each epoch from the present one on, up to ``stop``."""
+        while self.sampler.epoch < stop:
+            yield self.sampler.epoch
+            self.sampler.set_epoch(self.sampler.epoch + 1)
+            self._used, self._counts = None, []
+
+    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """What ``loader`` gives of the present epoch."""
+        size = self._batch_size(loader)
+        begun, total = self.sampler.start, self.sampler.start + len(self.sampler)
+        self._used = begun
+        for batch in self._iterate(loader):
+            self._used = min(self._used + size, total)
+            yield batch
+        self._used = total
+
+    def own(self) -> Tree:
+        """What this worker tells the others."""
+        return {"rank": self.sampler.rank, "used": self._used}
+
+    def of_all(self, told: Sequence[Tree]) -> Tree:
+        """The position for a checkpoint, from what all workers told."""
+        sampler, counts = self.sampler, self._counts or [0] * self.sampler.world_size
+        for one in told:
+            counts[one["rank"]] = one["used"] or 0
+        begun = any(one["used"] is not None for one in told)
+        self._counts = counts if begun else []
+        done = [*sampler.done, tuple(counts)] if begun else list(sampler.done)
+        return {"order": sampler.order, "epoch": sampler.epoch, "begun": begun, "done": done}
+
+    def resume(self, saved: Tree) -> None:
+        """Go on where a checkpoint says. Raises StateError if it is about other data."""
+        if saved["order"] != self.sampler.order:
+            raise StateError(f"its data is {saved['order']}, and this job's is {self.sampler.order}")
+        self.sampler.set_epoch(saved["epoch"], done=saved["done"])
+        self._resumed = saved["begun"]
+        self._used = self.sampler.start if saved["begun"] else None
+        same_workers = len(saved["done"]) > len(self.sampler.done)
+        self._counts = list(saved["done"][-1]) if same_workers else []
+
+    def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Begin an epoch. A loader draws a seed then; in an epoch that is resumed that was done before."""
+        state = chance() if self._resumed else None
+        batches = iter(loader)
+        if state is not None:
+            set_chance(state)
+        self._resumed = False
+        return batches
+
+    def _batch_size(self, loader: DataLoader[Any]) -> int:
+        sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+        if sampler is not self.sampler:
+            raise UsageError(
+                "job.batches needs a loader that draws from the job's own data=: DataLoader(dataset, sampler=data, …)"
+            )
+        return getattr(loader.batch_sampler, "batch_size", 1)
+
+
+# ── chance ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def chance() -> Tree:
+    """The state of this process's generators: torch's on the CPU and on the present CUDA device, Python's, numpy's."""
+    version, words, gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": (version, np.array(words, np.uint32), gauss),
+        "numpy": np.random.get_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_chance(state: Tree) -> None:
+    """Let the generators go on from there."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

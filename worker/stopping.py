@@ -1,0 +1,42 @@
+"""SIGTERM, as machines that are taken away send it: jobs are told to stop, and go on until they can."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import weakref
+from typing import Protocol
+
+
+class Stoppable(Protocol):
+    """A job."""
+
+    def stop(self) -> None:
+        """Come to an end as soon as it can be."""
+
+
+_jobs: weakref.WeakSet[Stoppable] = weakref.WeakSet()
+_process = os.getpid()
+
+
+def stop_on_sigterm(job: Stoppable) -> None:
+    """Have ``job.stop()`` called on SIGTERM, for as long as somebody else holds the job.
+
+    A handler that is there already stays, and so does what is there if this is not the main thread, which alone can
+    change it. A second SIGTERM ends the process at once.
+    """
+    global _process
+    _jobs.add(job)
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        _process = os.getpid()
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigterm(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    if not _jobs or os.getpid() != _process:  # nothing to save, or a forked child of a loader's
+        os.kill(os.getpid(), number)
+    for job in list(_jobs):
+        job.stop()
