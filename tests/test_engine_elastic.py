@@ -97,14 +97,22 @@ def test_gathering_ends_when_too_few_are_left_and_begins_anew() -> None:
         driven.join(SEATS + index)
     driven.wait(1.0)
     driven.lose(1)
-    driven.wait(1.0)
-    assert driven.silent(0)
     driven.join(SEATS + 2)
-    driven.wait(1.0)
-    assert driven.silent(0)
-    driven.wait(1.0)
+    driven.wait(1.5)
+    assert driven.silent(0, 2)
+    driven.wait(0.5)
 
     assert len(welcomes(driven, 0, 2)) == 2
+
+
+def test_who_is_left_alone_waits_on() -> None:
+    driven = harness()
+    for index in range(2):
+        driven.join(SEATS + index)
+    driven.lose(1)
+    driven.wait(2.0)
+
+    assert driven.silent(0)
 
 
 def test_ranks_that_were_asked_for_give_the_order_and_leave_no_gap() -> None:

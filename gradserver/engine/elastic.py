@@ -37,7 +37,6 @@ def may_begin(group: Group, now: float) -> bool:
     if policy is None:
         return count == group.world
     if count < policy.minimum:
-        group.opens = None
         return False
     wishes = [applicant.join.world_size for applicant in group.applicants]
     if count == policy.maximum or (all(wishes) and count >= max(wishes)):
