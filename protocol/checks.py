@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgpack
+
+from protocol.buffer import Buffer
 from protocol.errors import MalformedMessageError
-from protocol.limits import MAX_LIST, MAX_TEXT
+from protocol.limits import MAX_FRAME_BYTES, MAX_LIST, MAX_TEXT
 
 T = TypeVar("T")
 Fact = str | int | tuple[str, ...]
@@ -96,3 +99,28 @@ def brief(value: Any) -> str:
     if isinstance(value, (str, bytes, list, dict)):
         return f"{type(value).__name__} of length {len(value)}"
     return repr(value)[:60]
+
+
+def unpack(data: Buffer, what: str, most: int, maps: bool) -> list[Any]:
+    """The list that ``data`` is as msgpack, with at most ``most`` items in any list of it, and with maps or without.
+
+    Raises:
+        MalformedMessageError: it is none; ``what`` says what it is not.
+    """
+    try:
+        unpacked = msgpack.unpackb(
+            data,
+            use_list=True,
+            raw=False,
+            strict_map_key=True,
+            max_str_len=4 * MAX_TEXT,
+            max_bin_len=MAX_FRAME_BYTES,
+            max_ext_len=0,
+            max_array_len=most,
+            max_map_len=64 if maps else 0,
+        )
+    except Exception as error:  # msgpack raises a zoo of types, all of them about these bytes
+        raise MalformedMessageError(f"{what}: {str(error)[:120]}") from None
+    if type(unpacked) is not list:
+        raise MalformedMessageError(what)
+    return unpacked

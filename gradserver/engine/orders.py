@@ -27,11 +27,10 @@ from gradserver.engine.events import (
 )
 from gradserver.engine.records import pack_round, unpack_round
 from protocol.buffer import Buffer
-from protocol.checks import brief, facts, integer, listed, number, text
+from protocol.checks import brief, facts, integer, listed, number, text, unpack
 from protocol.errors import GradServerError, MalformedMessageError
 from protocol.limits import (
     MAX_COUNTER,
-    MAX_FRAME_BYTES,
     MAX_LIST,
     MAX_NAME_BYTES,
     MAX_ORDER_BYTES,
@@ -141,23 +140,7 @@ def _pack(*fields: Any) -> bytes:
 def _unpack(data: Buffer, limit: int) -> list[Any]:
     if len(data) > limit:
         raise MalformedMessageError(f"{len(data)} bytes between control and data, the limit is {limit}")
-    try:
-        unpacked = msgpack.unpackb(
-            data,
-            use_list=True,
-            raw=False,
-            strict_map_key=True,
-            max_str_len=4 * MAX_TEXT,
-            max_bin_len=MAX_FRAME_BYTES,
-            max_ext_len=0,
-            max_array_len=MAX_LIST,
-            max_map_len=64,
-        )
-    except Exception as error:  # msgpack raises a zoo of types, all of them about these bytes
-        raise MalformedMessageError(f"neither an order nor a report: {str(error)[:120]}") from None
-    if type(unpacked) is not list:
-        raise MalformedMessageError("neither an order nor a report")
-    return unpacked
+    return unpack(data, "neither an order nor a report", MAX_LIST, maps=True)
 
 
 def _pack_error(error: GradServerError) -> list[Any]:

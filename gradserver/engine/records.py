@@ -17,12 +17,11 @@ from typing import Any, Final, NamedTuple
 import msgpack
 
 from protocol.buffer import Buffer
-from protocol.checks import brief, integer, number, text
+from protocol.checks import brief, integer, number, text, unpack
 from protocol.errors import LimitExceededError, MalformedMessageError
 from protocol.limits import (
     MAX_BUCKETS,
     MAX_COUNTER,
-    MAX_FRAME_BYTES,
     MAX_NAME_BYTES,
     MAX_ORDER_BYTES,
     MAX_TEXT,
@@ -295,23 +294,7 @@ def decode(code: int, body: Buffer) -> Kind:
 def _unpack(body: Buffer) -> list[Any]:
     if len(body) > MAX_BODY_BYTES:
         raise LimitExceededError(f"a record of {len(body)} bytes, the limit is {MAX_BODY_BYTES}")
-    try:
-        values = msgpack.unpackb(
-            body,
-            use_list=True,
-            raw=False,
-            strict_map_key=True,
-            max_str_len=4 * MAX_TEXT,
-            max_bin_len=MAX_FRAME_BYTES,
-            max_ext_len=0,
-            max_array_len=MAX_WORLD_SIZE,
-            max_map_len=0,
-        )
-    except Exception as error:  # msgpack raises a zoo of types, all of them about these bytes
-        raise MalformedMessageError(f"no record: {str(error)[:120]}") from None
-    if type(values) is not list:
-        raise MalformedMessageError("no record")
-    return values
+    return unpack(body, "no record", MAX_WORLD_SIZE, maps=False)
 
 
 class Dated(NamedTuple):
