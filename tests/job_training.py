@@ -67,7 +67,7 @@ class Average:
 class Run:
     """What came of a training."""
 
-    digest: str
+    digest: int
     state: dict[str, Tensor]
     round: int
     resumed: Path | None
@@ -108,7 +108,7 @@ def train(
         step()
     state = {**model.module.state_dict(), **{f"average.{n}": v.clone() for n, v in enumerate(average.values)}}
     state["rate"] = torch.tensor(scheduler.get_last_lr())
-    return Run(digest_of(model).hex(), state, job.round, job.resumed)
+    return Run(digest_of(model), state, job.round, job.resumed)
 
 
 def main() -> None:

@@ -26,13 +26,15 @@ from protocol.errors import (
     UsageError,
     WorkerLeftError,
 )
-from tests.cluster import Daemon, Program, wait_until
+from tests.cluster import PATIENCE, Daemon, Program, wait_until
 from tests.job_training import EPOCHS, ROUNDS, SAMPLES, Run, train
 from tests.replicas import alone, on, same
 from tests.test_checkpoint import largest_file, names
+from worker import checkpoint
 from worker.checkpoint import Directory, read, write
 from worker.client import Worker
-from worker.tree import pack
+from worker.position import Position
+from worker.tree import Packed, pack
 
 torch.set_num_threads(1)
 
@@ -95,6 +97,33 @@ def test_with_the_same_number_of_workers_bits_are_those_of_the_undisturbed_run(
 def test_saving_changes_nothing(tmp_path: Path, undisturbed: Run) -> None:
     assert all(same(run.state, undisturbed.state) for run in on(3, train, tmp_path, every=1, after=settle))
     assert names(tmp_path) == ["latest", f"round-{ROUNDS - 1:09}.gsckpt", f"round-{ROUNDS:09}.gsckpt"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is written is what was there when it was due. What is due meanwhile is left out."""
+    outcomes(3, tmp_path / "stopped", after=stopping(1, 0))
+    go_on = threading.Event()
+
+    def slow(path: Path, packed: Packed) -> None:
+        assert go_on.wait(PATIENCE)
+        write(path, packed)
+
+    def after(job: Job) -> None:
+        if job.round == 7:
+            go_on.set()
+            settle(job)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    with caplog.at_level(logging.WARNING, "gradserver"):
+        runs = on(3, train, tmp_path / "slow", every=2, after=after)
+    assert all(same(run.state, undisturbed.state) for run in runs)
+    left_out = "round {} is not saved: the last checkpoint is still being written"
+    assert [left_out.format(number) for number in (4, 6)] == [record.message for record in caplog.records]
+    wait_until((tmp_path / "slow" / "round-000000008.gsckpt").exists, "the last one is written")
+    late = read(tmp_path / "slow" / "round-000000002.gsckpt").tree
+    assert same(late["model"], latest(tmp_path / "stopped")["model"])
 
 
 def settle(job: Job) -> None:
@@ -246,6 +275,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             job_of(worker, data=data).load(file)
         with pytest.raises(StateError, match=r"it has state= \[\], and this job \['ema'\]"):
             job_of(worker, state={"ema": job.optimizer}).load(file)
+        half = DistributedDataParallel(nn.Linear(2, 1).bfloat16(), worker)
+        with pytest.raises(
+            StateError, match="its weights are others when they are loaded: this model's are of another type"
+        ):
+            Job(half, torch.optim.SGD(half.parameters())).load(file)
         larger = DistributedDataParallel(nn.Linear(3, 1), worker)
         with pytest.raises(StateError, match="(?s)job.gsckpt does not fit this job: .*size mismatch for weight"):
             Job(larger, torch.optim.SGD(larger.parameters())).load(file)
@@ -322,6 +356,15 @@ def test_what_is_read_ahead_does_not_count(tmp_path: Path) -> None:
 
     alone(work)
     assert read(tmp_path / "f").tree["data"]["done"] == [(6,)]
+
+
+def test_what_a_loader_drops_is_used_when_the_epoch_is_over() -> None:
+    position = Position(ShardSampler(20, 0, 1))
+    batches = list(
+        position.batches(DataLoader(TensorDataset(torch.ones(20)), 3, sampler=position.sampler, drop_last=True))
+    )
+    assert len(batches) == 6
+    assert position.own() == {"rank": 0, "used": 20}
 
 
 # ── what goes wrong ──────────────────────────────────────────────────────────────────────────────────
@@ -475,5 +518,5 @@ def test_killed_and_terminated_processes_go_on_to_the_bits_of_the_undisturbed_ru
 
         with programs(daemon.url, 2, tmp_path) as processes:
             ends = {(process.expect("resumed "), process.expect("weights ")) for process in processes}
-            assert ends == {("round-000000006.gsckpt", undisturbed.digest)}
+            assert ends == {("round-000000006.gsckpt", str(undisturbed.digest))}
             assert [process.end() for process in processes] == [0, 0]

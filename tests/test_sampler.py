@@ -204,7 +204,7 @@ def test_other_numbers_of_workers_go_on_with_what_is_left(
         done.append(counts)
     assert len(set(used)) == len(used)
     assert drop or sorted(used) == list(range(length))
-    assert length - len(used) < sum(world_sizes)
+    assert length - len(used) < world_sizes[-1], "what earlier ones would have dropped is not lost"
 
 
 def test_as_many_workers_as_before_go_on_in_their_own_shards() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -10,6 +9,7 @@ from typing import Final
 import numpy as np
 from torch import nn
 
+from protocol.digest import MODULUS, digest
 from protocol.errors import DisagreementError, DivergedError, LimitExceededError, MembershipChangedError, StateError
 from protocol.limits import MIB
 from worker.client import Worker
@@ -36,18 +36,20 @@ def gather(worker: Worker, tree: Tree) -> list[Tree]:
         return [from_bytes(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
-def digest_of(module: nn.Module) -> bytes:
-    """SHA-256 of a module's parameters, one behind the other."""
-    sha = hashlib.sha256()
+def digest_of(module: nn.Module) -> int:
+    """The digest (`protocol.digest`) of a module's parameters, one behind the other."""
+    total = at = 0
     for parameter in module.parameters():
-        sha.update(bind(parameter, writes=False).data.data)
-    return sha.digest()
+        data = bind(parameter, writes=False).data
+        total += digest(data, at)
+        at += data.size
+    return total % MODULUS
 
 
-def check_weights(worker: Worker, digests: Sequence[bytes], number: int) -> None:
+def check_weights(worker: Worker, digests: Sequence[int], number: int) -> None:
     """Raise DivergedError, which names those who differ from most, unless all weights are the same."""
     usual = max(digests, key=Counter(digests).__getitem__)  # the first of them, so the lowest rank's, if it is a draw
-    others = [rank for rank, digest in enumerate(digests) if digest != usual]
+    others = [rank for rank, one in enumerate(digests) if one != usual]
     if others:
         raise DivergedError(
             f"after round {number} the weights of {_named(worker, others)} are not those of "

@@ -329,6 +329,8 @@ class Job:
         if self._position is not None:
             self._position.resume(tree["data"])
         self.model.module.load_state_dict(tree["model"])
+        if digest_of(self.model.module) != tree["weights"]:
+            raise StateError("its weights are others when they are loaded: this model's are of another type, or order")
         self.optimizer.load_state_dict(tree["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(tree["scheduler"])
@@ -366,7 +368,7 @@ class Job:
 
 def _of_a_job(loaded: Loaded) -> Loaded:
     """``loaded``, if it has what `Job.save` writes."""
-    parts = ("round", "model", "optimizer", "scheduler", "state", "data", "chance", "versions")
+    parts = ("round", "model", "optimizer", "scheduler", "state", "data", "chance", "weights", "versions")
     if type(loaded.tree) is not dict or any(part not in loaded.tree for part in parts):
         raise StateError(f"{loaded.path} is not the checkpoint of a job")
     return loaded

@@ -104,7 +104,8 @@ def chance() -> Tree:
         "python": (version, np.array(words, np.uint32), gauss),
         "numpy": np.random.get_state(),
     }
-    if torch.cuda.is_available():
+    cuda: Any = torch.cuda  # torch has not typed the method
+    if cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

@@ -190,7 +190,6 @@ class ShardSampler(Sampler[int]):
         for counts in stages:
             if not counts:
                 raise InvalidArgumentError("done has an empty entry: each says what at least one rank had")
-            left = left[: self._even(len(left), len(counts))]
             for rank, count in enumerate(counts):
                 if count > len(shard_batches(len(left), rank, len(counts))):
                     raise InvalidArgumentError(
