@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from worker import checkpoint
 from worker.checkpoint import Directory, read, write
 from worker.client import Worker
 from worker.position import Position
+from worker.stopping import stop_on_sigterm
 from worker.tree import Packed, pack
 
 torch.set_num_threads(1)
@@ -187,6 +189,60 @@ def test_an_elastic_group_goes_on_without_who_is_told_to_stop(tmp_path: Path) ->
     assert isinstance(left, SystemExit)
     assert [run.round for run in others] == [2 * 3 + 1] * 2  # of the second epoch the leaver had the longest part
     assert same(others[0].state, others[1].state)
+
+
+class Stoppable:
+    """A job that notes that it was told to stop."""
+
+    stopped = 0
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+@contextmanager
+def handler(present: Any) -> Iterator[None]:
+    """SIGTERM is handled by ``present``, and afterwards as it was before."""
+    before = signal.signal(signal.SIGTERM, present)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_tells_every_job_once_and_a_second_one_ends_the_process() -> None:
+    one, other = Stoppable(), Stoppable()
+    with handler(signal.SIG_DFL):
+        stop_on_sigterm(one)
+        stop_on_sigterm(other)
+        signal.raise_signal(signal.SIGTERM)
+        assert (one.stopped, other.stopped) == (1, 1)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_scripts_own_stays() -> None:
+    job, noted = Stoppable(), list[int]()
+    with handler(lambda number, _: noted.append(number)):
+        stop_on_sigterm(job)
+        signal.raise_signal(signal.SIGTERM)
+    assert (job.stopped, noted) == (0, [signal.SIGTERM])
+
+
+@pytest.mark.parametrize("case", ["del job", "os.fork() and os.wait() and os._exit(0)"])
+def test_sigterm_ends_a_process_without_a_job_and_a_forked_one(case: str) -> None:
+    code = f"""
+import os, time
+from tests.test_job import Stoppable
+from worker.stopping import stop_on_sigterm
+job = Stoppable()
+stop_on_sigterm(job)
+{case}
+print("pid", os.getpid(), flush=True)
+time.sleep(60)
+"""
+    with Program("-c", code) as program:
+        os.kill(int(program.expect("pid ")), signal.SIGTERM)
+        assert program.end(10.0) == (0 if "fork" in case else -signal.SIGTERM)
 
 
 def test_stop_and_save_need_a_place(tmp_path: Path) -> None:
