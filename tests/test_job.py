@@ -423,6 +423,12 @@ def test_what_a_loader_drops_is_used_when_the_epoch_is_over() -> None:
     assert position.own() == {"rank": 0, "used": 20}
 
 
+def test_what_a_lost_worker_had_said_last_stays_used() -> None:
+    position = Position(ShardSampler(20, 0, 2))
+    assert position.of_all([{"rank": 0, "used": 3}, {"rank": 1, "used": 4}])["done"] == [(3, 4)]
+    assert position.of_all([{"rank": 0, "used": 6}])["done"] == [(6, 4)]
+
+
 # ── what goes wrong ──────────────────────────────────────────────────────────────────────────────────
 
 
