@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
 # libraries read these when they are first imported, and the processes that a test starts inherit them.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
+
+# A shell that runs the tests in the background has Ctrl-C ignored, and that would be inherited by the programs that
+# tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("default", deadline=None, max_examples=50)
 # The same examples every time, so that a change is judged by what it changed.
