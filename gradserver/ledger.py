@@ -134,7 +134,7 @@ def _text(path: str, files: Sequence[Path], written: Iterator[Written], selectio
     if not selection.is_all and not any(story.chosen for story in told):
         raise _no_rounds(path, selection, told)
     if selection.one is not None:
-        return [line for story in told for record in story.chosen for line in (*one_round(story, record), "")][:-1]
+        return [line for story in told for found in story.chosen for line in (*one_round(story, found), "")][:-1]
     if not selection.is_all:
         return [line for story in told if story.chosen for line in (*round_rows(story, story.chosen), "")][:-1]
     size = sum(file.stat().st_size for file in files)
@@ -172,7 +172,7 @@ def _stories(written: Iterator[Written], selection: Selection) -> tuple[list[Sto
             story = living[record.group]
             story.take(record, clock)
             if isinstance(record, Round) and not selection.is_all and selection.has(record.record.round):
-                story.chosen.append(record.record)
+                story.chosen.append(record)
     return stories, gaps
 
 

@@ -56,7 +56,7 @@ class Story:
         self.epoch = 0
         self.names: dict[int, str] = {}
         self.plan: Plan | None = None
-        self.chosen: list[RoundRecord] = []
+        self.chosen: list[Round] = []
         self.first: int | None = None
         self.last = -1
         self.hashed = self.count = 0
@@ -120,7 +120,8 @@ def summary(story: Story) -> list[str]:
     lines = [f"group {story.name!r}: {story.world} workers, epoch {story.epoch}, since {story.since}"]
     if story.plan is not None:
         plan = story.plan.plan
-        lines.append(f"  plan: {len(plan.buckets)} buckets, {plan.nbytes / 1e6:.1f} MB a round, {_wires(story.plan)}")
+        buckets = "1 bucket" if len(plan.buckets) == 1 else f"{len(plan.buckets)} buckets"
+        lines.append(f"  plan: {buckets}, {plan.nbytes / 1e6:.1f} MB a round, {_wires(story.plan)}")
     if story.first is None:
         lines.append("  no round was completed")
     else:
@@ -150,9 +151,11 @@ def summary(story: Story) -> list[str]:
     return lines
 
 
-def round_rows(story: Story, records: Sequence[RoundRecord]) -> list[str]:
+def round_rows(story: Story, found: Sequence[Round]) -> list[str]:
     """One line for each round: who was waited for, how long, and why."""
-    return [f"group {story.name!r}, epoch {story.epoch}:", *_rows(story, records)]
+    first, last = found[0].epoch, found[-1].epoch
+    epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
+    return [f"group {story.name!r}, {epochs}:", *_rows(story, [each.record for each in found])]
 
 
 def _rows(story: Story, records: Sequence[RoundRecord]) -> list[str]:
@@ -174,10 +177,11 @@ def _rows(story: Story, records: Sequence[RoundRecord]) -> list[str]:
     return table(["round", "done at", "took", "gave", "came last", "behind", "why", "digest"], rows)
 
 
-def one_round(story: Story, record: RoundRecord) -> list[str]:
+def one_round(story: Story, found: Round) -> list[str]:
     """All about one round."""
+    record = found.record
     lines = [
-        f"round {record.round} of group {story.name!r}, epoch {story.epoch}: "
+        f"round {record.round} of group {story.name!r}, epoch {found.epoch}: "
         f"{moment(story.start, record.opened)}, took {_seconds(record.completed - record.opened)}"
     ]
     total = sum(record.weights)

@@ -315,6 +315,22 @@ def write(path: Path, rounds: Sequence[int], file_bytes: int = 1 << 20) -> None:
     state.close()
 
 
+def test_rounds_are_said_to_be_of_the_epoch_in_which_they_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, range(2))
+    state = StateDir(tmp_path, "0.1.0", sync=None)
+    state.append(Group("g", 2, 60.0))
+    for epoch, number in ((1, 0), (2, 1), (3, 2)):
+        state.append(Epoch("g", epoch, number, ((0, "a"), (1, "b")), "somebody left"))
+        at = time.monotonic()
+        state.append(Round("g", epoch, RoundRecord(number, (1.0, 1.0), at, at + 0.5, 1, ((at, at), (at, at)), (), ())))
+    state.close()
+
+    assert run(capsys, tmp_path, "--round", 1)[1][-4].startswith("round 1 of group 'g', epoch 2: ")
+    assert "group 'g', epochs 1 to 3:" in run(capsys, tmp_path, "--from", 0)[1]
+
+
 def test_who_sends_slowly_is_told_from_who_begins_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, range(3))
     _, out, _ = run(capsys, tmp_path, "--from", 0)

@@ -21,7 +21,7 @@ def agree(group: Group, plan: Plan, commands: list[Command]) -> None:
     for seat in group.members.values():
         commands.append(Send(seat.connection, Agreed(plan.hash, group.rounds)))
     commands.append(
-        Log(f"group {group.name!r}: plan of {len(plan.buckets)} buckets, {plan.nbytes / 1e6:.1f} MB a round")
+        Log(f"group {group.name!r}: plan of {_buckets(len(plan.buckets))}, {plan.nbytes / 1e6:.1f} MB a round")
     )
 
 
@@ -74,3 +74,7 @@ def fail_overdue(group: Group, commands: list[Command]) -> None:
         missing=tuple(group.call(rank) for rank in missing),
     )
     fail_all(group, error, commands)
+
+
+def _buckets(count: int) -> str:
+    return "1 bucket" if count == 1 else f"{count} buckets"
