@@ -27,7 +27,8 @@ import zmq
 from gradserver.binding import RECEIVE_QUEUE, bind_router
 from gradserver.coordinator import Coordinator
 from gradserver.disconnects import Disconnects
-from gradserver.unix import Line, UnixServer
+from gradserver.hosted import Line
+from gradserver.unix import UnixServer
 from protocol.buffer import Buffer
 from protocol.errors import (
     GradServerError,

@@ -10,7 +10,6 @@ taken at a time.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import logging
 import os
@@ -22,14 +21,13 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from gradserver.hosted import Guest, Line
 from gradserver.memory import Segments
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError, LimitExceededError, UnexpectedMessageError
 from protocol.messages import Place
-from protocol.packets import PacketStream
 from protocol.sharing import (
     ADDRESS_PREFIX,
-    MAX_PACKET_BYTES,
     Lend,
     Offer,
     Refused,
@@ -38,7 +36,6 @@ from protocol.sharing import (
     Talk,
     Talking,
     decode_packet,
-    encode_packet,
 )
 
 log = logging.getLogger("gradserver")
@@ -47,16 +44,12 @@ MAX_MAPPINGS: Final = 16_384
 """Segments of all workers together: a quarter of what Linux lets a process map, the allocator's needs included."""
 MAX_STRANGERS: Final = 64
 """Connections that have yet to show a token. One more, and the oldest has to go."""
-MAX_QUEUED: Final = 50_000
-"""Packets that may wait for a worker which does not read; credits keep members far below it."""
 _ACCEPTS: Final = 16
 """Connections accepted before the loop goes on: a flood of them must not stop it."""
 _BACKLOG: Final = 1024
 _DRAINED: Final = 4096
 """Packets taken at most from someone who is gone. Linux keeps fewer."""
 _LINGER_SECONDS: Final = 1.0
-_FDS_TAKEN: Final = 4
-"""Descriptors taken from a packet, to be closed if they are not exactly one; the kernel closes what is beyond."""
 
 
 class Host(Protocol):
@@ -86,8 +79,8 @@ class UnixServer:
     def __init__(self, poller: select.poll, host: Host) -> None:
         self._poller = poller
         self._host = host
-        self._guests: dict[bytes, _Guest] = {}
-        self._tokens: dict[str, _Guest] = {}
+        self._guests: dict[bytes, Guest] = {}
+        self._tokens: dict[str, Guest] = {}
         self._connections: dict[int, Line] = {}
         self._strangers: dict[int, Line] = {}
         self._paused = False
@@ -124,7 +117,7 @@ class UnixServer:
             self._poller.register(self._listener.fileno(), select.POLLIN)
         guest = self._guests.get(identity)
         if guest is None:
-            guest = self._guests[identity] = _Guest(identity, secrets.token_hex(16))
+            guest = self._guests[identity] = Guest(identity, secrets.token_hex(16))
             self._tokens[guest.token] = guest
         return self.address, guest.token
 
@@ -145,9 +138,7 @@ class UnixServer:
         """Take what came from ``identity``, who is gone and says no more."""
         guest = self._guests.get(identity)
         if guest is not None and guest.line is not None:
-            for _ in range(_DRAINED):
-                if not self._hear(guest.line):
-                    break
+            self._drain(guest.line)
 
     def forget(self, identity: bytes) -> None:
         """Let go of all that ``identity`` shared, and hang up when it has read what it was told."""
@@ -285,7 +276,7 @@ class UnixServer:
             return None
         raise UnexpectedMessageError(f"a {type(message).__name__} is not what a worker says here")
 
-    def _guest(self, line: Line, token: str) -> _Guest:
+    def _guest(self, line: Line, token: str) -> Guest:
         """Whose token that is, if this is his connection."""
         guest = self._tokens.get(token)
         if guest is None:
@@ -307,9 +298,7 @@ class UnixServer:
         except BlockingIOError:
             return False
         except (EOFError, OSError):
-            self._hang_up(line)
-            if guest is not None:
-                self._host.hung_up(guest.identity)
+            self._end(line)
             return False
         except GradServerError as error:
             self._hang_up(line)
@@ -320,80 +309,29 @@ class UnixServer:
             self._host.heard(guest.identity, frames)
         return True
 
+    def _drain(self, line: Line) -> None:
+        """Take what came through ``line``."""
+        for _ in range(_DRAINED):
+            if not self._hear(line):
+                break
+
+    def _end(self, line: Line) -> None:
+        """The other side has closed ``line``, or has died; nothing, if that was noticed before."""
+        if self._connections.get(line.descriptor) is line:
+            self._hang_up(line)
+            if line.guest is not None:
+                self._host.hung_up(line.guest.identity)
+
     def _flush(self, line: Line) -> None:
         """Send what is queued for someone who reads again."""
         try:
             if not line.stream.flush():
                 return
-        except OSError:
-            self._hang_up(line)
+        except OSError:  # what it said before it went counts
+            self._drain(line)
+            self._end(line)
             return
         if line.guest is None:
             self._hang_up(line)
         else:
             self._poller.modify(line.descriptor, select.POLLIN)
-
-
-class _Guest:
-    """Someone who may come, and what there is of him.
-
-    His connections stay here when they are closed: no token is good for a second one of a kind.
-    """
-
-    def __init__(self, identity: bytes, token: str) -> None:
-        self.identity = identity
-        self.token = token
-        self.segments = Segments()
-        self.sharing: Line | None = None
-        """Where memory is handed over."""
-        self.line: Line | None = None
-        """Where messages pass."""
-
-
-class Line:
-    """One connection to the local socket."""
-
-    def __init__(self, accepted: socket.socket, poller: select.poll) -> None:
-        self.socket = accepted
-        self.descriptor = accepted.fileno()
-        self.guest: _Guest | None = None
-        self.talks = False
-        """Whether messages pass here."""
-        self.stream = PacketStream(lambda packet: accepted.send(packet, socket.MSG_NOSIGNAL), accepted.recv)
-        self._poller = poller
-
-    def send(self, header: bytes, payloads: Sequence[Buffer]) -> bool:
-        """Send a message; False if nobody is there any more, or reads."""
-        waiting = len(self.stream.queued)
-        if waiting >= MAX_QUEUED:
-            return False
-        try:
-            if not self.stream.send(header, payloads) and not waiting:
-                self._poller.modify(self.descriptor, select.POLLIN | select.POLLOUT)
-        except OSError:
-            return False
-        return True
-
-    def linger(self, until: float) -> None:
-        """Send what is queued, until then at most."""
-        with contextlib.suppress(OSError):
-            while self.stream.queued and (left := until - time.monotonic()) > 0:
-                self.socket.settimeout(left)
-                self.stream.flush()
-
-    def say(self, message: SharingMessage) -> None:
-        """Send a packet that is not a message. OSError if that is not possible at once."""
-        self.socket.send(encode_packet(message), socket.MSG_NOSIGNAL)
-
-    def receive(self) -> tuple[bytes, list[int]]:
-        """One packet and the descriptors that came with it. BlockingIOError if there is none."""
-        descriptors = array.array("i")
-        packet, ancillary, flags, _ = self.socket.recvmsg(
-            MAX_PACKET_BYTES, socket.CMSG_LEN(_FDS_TAKEN * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
-        )
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-        if flags & socket.MSG_TRUNC:
-            packet = b"\xc1"  # which begins no message
-        return packet, list(descriptors)

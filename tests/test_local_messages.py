@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from gradserver.hosted import MAX_QUEUED
 from gradserver.tcp import TcpServer
-from gradserver.unix import MAX_QUEUED
 from protocol.buffer import Buffer
 from protocol.errors import DeadlineError, LimitExceededError, MalformedMessageError
 from protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES
@@ -192,6 +192,17 @@ def test_a_reader_that_is_slow_gets_all_of_it_even_when_it_was_forgotten(host: H
         assert set(heard[:-2]) == {message(b"result", payload)}
         assert len(heard) > 12
     assert host.ends == []
+
+
+def test_what_somebody_said_counts_though_he_never_read(host: Host) -> None:
+    with talking(host) as talker:
+        line = host.lines[WORKER]
+        while not line.stream.queued:
+            assert line.send(b"result", [bytes(30 * KIB)])
+        for text in (b"one", b"two"):
+            talker._socket.send(message(text))
+    assert host.messages == [(WORKER, [b"one"]), (WORKER, [b"two"])]
+    assert host.ends == [WORKER]
 
 
 def test_a_reader_that_never_reads_is_given_up(host: Host) -> None:

@@ -307,9 +307,7 @@ class TcpChannel:
             return False
         try:
             if events & select.POLLOUT:
-                with self._lock:
-                    if local.stream.flush():
-                        self._poller.modify(local.descriptor, select.POLLIN)
+                self._flush(line, local)
                 return False
             frames = local.stream.receive()
         except BlockingIOError:
@@ -325,6 +323,16 @@ class TcpChannel:
         if frames is not None:
             self._hand_over(line, frames)
         return True
+
+    def _flush(self, line: Line, local: LocalLine) -> None:
+        """Send what is queued; if the other side has closed the socket, what it said last is yet to be read."""
+        with self._lock:
+            try:
+                if not local.stream.flush():
+                    return
+            except OSError:
+                line.sends_locally = False
+            self._poller.modify(local.descriptor, select.POLLIN)
 
     def _hand_over(self, line: Line, frames: Sequence[Buffer]) -> None:
         try:

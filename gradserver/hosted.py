@@ -1,0 +1,86 @@
+"""Workers of the coordinator's own host: what there is of each, and one connection of theirs to its local socket."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from gradserver.memory import Segments
+from protocol.buffer import Buffer
+from protocol.packets import PacketStream
+from protocol.sharing import MAX_PACKET_BYTES, SharingMessage, encode_packet
+
+MAX_QUEUED: Final = 50_000
+"""Packets that may wait for a worker which does not read; credits keep members far below it."""
+_FDS_TAKEN: Final = 4
+"""Descriptors taken from a packet, to be closed if they are not exactly one; the kernel closes what is beyond."""
+
+
+class Guest:
+    """Someone who may come, and what there is of him.
+
+    His connections stay here when they are closed: no token is good for a second one of a kind.
+    """
+
+    def __init__(self, identity: bytes, token: str) -> None:
+        self.identity = identity
+        self.token = token
+        self.segments = Segments()
+        self.sharing: Line | None = None
+        """Where memory is handed over."""
+        self.line: Line | None = None
+        """Where messages pass."""
+
+
+class Line:
+    """One connection to the local socket."""
+
+    def __init__(self, accepted: socket.socket, poller: select.poll) -> None:
+        self.socket = accepted
+        self.descriptor = accepted.fileno()
+        self.guest: Guest | None = None
+        self.talks = False
+        """Whether messages pass here."""
+        self.stream = PacketStream(lambda packet: accepted.send(packet, socket.MSG_NOSIGNAL), accepted.recv)
+        self._poller = poller
+
+    def send(self, header: bytes, payloads: Sequence[Buffer]) -> bool:
+        """Send a message; False if nobody is there any more, or reads."""
+        waiting = len(self.stream.queued)
+        if waiting >= MAX_QUEUED:
+            return False
+        try:
+            if not self.stream.send(header, payloads) and not waiting:
+                self._poller.modify(self.descriptor, select.POLLIN | select.POLLOUT)
+        except OSError:
+            return False
+        return True
+
+    def linger(self, until: float) -> None:
+        """Send what is queued, until then at most."""
+        with contextlib.suppress(OSError):
+            while self.stream.queued and (left := until - time.monotonic()) > 0:
+                self.socket.settimeout(left)
+                self.stream.flush()
+
+    def say(self, message: SharingMessage) -> None:
+        """Send a packet that is not a message. OSError if that is not possible at once."""
+        self.socket.send(encode_packet(message), socket.MSG_NOSIGNAL)
+
+    def receive(self) -> tuple[bytes, list[int]]:
+        """One packet and the descriptors that came with it. BlockingIOError if there is none."""
+        descriptors = array.array("i")
+        packet, ancillary, flags, _ = self.socket.recvmsg(
+            MAX_PACKET_BYTES, socket.CMSG_LEN(_FDS_TAKEN * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        if flags & socket.MSG_TRUNC:
+            packet = b"\xc1"  # which begins no message
+        return packet, list(descriptors)
