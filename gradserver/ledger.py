@@ -24,8 +24,8 @@ from gradserver.engine.records import (
 )
 from gradserver.journal import Entry, Fault, number_of, scan
 from gradserver.ledger_tables import Story, hexadecimal, moment, one_round, round_rows, summary
-from gradserver.state import files_of, reason_of
-from protocol.errors import StateError
+from gradserver.state import files_of
+from protocol.errors import StateError, reason_of
 from protocol.exchange import EXACT
 from protocol.limits import KIB, MIB
 

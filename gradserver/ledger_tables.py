@@ -119,9 +119,7 @@ def summary(story: Story) -> list[str]:
     """Who contributed how often, who was waited for, what happened, and the last rounds."""
     lines = [f"group {story.name!r}: {story.world} workers, epoch {story.epoch}, since {story.since}"]
     if story.plan is not None:
-        plan = story.plan.plan
-        buckets = "1 bucket" if len(plan.buckets) == 1 else f"{len(plan.buckets)} buckets"
-        lines.append(f"  plan: {buckets}, {plan.nbytes / 1e6:.1f} MB a round, {_wires(story.plan)}")
+        lines.append(f"  plan: {story.plan.plan.size}, {_wires(story.plan)}")
     if story.first is None:
         lines.append("  no round was completed")
     else:

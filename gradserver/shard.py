@@ -25,6 +25,7 @@ from protocol.errors import (
     GradServerError,
     ProtocolError,
     UnexpectedMessageError,
+    reason_of,
 )
 from protocol.limits import MAX_ORDER_BYTES
 from protocol.messages import Enlist, Enlisted, Failure, Message, Ping
@@ -196,10 +197,10 @@ def _reach(url: str, timeout: float) -> tuple[str, str, bool]:
                 there, here = connection.getpeername(), connection.getsockname()[0]
                 return numeric_url(*there[:2]), here, there[0] == here
         except OSError as error:
-            why = error.strerror or str(error)
+            why = reason_of(error)
         if time.monotonic() + _RETRY_SECONDS >= until:
             raise CoordinatorUnreachableError(
-                f"no coordinator answered at {url} within {timeout:g} s ({why.lower()}). "
+                f"no coordinator answered at {url} within {timeout:g} s ({why}). "
                 f"Is `gradserver serve` running there, and is the port right?"
             )
         time.sleep(_RETRY_SECONDS)

@@ -22,7 +22,7 @@ from typing import Final
 
 from gradserver.engine.records import CODES, Books, Dated, Gap, Kind, Round, Snapshot, Start
 from gradserver.journal import Entry, Fault, frame, header, number_of, scan
-from protocol.errors import StateError
+from protocol.errors import StateError, reason_of
 from protocol.limits import MIB
 
 log = logging.getLogger("gradserver")
@@ -342,8 +342,3 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def reason_of(error: OSError) -> str:
-    """What the system says, as a part of a sentence."""
-    return (error.strerror or str(error)).lower()

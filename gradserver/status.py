@@ -10,7 +10,13 @@ from typing import Any, cast
 import zmq
 
 from gradserver.tables import table
-from protocol.errors import CoordinatorError, CoordinatorUnreachableError, ProtocolError, UnexpectedMessageError
+from protocol.errors import (
+    CoordinatorError,
+    CoordinatorUnreachableError,
+    ProtocolError,
+    UnexpectedMessageError,
+    reason_of,
+)
 from protocol.limits import MAX_FRAME_BYTES
 from protocol.messages import Failure, Status, StatusRequest
 from protocol.url import numeric_url, parse_target, parse_url
@@ -110,7 +116,7 @@ def _reach(url: str) -> str:
             return numeric_url(*connection.getpeername()[:2])
     except OSError as error:
         raise CoordinatorUnreachableError(
-            f"no coordinator answers at {url} ({(error.strerror or str(error)).lower()}). "
+            f"no coordinator answers at {url} ({reason_of(error)}). "
             f"Is `gradserver serve` running there, and is the port right?"
         ) from error
 

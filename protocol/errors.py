@@ -252,3 +252,8 @@ for _class in ERRORS.values():
     _class.__module__ = "gradserver"  # where people import them from, and so what a traceback shows
 
 __all__ = ["ERRORS", *ERRORS]  # noqa: PLE0604 - the names are the keys, all of them strings
+
+
+def reason_of(error: OSError) -> str:
+    """What the system says, as a part of a sentence."""
+    return (error.strerror or str(error)).lower()

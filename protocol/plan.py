@@ -129,6 +129,12 @@ class Plan:
         """Bytes of gradient that one worker contributes in a round."""
         return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.buckets)
 
+    @property
+    def size(self) -> str:
+        """How large a round of it is, in words."""
+        count = len(self.buckets)
+        return f"{count} bucket{'s' * (count != 1)}, {self.nbytes / 1e6:.1f} MB a round"
+
 
 def first_difference(one: Plan, other: Plan) -> tuple[str, str] | None:
     """The first place where two plans differ, as each side has it; None when they are equal."""

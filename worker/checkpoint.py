@@ -30,7 +30,7 @@ from typing import BinaryIO, Final
 import numpy as np
 
 from protocol.buffer import Buffer
-from protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError, StateError
+from protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError, StateError, reason_of
 from worker.tree import MAX_MANIFEST_BYTES, Packed, Tree, unpack
 
 log = logging.getLogger("gradserver")
@@ -76,7 +76,7 @@ def write(path: Path, packed: Packed) -> None:
                 unfinished.unlink()  # its room may be what is missing
             raise
     except OSError as error:
-        raise StateError(f"cannot write the checkpoint {path}: {_reason(error)}") from error
+        raise StateError(f"cannot write the checkpoint {path}: {reason_of(error)}") from error
 
 
 def read(path: Path) -> Loaded:
@@ -89,7 +89,7 @@ def read(path: Path) -> Loaded:
         with path.open("rb", buffering=0) as file:
             return _Reader(path, file).read()
     except OSError as error:
-        raise StateError(f"cannot read the checkpoint {path}: {_reason(error)}") from error
+        raise StateError(f"cannot read the checkpoint {path}: {reason_of(error)}") from error
 
 
 def _write_all(file: BinaryIO, packed: Packed) -> None:
@@ -196,7 +196,7 @@ class Directory:
                 return linked.resolve()
             return next(iter(self._newest_first()), None)  # the writer was killed before it had set the link
         except OSError as error:
-            raise StateError(f"cannot look for checkpoints in {self.path}: {_reason(error)}") from error
+            raise StateError(f"cannot look for checkpoints in {self.path}: {reason_of(error)}") from error
 
     def write(self, number: int, packed: Packed) -> Path:
         """Write the checkpoint of round ``number``, and remove those that are not to be kept. Raises StateError."""
@@ -204,7 +204,7 @@ class Directory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StateError(f"cannot make the directory {self.path} for checkpoints: {_reason(error)}") from error
+            raise StateError(f"cannot make the directory {self.path} for checkpoints: {reason_of(error)}") from error
         write(path, packed)
         try:
             self._link(path)
@@ -264,7 +264,3 @@ class Writing(threading.Thread):
         """What became of it: empty if it is not done after so many seconds, ``written``, or what went wrong."""
         self.join(timeout)
         return self._outcome
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()

@@ -10,7 +10,7 @@ from typing import Final
 import zmq
 
 from protocol.channel import Receiver
-from protocol.errors import CoordinatorUnreachableError
+from protocol.errors import CoordinatorUnreachableError, reason_of
 from protocol.limits import MAX_FRAME_BYTES
 from protocol.url import numeric_url, parse_target, parse_url
 from worker.unix import LocalLine
@@ -95,15 +95,15 @@ def wait_for_listener(url: str, timeout: float, what: str = "coordinator") -> tu
                 there, here = connection.getpeername(), connection.getsockname()[0]
                 return numeric_url(*there[:2]), there[0] == here or here in ("127.0.0.1", "::1")
         except OSError as error:
-            why = error.strerror or str(error)
+            why = reason_of(error)
         if time.monotonic() + _RETRY_SECONDS >= started + timeout:
             raise CoordinatorUnreachableError(
-                f"no {what} answered at {url} within {timeout:g} s ({why.lower()}). "
+                f"no {what} answered at {url} within {timeout:g} s ({why}). "
                 f"Is `gradserver serve` running there, and is the port right?"
             )
         if not said and time.monotonic() - started > _SAY_SO_AFTER:
             said = True
-            log.warning("no %s at %s yet (%s); trying for %g s in all", what, url, why.lower(), timeout)
+            log.warning("no %s at %s yet (%s); trying for %g s in all", what, url, why, timeout)
         time.sleep(_RETRY_SECONDS)
 
 

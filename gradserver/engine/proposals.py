@@ -20,9 +20,7 @@ def agree(group: Group, plan: Plan, commands: list[Command]) -> None:
     group.busy_shards = sum(group.table.buckets_of(plan, shard) > 0 for shard in range(group.table.shards))
     for seat in group.members.values():
         commands.append(Send(seat.connection, Agreed(plan.hash, group.rounds)))
-    commands.append(
-        Log(f"group {group.name!r}: plan of {_buckets(len(plan.buckets))}, {plan.nbytes / 1e6:.1f} MB a round")
-    )
+    commands.append(Log(f"group {group.name!r}: plan of {plan.size}"))
 
 
 def confirm(group: Group, source: int, digest: str, commands: list[Command]) -> None:
@@ -74,7 +72,3 @@ def fail_overdue(group: Group, commands: list[Command]) -> None:
         missing=tuple(group.call(rank) for rank in missing),
     )
     fail_all(group, error, commands)
-
-
-def _buckets(count: int) -> str:
-    return "1 bucket" if count == 1 else f"{count} buckets"
