@@ -17,13 +17,14 @@ import numpy as np
 from gradserver.engine.events import Reduce
 from gradserver.engine.policy import Policy
 from protocol.dtypes import FLOAT32, UINT8
-from protocol.errors import GradServerError, MembershipChangedError
-from protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Layout, Op, Operation, gives, layout_of
+from protocol.errors import MembershipChangedError
+from protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Op, Operation, gives, layout_of
 from protocol.messages import Failure, Membership, Message, Push, Result, RoundDone
 from tests.engine_harness import (
     SEATS,
     Array,
     Harness,
+    Task,
     all_reduce,
     bucket,
     collective,
@@ -34,8 +35,6 @@ from tests.engine_harness import (
 
 Giver = Callable[[int, ExchangeKey, Operation, int], tuple[float, Array | None]]
 """What a seat gives: weight and values."""
-Outcome = tuple[float, bytes | None]
-"""Weight and payload of one slice's result."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +49,6 @@ class Step:
     numel: int = 4
     root: int = 0
     target: int = 1
-
-
-@dataclass
-class Task:
-    """One exchange, as one member sees it."""
-
-    key: ExchangeKey
-    operation: Operation
-    layout: Layout
-    values: Array | None
-    weight: float
-    epoch: int = 0
-    sent: int = 0
-    answers: dict[int, Outcome] = field(default_factory=dict)
-    error: GradServerError | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.error is not None or len(self.answers) == self.layout.count
 
 
 @dataclass

@@ -31,7 +31,7 @@ from gradserver.engine.policy import Policy
 from protocol.buffer import Buffer
 from protocol.dtypes import FLOAT32
 from protocol.errors import GradServerError
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, layout_of
+from protocol.exchange import ExchangeKey, Kind, Layout, Op, Operation, Stream, layout_of
 from protocol.messages import Agreed, Failure, Join, Leave, Message, Propose, Push, Result, Scope, Welcome
 from protocol.plan import Plan, simple_plan
 from protocol.shards import share_of
@@ -42,6 +42,32 @@ M = TypeVar("M")
 TIMEOUT = 10.0
 SEATS = 100
 """Connection of rank 0; so that nobody mistakes a connection for a rank."""
+
+
+Outcome = tuple[float, bytes | None]
+"""Weight and payload of one slice's result."""
+
+
+@dataclass
+class Task:
+    """One exchange, as one participant sees it."""
+
+    key: ExchangeKey
+    operation: Operation
+    layout: Layout
+    values: Array | None
+    weight: float
+    epoch: int = 0
+    sent: int = 0
+    answers: dict[int, Outcome] = field(default_factory=dict)
+    error: GradServerError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or len(self.answers) == self.layout.count
+
+    def first_unanswered(self) -> int:
+        return next(index for index in range(self.layout.count) if index not in self.answers)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -248,6 +248,27 @@ def result(losses: list[float], *hashes: str, norm: float = 2.0) -> Result:
 LOSSES = [5.5, 4.0, 3.0, 2.5, 2.25, 2.0]
 
 
+Verdict = Callable[[Settings, tuple[str, str], float, int, list[str]], None]
+
+
+@pytest.fixture
+def verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verdict:
+    """Checks what a demo says of workers with these hashes of their weights, and this as their last loss."""
+
+    def run(settings: Settings, hashes: tuple[str, str], last: float, status: int, lines: list[str]) -> None:
+        monkeypatch.setattr(runner._Demo, "train_group", lambda _self: result([*LOSSES[:-1], last], *hashes))
+        monkeypatch.setattr(runner._Demo, "train_reference", lambda _self, _group: result(LOSSES, "ab" * 32))
+        assert runner.run_demo(settings, tmp_path) == status
+        output = capsys.readouterr().out
+        for line in lines:
+            assert line in output
+        assert ("PASS" in output) == (status == 0)
+        assert "\x1b" not in output
+        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("hashes", "last", "status", "lines"),
     [
@@ -268,23 +289,9 @@ LOSSES = [5.5, 4.0, 3.0, 2.5, 2.25, 2.0]
     ],
 )
 def test_exit_status_follows_the_verdict(
-    hashes: tuple[str, str],
-    last: float,
-    status: int,
-    lines: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    verdict: Verdict, hashes: tuple[str, str], last: float, status: int, lines: list[str]
 ) -> None:
-    monkeypatch.setattr(runner._Demo, "train_group", lambda _self: result([*LOSSES[:-1], last], *hashes))
-    monkeypatch.setattr(runner._Demo, "train_reference", lambda _self, _group: result(LOSSES, "ab" * 32))
-    assert runner.run_demo(TINY, tmp_path) == status
-    output = capsys.readouterr().out
-    for line in lines:
-        assert line in output
-    assert ("PASS" in output) == (status == 0)
-    assert "\x1b" not in output
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    verdict(TINY, hashes, last, status, lines)
 
 
 @pytest.mark.parametrize(
@@ -301,22 +308,9 @@ def test_exit_status_follows_the_verdict(
     ],
 )
 def test_a_lossy_curve_may_be_another_but_replicas_may_not(
-    hashes: tuple[str, str],
-    last: float,
-    status: int,
-    lines: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    verdict: Verdict, hashes: tuple[str, str], last: float, status: int, lines: list[str]
 ) -> None:
-    monkeypatch.setattr(runner._Demo, "train_group", lambda _self: result([*LOSSES[:-1], last], *hashes))
-    monkeypatch.setattr(runner._Demo, "train_reference", lambda _self, _group: result(LOSSES, "ab" * 32))
-    assert runner.run_demo(replace(TINY, wire="int8"), tmp_path) == status
-    output = capsys.readouterr().out
-    for line in lines:
-        assert line in output
-    assert ("PASS" in output) == (status == 0)
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    verdict(replace(TINY, wire="int8"), hashes, last, status, lines)
 
 
 def test_distance_is_relative_to_the_reference_and_never_hidden() -> None:

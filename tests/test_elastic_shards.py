@@ -15,23 +15,18 @@ from protocol.errors import MembershipChangedError
 from protocol.exchange import ExchangeKey, Kind, Op, Operation
 from protocol.messages import Agreed, Failure, Membership, Push, Result, RoundDone
 from protocol.shards import share_of
-from tests.engine_harness import SEATS, Harness, bucket, collective, floats, plan_of, small_slices
+from tests.engine_harness import SEATS, Harness, bucket, collective, floats, plan_of
 from tests.sharded_harness import ShardedHarness
-from tests.test_engine_laws import SLICE, Scenario, seeds
-from tests.test_shard_laws import Client, Cluster, Part, many_rates
+from tests.test_engine_laws import Scenario, seeds
+from tests.test_shard_laws import Client, Cluster, Part, many_rates, small_shares
 
 Departures = dict[int, tuple[int, bool]]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _small() -> Iterator[None]:
-    """Slices of four elements, tensors cut from three on, buckets from six on (or four, or three)."""
-    with small_slices(SLICE), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("protocol.shards.SPLIT_BYTES", 12)
-        patch.setattr("protocol.shards.SPLIT_BUCKET_BYTES", (24, 16, 12))
-        patch.setattr("protocol.shards.ALIGNMENT", 1)
+    with small_shares():
         yield
-        share_of.cache_clear()
 
 
 class ElasticCluster(Cluster):

@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from protocol.errors import MembershipChangedError, WorkerLeftError, WorkerLostError
 from protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Operation, Stream, gets
-from tests.elastic_harness import Cluster, Outcome, Step
-from tests.engine_harness import TIMEOUT, Array, small_slices
+from tests.elastic_harness import Cluster, Step
+from tests.engine_harness import TIMEOUT, Array, Outcome, small_slices
 from tests.test_engine_laws import Cluster as FixedCluster, Scenario
 
 SLICE = 16

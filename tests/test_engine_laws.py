@@ -28,13 +28,15 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.exchange import ExchangeKey, Kind, Layout, Op, Operation, Pool, Stream, gets, gives, layout_of, pool_of
+from protocol.exchange import ExchangeKey, Kind, Op, Operation, Pool, Stream, gets, gives, layout_of, pool_of
 from protocol.messages import Failure, Inquire, Leave, Message, Propose, Push, Result
 from tests.engine_harness import (
     SEATS,
     TIMEOUT,
     Array,
     Harness,
+    Outcome,
+    Task,
     all_reduce,
     bucket,
     collective,
@@ -136,30 +138,6 @@ def scenarios(draw: st.DrawFn, least_world: int = 1) -> Scenario:
 seeds = st.integers(0, 2**20)
 
 # ── who exchanges it ──────────────────────────────────────────────────────────────────────────────────
-
-Outcome = tuple[float, bytes | None]
-"""Weight and payload of one slice's result."""
-
-
-@dataclass
-class Task:
-    """One exchange, as one client sees it."""
-
-    key: ExchangeKey
-    operation: Operation
-    layout: Layout
-    values: Array | None
-    weight: float
-    sent: int = 0
-    answers: dict[int, Outcome] = field(default_factory=dict)
-    error: GradServerError | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.error is not None or len(self.answers) == self.layout.count
-
-    def first_unanswered(self) -> int:
-        return next(index for index in range(self.layout.count) if index not in self.answers)
 
 
 @dataclass

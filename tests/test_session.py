@@ -114,11 +114,11 @@ def slice_of(push: Push) -> tuple[int, int]:
     return push.key.part if push.key.stream == Stream.BUCKET else push.key.number, push.slice
 
 
-def joined_session(tape: Tape, *shards: Any) -> Session:
-    """A session that joins as rank 1 of a group of three, with ``shards`` as the Welcome tells of them."""
+def joined_session(tape: Tape, *shards: Any, **more: Any) -> Session:
+    """A session that joins as rank 1 of a group of three, with ``shards`` and more as the Welcome tells of it."""
     session = Session(tape, timeout=10.0)
     joining = session.join(Join("group", "w1", 1, 3, 10.0))
-    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, *shards), ())
+    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, *shards, **more), ())
     joining.wait()
     tape.take()
     return session

@@ -19,7 +19,7 @@ from protocol.exchange import Kind, Op, Operation
 from protocol.messages import Failure, Join, Membership, Push, Result, RoundDone, Scope, Welcome
 from protocol.plan import simple_plan
 from tests.cluster import Task
-from tests.test_session import CREDIT, NAMES, Tape, agree, bucket, collective, memory
+from tests.test_session import CREDIT, NAMES, Tape, agree, bucket, collective, joined_session, memory
 from tests.test_session_shards import URLS, Shards
 from worker.handle import Handle
 from worker.session import Session, ShardReceiver
@@ -31,11 +31,7 @@ GATHER = Operation(Kind.ALL_GATHER, Op.NONE, UINT8, 3 << 20)
 
 def elastic_session(tape: Tape, **shards: Any) -> Session:
     """Seat 1 of three, with ``shards`` as the Welcome tells of them."""
-    session = Session(tape, timeout=10.0)
-    session.join(Join("group", "w1", 1, 3, 10.0))
-    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, seats=(0, 1, 2), **shards), ())
-    tape.take()
-    return session
+    return joined_session(tape, seats=(0, 1, 2), **shards)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import gc
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,8 +41,8 @@ RATES = [(1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0), (0.0, 1.0, 2.
 many_rates = st.sampled_from(RATES)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small() -> Iterator[None]:
+@contextmanager
+def small_shares() -> Iterator[None]:
     """Slices of four elements, tensors cut from three on, buckets from six on (or four, or three)."""
     with small_slices(SLICE), pytest.MonkeyPatch.context() as patch:
         patch.setattr("protocol.shards.SPLIT_BYTES", 12)
@@ -49,6 +50,12 @@ def _small() -> Iterator[None]:
         patch.setattr("protocol.shards.ALIGNMENT", 1)
         yield
         share_of.cache_clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small() -> Iterator[None]:
+    with small_shares():
+        yield
 
 
 @dataclass
