@@ -247,10 +247,10 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _ledger(arguments: argparse.Namespace) -> int:
     """Show what a coordinator with --state-dir wrote down: who contributed to which round, and who was slow and why."""
-    from gradserver import ledger
+    from gradserver.ledger import command
 
-    selection = ledger.Selection(arguments.group, arguments.round, arguments.first, arguments.last)
-    return ledger.show(arguments.path, selection, arguments.json, arguments.verify)
+    selection = command.Selection(arguments.group, arguments.round, arguments.first, arguments.last)
+    return command.show(arguments.path, selection, arguments.json, arguments.verify)
 
 
 def _mebibytes(text: str) -> int:

@@ -49,7 +49,7 @@ class Mind(Protocol):
 
 
 class Journal(Protocol):
-    """Where records go: `gradserver.state.StateDir`."""
+    """Where records go: `gradserver.ledger.state.StateDir`."""
 
     def append(self, record: Kind) -> None:
         """Write ``record``. Never fails: training does not depend on it."""

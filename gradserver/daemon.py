@@ -17,11 +17,11 @@ from types import FrameType
 from typing import NamedTuple
 
 import gradserver
+from gradserver.channels.tcp import TcpServer
 from gradserver.children import Children
 from gradserver.coordinator import Coordinator, Journal
 from gradserver.engine import Engine
 from gradserver.engine.policy import Policy
-from gradserver.tcp import TcpServer
 from protocol.errors import CoordinatorStoppedError
 from protocol.limits import CREDIT_BYTES, MIB
 from protocol.messages import Enlist
@@ -158,7 +158,7 @@ def _journal(ledger: Ledger | None) -> Iterator[Journal | None]:
     if ledger is None:
         yield None
         return
-    from gradserver.state import StateDir  # here, as a coordinator without a ledger needs none of it
+    from gradserver.ledger.state import StateDir  # here, as a coordinator without a ledger needs none of it
 
     with closing(StateDir(ledger.directory, gradserver.__version__, ledger.sync, ledger.keep)) as state:
         yield state

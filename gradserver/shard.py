@@ -15,7 +15,7 @@ from typing import Final
 
 import zmq
 
-from gradserver.binding import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
+from gradserver.channels.binding import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
 from gradserver.coordinator import Coordinator
 from protocol.buffer import Buffer
 from protocol.errors import (

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import IO, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 import gradserver
+from gradserver.channels.tcp import TcpServer
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
 from gradserver.local import LocalCluster
 from gradserver.status import fetch
-from gradserver.tcp import TcpServer
 from protocol.limits import CREDIT_BYTES
 from worker.client import Worker
 from worker.connect import connect

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zmq
 
-from gradserver.tcp import TcpServer
+from gradserver.channels.tcp import TcpServer
 from protocol.dtypes import BY_NAME, FLOAT32
 from protocol.errors import (
     CollectiveMismatchError,

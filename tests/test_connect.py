@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gradserver import connect
-from gradserver.tcp import TcpServer
+from gradserver.channels.tcp import TcpServer
 from protocol.errors import (
     CoordinatorUnreachableError,
     InvalidArgumentError,

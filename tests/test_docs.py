@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import gradserver
-from gradserver import binding, cli, tcp
+from gradserver import cli
+from gradserver.channels import binding, tcp
 from gradserver.status import fetch
 from protocol import limits
 from protocol.dtypes import FLOAT32

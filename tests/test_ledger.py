@@ -15,8 +15,8 @@ import pytest
 
 from gradserver.cli import main
 from gradserver.engine.records import Epoch, Group, Halt, Kind, Plan, Round, RoundRecord
-from gradserver.journal import HEADER_BYTES, Entry, scan
-from gradserver.state import StateDir, files_of
+from gradserver.ledger.journal import HEADER_BYTES, Entry, scan
+from gradserver.ledger.state import StateDir, files_of
 from protocol.codecs import codec_of, seed_of
 from protocol.digest import MODULUS, digest, places
 from protocol.dtypes import FLOAT32

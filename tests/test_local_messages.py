@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradserver.hosted import MAX_QUEUED
-from gradserver.tcp import TcpServer
+from gradserver.channels.hosted import MAX_QUEUED
+from gradserver.channels.tcp import TcpServer
 from protocol.buffer import Buffer
 from protocol.errors import DeadlineError, LimitExceededError, MalformedMessageError
 from protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES

@@ -29,10 +29,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from gradserver.channels.tcp import TcpServer
+from gradserver.channels.unix import MAX_STRANGERS
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
-from gradserver.tcp import TcpServer
-from gradserver.unix import MAX_STRANGERS
 from protocol.buffer import Buffer
 from protocol.dtypes import FLOAT32
 from protocol.errors import BackendUnavailableError, GradServerError, InvalidArgumentError, MalformedMessageError

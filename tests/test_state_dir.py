@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradserver import state
 from gradserver.engine.records import Closed, Dated, Epoch, Gap, Group, Kind, Plan, Round, RoundRecord, Snapshot, Start
-from gradserver.journal import HEADER_BYTES, MAGIC, Entry, Fault, frame, header, number_of, scan
-from gradserver.state import EVERY_ROUND, StateDir, files_of
+from gradserver.ledger import state
+from gradserver.ledger.journal import HEADER_BYTES, MAGIC, Entry, Fault, frame, header, number_of, scan
+from gradserver.ledger.state import EVERY_ROUND, StateDir, files_of
 from protocol.errors import StateError
 from tests.cluster import Daemon, Program, wait_until, worker_program
 from tests.engine_harness import plan_of
@@ -474,7 +474,7 @@ def test_training_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
 
 
 def test_the_ledger_needs_neither_torch_nor_workers() -> None:
-    code = "import sys, gradserver.state, gradserver.ledger; print(not {'torch', 'worker'} & set(sys.modules))"
+    code = "import sys, gradserver.ledger.state, gradserver.ledger; print(not {'torch', 'worker'} & set(sys.modules))"
     with Program("-c", code) as program:
         assert program.end() == 0
         assert program.output() == ["True"]

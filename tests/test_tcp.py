@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradserver.tcp import TcpServer
+from gradserver.channels.tcp import TcpServer
 from protocol.errors import (
     ConnectionLostError,
     CoordinatorStoppedError,

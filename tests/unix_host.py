@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
-from gradserver.hosted import Line
-from gradserver.unix import UnixServer
+from gradserver.channels.hosted import Line
+from gradserver.channels.unix import UnixServer
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError
 from protocol.messages import Place

@@ -1,6 +1,6 @@
 """The directory in which a coordinator keeps its ledger: appending, and what a disk can do to that.
 
-One file at a time grows, `DIR/ledger-000001.gsl` and so on (`gradserver.journal` says what is in them). A record is one
+One file at a time grows, `DIR/ledger-000001.gsl` and so on (`.journal` says what is in them). A record is one
 `write` in append mode: the kernel has it then, so it survives the death of this process. For the death of the machine
 `fdatasync` is called from a thread, every second by default.
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from gradserver.engine.records import CODES, Books, Dated, Gap, Kind, Round, Snapshot, Start
-from gradserver.journal import Entry, Fault, frame, header, number_of, scan
+from gradserver.ledger.journal import Entry, Fault, frame, header, number_of, scan
 from protocol.errors import StateError, reason_of
 from protocol.limits import MIB
 

@@ -21,8 +21,8 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from gradserver.hosted import Guest, Line
-from gradserver.memory import Segments
+from gradserver.channels.hosted import Guest, Line
+from gradserver.channels.memory import Segments
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError, LimitExceededError, UnexpectedMessageError
 from protocol.messages import Place

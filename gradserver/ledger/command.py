@@ -22,9 +22,9 @@ from gradserver.engine.records import (
     Snapshot,
     Start,
 )
-from gradserver.journal import Entry, Fault, number_of, scan
-from gradserver.ledger_tables import Story, hexadecimal, moment, one_round, round_rows, summary
-from gradserver.state import files_of
+from gradserver.ledger.journal import Entry, Fault, number_of, scan
+from gradserver.ledger.state import files_of
+from gradserver.ledger.tables import Story, hexadecimal, moment, one_round, round_rows, summary
 from protocol.errors import StateError, reason_of
 from protocol.exchange import EXACT
 from protocol.limits import KIB, MIB

@@ -5,7 +5,7 @@ a frozen or cut-off one when its heartbeats stop (they are answered by libzmq's 
 whose Python is busy is not taken for dead). Either way the socket's monitor says that *a* connection
 closed; which one shows when a Ping can no longer be routed to it.
 
-Workers of the same host may talk through a local socket (`gradserver.unix`), once they have joined here. Who is
+Workers of the same host may talk through a local socket (`.unix`), once they have joined here. Who is
 alive is still for this socket to say.
 """
 
@@ -24,11 +24,11 @@ from typing import Final, Protocol
 
 import zmq
 
-from gradserver.binding import RECEIVE_QUEUE, bind_router
+from gradserver.channels.binding import RECEIVE_QUEUE, bind_router
+from gradserver.channels.disconnects import Disconnects
+from gradserver.channels.hosted import Line
+from gradserver.channels.unix import UnixServer
 from gradserver.coordinator import Coordinator
-from gradserver.disconnects import Disconnects
-from gradserver.hosted import Line
-from gradserver.unix import UnixServer
 from protocol.buffer import Buffer
 from protocol.errors import (
     GradServerError,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from gradserver.memory import Segments
+from gradserver.channels.memory import Segments
 from protocol.buffer import Buffer
 from protocol.packets import PacketStream
 from protocol.sharing import MAX_PACKET_BYTES, SharingMessage, encode_packet

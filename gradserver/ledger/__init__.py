@@ -1,0 +1,1 @@
+"""What a coordinator writes down: the files (`gradserver.ledger.state`), and how they are read (`.command`)."""
