@@ -20,6 +20,7 @@ worker                                  coordinator
   ◄────────────────────────────────────── Failure at any time; Ping at any time, not answered
   ◄────────────────────────────────────── Membership, in an elastic group, when somebody departed
   ◄────────────────────────────────────── RoundDone, in an elastic group, after the last Result of a round
+  (Resume, Resumed, Holding, Fetch, Held and Standing, after a connection broke, are drawn in `protocol.resuming`)
 
 data shard                              coordinator
   Enlist ────────────────────────────────► uses it for the groups that become complete from now on
@@ -41,6 +42,7 @@ from typing import Final, NamedTuple
 from protocol.errors import ERRORS, GradServerError
 from protocol.exchange import ExchangeKey, Operation
 from protocol.limits import MAX_TEXT
+from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,9 @@ class Welcome:
     """The group is complete. ``credit`` in bytes; ``names`` by rank.
 
     ``shards`` are the URLs of the data shards beside the coordinator itself, ``rates`` compare them (its own is the
-    first), and ``token`` is what this worker shows them. ``seats``, by rank, tell that the group is elastic.
+    first), and ``token`` is what this worker shows them. ``seats``, by rank, tell that the group is elastic. A
+    ``durable`` one survives broken connections, and the coordinator, which has begun as often as ``incarnation`` says
+    (`protocol.resuming`); the token is then also what a Resume shows.
     """
 
     group: str
@@ -79,6 +83,8 @@ class Welcome:
     rates: tuple[float, ...] = ()
     token: str = ""
     seats: tuple[int, ...] = ()
+    durable: bool = False
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +211,7 @@ class Push(NamedTuple):
         place: where in shared memory the contribution lies (if present) and the result belongs.
         epoch: on the first slice of what depends on the world size, the membership that its sender goes by; 0
             elsewhere, and in groups whose membership is fixed.
+        target: where in shared memory the result belongs, in a durable group: there what is given is kept.
     """
 
     key: ExchangeKey
@@ -215,13 +222,14 @@ class Push(NamedTuple):
     slices: int = 1
     place: Place | None = None
     epoch: int = 0
+    target: Place | None = None
 
 
 class Result(NamedTuple):
     """What became of a slice, or of several. ``weight`` is the sum over contributions that counted; 0 if none did.
 
     Without data (``present``) the result is zeros, or none was called for. If it is ``placed``, it lies in
-    shared memory where the Push said; else it is the payload.
+    shared memory where the Push said (at its target, if it named one); else it is the payload.
     """
 
     key: ExchangeKey
@@ -346,4 +354,10 @@ Message = (
     | Attended
     | Membership
     | RoundDone
+    | Resume
+    | Resumed
+    | Holding
+    | Fetch
+    | Held
+    | Standing
 )

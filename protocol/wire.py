@@ -75,6 +75,7 @@ from protocol.messages import (
     StatusRequest,
     Welcome,
 )
+from protocol.resuming import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
 
 _MAGIC: Final = b"GS"
 _PREFIX: Final = _MAGIC + bytes([PROTOCOL_VERSION])
@@ -86,7 +87,8 @@ _MAX_TOTAL: Final = 2 * MAX_WORLD_SIZE * MAX_WEIGHT  # sums round
 _LAST_STREAM: Final = int(max(Stream))
 _text = text(MAX_TEXT)
 _texts = listed(_text, MAX_LIST)
-_seats = listed(integer(0, MAX_WORLD_SIZE - 1), MAX_WORLD_SIZE)
+_seat = integer(0, MAX_WORLD_SIZE - 1)
+_seats = listed(_seat, MAX_WORLD_SIZE)
 _rank = integer(-1, MAX_WORLD_SIZE - 1)
 _counter = integer(0, MAX_COUNTER)
 _stream = integer(0, _LAST_STREAM)
@@ -94,6 +96,8 @@ _slices = integer(1, MAX_SLICES)
 _numel = integer(0, MAX_NUMEL)
 _known_scope = integer(0, max(Scope))
 _rate = number(0.0, MAX_RATE)
+_rates = listed(_rate, MAX_SHARDS)
+_total = number(0.0, _MAX_TOTAL)
 _weight = number(0.0, MAX_WEIGHT)
 
 
@@ -140,11 +144,11 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     # class, fields, fewest and most payloads, most bytes in a payload
     (Failure, (_scope, _text, _text, facts, optional(_key)), 0, 0, 0),
     (Join, (_text, _text, _rank, integer(0, MAX_WORLD_SIZE), number(0.0, MAX_TIMEOUT)), 0, 0, 0),
-    (Welcome, (_text, _rank, _counter, _counter, _texts, _texts, listed(_rate, MAX_SHARDS), _text, _seats), 0, 0, 0),
+    (Welcome, (_text, _rank, *(_counter,) * 2, *(_texts,) * 2, _rates, _text, _seats, flag, _counter), 0, 0, 0),
     (Propose, (_text, _counter), 1, 1, MAX_FRAME_BYTES),
     (Agreed, (_text, _counter), 0, 0, 0),
-    (Push, (_key, _counter, _weight, flag, _operation, _slices, _place, _counter), 0, 1, SLICE_BYTES),
-    (Result, (_key, _counter, number(0.0, _MAX_TOTAL), flag, _slices, flag), 0, 1, SLICE_BYTES),
+    (Push, (_key, _counter, _weight, flag, _operation, _slices, _place, _counter, _place), 0, 1, SLICE_BYTES),
+    (Result, (_key, _counter, _total, flag, _slices, flag), 0, 1, SLICE_BYTES),
     (Inquire, (_key,), 0, 0, 0),
     (Missing, (_key, _texts), 0, 0, 0),
     (Leave, (_text, flag), 0, 0, 0),
@@ -161,8 +165,14 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Attended, (), 0, 0, 0),
     (Membership, (_counter, _seats, _texts, _text, flag), 0, 0, 0),
     (RoundDone, (_counter, _counter), 0, 0, 0),
+    (Resume, (_text, _seat, _text, _counter, _text), 0, 0, 0),
+    (Resumed, (_counter, _counter), 0, 0, 0),
+    (Holding, (_counter, _counter, _weight), 1, 1, MAX_SPANS_BYTES),
+    (Fetch, (_counter, _key, _counter), 0, 0, 0),
+    (Held, (_counter, _key, _counter, _total, flag, _seats), 0, 1, SLICE_BYTES),
+    (Standing, (_counter, _counter), 0, 0, 0),
 )
-_SHORTER: Final = {Push: (5, 7), Result: (4,)}
+_SHORTER: Final = {Push: (5, 7, 8), Result: (4,)}
 """With so many fields they come too: what is behind concerns shared memory, and memberships that change."""
 _CODE_OF: Final = {row[0]: code for code, row in enumerate(_TYPES)}
 _PUSH_CODE: Final = bytes([_CODE_OF[Push]])
@@ -180,7 +190,9 @@ def encode(message: Message) -> bytes:
     values: tuple[Any, ...]
     if isinstance(message, Push):
         values = (message.key, message.slice, message.weight, message.present, _pack_operation(message.operation))
-        if message.epoch:
+        if message.target is not None:
+            values = (*values, message.slices, message.place, message.epoch, message.target)
+        elif message.epoch:
             values = (*values, message.slices, message.place, message.epoch)
         elif message.place is not None or message.slices != 1:
             values = (*values, message.slices, message.place)
@@ -224,6 +236,8 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, Sequence[Buffer]]:
             raise LimitExceededError(f"{kind} with a payload of {len(payload)} bytes, the limit is {largest}")
     if type(message) is Push or type(message) is Result:
         _check_payload(message, len(payloads))
+    elif type(message) is Held and len(payloads) != message.present:
+        raise MalformedMessageError("a Held that announces a payload without one, or has one without announcing it")
     return message, payloads
 
 
@@ -257,6 +271,8 @@ def _check_payload(message: Push | Result, payloads: int) -> None:
         raise MalformedMessageError(
             f"a {type(message).__name__} of {message.slices} slices with a payload: one at most"
         )
+    if isinstance(message, Push) and message.target is not None and message.place is None:
+        raise MalformedMessageError("a Push that names a place for its result, and none for what it gives")
 
 
 # The two messages of the data path, checked as the table says, in one expression each: a small tensor is

@@ -68,6 +68,7 @@ from protocol.messages import (
     StatusRequest,
     Welcome,
 )
+from protocol.resuming import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
 from protocol.wire import decode, encode
 
 PREFIX = b"GS" + bytes([PROTOCOL_VERSION])
@@ -113,6 +114,14 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
             st.builds(Welcome, names, ranks, counters, counters, short_lists, short_lists, rates, names, seats),
             none,
         ),
+        (
+            st.builds(
+                Welcome,
+                *(names, ranks, counters, counters, short_lists, short_lists, rates, names, seats),
+                *(st.booleans(), counters),
+            ),
+            none,
+        ),
         (st.builds(Membership, counters, seats, short_lists, names, st.booleans()), none),
         (st.builds(RoundDone, counters, counters), none),
         (st.builds(Propose, names, counters), one),
@@ -135,6 +144,19 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
             st.builds(Push, keys, counters, weights, st.booleans(), st.none() | operations, slices, places, epochs),
             none,
         ),
+        (
+            st.builds(
+                Push, keys, counters, weights, st.booleans(), st.none() | operations, slices, places, epochs, places
+            ),
+            none,
+        ),
+        (st.builds(Resume, names, st.integers(0, MAX_WORLD_SIZE - 1), names, counters, names), none),
+        (st.builds(Resumed, counters, counters), none),
+        (st.builds(Holding, counters, counters, weights), one),
+        (st.builds(Fetch, counters, keys, counters), none),
+        (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(True), seats), one),
+        (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(False), seats), none),
+        (st.builds(Standing, counters, counters), none),
         (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(True), slices, st.just(True)), none),
         (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(False), slices, st.booleans()), none),
         (st.builds(Inquire, keys), none),
@@ -187,6 +209,15 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Enlisted(2), []),
     (Ordered(), [b"order"]),
     (Reported(), [b"report"]),
+    (Welcome("default", 1, 5, 1 << 24, ("w0", "w1"), seats=(0, 1), token="ab" * 16, durable=True, incarnation=3), []),
+    (Push(KEY, 0, 1.0, True, None, 1, Place(3, 4096), 0, Place(4, 4096)), []),
+    (Resume("default", 2, "ab" * 16, 6, "cd" * 32), []),
+    (Resumed(3, 7), []),
+    (Holding(7, 211, 1.5), [b"spans"]),
+    (Fetch(7, KEY, 3), []),
+    (Held(7, KEY, 3, 5.0, True, (2,)), [b"1234"]),
+    (Held(7, KEY, 3, 0.0, False), []),
+    (Standing(7, 211), []),
 ]
 
 
@@ -287,7 +318,7 @@ json_like = st.recursive(
 )
 
 
-@given(st.integers(-1, 14), st.lists(json_like, max_size=6), st.lists(st.binary(max_size=3), max_size=2))
+@given(st.integers(-1, 30), st.lists(json_like, max_size=6), st.lists(st.binary(max_size=3), max_size=2))
 def test_any_values_for_fields_give_a_message_or_an_error(
     code: int, values: list[object], payloads: list[bytes]
 ) -> None:
@@ -348,6 +379,11 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(5, [0, 0, 0], 0, 1.0, True, None)], "announces a payload without one"),
         ([header(5, [0, 0, 0], 0, 1.0, False, None), b"1234"], "announces a payload without one"),
         ([header(6, [0, 0, 0], 0, 1.0, True)], "announces a payload without one"),
+        ([header(5, [0, 0, 0], 0, 1.0, False, None, 1, None, 0, [0, 9])], "a place for its result, and none for what"),
+        ([header(27, 1, [0, 0, 0], 0, 1.0, True, [])], "a Held that announces a payload without one"),
+        ([header(27, 1, [0, 0, 0], 0, 1.0, False, []), b"1"], "a Held that announces a payload without one"),
+        ([header(23, "g", 1024, "t", 0, "")], "expected an integer from 0 to 1023, got 1024"),
+        ([header(25, 1, 2, 1.0)], "Holding with 0 payloads; 1 to 1 go with it"),
         ([header(6, [0, 0, 0], 0, 1.0, False), b"1234"], "announces a payload without one"),
         ([header(5, [0, 0, 0], 0, math.nan, False, None)], "expected a number from 0.0 to 1e.30, got nan"),
         ([header(5, [0, 0, 0], 0, -1.0, False, None)], "expected a number"),
@@ -432,6 +468,10 @@ def of(kind: Message, *sizes: int) -> list[bytes]:
         (of(Propose("hash"), MAX_FRAME_BYTES), True),
         (of(Propose("hash"), MAX_FRAME_BYTES + 1), False),
         (of(Status(), MAX_FRAME_BYTES + 1), False),
+        (of(Holding(1, 2, 1.0), MAX_SPANS_BYTES), True),
+        (of(Holding(1, 2, 1.0), MAX_SPANS_BYTES + 1), False),
+        (of(Held(1, KEY, 0, 1.0, True), SLICE_BYTES), True),
+        (of(Held(1, KEY, 0, 1.0, True), SLICE_BYTES + 1), False),
         ([PREFIX + bytes(MAX_HEADER_BYTES)], False),
     ],
 )

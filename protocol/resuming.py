@@ -1,0 +1,215 @@
+"""What members and a coordinator that has come back tell each other: who holds which results, so that none is lost.
+
+Of a *durable* group (a Welcome says so) every member keeps what it gives until it has the result, and the result until
+nobody present can lack it any more. A coordinator writes decisions down, and no gradients. When it comes back, or when
+one member comes back on a new connection to a coordinator that lives, everybody says what he holds: results that
+somebody has are handed on, the others are made again from the same contributions.
+
+What a member keeps
+───────────────────
+- of a bucket's slice: what it gives, until its result is there (in shared memory the result goes to `Push.target`);
+  the result, as it came, until the same slice of the next round is answered, or another plan is agreed on;
+- of collectives and transfers: what it gives, until its result is there; results, for as long as the slices of its
+  collectives (of its transfers) that were answered later cost no more than its credit and one slice. Who lacks an
+  earlier one cannot have contributed to these. What it gave to a transfer it does not keep once that is done.
+
+The conversation, in its order on each connection
+─────────────────────────────────────────────────
+
+member                                   coordinator
+  (a new connection, as its own broke)
+  Resume ────────────────────────────────► knows the seat by its token; waits for the others
+  ◄─────────────────────────────────────── Resumed, or Failure of scope CONNECTION: LeftOutError (others went on
+                                           without it: join again), JoinRefusedError (there is no such group)
+                                         … and Resumed, unasked, to every member whose connection stands
+  (says nothing of exchanges until Standing; ShareMemory and Propose, if unanswered, are said again now)
+  ◄─────────────────────────────────────── Membership of every epoch later than Resume's, the earliest first
+  ◄─────────────────────────────────────── Agreed, if a Propose said now is for the plan that all had agreed on
+  Holding + spans ───────────────────────► to each data half; of what came before this Resumed, or with it
+  ◄─────────────────────────────────────── Fetch of a slice that it holds and another lacks, any number
+  Held + slice ──────────────────────────► in any order
+  ◄─────────────────────────────────────── Result, unasked, of each slice that it lacks and somebody holds: of the
+                                           round that it is in, of collectives, of transfers. As payload, always
+  ◄─────────────────────────────────────── RoundDone, if its round is over
+  ◄─────────────────────────────────────── Result, unasked, of each slice of the round after that which somebody holds
+  ◄─────────────────────────────────────── Failure of scope EXCHANGE for what cannot be made again
+  ◄─────────────────────────────────────── Standing
+  Push … ────────────────────────────────► of all that it has begun, each slice without a result, again, in order
+
+| message   | who to whom          | when                                                                             |
+|-----------|----------------------|----------------------------------------------------------------------------------|
+| Resume    | member → primary     | first on a new connection, instead of Join                                       |
+| Resumed   | primary → member     | the answer; and at any time on a connection that stands. It makes everything     |
+|           |                      | that this member pushed and that is unanswered void. A later one makes an        |
+|           |                      | earlier one void, and what was said because of it                                |
+| Holding   | member → data half   | once for every Resumed, with its ``version``. What the coordinator sent before   |
+|           |                      | the Resumed has been read then                                                   |
+| Fetch     | data half → member   | between Holding and Standing; only for what the Holding (or a Result since then) |
+|           |                      | named                                                                            |
+| Held      | member → data half   | once for every Fetch. Which holder is asked is the coordinator's choice          |
+| Standing  | data half → member   | when every member present has said Holding, and has every result that any of     |
+|           |                      | them holds. From then on it is as if nothing had been: what has a result is      |
+|           |                      | settled at all members alike, and is never pushed                                |
+
+Guarantees
+──────────
+- Between Resumed and Standing no Result comes but what is said above, and each slice once at most. A Result for a slice
+  that the member has answered already is an error of the coordinator's.
+- A member that pushes before Standing is not heard: what it says is dropped.
+- Of a collective or transfer that is not done at a member, slices that were answered without bytes while others get
+  some (at a broadcast's root, at a transfer's source, of others' chunks) are LACKING, and are given again; of one that
+  is done there they are OVER. Bytes that come for a slice of which a member gets none say that it was answered.
+- The first Push of an exchange behind a Standing says all that a first slice says (``operation``, and ``epoch`` where
+  the world size matters), whichever slice it is. A Push of several slices contains no settled one.
+- If the connection breaks at any point of it, the member begins again with Resume.
+- All waits end: who does not come back, or does not say Holding, departs, and the others hear of it (Membership).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+from protocol.buffer import Buffer
+from protocol.errors import LimitExceededError, MalformedMessageError
+from protocol.exchange import ExchangeKey, Stream
+from protocol.limits import MAX_COUNTER, MAX_FRAME_BYTES, MAX_WORLD_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A member of a durable group is back, on a new connection.
+
+    Attributes:
+        group: name of the group.
+        seat: its seat there.
+        token: what the Welcome brought.
+        epoch: the latest that it has heard of.
+        plan: the hash of the plan that it goes by; empty if none was agreed on.
+    """
+
+    group: str
+    seat: int
+    token: str
+    epoch: int
+    plan: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The books are opened anew: say what you hold, and wait for Standing.
+
+    Attributes:
+        incarnation: how often the coordinator has started on its directory.
+        version: how often this group's books were opened; what follows names it.
+    """
+
+    incarnation: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What this member holds; the payload is a list of `Span`.
+
+    Attributes:
+        version: that of the Resumed.
+        round: the first round of which no RoundDone has come.
+        weight: with which it takes part in that round; 0 if it has pushed nothing of it.
+    """
+
+    version: int
+    round: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Say the result of this slice once more."""
+
+    version: int
+    key: ExchangeKey
+    slice: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A result that this member holds, as it came: ``weight`` and ``without`` are those of the Result.
+
+    The payload is the result, if it is ``present``; zeros need none.
+    """
+
+    version: int
+    key: ExchangeKey
+    slice: int
+    weight: float
+    present: bool
+    without: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Go on, with ``round``. What has no result is to be pushed (again)."""
+
+    version: int
+    round: int
+
+
+class State(IntEnum):
+    """How a member stands to some slices of an exchange."""
+
+    LACKING = 0
+    """Begun, and without a result. For collectives and transfers; what it lacks of buckets follows from the round."""
+    HELD = 1
+    """It has the result, and keeps it."""
+    OVER = 2
+    """Done with, and not kept: others were given the bytes, or it was too long ago. The latest `MAX_OVER` of these."""
+    FAILED = 3
+    """Done with, as it failed. The latest of these, too."""
+
+
+class Span(NamedTuple):
+    """Slices ``first`` up to ``stop`` of an exchange. Those of an exchange do not overlap."""
+
+    state: State
+    key: ExchangeKey
+    first: int
+    stop: int
+
+
+MAX_OVER: Final = 256
+"""Collectives and transfers that a Holding names as `State.OVER` or `State.FAILED`."""
+_SPAN: Final = struct.Struct("<BBQQhhII")
+MAX_SPANS_BYTES: Final = MAX_FRAME_BYTES // _SPAN.size * _SPAN.size
+"""How much a Holding can say."""
+_LAST_STREAM: Final = int(max(Stream))
+
+
+def pack_spans(spans: Iterable[Span]) -> bytes:
+    """The payload of a Holding."""
+    return b"".join(_SPAN.pack(state, *key, first, stop) for state, key, first, stop in spans)
+
+
+def unpack_spans(data: Buffer) -> list[Span]:
+    """What a Holding says; a ProtocolError says why it says nothing."""
+    if len(data) > MAX_SPANS_BYTES:
+        raise LimitExceededError(f"{len(data)} bytes of what a member holds, the limit is {MAX_SPANS_BYTES}")
+    if len(data) % _SPAN.size:
+        raise MalformedMessageError(f"{len(data)} bytes of what a member holds, no multiple of {_SPAN.size}")
+    return [_span(*values) for values in _SPAN.iter_unpack(data)]
+
+
+def _span(state: int, stream: int, number: int, part: int, source: int, target: int, first: int, stop: int) -> Span:
+    if (
+        state > State.FAILED
+        or stream > _LAST_STREAM
+        or max(number, part) > MAX_COUNTER
+        or not -1 <= min(source, target) <= max(source, target) < MAX_WORLD_SIZE
+        or first >= stop
+    ):
+        what = (stream, number, part, source, target)
+        raise MalformedMessageError(f"no member holds slices {first} to {stop} of {what} in the state {state}")
+    return Span(State(state), ExchangeKey(stream, number, part, source, target), first, stop)
