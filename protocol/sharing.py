@@ -20,7 +20,10 @@ On a second connection they say everything else, from then on without a network 
 
 That both map the same memory is not believed but proven. The worker writes a random number into the segment
 before it offers it, and `Taken` says which number the coordinator read there; the coordinator writes one too,
-and `Taken` says which, for the worker to read. Both lie in the segment's header, where no data ever lies.
+and `Taken` says which, for the worker to read. Both lie in the segment's header, where no data ever lies. Memory that
+is not ``writable`` the coordinator can only read, so that it stays whole whenever the coordinator dies, and the next
+one can have it too: what is sealed can be mapped for reading again and again, for writing never more. Its proof is
+the worker's alone.
 
 Each message is one packet: a msgpack array ``[type, field, …]``.
 """
@@ -63,6 +66,7 @@ class Offer:
     token: str
     segment: int
     size: int
+    writable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ SharingMessage = Offer | Release | Taken | Refused | Lend | Lent | Talk | Talkin
 
 _KINDS: Final[tuple[type[Any], ...]] = (Offer, Release, Taken, Refused, Lend, Lent, Talk, Talking)
 _LIMITS: Final = {"segment": MAX_COUNTER, "size": MAX_SEGMENT_BYTES, "token": 64, "reason": MAX_REASON}
-_TYPES: Final[dict[str, type[Any]]] = {"int": int, "str": str, "bytes": bytes}
+_TYPES: Final[dict[str, type[Any]]] = {"int": int, "str": str, "bytes": bytes, "bool": bool}
 
 
 def encode_packet(message: SharingMessage) -> bytes:
@@ -160,7 +164,9 @@ def _check(kind: type[Any], name: str, value: Any) -> None:
     wanted = _TYPES[kind.__annotations__[name]]
     if type(value) is not wanted:
         raise MalformedMessageError(f"{kind.__name__}.{name} is {type(value).__name__}, expected {wanted.__name__}")
-    if wanted is int:
+    if wanted is bool:
+        good = True
+    elif wanted is int:
         good = 0 <= value <= _LIMITS[name]
     elif wanted is bytes:
         good = len(value) == PROOF_BYTES

@@ -558,8 +558,8 @@ HOSTILITIES: dict[str, tuple[Callable[[Hostile], None], str]] = {
     "a deep packet": (lambda h: h.say(b"\x91" * 1000), "not msgpack"),
     "a wide packet": (lambda h: h.say(b"\xdd\x7f\xff\xff\xff"), "not msgpack"),
     "an unknown type": (lambda h: h.say(msgpack.packb([9])), "unknown packet type"),
-    "fields of other types": (lambda h: h.say(msgpack.packb([0, 1, 2, 3])), "Offer.token is int"),
-    "too few fields": (lambda h: h.say(msgpack.packb([0, "token"])), "has 3 fields"),
+    "fields of other types": (lambda h: h.say(msgpack.packb([0, 1, 2, 3, True])), "Offer.token is int"),
+    "too few fields": (lambda h: h.say(msgpack.packb([0, "token"])), "has 4 fields"),
     "what a coordinator says": (lambda h: h.say(Refused("you")), "not what a worker says"),
     "a release of nothing": (lambda h: h.say(Release(0)), "never given"),
     "a release with memory": (lambda h: h.say(Release(0), memfd()), "not what a worker says"),
@@ -568,7 +568,7 @@ HOSTILITIES: dict[str, tuple[Callable[[Hostile], None], str]] = {
 
 def raw(*values: object) -> bytes:
     """An Offer of anything."""
-    packet: bytes = msgpack.packb([0, *values])
+    packet: bytes = msgpack.packb([0, *values, True])
     return packet
 
 
@@ -716,7 +716,7 @@ def test_what_is_still_read_outlives_its_worker(host: Host) -> None:
 
 texts = st.text(max_size=64)
 packets = st.one_of(
-    st.builds(Offer, texts, st.integers(0, MAX_COUNTER), st.integers(0, MAX_SEGMENT_BYTES)),
+    st.builds(Offer, texts, st.integers(0, MAX_COUNTER), st.integers(0, MAX_SEGMENT_BYTES), st.booleans()),
     st.builds(Release, st.integers(0, MAX_COUNTER)),
     st.builds(Lend, texts, st.integers(0, MAX_COUNTER), st.integers(0, MAX_SEGMENT_BYTES)),
     st.builds(Lent, st.integers(0, MAX_COUNTER)),

@@ -25,6 +25,7 @@ from protocol.limits import MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
 from protocol.messages import Join
 from worker.client import Worker
 from worker.handle import VERDICT_SECONDS, Handle
+from worker.resume import Lifeline
 from worker.session import Session, ShardReceiver
 from worker.tcp import TcpChannel
 
@@ -46,6 +47,7 @@ def connect(
     timeout: float = 60.0,
     channel: str | None = None,
     wire: str = "fp32",
+    reconnect: float = 60.0,
 ) -> Worker:
     """Join a group, and wait until all of its workers have.
 
@@ -69,6 +71,8 @@ def connect(
             with a loss ``"bf16"``, ``"fp16"``, ``"int8"``, ``"topk:FRACTION"`` or ``"randomk:FRACTION"``. It
             concerns means of 64 KiB and more: buckets, where what is lost is made up for in later rounds, and
             (the dense ones) `Worker.all_reduce`. Sums are fp32 always, and everybody gets the same bytes.
+        reconnect: seconds to wait for a coordinator that was lost, if it keeps its state on disk
+            (``gradserver serve --state-dir``) and the group is elastic. Nothing fails meanwhile.
 
     Raises:
         CoordinatorUnreachableError: nobody listens at ``url``, or whoever does is no coordinator.
@@ -86,6 +90,8 @@ def connect(
     if channel not in _CHANNELS:
         raise InvalidArgumentError(f"channel is {channel!r}, and must be one of {', '.join(_CHANNELS)}")
     codec_of(wire)
+    if not isinstance(reconnect, (int, float)) or not 0 <= reconnect <= MAX_TIMEOUT:
+        raise InvalidArgumentError(f"reconnect is {reconnect!r} seconds, and must be from 0 to {MAX_TIMEOUT:g}")
     rank = _from_environment(_RANK_VARIABLES) if rank is None else rank
     world_size = _from_environment(_WORLD_VARIABLES) if world_size is None else world_size
     _check(rank, world_size)
@@ -101,9 +107,11 @@ def connect(
     session = Session(connection, timeout)
     try:
         _await_welcome(session.join(join), url, started + timeout - time.monotonic(), timeout)
+        if session.membership.durable and reconnect > 0:
+            session.endure(Lifeline(connection, session, reconnect))
         _attend_shards(connection, session, started + timeout)
         if channel != "tcp":
-            _share_memory(connection, must=channel == "shm")
+            _share_memory(connection, channel == "shm", session.books is not None)
         worker = Worker(session, connection.kind, wire)
     except BaseException:
         session.close("it could not join")
@@ -125,9 +133,9 @@ def _attend_shards(connection: TcpChannel, session: Session, until: float) -> No
             ) from None
 
 
-def _share_memory(connection: TcpChannel, must: bool) -> None:
+def _share_memory(connection: TcpChannel, must: bool, durable: bool) -> None:
     try:
-        connection.share_memory(_SHARING_SECONDS)
+        connection.share_memory(_SHARING_SECONDS, durable)
     except BackendUnavailableError as error:
         if must:
             raise BackendUnavailableError(

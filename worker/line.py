@@ -79,21 +79,25 @@ def beside(url: str, primary: str) -> str:
     return f"tcp://{host}:{port}"
 
 
+def reach(url: str, timeout: float) -> tuple[str, bool]:
+    """Try once whether somebody accepts a plain connection, and give what `wait_for_listener` does. OSError if not."""
+    with socket.create_connection(parse_target(url), timeout=timeout) as connection:
+        there, here = connection.getpeername(), connection.getsockname()[0]
+        return numeric_url(*there[:2]), there[0] == here or here in ("127.0.0.1", "::1")
+
+
 def wait_for_listener(url: str, timeout: float, what: str = "coordinator") -> tuple[str, bool]:
     """Try a plain connection until somebody accepts: libzmq would keep its own attempts to itself.
 
     Returns the URL with the address that was reached (a name may mean several, of which libzmq would try one),
     and whether that is an address of this host.
     """
-    target = parse_target(url)
     started = time.monotonic()
     said = False
     while True:
         left = started + timeout - time.monotonic()
         try:
-            with socket.create_connection(target, timeout=max(left, 0.01)) as connection:
-                there, here = connection.getpeername(), connection.getsockname()[0]
-                return numeric_url(*there[:2]), there[0] == here or here in ("127.0.0.1", "::1")
+            return reach(url, max(left, 0.01))
         except OSError as error:
             why = reason_of(error)
         if time.monotonic() + _RETRY_SECONDS >= started + timeout:

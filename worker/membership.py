@@ -65,6 +65,16 @@ class Announced:
         """The one in force after the round that was over last."""
         return self._done.epoch
 
+    @property
+    def latest(self) -> int:
+        """The epoch that was told of last; 0 if none was."""
+        return self._latest
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds are over."""
+        return self._done.round + 1
+
     def give_up(self) -> list[Handle]:
         """Who waits for what will not come."""
         waiting, self._waiting = self._waiting, []

@@ -62,6 +62,9 @@ class SharedMemory:
         timeout: seconds that the coordinator has for any answer.
         level: of the log line that is written if later no more memory can be shared.
         others: address and token of further data shards, which are to see the same memory if they can be reached.
+        durable: whether it can be shared again with another coordinator. Then only what is asked for as ``writable`` is
+            memory that the coordinator may write to, and that is not shared again: what one coordinator has sealed,
+            another one can map for reading only.
 
     Attributes:
         reached: whether each of them sees it, the first one included.
@@ -77,8 +80,10 @@ class SharedMemory:
         timeout: float,
         level: int = logging.INFO,
         others: Sequence[tuple[str, str]] = (),
+        durable: bool = False,
     ) -> None:
         self._timeout = timeout
+        self._durable = durable
         self._level = level
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -94,10 +99,39 @@ class SharedMemory:
         """Why no more segments can be shared, since when one could not."""
         self._peers, self.reached = connect_all([(address, token), *others], timeout)
         try:
-            self._arenas.append(self._share(ARENA_BYTES))
+            self._arenas.append(self._share(ARENA_BYTES, writable=not durable))
         except (GradServerError, OSError) as error:
             self._hang_up()
             raise BackendUnavailableError(reason_of(error)) from error
+
+    def share_again(self, places: Sequence[tuple[str, str]]) -> None:
+        """Share with others what cannot be written to: by address and token, as at first.
+
+        Raises:
+            BackendUnavailableError: nothing can be shared; says why.
+        """
+        with self._lock:
+            self._tidy()
+            self._hang_up()
+            self._trouble = "no coordinator can be reached"
+            for segment in [segment for segment in self._segments.values() if segment.writable]:
+                self._forget(segment)
+            self._peers, self.reached = connect_all(places, self._timeout)
+            try:
+                for segment in self._segments.values():
+                    self._offer(segment)
+            except (GradServerError, OSError) as error:
+                self._hang_up()
+                raise BackendUnavailableError(reason_of(error)) from error
+            self._trouble = None
+
+    def _forget(self, segment: _Segment) -> None:
+        """Share a segment no more, and do not say so: whoever had it is gone. Arrays stay what they are: memory."""
+        del self._segments[segment.number]
+        self._index_again()
+        self._blocks = {block for block in self._blocks if block.segment is not segment}
+        if segment in self._arenas:
+            self._arenas.remove(segment)
 
     def _hang_up(self) -> None:
         for peer in self._peers:
@@ -105,14 +139,18 @@ class SharedMemory:
 
     # ── what the channel calls ────────────────────────────────────────────────────────────────────────
 
-    def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
-        """Uninitialised shared memory; None if there is none to be had, or none is needed."""
+    def empty(self, nbytes: int, writable: bool = False) -> npt.NDArray[np.uint8] | None:
+        """Uninitialised shared memory; None if there is none to be had, or none is needed.
+
+        ``writable``: the coordinator may write to it. It may write to all, unless this is durable.
+        """
+        writable |= not self._durable
         if nbytes <= 0 or self._process != os.getpid():  # a forked child must not speak on its parent's socket
             return None
         with self._lock:
             self._tidy()
             try:
-                block = self._own(nbytes) if nbytes >= OWN_SEGMENT_BYTES else self._carve(nbytes)
+                block = (self._own if nbytes >= OWN_SEGMENT_BYTES else self._carve)(nbytes, writable)
             except (GradServerError, OSError) as error:
                 self._complain(nbytes, error)
                 block = None
@@ -161,19 +199,19 @@ class SharedMemory:
 
     # ── blocks: what arrays lie in ────────────────────────────────────────────────────────────────────
 
-    def _own(self, nbytes: int) -> _Block | None:
+    def _own(self, nbytes: int, writable: bool) -> _Block | None:
         if self._is_full():
             return None
-        segment = self._share(-(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+        segment = self._share(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, writable)
         return segment.carve(nbytes)
 
-    def _carve(self, nbytes: int) -> _Block | None:
+    def _carve(self, nbytes: int, writable: bool) -> _Block | None:
         for arena in self._arenas:
-            if (block := arena.carve(nbytes)) is not None:
+            if arena.writable == writable and (block := arena.carve(nbytes)) is not None:
                 return block
         if self._is_full():
             return None
-        self._arenas.append(self._share(ARENA_BYTES))
+        self._arenas.append(self._share(ARENA_BYTES, writable))
         return self._arenas[-1].carve(nbytes)
 
     def _is_full(self) -> bool:
@@ -222,30 +260,35 @@ class SharedMemory:
 
     # ── segments: what the coordinator knows ──────────────────────────────────────────────────────────
 
-    def _share(self, nbytes: int) -> _Segment:
+    def _share(self, nbytes: int, writable: bool) -> _Segment:
         """A new segment for ``nbytes`` bytes of data, which the coordinator has mapped too."""
         number, self._offered = self._offered, self._offered + 1
         size = SEGMENT_HEADER_BYTES + nbytes
-        descriptor, mapping = _allocate(size)
+        segment = _Segment(number, *_allocate(size), size, writable)
+        self._offer(segment)
+        if writable:  # nobody will be offered it again
+            segment.close()
+        self._segments[number] = segment
+        self._index_again()
+        return segment
+
+    def _offer(self, segment: _Segment) -> None:
+        """Have the coordinator map ``segment``, and make sure that this is the same memory."""
+        number, size, mapping, writable = segment.number, segment.size, segment.mapping, segment.writable
+        descriptors = [segment.descriptor]
         try:
             mapping[WORKERS_PROOF] = proof = secrets.token_bytes(PROOF_BYTES)
-            if len(self._peers) > 1:  # the first one that has it offered seals it, and then nobody can map it
+            if len(self._peers) > 1 and writable:  # the first one that has it offered seals it for all others
                 for peer in self._peers:
-                    peer.ask(Lend(peer.token, number, size), Lent, [descriptor], self._timeout)
+                    peer.ask(Lend(peer.token, number, size), Lent, descriptors, self._timeout)
             for peer in self._peers:
-                answer = peer.ask(Offer(peer.token, number, size), Taken, [descriptor], self._timeout)
+                answer = peer.ask(Offer(peer.token, number, size, writable), Taken, descriptors, self._timeout)
                 same = answer.segment == number and answer.seen == proof
-                if not same or mapping[COORDINATORS_PROOF] != answer.written:
+                if not same or (writable and mapping[COORDINATORS_PROOF] != answer.written):
                     raise BackendUnavailableError("what the coordinator sees there is other memory")
         except BaseException as error:
             self._trouble = self._trouble or reason_of(error)  # the talk has come out of step
             raise
-        finally:
-            os.close(descriptor)
-        segment = _Segment(number, mapping, size)
-        self._segments[number] = segment
-        self._index_again()
-        return segment
 
     def _withdraw(self, segment: _Segment) -> None:
         """Share ``segment`` no more. Its address is forgotten before it is unmapped, and can be another's."""
@@ -288,8 +331,12 @@ class _Block:
 class _Segment:
     """Memory that is mapped here and there, and which parts of it are free."""
 
-    def __init__(self, number: int, mapping: mmap.mmap, size: int) -> None:
+    def __init__(self, number: int, descriptor: int, mapping: mmap.mmap, size: int, writable: bool) -> None:
         self.number = number
+        self.descriptor = descriptor
+        self.writable = writable
+        """For the coordinator."""
+        self.close = weakref.finalize(self, os.close, descriptor)
         self.mapping = mapping
         self.size = size
         self.address = _address_of(_view_of(mapping))

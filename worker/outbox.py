@@ -10,7 +10,7 @@ the first unfinished slice of all is everybody's frontier, so something can alwa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from protocol.limits import MAX_SLICES
 from protocol.messages import HERE, Place, Push, Result
 from worker.coder import Coder
 from worker.handle import Handle
+from worker.regions import Regions
 from worker.slots import SLOT_BYTES, SMALLEST_BYTES, Slot, Slots
 from worker.tensors import Bytes
 
@@ -75,18 +76,25 @@ class Exchange:
         sent: slices that were pushed.
         epoch: the membership on which it depends; 0 if it depends on none.
         answered: slices whose result is here.
+        settled: slices that are not sent: they had their result before all was begun again.
+        first: the first slice that is sent.
     """
 
     __slots__ = (
+        "_channel",
         "_coder",
         "_destination",
         "_memory",
+        "_region",
+        "_regions",
         "_slots",
         "_source",
         "_staged",
+        "_through",
         "answered",
         "dropped",
         "epoch",
+        "first",
         "handle",
         "key",
         "layout",
@@ -94,6 +102,7 @@ class Exchange:
         "place",
         "pool",
         "sent",
+        "settled",
         "shard",
         "siblings",
         "start",
@@ -118,6 +127,7 @@ class Exchange:
         interval: tuple[int, int] | None = None,
         siblings: Siblings | None = None,
         epoch: int = 0,
+        regions: Regions | None = None,
     ) -> None:
         self.key = key
         self.pool = pool
@@ -132,34 +142,47 @@ class Exchange:
         self.siblings = siblings
         self.dropped = False
         """The exchange has failed elsewhere: what is still to come of this part is nobody's."""
-        self.sent = self.start
+        self.sent = self.first = self.start
         self.epoch = epoch
         self.answered: set[int] = set()
+        self.settled: frozenset[int] = frozenset()
         memory = source if destination is None else destination if isinstance(destination, np.ndarray) else None
         in_place = memory is not None and operation.kind in IN_PLACE and coder is None
-        self._memory = memory
+        self._memory = memory if in_place else None
         self._coder = coder
-        self.place = channel.place_of(memory, shard) if memory is not None and in_place else None
-        first = self.start
-        passes = self.place is None and coder is None and layout.run_bytes(first, first + 1) >= SMALLEST_BYTES
-        self._slots = slots if passes else None
+        self._channel = channel
+        self._slots, self._regions = slots, regions
         self._staged: dict[int, Staged] = {}
+        self._find_place()
+
+    def _find_place(self) -> None:
+        """Where in shared memory contribution and result lie, or pass through."""
+        self.place, self._region = None, None
+        if self._memory is not None:
+            self.place = self._channel.place_of(self._memory, self.shard)
+        if self.place is not None and self._regions is not None:
+            self._region = self._regions.take(self.key, self._memory.size) if self._memory is not None else None
+            self.place = None if self._region is None else self.place
+        long = self._coder is None and self.layout.run_bytes(self.start, self.start + 1) >= SMALLEST_BYTES
+        self._through = self._slots if long and self.place is None else None
 
     def push(self) -> tuple[Push, Sequence[Buffer]] | None:
         """The next message: one slice that travels, or as many as lie in shared memory. None: not now."""
-        begins = self.sent == self.start
+        begins = self.sent == self.first
         message = self._next()
+        if self.settled:
+            self._pass_settled()
         if message is None or not (self.epoch and begins):
             return message
         return message[0]._replace(epoch=self.epoch), message[1]
 
     def _next(self) -> tuple[Push, Sequence[Buffer]] | None:
         index, layout = self.sent, self.layout
-        operation = self.operation if index == self.start and self.key.stream != Stream.BUCKET else None
+        operation = self.operation if index == self.first and self.key.stream != Stream.BUCKET else None
         if self.place is not None:
             return self._push_place(index, self.place, operation)
-        if self._slots is not None:
-            if (slot := self._slots.take(self.shard)) is not None:
+        if self._through is not None:
+            if (slot := self._through.take(self.shard)) is not None:
                 return self._push_slot(index, slot, operation), ()
             if self._staged:  # one of its own slots will be free; others' may wait for this exchange
                 return None
@@ -173,20 +196,22 @@ class Exchange:
         return Push(self.key, index, self.weight, True, operation), (self._part(self._source, index, index + 1).data,)
 
     def _push_place(self, index: int, place: Place, operation: Operation | None) -> tuple[Push, Sequence[Buffer]]:
-        count = min(self.stop - index, MAX_SLICES)
+        count = min(self._run_stop(index) - index, MAX_SLICES)
         self.sent += count
         skipped = self.layout.run_bytes(0, index)
         present = self._source is not None
         if place is HERE:
             assert self._memory is not None
             return Push(self.key, index, self.weight, present, operation, count, HERE), (self._memory[skipped:].data,)
-        there = Place(place.segment, place.offset + skipped)
-        return Push(self.key, index, self.weight, present, operation, count, there), ()
+        there, target = Place(place.segment, place.offset + skipped), None
+        if self._region is not None:
+            target = Place(self._region.place.segment, self._region.place.offset + skipped)
+        return Push(self.key, index, self.weight, present, operation, count, there, 0, target), ()
 
     def _push_slot(self, index: int, slot: Slot, operation: Operation | None) -> Push:
         layout, count = self.layout, 1
         if self.operation.kind in IN_PLACE:
-            count = min(max(SLOT_BYTES // layout.run_bytes(index, index + 1), 1), self.stop - index)
+            count = min(max(SLOT_BYTES // layout.run_bytes(index, index + 1), 1), self._run_stop(index) - index)
         stop = index + count
         if self._source is not None:
             given = self._part(self._source, index, stop)
@@ -204,11 +229,37 @@ class Exchange:
         """Credit that the next message takes, in bytes, if it travels; else at least as much."""
         if self.place is None:
             return self.layout.cost(self.sent)
-        return self.cost(self.sent, min(self.stop, self.sent + MAX_SLICES))
+        return self.cost(self.sent, min(self._run_stop(self.sent), self.sent + MAX_SLICES))
 
     def cost(self, start: int, stop: int) -> int:
         """Credit of the slices from ``start`` up to ``stop``, all in one message, in bytes."""
         return self.layout.run_cost(start, stop, self.place is not None or start in self._staged, self.start)
+
+    def _run_stop(self, start: int) -> int:
+        """Where the slices end that follow ``start`` and have to be sent."""
+        if not self.settled:
+            return self.stop
+        return min((index for index in self.settled if index >= start), default=self.stop)
+
+    def _pass_settled(self) -> None:
+        while self.sent < self.stop and self.sent in self.settled:
+            self.sent += 1
+
+    def rewind(self) -> int:
+        """What was sent and not answered is void: begin again with it. How many slices that are."""
+        self.write_off()
+        if self._regions is not None:
+            self._find_place()
+        void = sum(index not in self.answered for index in range(self.start, self.sent))
+        self.settled = frozenset(self.answered)
+        self.sent = self.start
+        self._pass_settled()
+        self.first = self.sent
+        return void
+
+    def takes(self, start: int, stop: int, unasked: bool) -> bool:
+        """Whether a result of the slices from ``start`` up to ``stop`` may come; ``unasked``: before they are sent."""
+        return start not in self.answered and self.start <= start < stop <= (self.stop if unasked else self.sent)
 
     def settle(self, start: int, stop: int) -> None:
         """The slices from ``start`` up to ``stop`` have their result: a slot that they passed through may be free."""
@@ -226,8 +277,17 @@ class Exchange:
     def _free(self, staged: Staged) -> None:
         for index in range(staged.start, staged.stop):
             del self._staged[index]
-        if self._slots is not None:
-            self._slots.give_back(staged.slot)
+        self._slots.give_back(staged.slot)
+
+    def kept_payload(self, index: int, result: Result, payload: Buffer | None) -> Buffer | None:
+        """The result of slice ``index``, one of those in ``result``, in memory that nobody changes."""
+        if not result.placed:
+            return payload
+        if self._region is not None:
+            return self._part(self._region.memory, index, index + 1).data
+        staged = self._staged[index]
+        skipped = self.layout.run_bytes(staged.start, index)
+        return bytes(staged.slot.memory[skipped : skipped + self.layout.run_bytes(index, index + 1)])
 
     def write(self, result: Result, payload: Buffer | None) -> None:
         """Put a result where it belongs; where it lies already, nothing is to be done."""
@@ -238,7 +298,9 @@ class Exchange:
             for index in range(result.slice, result.slice + result.slices):
                 self._coder.decode(index, payload)
             return
-        if result.placed:
+        if result.placed and self._region is not None:
+            payload = self._part(self._region.memory, result.slice, result.slice + result.slices).data
+        elif result.placed:
             staged = self._staged.get(result.slice)
             if staged is None:
                 return
@@ -331,6 +393,14 @@ class Outbox:
             exchange.stop = exchange.sent
         return exchange.done
 
+    def rewind(self, exchanges: Iterable[Exchange]) -> None:
+        """Nothing is under way any more: ``exchanges``, in the order in which they began, are what is to be sent."""
+        self.clear()
+        self._in_flight = dict.fromkeys(Pool, 0)
+        for exchange in exchanges:
+            if exchange.sent < exchange.stop:
+                self.add(exchange)
+
     def clear(self) -> None:
         """Send nothing more."""
         for unsent in self._unsent.values():
@@ -349,6 +419,8 @@ class ShardTraffic:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.held = False
+        """Nothing is pushed, until it is known again what of it counts."""
         self.exchanges: dict[ExchangeKey, Exchange] = {}
         self.outbox = Outbox()
 

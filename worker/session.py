@@ -10,11 +10,13 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from protocol.buffer import Buffer
 from protocol.channel import Channel
 from protocol.errors import (
     ClosedError,
+    CoordinatorStoppedError,
     DeadlineError,
     GradServerError,
     MalformedMessageError,
@@ -39,14 +41,21 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.plan import Plan
+from protocol.resuming import Fetch, Resumed, Standing
 from protocol.shards import Table
 from worker.handle import Handle
 from worker.outbox import ShardTraffic
+from worker.slots import Slots
 from worker.tensors import Bytes
 from worker.traffic import Traffic
 
+if TYPE_CHECKING:
+    from worker.resume import Lifeline
+
 log = logging.getLogger("gradserver")
 
+_PATIENCE_SECONDS = 5.0
+"""How long a worker that leaves waits for a lost coordinator, and for others who may need what it holds."""
 _FAREWELL_SECONDS = 1.0
 """How long a worker that leaves waits for the coordinator to have heard it."""
 MAX_REASON = 500
@@ -65,6 +74,7 @@ class Session(Traffic):
         self._leaving: dict[int, Handle] = {}
         self._proposal: tuple[Plan, Handle] | None = None
         self._listeners: list[Callable[[Membership], None]] = []
+        self._lifeline: Lifeline | None = None
         channel.attach(self)
 
     # ── joining, agreeing, leaving ────────────────────────────────────────────────────────────────────
@@ -83,6 +93,18 @@ class Session(Traffic):
         finally:
             if handle.done():
                 self._proposal = None
+
+    def endure(self, lifeline: Lifeline) -> None:
+        """From now on ``lifeline`` is the channel, and sees to it that this membership outlives connections."""
+        self._channel, self._lifeline, self.books = lifeline, lifeline, lifeline.books
+        self._slots = Slots(lifeline, lifeline.region)
+
+    def propose_again(self, channel: Channel) -> None:
+        """Say on a new connection what the others have yet to agree with, if there is something."""
+        with self._state:
+            proposal, number = self._proposal, self.round
+        if proposal is not None and not proposal[1].done():
+            channel.send(Propose(proposal[0].hash, number), (proposal[0].encoded,))
 
     def _propose(self, plan: Plan) -> Handle:
         with self._state:
@@ -107,6 +129,8 @@ class Session(Traffic):
     def close(self, reason: str, failed: bool = False) -> None:
         """Leave the group; whatever is open fails with ClosedError. ``failed``: because of an error."""
         error = ClosedError(f"the worker was closed ({reason})")
+        if self._lifeline is not None and self._closed is None:
+            self._lifeline.prepare_to_leave(0.0 if failed else _PATIENCE_SECONDS)
         with self._state:
             still_open, self._closed = self._closed is None, self._closed or error
             for shard in self._shards:
@@ -240,6 +264,8 @@ class Session(Traffic):
                     handle._complete()
             case Agreed(_, first_round):
                 self._take_agreed(first_round)
+            case Resumed() | Fetch() | Standing() if self.books is not None:
+                self.books.heed(message, self._shards[0])
             case Missing(key, workers):
                 with self._state:
                     inquiry = self._inquiries.pop(key, None)
@@ -270,6 +296,8 @@ class Session(Traffic):
                 self._heard_goodbye(shard)
             case Missing():
                 self.receive(message, payloads)
+            case Fetch() | Standing() if self.books is not None:
+                self.books.heed(message, self._shards[shard])
 
     def attend(self, shard: int, timeout: float) -> Handle:
         """Tell a data shard who this is; the handle is done when it has let us in."""
@@ -304,6 +332,8 @@ class Session(Traffic):
             case Scope.PROPOSAL:
                 if self._proposal is not None:
                     self._proposal[1]._complete(error)
+            case Scope.CONNECTION if self._lifeline is not None and isinstance(error, CoordinatorStoppedError):
+                self._lifeline.stopped(error)  # another one may take its place
             case Scope.CONNECTION:
                 self.lost(error)
 
@@ -315,6 +345,8 @@ class Session(Traffic):
             self.round = first_round
             self._pushed.clear()
             self._feedback.clear()
+            if self.books is not None:
+                self.books.retained.forget_buckets()
             self._table.set_plan(self.plan)
         handle._complete()
 

@@ -6,6 +6,7 @@ processors' cache when it is read: then it costs little more than if the tensor 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from protocol.channel import Channel
@@ -27,10 +28,16 @@ class Slot(NamedTuple):
 
 
 class Slots:
-    """A worker's slots. Not safe to share: the session's lock guards it."""
+    """A worker's slots. Not safe to share: the session's lock guards it.
 
-    def __init__(self, channel: Channel) -> None:
+    Args:
+        channel: which says where memory lies.
+        allocate: gives memory that the coordinator may write to, if that is not what ``channel`` gives.
+    """
+
+    def __init__(self, channel: Channel, allocate: Callable[[int], Bytes | None] | None = None) -> None:
         self._channel = channel
+        self._allocate = allocate or channel.empty
         self._free: list[Slot] | None = None
         self._apart: set[int] = set()
         """Shards that memory is not shared with."""
@@ -54,11 +61,16 @@ class Slots:
 
     def give_back(self, slot: Slot) -> None:
         """``slot`` may be taken again; the one given back last comes first, as it is in the cache."""
-        assert self._free is not None
-        self._free.append(slot)
+        if self._free is not None:
+            self._free.append(slot)
+
+    def forget(self) -> None:
+        """Use none of them any more, but others: a coordinator may still write there, and another one cannot."""
+        self._free = None
+        self._apart.clear()
 
     def _divide(self, shard: int) -> list[Slot]:
-        memory = self._channel.empty(SLOTS * SLOT_BYTES)
+        memory = self._allocate(SLOTS * SLOT_BYTES)
         place = None if memory is None else self._channel.place_of(memory, shard)
         if memory is None or place is None:
             return []

@@ -104,7 +104,13 @@ class TcpChannel:
     def attach(self, receiver: Receiver) -> None:
         """What comes in goes to ``receiver``, in the thread of whoever reads."""
         self._lines[0].receiver = receiver
-        self._thread.start()
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """The coordinator's."""
+        return self._lines[0].url
 
     def add(self, url: str, receiver: Receiver, timeout: float) -> None:
         """Connect to one more data shard; what comes from there goes to ``receiver``.
@@ -131,19 +137,36 @@ class TcpChannel:
 
     # ── memory that the coordinator sees too ──────────────────────────────────────────────────────────
 
-    def share_memory(self, timeout: float) -> None:
+    def share_memory(self, timeout: float, durable: bool = False) -> None:
         """Share memory from now on with the coordinator and all data shards that run on this host.
+
+        If it is ``durable``, it can be shared again, with another coordinator: `empty` then is for contributions, which
+        the coordinator cannot write to, and `region` for results.
 
         Raises:
             BackendUnavailableError: that cannot be; says why. Everything goes through the connection then.
         """
         places = [self._ask_for_memory(line.number, timeout) for line in self._lines]
         level = logging.INFO if self.on_this_host else logging.DEBUG
-        self._memory = SharedMemory(*places[0], timeout, level, places[1:])
+        self._shares(SharedMemory(*places[0], timeout, level, places[1:], durable), places, timeout)
+
+    def share_again(self, memory: SharedMemory, timeout: float) -> None:
+        """Share what was shared through another connection. Errors as of `share_memory`."""
+        places = [self._ask_for_memory(line.number, timeout) for line in self._lines]
+        memory.share_again(places)
+        self._shares(memory, places, timeout)
+
+    def _shares(self, memory: SharedMemory, places: Sequence[tuple[str, str]], timeout: float) -> None:
+        self._memory = memory
         for line, reached, place in zip(self._lines, self._memory.reached, places, strict=True):
             line.shares = reached
             if reached:
                 self._talk(line, LocalLine(*place, timeout))
+
+    def detach_memory(self) -> SharedMemory | None:
+        """Memory that was shared through this connection, to be shared through another one."""
+        memory, self._memory = self._memory, None
+        return memory
 
     def _talk(self, line: Line, local: LocalLine) -> None:
         """Have messages pass through ``local`` from now on."""
@@ -173,6 +196,10 @@ class TcpChannel:
     def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
         """Memory that the coordinator sees too; None if there is none."""
         return None if self._memory is None else self._memory.empty(nbytes)
+
+    def region(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """Memory that the coordinator may write to; None if there is none."""
+        return None if self._memory is None else self._memory.empty(nbytes, writable=True)
 
     def place_of(self, data: npt.NDArray[np.uint8], shard: int = 0) -> Place | None:
         """Where ``data`` lies in memory that ``shard`` sees too; None if it does not."""
@@ -253,6 +280,15 @@ class TcpChannel:
         self._enough = enough
         self._watched.release()
 
+    def look(self) -> None:
+        """Take what has come in, if nobody else reads, and do not wait for more."""
+        if self._reading.acquire(blocking=False):
+            try:
+                while not self._closing and self._read(0.0):
+                    pass
+            finally:
+                self._reading.release()
+
     def _watch(self) -> None:
         """The life of our own thread."""
         while True:
@@ -263,15 +299,17 @@ class TcpChannel:
                 if self._closing:
                     return
 
-    def _read(self, timeout: float | None) -> None:
+    def _read(self, timeout: float | None) -> bool:
         """Take one message; if there is none, wait for something to happen. Only for the one reader.
 
-        Reports a broken connection to the receiver, and then is closing.
+        Reports a broken connection to the receiver, and then is closing. Whether anything has happened.
         """
+        happened = []
         try:
             if self._take_one_of_each(self._edgy):
-                return
-            for descriptor, events in self._poller.poll(None if timeout is None else math.ceil(timeout * 1000)):
+                return True
+            happened = self._poller.poll(None if timeout is None else math.ceil(timeout * 1000))
+            for descriptor, events in happened:
                 if (line := self._locals.get(descriptor)) is not None:
                     self._take_locally(line, events)
                 elif descriptor in self._monitors:
@@ -286,6 +324,7 @@ class TcpChannel:
             if self._lines[0].receiver is not None:
                 self._lines[0].receiver.lost(error)
             self._heard_of_memory(None)
+        return bool(happened)
 
     def _take_one_of_each(self, lines: Sequence[Line]) -> bool:
         took = False

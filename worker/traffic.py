@@ -36,6 +36,7 @@ from worker.handle import VERDICT_SECONDS, Handle
 from worker.membership import Announced
 from worker.outbox import Destination, Exchange, ShardTraffic, Siblings
 from worker.slots import Slots
+from worker.standing import Books
 from worker.tensors import Bytes
 
 
@@ -70,6 +71,10 @@ class Traffic:
         """What lossy codecs have kept back, by bucket."""
         self._announced = Announced()
         self._closed: GradServerError | None = None
+        self.books: Books | None = None
+        """What this member keeps of results; None unless the group is durable."""
+        self._weight = 0.0
+        """Of this worker in the present round."""
 
     @property
     def membership(self) -> Welcome:
@@ -114,7 +119,7 @@ class Traffic:
             feedback = self._feedback_of(index, operation) if present and weight > 0 else None
             source = data if present and weight > 0 else None
             handle = self._begin(key, operation, source, data, weight, feedback=feedback)
-            self._pushed[index] = handle
+            self._pushed[index], self._weight = handle, weight
         self._pump()
         self._channel.watch(self.idle)
         return handle
@@ -199,7 +204,11 @@ class Traffic:
         what = key, pool, operation, layout, source, destination, weight, handle, self._channel, self._slots, coder
         epoch = welcome.epoch if welcome.seats and operation.kind in WORLD_BOUND else 0
         if len(bounds) == 2:
-            self._shards[0].add(Exchange(*what, epoch=epoch))
+            exchange = Exchange(*what, epoch=epoch, regions=self.books.regions if self.books is not None else None)
+            if self.books is not None and self.books.begun(exchange):
+                handle._complete()
+            else:
+                self._shards[0].add(exchange)
             return handle
         parts = [(shard, run) for shard, run in enumerate(pairwise(bounds)) if run[0] < run[1]]
         siblings = Siblings(len(parts))
@@ -231,7 +240,7 @@ class Traffic:
         with self._state:
             turn = self._turn
             for shard in (*self._shards[turn:], *self._shards[:turn]) if turn else self._shards:
-                if not shard.outbox.waiting:
+                if not shard.outbox.waiting or shard.held:
                     continue
                 push = shard.outbox.next(self.membership.credit, partial(self._frontier, shard))
                 if push is not None:
@@ -273,7 +282,9 @@ class Traffic:
         there = self._shards[shard]
         with self._state:
             exchange = there.exchanges.get(result.key)
-            if exchange is None or start in exchange.answered or not exchange.start <= start < stop <= exchange.sent:
+            if exchange is None or not exchange.takes(start, stop, there.held):
+                if exchange is None and self.books is not None and there.held:
+                    self.books.early(result, payloads)
                 return
         layout, handle = exchange.layout, exchange.handle
         payload = payloads[0] if payloads else None
@@ -286,6 +297,8 @@ class Traffic:
         with self._state:
             if there.exchanges.get(result.key) is not exchange:
                 return  # it failed meanwhile, in another thread
+            if self.books is not None:
+                self.books.answered(exchange, result, payload)
             there.outbox.answered(exchange, start, stop)
             handle.present |= result.present
             handle.weight = max(handle.weight, result.weight)  # slices differ where somebody died in between
@@ -307,6 +320,8 @@ class Traffic:
             if exchange is None:
                 return
             there.outbox.write_off(exchange)
+            if self.books is not None:
+                self.books.retained.failed(key)
             if exchange.siblings is not None:
                 done, verdict = self._part_over(exchange, exchange.siblings, error)
                 reason = verdict or error

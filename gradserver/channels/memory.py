@@ -58,7 +58,7 @@ class Segments:
         return sum(map(len, self._mapped.values()))
 
     def view(self, place: Place) -> memoryview | None:
-        """The memory from ``place`` to the end of its segment, to be read and written; None if there is no such."""
+        """The memory from ``place`` to the end of its segment; None if there is no such. Read-only, if that is."""
         segment = self._mapped.get(place.segment)
         if segment is None or not SEGMENT_HEADER_BYTES <= place.offset < len(segment):
             return None
@@ -79,6 +79,10 @@ class Segments:
         """Map memory, make it safe, and prove that it is the same. Errors as of `lend`."""
         self._check(offer, descriptors)
         lent, self._lent = self._lent, None
+        if not offer.writable:
+            reading = _secure(descriptors[0], offer.size, _map(descriptors[0], offer.size, mmap.PROT_READ))
+            self._mapped[offer.segment] = memoryview(reading)
+            return Taken(offer.segment, bytes(reading[WORKERS_PROOF]), bytes(PROOF_BYTES))
         if lent is not None and lent.is_of(offer, descriptors[0]):
             mapping = _secure(descriptors[0], offer.size, lent.mapping)
         else:
@@ -122,7 +126,7 @@ class _Lent:
         return self._which == (offer.segment, offer.size, facts.st_dev, facts.st_ino)
 
 
-def _map(descriptor: int, size: int) -> mmap.mmap:
+def _map(descriptor: int, size: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
     """Map memory of ``size`` bytes, which can shrink or grow no more. It is not safe yet to touch it.
 
     Raises:
@@ -138,7 +142,7 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
     if seals & _NEEDED_SEALS != _NEEDED_SEALS:
         raise MalformedMessageError("memory that is not sealed against shrinking and growing")
     _check_size(descriptor, size)
-    return _mapping(descriptor, size)
+    return _mapping(descriptor, size, access)
 
 
 def _secure(descriptor: int, size: int, mapping: mmap.mmap) -> mmap.mmap:
@@ -168,7 +172,7 @@ def _check_size(descriptor: int, size: int) -> None:
         raise MalformedMessageError("memory with holes: it has to be allocated by whoever shares it")
 
 
-def _mapping(descriptor: int, size: int) -> mmap.mmap:
+def _mapping(descriptor: int, size: int, access: int) -> mmap.mmap:
     if sys.version_info >= (3, 13):
-        return mmap.mmap(descriptor, size, trackfd=False)  # else it keeps a descriptor of its own
-    return mmap.mmap(descriptor, size)
+        return mmap.mmap(descriptor, size, prot=access, trackfd=False)  # else it keeps a descriptor of its own
+    return mmap.mmap(descriptor, size, prot=access)

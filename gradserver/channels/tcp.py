@@ -44,6 +44,7 @@ from protocol.messages import (
     MemoryAt,
     Message,
     Ping,
+    Place,
     Push,
     Scope,
     ShareMemory,
@@ -268,13 +269,11 @@ class TcpServer:
     def _take_from(self, peer: _Peer, message: Message, payloads: Sequence[Buffer]) -> None:
         """Pass on what a worker says; a place in memory that it shares becomes that memory."""
         if type(message) is Push and message.place is not None:
-            view = self._unix.view(peer.identity, message.place) if self._unix is not None else None
-            if view is None:
-                where = f"segment {message.place.segment}, offset {message.place.offset}"
-                error = MalformedMessageError(f"a Push of what lies in memory that is not shared: {where}")
+            try:
+                payloads = self._views(peer.identity, message.place, message.target)
+            except MalformedMessageError as error:
                 self._coordinator.garbled(peer.connection, error)
                 return
-            payloads = [view]
         elif type(message) is ShareMemory:
             address, token = self._unix.admit(peer.identity) if self._unix is not None else ("", "")
             self.route(peer.identity, MemoryAt(address, token), ())
@@ -282,6 +281,19 @@ class TcpServer:
         elif type(message) is Leave and self._unix is not None:
             self._unix.unshare(peer.identity)  # before the answer: whoever has left has its memory for itself
         self._coordinator.receive(peer.connection, message, payloads)
+
+    def _views(self, identity: bytes, place: Place, target: Place | None) -> list[memoryview]:
+        """The memory in which a contribution lies, and that which the result is written to, if that is another."""
+        views: list[memoryview] = []
+        for there in (place,) if target is None else (place, target):
+            view = self._unix.view(identity, there) if self._unix is not None else None
+            if view is None:
+                where = f"segment {there.segment}, offset {there.offset}"
+                raise MalformedMessageError(f"a Push of what lies in memory that is not shared: {where}")
+            views.append(view)
+        if views[-1].readonly:
+            raise MalformedMessageError("a Push whose result belongs into memory that was shared for reading only")
+        return views
 
     def _shared(self) -> dict[str, object]:
         if self._unix is None:

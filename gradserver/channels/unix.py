@@ -122,7 +122,7 @@ class UnixServer:
         return self.address, guest.token
 
     def view(self, identity: bytes, place: Place) -> memoryview | None:
-        """The memory from ``place`` to the end of its segment, to be read and written; None if there is no such."""
+        """The memory from ``place`` to the end of its segment; None if there is no such. Read-only, if that is."""
         guest = self._guests.get(identity)
         return None if guest is None else guest.segments.view(place)
 

@@ -160,7 +160,7 @@ class Data:
             exchange = self._admit(group, rank, push, now, commands)
             if exchange is None:
                 return []
-            run = self._check(group, exchange, rank, push, payloads[0] if payloads else None)
+            run = self._check(group, exchange, rank, push, payloads)
             group.charge(exchange, rank, run)
         except GradServerError as violation:
             return [Violation(connection, violation)]
@@ -243,9 +243,10 @@ class Data:
             self._plan_next_check()
         return exchange
 
-    def _check(self, group: Group, exchange: Exchange, rank: int, push: Push, payload: Buffer | None) -> Run:
+    def _check(self, group: Group, exchange: Exchange, rank: int, push: Push, payloads: Sequence[Buffer]) -> Run:
         """Check a contribution against what is due from ``rank``."""
         layout, operation = exchange.layout, exchange.operation
+        payload, target = payloads[0] if payloads else None, payloads[-1] if len(payloads) > 1 else None
         start, stop = push.slice, push.slice + push.slices
         if start != exchange.pushed.get(rank, -1) or stop > exchange.stop:
             raise OutOfStepError(
@@ -258,7 +259,7 @@ class Data:
             )
         has_to_give = gives(operation, rank, exchange.key)
         expected = layout.run_bytes(start, stop)
-        size = 0 if payload is None else len(payload)
+        size = min(map(len, payloads), default=0)
         shared = push.place is not None
         if shared:  # there must be room for what is given, and for the result
             is_right = size >= expected * layout.replies and (
@@ -275,7 +276,7 @@ class Data:
             )
         if push.present:
             group.bytes_in += expected
-        return Run(start, stop, payload, push.present, shared)
+        return Run(start, stop, payload, push.present, shared, target)
 
     def reduced(self, event: Reduced, now: float, commands: list[Command]) -> list[Report]:
         """A reduction came back."""

@@ -35,7 +35,8 @@ class Run(NamedTuple):
     """Slices ``start`` to ``stop`` of one participant, which came with one message.
 
     ``payload`` is a contribution if ``present``. It is memory to write the result to if ``shared``, and
-    then begins with slice ``start`` and may be longer than the run.
+    then begins with slice ``start`` and may be longer than the run. If there is a ``target``, that is the memory to
+    write to, and the contribution stays as it is.
     """
 
     start: int
@@ -43,6 +44,7 @@ class Run(NamedTuple):
     payload: Buffer | None
     present: bool
     shared: bool
+    target: Buffer | None = None
 
 
 class Piece(NamedTuple):
@@ -157,7 +159,8 @@ class Exchange:
         if run.payload is None:
             return run._replace(start=start, stop=stop)
         skipped = self.layout.run_bytes(run.start, start)
-        return run._replace(start=start, stop=stop, payload=memoryview(run.payload)[skipped:])
+        target = None if run.target is None else memoryview(run.target)[skipped:]
+        return run._replace(start=start, stop=stop, payload=memoryview(run.payload)[skipped:], target=target)
 
     def cost(self, run: Run) -> int:
         """Credit that a contribution takes until its result, in bytes."""

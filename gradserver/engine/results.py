@@ -30,7 +30,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
         for rank in exchange.participants
         if gets(operation, rank, exchange.key, exchange.owner(piece))
     ]
-    targets = [run.payload for run in getters if run.shared and run.payload is not None]
+    targets = [run.target or run.payload for run in getters if run.shared and run.payload is not None]
     if operation.op is Op.NONE and operation.kind is not Kind.ALL_GATHER and not targets:
         (contribution,) = contributions  # one gives, others get: the bytes pass through as they are
         if not piece.given[contribution.rank].shared:

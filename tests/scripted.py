@@ -1,0 +1,79 @@
+"""A coordinator that says what a test wants it to: to one worker, over TCP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Self, TypeVar
+
+import zmq
+
+from protocol.buffer import Buffer
+from protocol.messages import Agreed, Join, Message, Ping, Propose, Welcome
+from protocol.wire import decode, encode
+from tests.cluster import PATIENCE, Task
+from worker.client import Worker
+from worker.connect import connect
+
+M = TypeVar("M")
+TOKEN = "its token"
+
+
+class Scripted:
+    """Listens at ``url``, or anywhere if that is empty."""
+
+    def __init__(self, url: str = "") -> None:
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.bind(url or "tcp://127.0.0.1:*")
+        self.url: str = self._router.get_string(zmq.LAST_ENDPOINT)
+        self._who = b""
+        self.payloads: list[bytes] = []
+        """Of what was heard last."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.die()
+
+    def die(self) -> None:
+        """Close the connection, and the port, at once."""
+        self._context.destroy(linger=0)
+
+    def hear(self, kind: type[M], timeout: float = PATIENCE) -> M:
+        """The next message, which must be of this kind."""
+        until = time.monotonic() + timeout
+        while True:
+            assert self._router.poll(max(int((until - time.monotonic()) * 1000), 0)), f"no {kind.__name__} came"
+            self._who, *frames = self._router.recv_multipart()
+            message, payloads = decode(frames)
+            if not isinstance(message, Ping):
+                self.payloads = [bytes(payload) for payload in payloads]
+                assert isinstance(message, kind), message
+                return message
+
+    def hears_nothing(self, seconds: float) -> bool:
+        """Whether nothing comes for so long."""
+        return not self._router.poll(int(seconds * 1000))
+
+    def say(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        """Answer whoever was heard last."""
+        self._router.send_multipart([self._who, encode(message), *payloads])
+
+    def admit(self, task: Task[Worker], credit: int) -> Worker:
+        """Let a worker that joins into a durable group, as the only one."""
+        join = self.hear(Join)
+        self.say(Welcome(join.group, 0, 1, credit, (join.name,), (), (), TOKEN, (0,), True, 1))
+        return task.result()
+
+    def agree(self) -> Propose:
+        """Agree to whatever is proposed."""
+        propose = self.hear(Propose)
+        self.say(Agreed(propose.hash, propose.round))
+        return propose
+
+
+def joining(url: str, **options: object) -> Task[Worker]:
+    """A worker that is about to join."""
+    return Task(connect, url, name="w0", channel="tcp", timeout=20.0, **options)  # type: ignore[arg-type]

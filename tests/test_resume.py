@@ -1,0 +1,290 @@
+"""A member of a durable group and a coordinator that comes back: the member's half, against a scripted coordinator."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from protocol.dtypes import FLOAT32
+from protocol.errors import ConnectionLostError, CoordinatorStoppedError, DeadlineError, LeftOutError
+from protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
+from protocol.limits import SLICE_BYTES
+from protocol.messages import Failure, Inquire, Leave, Missing, Propose, Push, Result, RoundDone, Scope
+from protocol.plan import Plan, simple_plan
+from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, unpack_spans
+from tests.cluster import Task, wait_until
+from tests.scripted import TOKEN, Scripted, joining
+from worker import resume
+from worker.client import Worker
+
+NUMEL = SLICE_BYTES // 4
+CREDIT = 16 * SLICE_BYTES
+PLAN = simple_plan([("long", 3 * NUMEL), ("short", 10)], FLOAT32)
+LONG, SHORT = ExchangeKey(Stream.BUCKET, 0, 0), ExchangeKey(Stream.BUCKET, 0, 1)
+
+
+class Scene:
+    """A worker, the plan agreed on, and who coordinates it now."""
+
+    def __init__(self, stack: ExitStack, plan: Plan = PLAN, **options: object) -> None:
+        self._stack = stack
+        self.now = stack.enter_context(Scripted())
+        task = joining(self.now.url, **options)
+        self.worker: Worker = self.now.admit(task, CREDIT)
+        stack.callback(self.worker._session._channel.close)
+        agreeing = Task(self.worker.agree, plan)
+        self.now.agree()
+        self.plan = agreeing.result()
+        lifeline, books = self.worker._session._lifeline, self.worker._session.books
+        assert lifeline is not None
+        assert books is not None
+        self.lifeline, self.books = lifeline, books
+        self.data = [np.full(bucket.numel, 1.0 + index, np.float32) for index, bucket in enumerate(plan.buckets)]
+
+    def again(self, version: int = 0) -> tuple[Resume, Holding, list[Span]]:
+        """The coordinator dies, and another one takes its place."""
+        self.now.die()
+        self.now = self._stack.enter_context(Scripted(self.now.url))
+        return self.reopen(version)
+
+    def reopen(self, version: int) -> tuple[Resume, Holding, list[Span]]:
+        asks = self.now.hear(Resume)
+        self.now.say(Resumed(2, version))
+        holding = self.now.hear(Holding)
+        return asks, holding, unpack_spans(self.now.payloads[0])
+
+    def pushes(self, *expected: tuple[ExchangeKey, int]) -> list[bytes]:
+        """The payloads of pushes, of which these have to come next."""
+        found = []
+        for key, index in expected:
+            push = self.now.hear(Push)
+            assert (push.key, push.slice) == (key, index)
+            found += self.now.payloads
+        return found
+
+    def answer(self, key: ExchangeKey, index: int, value: float, length: int = NUMEL) -> bytes:
+        payload = np.full(length, value, np.float32).tobytes()
+        self.now.say(Result(key, index, 1.0, True), [payload])
+        return payload
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with ExitStack() as stack:
+        yield Scene(stack)
+
+
+def test_what_was_not_answered_is_sent_again_and_what_was_is_not(scene: Scene) -> None:
+    long = scene.worker.push(0, scene.data[0], weight=2.0)
+    given = scene.pushes((LONG, 0), (LONG, 1), (LONG, 2))
+    scene.answer(LONG, 0, 7.0)
+    wait_until(lambda: scene.data[0][0] == 7.0, "the first result has come")
+
+    asks, holding, spans = scene.again()
+    assert asks == Resume("default", 0, TOKEN, 1, scene.plan.hash)
+    assert (holding.version, holding.round, holding.weight) == (0, 0, 2.0)
+    assert spans == [Span(State.HELD, LONG, 0, 1)]
+    scene.answer(LONG, 2, 9.0)  # others had it
+    scene.now.say(Standing(0, 0))
+    assert scene.pushes((LONG, 1)) == given[1:2]
+    scene.answer(LONG, 1, 8.0)
+    long.wait()
+    assert [scene.data[0][index * NUMEL] for index in range(3)] == [7.0, 8.0, 9.0]
+
+    short, finishing = scene.worker.push(1, scene.data[1]), Task(scene.worker.finish_round)
+    scene.pushes((SHORT, 0))
+    scene.answer(SHORT, 0, 3.0, 10)
+    scene.now.say(RoundDone(0, 1))
+    finishing.result()
+    assert short.done()
+    assert scene.worker.round == 1
+
+
+def test_nothing_is_pushed_before_standing_and_what_is_begun_meanwhile_comes_after_it(scene: Scene) -> None:
+    scene.again()
+    scene.worker.push(1, scene.data[1])
+    assert scene.now.hears_nothing(0.1)
+    scene.now.say(Standing(0, 0))
+    scene.pushes((SHORT, 0))
+
+
+def test_the_standing_of_books_that_were_closed_means_nothing(scene: Scene) -> None:
+    scene.worker.push(1, scene.data[1])
+    scene.pushes((SHORT, 0))
+    scene.again(version=4)
+    scene.now.say(Resumed(2, 5))
+    scene.now.say(Standing(4, 0))
+    assert scene.now.hear(Holding).version == 5
+    assert scene.now.hears_nothing(0.1)
+    scene.now.say(Standing(5, 0))
+    scene.pushes((SHORT, 0))
+
+
+def test_books_are_opened_on_a_connection_that_stands(scene: Scene) -> None:
+    handle = scene.worker.push(1, scene.data[1])
+    scene.pushes((SHORT, 0))
+    scene.now.say(Resumed(1, 1))
+    assert scene.now.hear(Holding).weight == 1.0
+    scene.now.say(Standing(1, 0))
+    scene.pushes((SHORT, 0))
+    scene.answer(SHORT, 0, 5.0, 10)
+    handle.wait()
+    assert (scene.data[1] == 5.0).all()
+
+
+def test_results_are_kept_until_those_of_the_next_round_and_said_once_more(scene: Scene) -> None:
+    last = finish(scene, 0, 6.0)
+    scene.worker.push(1, scene.data[1])
+    key = ExchangeKey(Stream.BUCKET, 1, 1)
+    scene.pushes((key, 0))
+    scene.answer(key, 0, 4.0, 10)
+
+    _, holding, spans = scene.again()
+    assert holding.round == 1
+    assert spans == [Span(State.HELD, LONG, 0, 3), Span(State.HELD, key, 0, 1)]
+    scene.now.say(Fetch(0, LONG, 1))
+    assert scene.now.hear(Held) == Held(0, LONG, 1, 1.0, True)
+    assert scene.now.payloads == [last]
+
+
+def finish(scene: Scene, number: int, value: float) -> bytes:
+    """Exchange a whole round; the result of a long slice."""
+    handles = [scene.worker.push(index, data) for index, data in enumerate(scene.data)]
+    keys = [ExchangeKey(Stream.BUCKET, number, part) for part in range(2)]
+    scene.pushes(*((keys[0], index) for index in range(3)), (keys[1], 0))
+    payload = [scene.answer(keys[0], index, value) for index in range(3)][-1]
+    scene.answer(keys[1], 0, value, 10)
+    scene.now.say(RoundDone(number, 1))
+    for handle in handles:
+        handle.wait()
+    scene.worker.finish_round()
+    return payload
+
+
+def test_a_result_that_comes_before_its_bucket_is_begun_waits_for_it(scene: Scene) -> None:
+    scene.again()
+    scene.answer(LONG, 1, 2.0)
+    scene.answer(SHORT, 0, 3.0, 10)
+    scene.now.say(Standing(0, 0))
+    wait_until(lambda: not scene.books.is_held(0), "it has heard that")
+    scene.worker.push(1, scene.data[1]).wait()
+    assert (scene.data[1] == 3.0).all()
+    scene.worker.push(0, scene.data[0])
+    scene.pushes((LONG, 0), (LONG, 2))
+    wait_until(lambda: scene.data[0][NUMEL] == 2.0, "its result is there")
+
+
+def test_collectives_say_who_they_are_again_and_their_results_are_held(scene: Scene) -> None:
+    operation = operation_of(Kind.ALL_REDUCE, Op.SUM, FLOAT32, NUMEL + 1)
+    tensor = np.ones(NUMEL + 1, np.float32).view(np.uint8)
+    handle = scene.worker._session.collective(operation, tensor, tensor, background=True)  # of a group of one
+    key = ExchangeKey(Stream.COLLECTIVE, 0)
+    scene.pushes((key, 0), (key, 1))
+    scene.answer(key, 0, 2.0)
+    wait_until(lambda: tensor.view(np.float32)[0] == 2.0, "the first result has come")
+    _, _, spans = scene.again()
+    assert sorted(spans) == [Span(State.LACKING, key, 1, 2), Span(State.HELD, key, 0, 1)]
+    scene.now.say(Standing(0, 0))
+    push = scene.now.hear(Push)
+    assert (push.slice, push.operation) == (1, operation)
+    scene.answer(key, 1, 2.0, 1)
+    handle.wait()
+    _, _, spans = scene.again(1)
+    assert spans == [Span(State.HELD, key, 0, 2)]
+
+
+def test_a_plan_that_was_not_agreed_on_is_proposed_again() -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(Scripted())
+        worker = first.admit(joining(first.url), CREDIT)
+        stack.callback(worker._session._channel.close)
+        agreeing = Task(worker.agree, PLAN)
+        first.hear(Propose)
+        first.die()
+        second = stack.enter_context(Scripted(first.url))
+        assert second.hear(Resume).plan == ""
+        second.say(Resumed(2, 0))
+        second.agree()
+        second.hear(Holding)
+        second.say(Standing(0, 0))
+        assert agreeing.result().hash == worker.plan.hash  # type: ignore[union-attr]
+
+
+def test_a_connection_that_breaks_while_resuming_is_tried_again(scene: Scene) -> None:
+    scene.worker.push(1, scene.data[1])
+    scene.pushes((SHORT, 0))
+    for _ in range(2):
+        scene.now.die()
+        scene.now = scene._stack.enter_context(Scripted(scene.now.url))
+        scene.now.hear(Resume)
+    scene.again()
+    scene.again(1)
+    scene.now.say(Standing(1, 0))
+    scene.pushes((SHORT, 0))
+
+
+def test_waiting_is_said_and_has_an_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(resume, "SAY_SO_EVERY", 0.2)
+    with ExitStack() as stack, caplog.at_level(logging.WARNING):
+        scene = Scene(stack, reconnect=0.5)
+        handle = scene.worker.push(1, scene.data[1])
+        scene.now.die()
+        with pytest.raises(ConnectionLostError, match=r"tried for 0\.\d s .* connection refused.*--state-dir"):
+            handle.wait()
+    assert "waiting for the coordinator at tcp://" in caplog.text
+    assert "(connection refused); round 0 goes on when it is back, giving up after 0.5 s" in caplog.text
+
+
+def test_time_without_a_coordinator_is_not_counted(scene: Scene) -> None:
+    handle = scene.worker.push(1, scene.data[1])
+    waiting = Task(handle.wait, 0.5)
+    scene.pushes((SHORT, 0))
+    scene.now.die()
+    assert not waiting.ended(0.7)
+    scene.now = scene._stack.enter_context(Scripted(scene.now.url))
+    scene.reopen(0)
+    assert not waiting.ended(0.7)
+    scene.now.say(Standing(0, 0))
+    scene.pushes((SHORT, 0))
+    scene.now.say(Missing(scene.now.hear(Inquire).key, ("w9",)))
+    assert waiting.error(DeadlineError).missing == ("w9",)
+
+
+def test_who_was_left_out_is_told_so_everywhere(scene: Scene) -> None:
+    handle = scene.worker.push(1, scene.data[1])
+    scene.now.die()
+    scene.now = scene._stack.enter_context(Scripted(scene.now.url))
+    scene.now.hear(Resume)
+    scene.now.say(Failure.of(LeftOutError("the others went on"), Scope.CONNECTION))
+    with pytest.raises(LeftOutError):
+        handle.wait()
+    with pytest.raises(LeftOutError):
+        scene.worker.push(0, scene.data[0])
+
+
+def test_a_coordinator_that_is_stopped_may_be_started_again(scene: Scene) -> None:
+    scene.worker.push(1, scene.data[1])
+    scene.pushes((SHORT, 0))
+    scene.now.say(Failure.of(CoordinatorStoppedError("by SIGTERM"), Scope.CONNECTION))
+    scene.again()
+    scene.now.say(Standing(0, 0))
+    scene.pushes((SHORT, 0))
+
+
+def test_who_leaves_waits_until_the_books_are_closed(scene: Scene) -> None:
+    finish(scene, 0, 6.0)
+    scene.now.die()
+    wait_until(lambda: not scene.lifeline._is_up, "the worker has noticed it")
+    leaving = Task(scene.worker.close)
+    scene.now = scene._stack.enter_context(Scripted(scene.now.url))
+    _, _, spans = scene.reopen(0)
+    assert len(spans) == 2
+    scene.now.say(Fetch(0, LONG, 0))
+    scene.now.hear(Held)
+    scene.now.say(Standing(0, 1))
+    scene.now.say(scene.now.hear(Leave))
+    leaving.result()

@@ -1,0 +1,52 @@
+"""The time that counts for deadlines: it stands still while a coordinator is not there, or opens its books."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+class Clock:
+    """Shows seconds, of which only differences mean something. Safe to share."""
+
+    def __init__(self) -> None:
+        self._changes = threading.Condition()
+        self._stood_still = 0.0
+        self._since: float | None = None
+        self._runs_on = False
+
+    @property
+    def runs(self) -> bool:
+        """Whether it does."""
+        return self._since is None
+
+    @property
+    def seconds(self) -> float:
+        """What it shows."""
+        with self._changes:
+            return (time.monotonic() if self._since is None else self._since) - self._stood_still
+
+    def stop(self) -> None:
+        """Stand still."""
+        with self._changes:
+            if self._since is None and not self._runs_on:
+                self._since = time.monotonic()
+
+    def go(self) -> None:
+        """Go on."""
+        with self._changes:
+            if self._since is not None:
+                self._stood_still += time.monotonic() - self._since
+                self._since = None
+                self._changes.notify_all()
+
+    def run_on(self) -> None:
+        """Go on, and stop no more."""
+        self.go()
+        with self._changes:
+            self._runs_on = True
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it runs, for ``timeout`` seconds at most; whether it does."""
+        with self._changes:
+            return self._changes.wait_for(lambda: self._since is None, timeout)

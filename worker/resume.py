@@ -1,0 +1,317 @@
+"""How a member of a durable group outlives its connections: a channel that is made anew under the session's hands.
+
+    state     event                                   next      what happens
+    ────────  ──────────────────────────────────────  ────────  ─────────────────────────────────────────────────────
+    UP        the connection breaks                   DOWN      nothing fails; waits go on, and their clocks stop
+    UP        the coordinator says that it stops      DOWN      another one may take its place
+    UP        any other Failure of the connection     CLOSED    everything open fails with it
+    DOWN      each 50 ms                              DOWN      somebody is looked for; each 5 s the log says so
+    DOWN      a connection stands                     RESUMING  Resume, and who this was
+    DOWN      patience is over                        CLOSED    ConnectionLostError: how long, and what was tried
+    RESUMING  Resumed                                 RESUMING  memory is shared again; Holding
+    RESUMING  Standing                                UP        what has no result is sent again
+    RESUMING  the connection breaks                   DOWN      again from the beginning
+    RESUMING  Failure of the connection               CLOSED    for example LeftOutError
+    any       close                                   CLOSED
+
+From Resumed on it is `worker.standing` that acts, and so also when the coordinator opens its books because of another
+member. What is sent meanwhile is dropped, since Standing says what is to be sent again. Threads that wait for a result
+when a connection breaks go on waiting where they are: for a lock that a message from the next connection lets go of,
+which is read by its own thread until they are through.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.buffer import Buffer
+from protocol.channel import Lock, Receiver
+from protocol.errors import (
+    BackendUnavailableError,
+    ClosedError,
+    ConnectionLostError,
+    CoordinatorStoppedError,
+    CoordinatorUnreachableError,
+    GradServerError,
+    reason_of,
+)
+from protocol.messages import Message, Place, Push
+from protocol.resuming import Resumed
+from worker.clock import Clock
+from worker.handle import VERDICT_SECONDS
+from worker.line import reach
+from worker.memory import SharedMemory
+from worker.regions import Regions
+from worker.standing import Books
+from worker.tcp import TcpChannel
+
+if TYPE_CHECKING:
+    from worker.session import Session
+
+log = logging.getLogger("gradserver")
+
+RETRY_SECONDS: Final = 0.05
+SAY_SO_EVERY: Final = 5.0
+"""Seconds between two lines of the log that say who is waited for."""
+_LOOK_SECONDS: Final = 0.1
+"""How often somebody looks for what comes in while nobody waits for anything."""
+_REACH_SECONDS: Final = 1.0
+"""How long an attempt to connect may take."""
+_FAREWELL_SECONDS: Final = 1.0
+_ANSWER_SECONDS: Final = 10.0
+"""How long a coordinator that accepts a connection may take to say that it knows us."""
+
+
+class Lifeline:
+    """The channel of a durable group: as `worker.tcp.TcpChannel`, and made anew whenever it breaks.
+
+    Args:
+        channel: the connection that stands.
+        session: whose channel this is to be.
+        patience: seconds for which a lost coordinator is waited for.
+
+    Attributes:
+        books: what the member holds, and what of its exchanges counts.
+    """
+
+    def __init__(self, channel: TcpChannel, session: Session, patience: float) -> None:
+        self._channel = channel
+        self._session = session
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._clock = Clock()
+        self.books = Books(session, self._clock, Regions(self.region, self.place_of))
+        self._is_up = True
+        self._trying: TcpChannel | None = None
+        """A connection through which this worker resumes, until it has."""
+        self._failed: GradServerError | None = None
+        """What has become of it, if it broke."""
+        self._enough: Callable[[], bool] = lambda: True
+        self._waiting: Counter[int] = Counter()
+        """Threads that wait, by the connection that stood when they began."""
+        self._generation = 0
+        self._closing = False
+        self._news = threading.Event()
+        """There is something for our own thread to do."""
+        self.attach(session)
+        self._thread = threading.Thread(target=self._live, name="gradserver-lifeline", daemon=True)
+        self._thread.start()
+
+    # ── as any channel ────────────────────────────────────────────────────────────────────────────────
+
+    def attach(self, receiver: Receiver) -> None:
+        """From now on what arrives goes to ``receiver``, but for the end of a connection."""
+        self._channel.attach(Ears(self, self._channel, receiver))
+
+    def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0) -> None:
+        """Send, or drop what will be said again when the coordinator is back."""
+        with self._lock:
+            if self._closing:
+                raise ClosedError("this worker is closed")
+            channel = self._channel if self._is_up else self._trying
+        if channel is None or (type(message) is Push and self.books.is_held(shard)):
+            return
+        try:
+            channel.send(message, payloads, shard)
+        except (ClosedError, ConnectionError) as error:
+            self.broke(channel, error if isinstance(error, GradServerError) else ConnectionLostError(str(error)))
+
+    def wait(self, done: Lock, timeout: float) -> bool:
+        """Wait until ``done`` can be acquired; the time in which there is no coordinator is not counted."""
+        left, until = timeout, self._clock.seconds + timeout
+        while True:
+            with self._lock:
+                channel, generation = self._channel, self._generation
+                self._waiting[generation] += 1
+            try:
+                if channel.wait(done, left):
+                    return True
+            finally:
+                with self._lock:
+                    self._waiting[generation] -= 1
+            left = until - self._clock.seconds
+            if self._closing or (left <= 0 and self._clock.runs):
+                return done.acquire(blocking=False)
+            left = max(left, RETRY_SECONDS)
+
+    def watch(self, enough: Callable[[], bool]) -> None:
+        """Messages are due that nobody waits for yet: receive them all the same, until ``enough()``."""
+        self._enough = enough
+        self._channel.watch(self._has_enough)
+
+    def _has_enough(self) -> bool:
+        return self._enough() and not any(
+            waiting for generation, waiting in self._waiting.copy().items() if generation != self._generation
+        )
+
+    def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """Memory that the coordinator sees too; None if there is none."""
+        return self._channel.empty(nbytes)
+
+    def region(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """Memory that the coordinator may write to; None if there is none."""
+        return self._channel.region(nbytes)
+
+    def place_of(self, data: npt.NDArray[np.uint8], shard: int = 0) -> Place | None:
+        """Where ``data`` lies in memory that ``shard`` sees too; None if it does not."""
+        return self._channel.place_of(data, shard)
+
+    def prepare_to_leave(self, patience: float) -> None:
+        """From now on waits end. If there is no coordinator, give it ``patience`` seconds to be back first.
+
+        Who leaves while the books are open may take with him what others lack.
+        """
+        self._channel.look()
+        self._clock.wait(patience)
+        self._clock.run_on()
+
+    def close(self) -> None:
+        """Let go, and look for the coordinator no more."""
+        with self._lock:
+            self._closing = True
+            channels = [self._channel] if self._trying is None else [self._trying, self._channel]
+        self._news.set()
+        self.books.interrupt(ClosedError("this worker is closed"))
+        for channel in channels:
+            channel.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_FAREWELL_SECONDS)
+
+    # ── while there is no coordinator ─────────────────────────────────────────────────────────────────
+
+    def broke(self, channel: TcpChannel, error: GradServerError) -> None:
+        """``channel`` has come to its end."""
+        with self._lock:
+            if self._closing or self._session.closed:
+                return
+            if channel is self._trying:
+                self._failed = error
+            elif channel is not self._channel or not self._is_up:
+                return
+            else:
+                self._is_up = False
+                self._clock.stop()
+                self.books.suspend()
+                log.warning("%s; round %d goes on when it is back", error.message, self._session.round)
+                self._news.set()
+                return
+        self.books.interrupt(error)
+
+    def stopped(self, error: CoordinatorStoppedError) -> None:
+        """The coordinator has said that it stops."""
+        with self._lock:
+            channel = self._trying or self._channel
+        self.broke(channel, error)
+
+    def _live(self) -> None:
+        """The life of our own thread.
+
+        While nobody waits for anything, as in a long forward pass, nobody reads; then it looks from time to time.
+        """
+        while not self._closing and not self._session.closed:
+            if self._news.wait(_LOOK_SECONDS):
+                self._news.clear()
+            if self._is_up:
+                self._channel.look()
+            else:
+                self._come_back()
+
+    def _come_back(self) -> None:
+        """Look for the coordinator until it is there again, or patience is over."""
+        session, since, old = self._session, time.monotonic(), self._channel
+        tried, said = 0, since
+        memory = old.detach_memory()
+        old.close()  # from now on nothing arrives, and what this member holds does not change
+        while not self._closing:
+            tried += 1
+            try:
+                self._resume(memory, since)
+                return
+            except GradServerError as error:
+                reason = error
+            finally:
+                self._let_go()
+            if session.closed:
+                return
+            now = time.monotonic()
+            if now - since >= self._patience:
+                self._give_up(old.url, now - since, tried, reason)
+                return
+            if now - said >= SAY_SO_EVERY:
+                said = now
+                log.warning(
+                    "waiting for the coordinator at %s since %.0f s (%s); round %d goes on when it is back, "
+                    "giving up after %g s",
+                    *(old.url, now - since, reason.message, session.round, self._patience),
+                )
+            time.sleep(RETRY_SECONDS)
+
+    def _resume(self, memory: SharedMemory | None, since: float) -> None:
+        """Try once: reach the coordinator, be known to it again, and hear what stands. Raises why not."""
+        books = self.books
+        try:
+            reach(self._channel.url, _REACH_SECONDS)
+        except OSError as error:
+            raise CoordinatorUnreachableError(reason_of(error)) from None
+        channel = TcpChannel(self._channel.url, _REACH_SECONDS)
+        with self._lock:
+            self._trying, self._failed = channel, None
+        if self._closing:
+            raise ClosedError("this worker is closed")
+        channel.attach(Ears(self, channel, self._session))
+        resumed: Resumed = books.resume(channel).wait(_ANSWER_SECONDS)
+        if memory is not None:
+            try:
+                channel.share_again(memory, _ANSWER_SECONDS)
+            except BackendUnavailableError as error:
+                log.warning("gradients go through the connection from now on: %s", error)
+        with self._lock:
+            self._channel = channel
+            self._generation += 1
+        channel.watch(self._has_enough)
+        again: int = books.restate(channel).wait(self._session.timeout + VERDICT_SECONDS)
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            self._trying, self._is_up = None, True
+        log.info(
+            "the coordinator at %s is back after %.1f s (incarnation %d); round %d goes on: %d slices are sent again",
+            *(channel.url, time.monotonic() - since, resumed.incarnation, self._session.round, again),
+        )
+
+    def _let_go(self) -> None:
+        """Of a connection through which it was not possible to resume."""
+        with self._lock:
+            channel, self._trying = self._trying, None
+        if channel is not None:
+            channel.detach_memory()
+            channel.close()
+
+    def _give_up(self, url: str, seconds: float, tried: int, reason: GradServerError) -> None:
+        self._session.lost(
+            ConnectionLostError(
+                f"lost the coordinator at {url}, and tried for {seconds:.1f} s ({tried} times) to reach it: "
+                f"{reason.message}. With `gradserver serve` there, and the same --state-dir, the group had gone on"
+            )
+        )
+
+
+class Ears:
+    """Hands on what one connection says, and keeps its end to the lifeline."""
+
+    def __init__(self, lifeline: Lifeline, channel: TcpChannel, receiver: Receiver) -> None:
+        self.receive = receiver.receive
+        self._lifeline = lifeline
+        self._channel = channel
+
+    def lost(self, error: GradServerError) -> None:
+        """The connection broke."""
+        self._lifeline.broke(self._channel, error)
