@@ -95,6 +95,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="seconds that an elastic group waits for more than MIN before it begins (default 2)",
     )
     parser.add_argument(
+        "--backlog",
+        type=number(int, 4, 1 << 20, "a number of MiB"),
+        metavar="MIB",
+        help="MiB of results that a member of an elastic group may leave unread, before it is left out (default 64)",
+    )
+    parser.add_argument(
         "--shards",
         type=number(int, 1, MAX_SHARDS, "a number of data shards"),
         default=1,
@@ -202,7 +208,7 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
     from gradserver.daemon import Ledger, serve, serve_shard
 
     if arguments.join is not None:
-        for option in ("workers", "gather", "credit", "state_dir"):
+        for option in ("workers", "gather", "backlog", "credit", "state_dir"):
             if getattr(arguments, option) is not None:
                 raise InvalidArgumentError(
                     f"--{option.replace('_', '-')} is the coordinator's to say, not a data shard's (--join)"
@@ -231,11 +237,13 @@ def _worlds(arguments: argparse.Namespace) -> dict[str, int | Policy]:
     """The size of the group that --workers speaks of."""
     size = arguments.workers
     if size is None or isinstance(size, int):
-        if arguments.gather is not None:
-            raise InvalidArgumentError("--gather is for elastic groups: --workers MIN:MAX")
+        for option in ("gather", "backlog"):
+            if getattr(arguments, option) is not None:
+                raise InvalidArgumentError(f"--{option} is for elastic groups: --workers MIN:MAX")
         return {} if size is None else {arguments.group: size}
     gather = size.gather if arguments.gather is None else arguments.gather
-    return {arguments.group: dataclasses.replace(size, gather=gather)}
+    backlog = size.backlog if arguments.backlog is None else arguments.backlog * MIB
+    return {arguments.group: dataclasses.replace(size, gather=gather, backlog=backlog)}
 
 
 def _status(arguments: argparse.Namespace) -> int:

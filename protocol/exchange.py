@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
+from protocol.buffer import Buffer
 from protocol.codecs import Codec, codec_of
 from protocol.dtypes import FLOAT32, DType
 from protocol.errors import InvalidArgumentError, UnsupportedOperationError
@@ -229,6 +230,11 @@ class Layout:
         if stop - start == 1:
             return self.cost(start)
         return sum(self.cost(index) for index in range(start, stop))
+
+
+def unasked_cost(payload: Buffer | None) -> int:
+    """What an unasked result takes of its receiver's backlog, in bytes, however short it is."""
+    return max(MIN_SLICE_COST, 0 if payload is None else len(payload))
 
 
 @lru_cache(maxsize=4096)

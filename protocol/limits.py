@@ -68,6 +68,8 @@ MAX_TIMEOUT: Final = 7 * 24 * 3600.0
 
 CREDIT_BYTES: Final = 16 * MIB
 """What one worker may have in flight in one pool by default: pushed, and not yet answered."""
+BACKLOG_BYTES: Final = 64 * MIB
+"""Unasked results that one receiver may have unread by default."""
 MIN_SLICE_COST: Final = 2 * KIB
 """Credit that a slice takes however short it is: what the coordinator has to keep about it."""
 SHARED_SLICE_COST: Final = 64

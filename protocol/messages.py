@@ -13,6 +13,8 @@ worker                                  coordinator
   ◄────────────────────────────────────── Agreed (or Failure)
   Push + slice ──────────────────────────►
   ◄────────────────────────────────────── Result + slice, until every slice of the Push has one
+  ◄────────────────────────────────────── Result + slice, unasked, in an elastic group: to who listens
+  Taken ─────────────────────────────────► so much of that was read
   Inquire ───────────────────────────────► "who is missing?", when a wait ran out
   ◄────────────────────────────────────── Missing
   Leave ─────────────────────────────────► forgets the worker
@@ -229,7 +231,9 @@ class Result(NamedTuple):
     """What became of a slice, or of several. ``weight`` is the sum over contributions that counted; 0 if none did.
 
     Without data (``present``) the result is zeros, or none was called for. If it is ``placed``, it lies in
-    shared memory where the Push said (at its target, if it named one); else it is the payload.
+    shared memory where the Push said (at its target, if it named one); else it is the payload. In elastic groups some
+    of the seats that were there when the exchange began may be ``without`` a part in these slices: cut off, or late.
+    Who listens is sent results of buckets that it has not pushed, always as payloads.
     """
 
     key: ExchangeKey
@@ -238,6 +242,14 @@ class Result(NamedTuple):
     present: bool
     slices: int = 1
     placed: bool = False
+    without: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Of unasked results this worker has read as many bytes, each counted as `protocol.exchange.unasked_cost` says."""
+
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,4 +372,5 @@ Message = (
     | Fetch
     | Held
     | Standing
+    | Taken
 )

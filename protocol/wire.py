@@ -73,6 +73,7 @@ from protocol.messages import (
     ShareMemory,
     Status,
     StatusRequest,
+    Taken,
     Welcome,
 )
 from protocol.resuming import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
@@ -148,7 +149,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Propose, (_text, _counter), 1, 1, MAX_FRAME_BYTES),
     (Agreed, (_text, _counter), 0, 0, 0),
     (Push, (_key, _counter, _weight, flag, _operation, _slices, _place, _counter, _place), 0, 1, SLICE_BYTES),
-    (Result, (_key, _counter, _total, flag, _slices, flag), 0, 1, SLICE_BYTES),
+    (Result, (_key, _counter, _total, flag, _slices, flag, _seats), 0, 1, SLICE_BYTES),
     (Inquire, (_key,), 0, 0, 0),
     (Missing, (_key, _texts), 0, 0, 0),
     (Leave, (_text, flag), 0, 0, 0),
@@ -171,8 +172,9 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Fetch, (_counter, _key, _counter), 0, 0, 0),
     (Held, (_counter, _key, _counter, _total, flag, _seats), 0, 1, SLICE_BYTES),
     (Standing, (_counter, _counter), 0, 0, 0),
+    (Taken, (_counter,), 0, 0, 0),
 )
-_SHORTER: Final = {Push: (5, 7, 8), Result: (4,)}
+_SHORTER: Final = {Push: (5, 7, 8), Result: (4, 6)}
 """With so many fields they come too: what is behind concerns shared memory, and memberships that change."""
 _CODE_OF: Final = {row[0]: code for code, row in enumerate(_TYPES)}
 _PUSH_CODE: Final = bytes([_CODE_OF[Push]])
@@ -198,7 +200,9 @@ def encode(message: Message) -> bytes:
             values = (*values, message.slices, message.place)
     elif isinstance(message, Result):
         values = (message.key, message.slice, message.weight, message.present)
-        if message.placed or message.slices != 1:
+        if message.without:
+            values = (*values, message.slices, message.placed, message.without)
+        elif message.placed or message.slices != 1:
             values = (*values, message.slices, message.placed)
     else:
         values = tuple(getattr(message, name) for name in message.__slots__)

@@ -88,7 +88,7 @@ def test_a_death_costs_the_slices_that_were_not_pushed_and_no_others() -> None:
     assert news == Membership(
         2, (0, 2), ("w0", "w2"), "'w1' (rank 1) was lost in round 0 (connection reset); 2 workers go on", True
     )
-    assert last == Result(bucket(0), 2, 2.0, True)
+    assert last == Result(bucket(0), 2, 2.0, True, without=(1,))
     assert memoryview(payloads[0]).cast("f").tolist() == [1, 1]
     assert done == RoundDone(0, 2)
     assert [type(message) for message, _ in harness.sent(2)] == [Membership, Result, RoundDone]

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 
 from gradserver.engine.events import (
     Absent,
+    Behind,
     Close,
     CloseGroup,
     Depart,
@@ -358,7 +359,7 @@ def test_a_report_cannot_speak_of_members_or_buckets_that_there_are_not(record: 
 ERROR = NonFiniteError("w1 contributed NaN", worker="w1", rank=1, bucket="b", parameter="p", round=3)
 ORDERS: list[Order] = [
     OpenGroup("g", 3, (Seat(-1, "w0"), Seat(-1, "ü")), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32, "b" * 32)),
-    OpenGroup("g", 3, (Seat(-1, "w0"),), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, True),
+    OpenGroup("g", 3, (Seat(-1, "w0"),), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, True, 1 << 22),
     SetPlan("g", plan_of(3, 0, 100), 7),
     Depart("g", 1, WorkerLostError("it died", worker="w1", rank=1)),
     Depart("g", 1, WorkerLeftError("it left", worker="w1", rank=1), 12),
@@ -369,6 +370,7 @@ REPORTS: list[RemoteReport] = [
     RoundCompleted("g", RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1, ((7.0, 8.5), (7.25, 9.0)), (1, 2**64 - 1), (0, 5, 6))),
     RoundCompleted("g", RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1, cut=((0, 2, 5), (1, 0, 1)))),
     Departed("g", 12),
+    Behind("g", 1, 4),
     Halted("g", ERROR, False),
     Planned("g", "ab" * 32),
     Absent("g", 1, ERROR),

@@ -66,6 +66,7 @@ from protocol.messages import (
     ShareMemory,
     Status,
     StatusRequest,
+    Taken,
     Welcome,
 )
 from protocol.resuming import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
@@ -101,6 +102,7 @@ fields = st.dictionaries(
     st.text(max_size=10), st.text(max_size=20) | st.integers(-(2**63), 2**63 - 1) | short_lists, max_size=5
 )
 none: st.SearchStrategy[list[bytes]] = st.just([])
+nowhere = st.none()
 one = st.lists(st.binary(max_size=40), min_size=1, max_size=1)
 
 frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
@@ -128,20 +130,40 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.builds(Agreed, names, counters), none),
         (
             st.builds(
-                Push, keys, counters, weights, st.just(True), st.none() | operations, just_one, st.none(), epochs
+                Push,
+                keys,
+                counters,
+                weights,
+                st.just(True),
+                st.none() | operations,
+                just_one,
+                st.none(),
+                epochs,
+                nowhere,
             ),
             one,
         ),
         (
             st.builds(
-                Push, keys, counters, weights, st.just(False), st.none() | operations, just_one, st.none(), epochs
+                Push,
+                keys,
+                counters,
+                weights,
+                st.just(False),
+                st.none() | operations,
+                just_one,
+                st.none(),
+                epochs,
+                nowhere,
             ),
             none,
         ),
-        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(True), just_one, st.just(False)), one),
-        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(False), just_one, st.just(False)), none),
+        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(True), just_one, st.just(False), seats), one),
+        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(False), just_one, st.just(False), seats), none),
         (
-            st.builds(Push, keys, counters, weights, st.booleans(), st.none() | operations, slices, places, epochs),
+            st.builds(
+                Push, keys, counters, weights, st.booleans(), st.none() | operations, slices, places, epochs, nowhere
+            ),
             none,
         ),
         (
@@ -157,9 +179,10 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(True), seats), one),
         (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(False), seats), none),
         (st.builds(Standing, counters, counters), none),
-        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(True), slices, st.just(True)), none),
-        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(False), slices, st.booleans()), none),
+        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(True), slices, st.just(True), seats), none),
+        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(False), slices, st.booleans(), seats), none),
         (st.builds(Inquire, keys), none),
+        (st.builds(Taken, counters), none),
         (st.builds(Missing, keys, short_lists), none),
         (st.builds(Leave, names, st.booleans()), none),
         (st.just(Ping()), none),
@@ -201,6 +224,8 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Push(KEY, 0, 1.0, True, None, 1, Place(3, 4096), 7), []),
     (Push(KEY, 0, 1.0, True, epoch=7), [b"x"]),
     (Result(KEY, 0, 4.0, True, 100, True), []),
+    (Result(KEY, 0, 4.0, True, without=(1, 1023)), [b"x"]),
+    (Taken(1 << 40), []),
     (Welcome("default", 1, 5, 1 << 24, ("w0", "w1"), ("tcp://10.0.0.2:7411",), (0.0, 25.0), "ab" * 16), []),
     (Attend("default", 5, 1, "ab" * 16), []),
     (Attended(), []),
@@ -373,7 +398,7 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0, 0]), b""], "announces a payload without one, or has one"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0]), b""], "expected a place in shared memory"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 0, [0, 0])], "expected an integer from 1"),
-        ([header(6, [0, 0, 0], 0, 1.0, True, 1), b""], "Result has 6 fields, got 5"),
+        ([header(6, [0, 0, 0], 0, 1.0, True, 1), b""], "Result has 7 fields, got 5"),
         ([header(6, [0, 0, 0], 0, 1.0, True), b"", b""], "Result with 2 payloads; 0 to 1 go with it"),
         ([header(3, "hash", 0)], "Propose with 0 payloads; 1 to 1"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None)], "announces a payload without one"),

@@ -96,6 +96,7 @@ class Exchange:
         "epoch",
         "first",
         "handle",
+        "held_back",
         "key",
         "layout",
         "operation",
@@ -142,6 +143,8 @@ class Exchange:
         self.siblings = siblings
         self.dropped = False
         """The exchange has failed elsewhere: what is still to come of this part is nobody's."""
+        self.held_back = False
+        """What was not sent would not count."""
         self.sent = self.first = self.start
         self.epoch = epoch
         self.answered: set[int] = set()
@@ -373,7 +376,8 @@ class Outbox:
 
     def answered(self, exchange: Exchange, start: int, stop: int) -> None:
         """The slices from ``start`` up to ``stop`` have their result: their credit is free again."""
-        self._in_flight[exchange.pool] -= exchange.cost(start, stop)
+        if start < exchange.sent:  # else it came unasked
+            self._in_flight[exchange.pool] -= exchange.cost(start, min(stop, exchange.sent))
         exchange.settle(start, stop)
 
     def write_off(self, exchange: Exchange) -> None:
@@ -384,6 +388,11 @@ class Outbox:
         exchange.write_off()
         if exchange.sent < exchange.stop:
             self._remove(exchange)
+
+    def hold_back(self, exchange: Exchange) -> None:
+        """Send no more of ``exchange``, whose results are on their way whatever is sent."""
+        exchange.held_back = True
+        self._remove(exchange)
 
     def drop(self, exchange: Exchange) -> bool:
         """Send no more of ``exchange``, which has failed elsewhere. Whether there is nothing left to be answered."""
@@ -424,7 +433,9 @@ class ShardTraffic:
         self.exchanges: dict[ExchangeKey, Exchange] = {}
         self.outbox = Outbox()
 
-    def add(self, exchange: Exchange) -> None:
-        """``exchange`` has begun."""
+    def add(self, exchange: Exchange, is_over: bool = False) -> None:
+        """``exchange`` has begun; if it ``is_over``, nothing of it is to be sent."""
         self.exchanges[exchange.key] = exchange
         self.outbox.add(exchange)
+        if is_over:
+            self.outbox.hold_back(exchange)

@@ -171,6 +171,7 @@ class Session(Traffic):
         with self._state:
             self._pushed.clear()
             self.round += 1
+            self._backlog.forget(self.round)
 
     def _await_boundary(self, timeout: float | None) -> None:
         """Wait until the round is over for all members of an elastic group, and go by what that changes."""
@@ -348,6 +349,7 @@ class Session(Traffic):
             if self.books is not None:
                 self.books.retained.forget_buckets()
             self._table.set_plan(self.plan)
+            self._expect(self.plan)
         handle._complete()
 
     def _fail_everything(self, error: GradServerError) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,14 +25,10 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.exchange import WORLD_BOUND, ExchangeKey, Operation, Stream, pool_of
-from protocol.messages import (
-    Inquire,
-    Push,
-    Result,
-    Welcome,
-)
+from protocol.messages import Inquire, Leave, Push, Result, Taken, Welcome
 from protocol.plan import Plan
 from protocol.shards import Table
+from worker.backlog import Backlog, Unasked, room_for
 from worker.coder import Coder
 from worker.handle import VERDICT_SECONDS, Handle
 from worker.membership import Announced
@@ -38,6 +36,7 @@ from worker.outbox import Destination, Exchange, ShardTraffic, Siblings
 from worker.slots import Slots
 from worker.standing import Books
 from worker.tensors import Bytes
+from worker.unasked import Read, lacks, overrun
 
 
 class Traffic:
@@ -70,6 +69,10 @@ class Traffic:
         self._feedback: dict[int, Feedback] = {}
         """What lossy codecs have kept back, by bucket."""
         self._announced = Announced()
+        self._backlog = Backlog()
+        self._read = Read()
+        self._late = -1
+        """The last round in which something of this worker did not count."""
         self._closed: GradServerError | None = None
         self.books: Books | None = None
         """What this member keeps of results; None unless the group is durable."""
@@ -120,9 +123,19 @@ class Traffic:
             source = data if present and weight > 0 else None
             handle = self._begin(key, operation, source, data, weight, feedback=feedback)
             self._pushed[index], self._weight = handle, weight
+            came = self._backlog.take(self.round, index)
+        for (result, payload), shard in zip(came, self._shards_of(came, key, operation), strict=True):
+            self._settle(result, payload, shard)
         self._pump()
         self._channel.watch(self.idle)
         return handle
+
+    def _shards_of(self, came: Sequence[Unasked], key: ExchangeKey, operation: Operation) -> list[int]:
+        """Which data shard each of these results of a bucket is from."""
+        if not came:
+            return []
+        _, bounds = self._table.share(key, operation)
+        return [bisect_right(bounds, result.slice) - 1 for result, _ in came]
 
     def _feedback_of(self, index: int, operation: Operation) -> Feedback | None:
         if not operation.is_lossy:
@@ -208,13 +221,17 @@ class Traffic:
             if self.books is not None and self.books.begun(exchange):
                 handle._complete()
             else:
-                self._shards[0].add(exchange)
+                self._shards[0].add(exchange, self._is_over(key))
             return handle
         parts = [(shard, run) for shard, run in enumerate(pairwise(bounds)) if run[0] < run[1]]
         siblings = Siblings(len(parts))
         for shard, run in parts:
-            self._shards[shard].add(Exchange(*what, shard, run, siblings, epoch))
+            self._shards[shard].add(Exchange(*what, shard, run, siblings, epoch), self._is_over(key))
         return handle
+
+    def _is_over(self, key: ExchangeKey) -> bool:
+        """Whether nothing that is sent for ``key`` would count any more."""
+        return key.stream == Stream.BUCKET and key.number == self._late
 
     # ── sending, as credit allows ─────────────────────────────────────────────────────────────────────
 
@@ -262,7 +279,7 @@ class Traffic:
             exchange = shard.exchanges.get(key)
             if exchange is None and (handle is not None or not self._concerns(shard.number, key, bucket.operation)):
                 continue
-            if exchange is None or exchange.sent == exchange.stop:
+            if exchange is None or exchange.held_back or exchange.sent == exchange.stop:
                 return None
             return exchange if exchange.sent == exchange.first_unanswered() else None
         return None
@@ -278,16 +295,36 @@ class Traffic:
     # ── what became of it ─────────────────────────────────────────────────────────────────────────────
 
     def _take_result(self, result: Result, payloads: Sequence[Buffer], shard: int = 0) -> None:
+        """A result has come from ``shard``: for what was pushed, or unasked."""
+        payload, there = payloads[0] if payloads else None, self._shards[shard]
+        with self._state:
+            exchange = there.exchanges.get(result.key)
+            if exchange is None and self.books is not None and there.held:
+                self.books.early(result, payloads)
+                return
+            asked = (
+                exchange is not None and result.slice + result.slices <= exchange.sent and not self._lacks_us(result)
+            )
+            has_room = exchange is not None or self._keep(result, payload)
+        if not asked and not there.held:
+            self._read_unasked(payload, shard)
+        if exchange is not None:
+            self._settle(result, payload, shard)
+        elif not has_room:
+            self._overrun(result.key.number)
+
+    def _settle(self, result: Result, payload: Buffer | None, shard: int) -> None:
+        """A result for what has begun."""
         start, stop = result.slice, result.slice + result.slices
         there = self._shards[shard]
         with self._state:
             exchange = there.exchanges.get(result.key)
-            if exchange is None or not exchange.takes(start, stop, there.held):
-                if exchange is None and self.books is not None and there.held:
-                    self.books.early(result, payloads)
+            if exchange is None or not exchange.takes(start, stop, there.held or bool(self.membership.seats)):
                 return
+            if self._lacks_us(result):
+                self._late = result.key.number
+                self._send_no_more()
         layout, handle = exchange.layout, exchange.handle
-        payload = payloads[0] if payloads else None
         if payload is not None and len(payload) != layout.run_bytes(start, stop) * layout.replies:
             raise MalformedMessageError(
                 f"slice {start} of {exchange.operation} came with {len(payload)} bytes, "
@@ -312,6 +349,46 @@ class Traffic:
             handle._complete(error)
         if more:
             self._pump()
+
+    # ── what comes unasked ────────────────────────────────────────────────────────────────────────────
+
+    def _lacks_us(self, result: Result) -> bool:
+        return lacks(result, self.seat_of(self.membership.rank))
+
+    def _keep(self, result: Result, payload: Buffer | None) -> bool:
+        """Keep a result for what has not begun; False if there is no room. What has ended is nobody's any more."""
+        key = result.key
+        to_come = key.number > self.round or (key.number == self.round and key.part not in self._pushed)
+        if key.stream != Stream.BUCKET or not self.membership.seats or not to_come:
+            return True
+        return self._backlog.put(result, payload)
+
+    def _expect(self, plan: Plan) -> None:
+        """What comes unasked is for ``plan`` from now on. With the lock held."""
+        keys = (ExchangeKey(Stream.BUCKET, 0, part) for part in range(len(plan.buckets)))
+        shares = (self._table.share(key, bucket.operation) for key, bucket in zip(keys, plan.buckets, strict=True))
+        self._backlog = Backlog(room_for(plan.nbytes), [layout.count for layout, _ in shares])
+
+    def _send_no_more(self) -> None:
+        """Of the round for which this worker is late: it would not count. With the lock held."""
+        for shard in self._shards:
+            for exchange in shard.exchanges.values():
+                if exchange.key.stream == Stream.BUCKET and exchange.key.number == self._late:
+                    shard.outbox.hold_back(exchange)
+
+    def _read_unasked(self, payload: Buffer | None, shard: int) -> None:
+        with self._state:
+            told = self._read.more(shard, payload)
+        if told:
+            with suppress(ClosedError, ConnectionError):
+                self._channel.send(Taken(told), (), shard)
+
+    def _overrun(self, number: int) -> None:
+        """There is no room for a result of round ``number``."""
+        error = overrun(self._backlog, self.round, number, self.membership.rank)
+        with suppress(ClosedError, ConnectionError):
+            self._channel.send(Leave(error.message, True))
+        self.lost(error)
 
     def _take_exchange_failure(self, key: ExchangeKey, error: GradServerError, shard: int) -> None:
         there, reason = self._shards[shard], error

@@ -36,7 +36,7 @@ from gradserver.engine.events import (
 )
 from gradserver.engine.policy import Policy
 from protocol.limits import CREDIT_BYTES
-from protocol.messages import Inquire, Push
+from protocol.messages import Inquire, Push, Taken
 
 
 class Engine:
@@ -73,6 +73,8 @@ class Engine:
                 reports = self.data.reduced(event, now, commands)
             case Received(connection, Inquire() as inquire):
                 reports = self.data.inquire(connection, inquire, commands)
+            case Received(connection, Taken() as taken):
+                reports = self.data.taken(connection, taken)
             case Received(connection, message, payloads):
                 orders = self.control.receive(connection, message, payloads, now, commands)
             case Garbled(connection, error):

@@ -37,6 +37,8 @@ def depart(group: Group, order: Depart, now: float, commands: list[Command]) -> 
     seat = order.rank
     group.departed[seat] = order.error
     group.seats.depart(seat)
+    group.listening.pop(seat, None)
+    group.unread.pop(seat, None)
     group.epoch = order.epoch
     group.table.world_size = len(group.seats.present)
     for number, current in group.rounds.items():

@@ -33,9 +33,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from gradserver.engine import chronicle
-from gradserver.engine.elastic import boundary, depart, departed, give_up, may_begin
+from gradserver.engine.elastic import behind, boundary, depart, departed, give_up, may_begin
 from gradserver.engine.events import (
     Absent,
+    Behind,
     Close,
     CloseGroup,
     Command,
@@ -84,7 +85,7 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.limits import MAX_NAME_BYTES, MIN_CREDIT_BYTES
+from protocol.limits import BACKLOG_BYTES, MAX_NAME_BYTES, MIN_CREDIT_BYTES
 from protocol.messages import Enlist, Failure, Join, Leave, Message, Ordered, Propose, Reported, Scope, Welcome
 from protocol.plan import decode_plan
 from protocol.shards import Table
@@ -175,6 +176,10 @@ class Control:
             case Absent(name, rank, error):
                 seat = self.groups[name].members.get(rank)
                 return [] if seat is None else self._refuse(seat.connection, error, commands)
+            case Behind(name, rank, number):
+                seat = self.groups[name].members.get(rank)
+                if seat is not None:
+                    return self._refuse(seat.connection, behind(self.groups[name], rank, number), commands)
         return []
 
     # ── data shards elsewhere ─────────────────────────────────────────────────────────────────────────
@@ -233,7 +238,8 @@ class Control:
         self.roster.staff(group)
         rates, tokens = group.table.rates, group.tokens
         opened = group.name, group.epoch, tuple(group.members.values()), self._credit, group.timeout
-        order = OpenGroup(*opened, rates, 0, tokens, elastic, self._digests)
+        backlog = BACKLOG_BYTES if group.policy is None else group.policy.backlog
+        order = OpenGroup(*opened, rates, 0, tokens, elastic, self._digests, backlog)
         chronicle.founded(group, commands)
         for shard, connection in enumerate(group.shards, 1):
             commands.append(Send(connection, Ordered(), (encode_order(replace(order, shard=shard)),)))

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from gradserver.engine import unasked
 from gradserver.engine.closing import depart, do_without, outdated, overdue_seats
 from gradserver.engine.events import (
     CloseGroup,
@@ -62,7 +63,7 @@ from protocol.errors import (
     UnexpectedMessageError,
 )
 from protocol.exchange import IN_PLACE, ExchangeKey, Kind, Op, Operation, Stream, check_reducible, gives
-from protocol.messages import Inquire, Missing, Push
+from protocol.messages import Inquire, Missing, Push, Taken
 from protocol.plan import Plan
 from protocol.shards import Table
 
@@ -358,6 +359,15 @@ class Data:
         exchange = group.exchanges.get(inquire.key)
         names = tuple(group.call(rank) for rank in exchange.missing()[:32]) if exchange else ()
         commands.append(Send(connection, Missing(inquire.key, names)))
+        return []
+
+    def taken(self, connection: int, taken: Taken) -> list[Report]:
+        """Somebody who listens has read on."""
+        seat = self._seats.get(connection)
+        if seat is None:
+            return [Violation(connection, UnexpectedMessageError("a Taken from someone who is in no group"))]
+        group, rank = seat
+        unasked.taken(group, rank, taken.nbytes)
         return []
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────

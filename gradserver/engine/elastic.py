@@ -24,7 +24,8 @@ from __future__ import annotations
 from gradserver.engine.events import Close, Command, Depart, Log, Send
 from gradserver.engine.membership import Group
 from gradserver.engine.records import RoundRecord
-from protocol.errors import DeadlineError, WorkerLeftError, WorkerLostError
+from protocol.errors import DeadlineError, LeftOutError, WorkerLeftError, WorkerLostError
+from protocol.limits import MIB
 from protocol.messages import Failure, Membership, RoundDone, Scope
 
 _MAX_REASON = 300
@@ -100,6 +101,17 @@ def boundary(group: Group, record: RoundRecord, commands: list[Command]) -> None
         return
     done = RoundDone(record.round, group.epoch)
     commands += [Send(member.connection, done) for member in group.members.values()]
+
+
+def behind(group: Group, seat: int, number: int) -> LeftOutError:
+    """What to tell a member that has left too much unread."""
+    size = (group.policy.backlog if group.policy is not None else 0) / MIB
+    return LeftOutError(
+        f"this worker, {group.call(seat)}, was left out of group {group.name!r} in round {number}: more than {size:g} "
+        f"MiB of results, of rounds that closed without it, wait to be read (--backlog). It has to join again",
+        worker=group.seats.names[seat],
+        rank=group.seats.rank(seat),
+    )
 
 
 def give_up(group: Group, commands: list[Command]) -> None:

@@ -13,6 +13,7 @@ from gradserver.engine.records import Kind, RoundRecord
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError
 from protocol.exchange import ExchangeKey, Operation
+from protocol.limits import BACKLOG_BYTES
 from protocol.messages import Message
 from protocol.plan import Plan
 
@@ -196,7 +197,7 @@ class OpenGroup:
     ``rates`` are those of its data shards (none if there is one only), and ``shard`` is the place of this one among
     them. To a shard elsewhere workers come by themselves, and show ``tokens``, which are by rank too. An ``elastic``
     group goes on without those who depart; then what is called a rank here is a seat. With ``digests`` rounds are
-    hashed for the ledger.
+    hashed for the ledger. Who listens may leave as many bytes unread as its ``backlog``.
     """
 
     group: str
@@ -209,6 +210,7 @@ class OpenGroup:
     tokens: tuple[str, ...] = ()
     elastic: bool = False
     digests: bool = False
+    backlog: int = BACKLOG_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,4 +306,13 @@ class Departed:
     epoch: int
 
 
-Report = RoundCompleted | Halted | Violation | Planned | Absent | Departed
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A seat that listens has left too much unread, and is sent nothing more unasked, from ``round`` on."""
+
+    group: str
+    rank: int
+    round: int
+
+
+Report = RoundCompleted | Halted | Violation | Planned | Absent | Departed | Behind

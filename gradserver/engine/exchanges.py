@@ -85,6 +85,8 @@ class Exchange:
     """Those who have departed: up to which slice their contributions count."""
     spoiled: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
     """Slices of each that did not count, because they said nothing."""
+    absent: tuple[int, ...] = ()
+    """Those who were to contribute when it began, and are waited for no more, in seat order."""
     reducing: dict[int, Piece] = field(default_factory=dict)
     answered: int = 0
     last: int = -1
@@ -133,6 +135,7 @@ class Exchange:
     def leave_out(self, rank: int) -> None:
         """Go on without ``rank``, whose contributions count as far as `kept_of` says."""
         self.participants = tuple(other for other in self.participants if other != rank)
+        self.absent = tuple(sorted({*self.absent, rank}))
         if rank not in self.pushed:
             return
         kept = self.kept_of(rank)
@@ -211,6 +214,10 @@ class Group:
     outstanding: Counter[tuple[int, Pool]] = field(default_factory=Counter)
     """Bytes in flight, by rank and pool."""
     departed: dict[int, GradServerError] = field(default_factory=dict)
+    listening: dict[int, int] = field(default_factory=dict)
+    """Seats that are sent results of buckets unasked, and from which round on."""
+    unread: Counter[int] = field(default_factory=Counter)
+    """Bytes of these that each seat has not read."""
     transfers: Counter[int] = field(default_factory=Counter)
     """Sequences of transfers that each rank takes part in."""
     failed: deque[ExchangeKey] = field(default_factory=deque)
@@ -382,6 +389,8 @@ class Group:
             if rank not in self.departed:
                 assert outstanding == expected[rank, pool], (rank, pool, outstanding)
                 assert outstanding <= self.order.credit + SLICE_BYTES, "credit exceeded"
+        assert all(0 <= unread <= self.order.backlog for unread in self.unread.values()), "an overrun backlog"
+        assert not self.listening.keys() & self.departed.keys(), "who has departed listens"
         assert (
             self.exchanges == {}
             or self.next_check is not None

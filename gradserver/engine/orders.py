@@ -13,6 +13,7 @@ import msgpack
 
 from gradserver.engine.events import (
     Absent,
+    Behind,
     CloseGroup,
     Depart,
     Departed,
@@ -45,7 +46,7 @@ from protocol.limits import (
 from protocol.messages import Failure, Scope
 from protocol.plan import decode_plan
 
-RemoteReport = RoundCompleted | Halted | Planned | Absent | Departed
+RemoteReport = RoundCompleted | Halted | Planned | Absent | Departed | Behind
 
 _name = text(MAX_NAME_BYTES)
 _names = listed(_name, MAX_WORLD_SIZE)
@@ -62,9 +63,9 @@ _rates = listed(number(0.0, MAX_RATE), MAX_SHARDS)
 def encode_order(order: Order) -> bytes:
     """``order`` as it goes to a data shard elsewhere, whose seats nobody has taken yet."""
     match order:
-        case OpenGroup(group, epoch, seats, credit, timeout, rates, shard, tokens, elastic, digests):
+        case OpenGroup(group, epoch, seats, credit, timeout, rates, shard, tokens, elastic, digests, backlog):
             names = [seat.name for seat in seats]
-            return _pack("open", group, epoch, names, credit, timeout, rates, shard, tokens, elastic, digests)
+            return _pack("open", group, epoch, names, credit, timeout, rates, shard, tokens, elastic, digests, backlog)
         case SetPlan(group, plan, first_round):
             return _pack("plan", group, plan.encoded, first_round)
         case Depart(group, rank, error, epoch):
@@ -78,7 +79,7 @@ def encode_order(order: Order) -> bytes:
 def decode_order(data: Buffer) -> Order:
     """The order in ``data``; a ProtocolError says why there is none."""
     match _unpack(data, MAX_ORDER_BYTES):
-        case ["open", group, epoch, names, credit, timeout, rates, shard, tokens, bool(elastic), bool(digests)]:
+        case ["open", group, epoch, names, credit, timeout, rates, shard, tokens, bool(elastic), bool(digests), unread]:
             seats = tuple(Seat(-1, name) for name in _names(names))
             compared = _rates(rates)
             shown = _tokens(tokens)
@@ -86,7 +87,7 @@ def decode_order(data: Buffer) -> Order:
             if not seats or len(shown) != len(seats) or place >= len(compared) or not any(compared):
                 raise MalformedMessageError("an order to open a group that does not fit together")
             known = _name(group), _count(epoch), seats, _count(credit), _seconds(timeout)
-            return OpenGroup(*known, compared, place, shown, elastic, digests)
+            return OpenGroup(*known, compared, place, shown, elastic, digests, _count(unread))
         case ["plan", group, bytes(plan), first_round]:
             return SetPlan(_name(group), decode_plan(plan), _count(first_round))
         case ["depart", group, rank, error, epoch]:
@@ -111,6 +112,8 @@ def encode_report(epoch: int, report: RemoteReport) -> bytes:
             return _pack("absent", epoch, group, rank, _pack_error(error))
         case Departed(group, latest):
             return _pack("departed", epoch, group, latest)
+        case Behind(group, rank, number):
+            return _pack("behind", epoch, group, rank, number)
 
 
 def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
@@ -129,6 +132,8 @@ def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
             return _count(epoch), Absent(_name(group), _rank(rank), _error(error))
         case ["departed", epoch, group, latest]:
             return _count(epoch), Departed(_name(group), _count(latest))
+        case ["behind", epoch, group, rank, number]:
+            return _count(epoch), Behind(_name(group), _rank(rank), _count(number))
     raise MalformedMessageError("a report that is unknown, or has not the fields that it should have")
 
 

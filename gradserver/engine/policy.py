@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.errors import InvalidWorldSizeError
-from protocol.limits import MAX_WORLD_SIZE
+from protocol.limits import BACKLOG_BYTES, MAX_WORLD_SIZE
 
 GATHER_SECONDS = 2.0
 """How long an elastic group that could begin waits for more, if nobody says otherwise."""
@@ -19,11 +19,13 @@ class Policy:
         minimum: it begins when so many are there, and makes no further round with fewer.
         maximum: it never has more.
         gather: seconds that it waits for more than the minimum before it begins.
+        backlog: bytes of unasked results that one member may have unread.
     """
 
     minimum: int
     maximum: int = MAX_WORLD_SIZE
     gather: float = GATHER_SECONDS
+    backlog: int = BACKLOG_BYTES
 
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.maximum <= MAX_WORLD_SIZE:

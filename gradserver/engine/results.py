@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from gradserver.engine.events import Command, Contribution, Digests, Reduce, Report, RoundCompleted, Send
 from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Piece
+from gradserver.engine.unasked import listeners, send_unasked, without
 from protocol.buffer import Buffer
 from protocol.exchange import ExchangeKey, Kind, Layout, Op, Stream, gets
 from protocol.messages import Result
@@ -38,7 +39,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
     exchange.reducing[piece.start] = piece
     layout = exchange.layout
     nbytes, numel = layout.run_bytes(piece.start, piece.stop), layout.run_numel(piece.start, piece.stop)
-    keep = len(targets) < len(getters)
+    keep = len(targets) < len(getters) or bool(listeners(group, exchange, piece))
     key = exchange.key
     hashed = key.stream == Stream.BUCKET and group.rounds[key.number].hashed
     digests = Digests(group.places[key.part], []) if hashed else None
@@ -61,8 +62,9 @@ def answer(
     start, stop, given = piece
     weight = sum(exchange.weights[rank] for rank in given)
     owner = exchange.owner(piece)
-    placed = Result(key, start, weight, True, stop - start, True)
-    empty = Result(key, start, weight, False, stop - start)
+    lacking = without(exchange, piece)
+    placed = Result(key, start, weight, True, stop - start, True, lacking)
+    empty = Result(key, start, weight, False, stop - start, False, lacking)
     travels: list[tuple[Result, Sequence[Buffer]]] = []
     acknowledged: list[Command] = []
     connections, departed = group.connections, group.departed
@@ -78,16 +80,21 @@ def answer(
         if given[rank].shared:
             commands.append(Send(connection, placed))
             continue
-        travels = travels or list(_by_slice(key, layout, piece, weight, payload))
+        travels = travels or list(_by_slice(key, layout, piece, weight, payload, lacking))
         commands += [Send(connection, result, payloads) for result, payloads in travels]
+    reports: list[Report] = []
+    if listening := listeners(group, exchange, piece):
+        if payload is not None:
+            travels = travels or list(_by_slice(key, layout, piece, weight, payload, lacking))
+        reports = send_unasked(group, listening, travels or [(empty, ())], commands)
     # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
     commands += acknowledged
     group.slices += stop - start
     exchange.answered += stop - start
     if exchange.answered < exchange.stop - exchange.start:
-        return []
+        return reports
     del group.exchanges[key]
-    return _bucket_done(group, exchange, now) if key.stream == Stream.BUCKET else []
+    return reports + (_bucket_done(group, exchange, now) if key.stream == Stream.BUCKET else [])
 
 
 def refund(group: Group, exchange: Exchange, piece: Piece) -> None:
@@ -114,14 +121,14 @@ def _bucket_done(group: Group, exchange: Exchange, now: float) -> list[Report]:
 
 
 def _by_slice(
-    key: ExchangeKey, layout: Layout, piece: Piece, weight: float, payload: Buffer
+    key: ExchangeKey, layout: Layout, piece: Piece, weight: float, payload: Buffer, lacking: tuple[int, ...]
 ) -> Iterator[tuple[Result, Sequence[Buffer]]]:
     """The results of ``piece`` for who is to get them as payloads."""
     if piece.stop - piece.start == 1:
-        yield Result(key, piece.start, weight, True), (payload,)
+        yield Result(key, piece.start, weight, True, without=lacking), (payload,)
         return
     view, at = memoryview(payload), 0
     for index in range(piece.start, piece.stop):
         size = layout.nbytes(index)
-        yield Result(key, index, weight, True), (view[at : at + size],)
+        yield Result(key, index, weight, True, without=lacking), (view[at : at + size],)
         at += size

@@ -67,6 +67,7 @@ from protocol.messages import (
     Push,
     Reported,
     Scope,
+    Taken,
 )
 
 ATTENDING_SECONDS: Final = 10.0
@@ -177,6 +178,8 @@ class ShardEngine:
         match message:
             case Inquire():
                 return self.data.inquire(connection, message, commands)
+            case Taken():
+                return self.data.taken(connection, message)
             case Attend():
                 self._attend(connection, message, now, commands)
             case Leave():

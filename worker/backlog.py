@@ -1,0 +1,76 @@
+"""Results of buckets that came unasked, for rounds that this worker has yet to come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from protocol.buffer import Buffer
+from protocol.exchange import unasked_cost
+from protocol.limits import MIB
+from protocol.messages import Result
+
+_LEAST_BYTES: Final = 256 * MIB
+_ROUNDS: Final = 4
+"""How many a backlog holds at least, with results as large as those of float32."""
+
+Unasked = tuple[Result, Buffer | None]
+"""A result, and its payload as it came: encoded, if the bucket travels with a loss."""
+
+
+def room_for(plan_bytes: int) -> int:
+    """Bytes that a worker with such a plan keeps at most."""
+    return max(_LEAST_BYTES, _ROUNDS * plan_bytes)
+
+
+class Backlog:
+    """What has come, by round and bucket. Not safe to share: the session's lock guards it.
+
+    Args:
+        limit: bytes that it holds at most, each result counted as `unasked_cost` says.
+        slices: how many each bucket of the plan has.
+
+    Attributes:
+        nbytes: what it holds.
+    """
+
+    def __init__(self, limit: int = _LEAST_BYTES, slices: Sequence[int] = ()) -> None:
+        self.limit = limit
+        self.nbytes = 0
+        self._slices = slices
+        self._rounds: dict[int, dict[int, dict[int, Unasked]]] = {}
+
+    def put(self, result: Result, payload: Buffer | None) -> bool:
+        """Keep a result; whether there was room. One that is there already is not kept twice."""
+        parts = self._rounds.setdefault(result.key.number, {}).setdefault(result.key.part, {})
+        if result.slice in parts:
+            return True
+        cost = unasked_cost(payload)
+        if self.nbytes + cost > self.limit:
+            return False
+        self.nbytes += cost
+        parts[result.slice] = result, payload
+        return True
+
+    def has(self, number: int) -> bool:
+        """Whether the results of all buckets of round ``number`` are here, as a whole."""
+        parts = self._rounds.get(number, {})
+        return all(
+            sum(result.slices for result, _ in parts.get(part, {}).values()) == slices
+            for part, slices in enumerate(self._slices)
+        )
+
+    def take(self, number: int, part: int) -> list[Unasked]:
+        """What there is of a bucket, in the order of slices; it is the caller's from now on."""
+        parts = self._rounds.get(number, {})
+        taken = [unasked for _, unasked in sorted(parts.pop(part, {}).items(), key=lambda item: item[0])]
+        self.nbytes -= sum(unasked_cost(payload) for _, payload in taken)
+        if not parts:
+            self._rounds.pop(number, None)
+        return taken
+
+    def forget(self, before: int) -> None:
+        """Drop what is there of rounds ``before`` this one."""
+        for number in [number for number in self._rounds if number < before]:
+            for part in list(self._rounds[number]):
+                self.take(number, part)
