@@ -249,6 +249,12 @@ def test_workers_that_wait_are_told_why_the_coordinator_stopped(daemon: Daemon, 
         assert daemon.end() == 0
 
 
+def test_stop_that_is_asked_for_when_all_is_over_is_nothing_to_a_coordinator() -> None:
+    with coordinator() as server:
+        pass
+    server.request_stop("a signal that comes while the process ends")
+
+
 def test_worker_that_computed_meanwhile_is_told_why_the_coordinator_stopped(daemon: Daemon) -> None:
     with joined(daemon.url, 2) as workers:
         together(workers, lambda worker: worker.barrier())

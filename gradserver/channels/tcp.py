@@ -128,12 +128,14 @@ class TcpServer:
     def request_stop(self, reason: str) -> None:
         """Make `run` tell the workers ``reason`` and return. Safe to call from signal handlers and threads."""
         self._stopping = reason
-        with contextlib.suppress(BlockingIOError):
-            self._wake_in.send(b"\0")
+        self._wake()
 
     def _call_soon(self, call: Callable[[], None]) -> None:
         """Have ``call`` called by the loop. Safe to call from any thread."""
         self._calls.append(call)
+        self._wake()
+
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it is awake already; closed: it has ended
             self._wake_in.send(b"\0")
 
