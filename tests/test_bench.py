@@ -196,6 +196,27 @@ def test_cluster_keeps_to_its_rates_and_removes_its_hosts() -> None:
     assert [name for name in netns.existing() if not owner_lives(name)] == []
 
 
+_SPOKEN = """
+import socket, sys
+caller = socket.socket()
+caller.connect_ex((sys.argv[1], 9))  # nobody listens there, which the kernel finds out in the usual way
+print(caller.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+"""
+
+
+def test_hosts_speak_tcp_with_the_congestion_control_that_was_asked_for() -> None:
+    needs_hosts()
+    usual = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    for name in known:
+        with netns.links(2, 1e9, 1e9, None if name == usual else name) as hosts:
+            command = [*hosts.worker_prefix(0), sys.executable, "-c", _SPOKEN, hosts.worker_address(1)]
+            spoken = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        assert spoken == name
+    with pytest.raises(BenchError, match="route change"), netns.links(2, 1e9, 1e9, "nonesuch"):
+        pass
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_cluster_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
     needs_hosts()
@@ -270,6 +291,7 @@ def owner_lives(name: str) -> bool:
         (["same-host", "--plot", "out.pdf"], "'out.pdf': the picture is a PNG, name it FILE.png"),
         (["same-host", "--plot", "/nowhere/out.png"], "'/nowhere/out.png': there is no folder /nowhere"),
         (["loopback", "--wire", "fp8"], "'fp8' is not a wire format: there are fp32, bf16, int8"),
+        (["cluster", "--congestion", "cubic;"], "'cubic;' is no congestion control's name: write cubic, reno, bbr"),
         (["cluster", "--rate", "fast"], "'fast' is not a rate: write 100mbit or 2.5gbit (1mbit to 400gbit)"),
         (
             ["codecs", "--wire", "int8,int4"],
@@ -297,6 +319,7 @@ def test_wrong_arguments_say_what_is_right(
         (["train", "--rate", "1gbit"], "root", "network namespaces need root: run it with sudo"),
         (["cluster"], "ip", "ip not found: install iproute2"),
         (["train", "--coordinator-rate", "1gbit"], "", "--coordinator-rate needs --rate"),
+        (["train", "--congestion", "cubic"], "", "--congestion needs --rate"),
     ],
 )
 def test_what_is_missing_is_named_before_anything_starts(

@@ -45,6 +45,13 @@ def rate(text: str) -> float:
     return float(match[1]) * scale / 8
 
 
+def algorithm(text: str) -> str:
+    """A congestion control's name; whether the kernel has it, it says itself."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,14}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no congestion control's name: write cubic, reno, bbr")
+    return text
+
+
 def wire(text: str) -> str:
     """A wire format's name."""
     if text not in WIRES:

@@ -186,6 +186,8 @@ def _why_not(arguments: argparse.Namespace) -> str | None:
         return "--plot needs matplotlib: pip install 'gradserver[demo]'"
     if getattr(arguments, "coordinator_rate", None) and not arguments.rate:
         return "--coordinator-rate needs --rate, the rate of the workers' links"
+    if getattr(arguments, "congestion", None) and not arguments.rate:
+        return "--congestion needs --rate: it is for emulated links"
     if getattr(arguments, "rate", None):
         from gradserver.bench import netns
 
@@ -205,6 +207,8 @@ def _add_links(parser: argparse.ArgumentParser, rate: str | None, coordinator: s
         "RATE",
         f"of the coordinator's link (default {coordinator or 'as --rate'})",
     )
+    text = "TCP's congestion control on these links, as cubic (default: this machine's)"
+    _option(parser, "--congestion", parse.algorithm, None, "NAME", text)
 
 
 def _option(

@@ -60,8 +60,11 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def links(workers: int, rate: float, coordinator_rate: float) -> Iterator[Lab]:
-    """Hosts for `workers` and a coordinator, with links of these rates (bytes per second each way)."""
+def links(workers: int, rate: float, coordinator_rate: float, congestion: str | None = None) -> Iterator[Lab]:
+    """Hosts for `workers` and a coordinator, with links of these rates (bytes per second each way).
+
+    `congestion` names TCP's congestion control between them; None leaves them this machine's.
+    """
     reason = why_not()
     if reason is not None:
         raise BenchError(reason)
@@ -73,8 +76,8 @@ def links(workers: int, rate: float, coordinator_rate: float) -> Iterator[Lab]:
         _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", switch, "link", "set", "br0", "up")
         for rank in range(workers):
-            _add_host(f"h{rank + 1}", lab.worker_address(rank), rate)
-        _add_host("c", lab.coordinator_address(), coordinator_rate)
+            _add_host(f"h{rank + 1}", lab.worker_address(rank), rate, congestion)
+        _add_host("c", lab.coordinator_address(), coordinator_rate, congestion)
         yield lab
     finally:
         with uninterrupted():
@@ -105,7 +108,7 @@ def _remove(pids: set[int]) -> None:
                 _run("ip", "netns", "delete", name)
 
 
-def _add_host(host: str, address: str, rate: float) -> None:
+def _add_host(host: str, address: str, rate: float, congestion: str | None) -> None:
     switch, name, port = _name("sw"), _name(host), f"p-{host}"
     _run("ip", "netns", "add", name)
     _run("ip", "link", "add", Lab.interface, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
@@ -113,6 +116,9 @@ def _add_host(host: str, address: str, rate: float) -> None:
     _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", Lab.interface)
     _run("ip", "-n", name, "link", "set", Lab.interface, "up")
     _run("ip", "-n", name, "link", "set", "lo", "up")
+    if congestion is not None:  # by route: a namespace's own default can only be what this machine allows to all users
+        route = ["10.77.0.0/24", "dev", Lab.interface, "proto", "kernel", "scope", "link", "src", address]
+        _run("ip", "-n", name, "route", "change", *route, "congctl", congestion)
     burst = max(_LEAST_BURST, round(rate * _BURST_SECONDS))
     shape = ["root", "tbf", "rate", f"{rate * 8:.0f}bit", "burst", f"{burst}b", "latency", "100ms"]
     _run(*_inside(name), "tc", "qdisc", "add", "dev", Lab.interface, *shape)  # what the host sends

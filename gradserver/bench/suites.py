@@ -115,14 +115,16 @@ def _row(
 @contextmanager
 def lab(arguments: argparse.Namespace, workers: int) -> Iterator[Place]:
     """Hosts with the links that the arguments ask for."""
-    with netns.links(workers, arguments.rate, arguments.coordinator_rate or arguments.rate) as place:
+    coordinator = arguments.coordinator_rate or arguments.rate
+    with netns.links(workers, arguments.rate, coordinator, arguments.congestion) as place:
         yield place
 
 
 def link_names(arguments: argparse.Namespace) -> str:
     """The links in words."""
     coordinator = arguments.coordinator_rate or arguments.rate
-    return f"{_rate_name(arguments.rate)} each way, coordinator {_rate_name(coordinator)}"
+    congestion = f", {arguments.congestion}" if arguments.congestion else ""
+    return f"{_rate_name(arguments.rate)} each way, coordinator {_rate_name(coordinator)}{congestion}"
 
 
 def link_limit(arguments: argparse.Namespace, workers: int, on_wire: float) -> float:
