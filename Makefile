@@ -3,10 +3,12 @@
 #   PYTHON=python3.13     the interpreter for the virtual environment
 #   DEMO_ARGS="…"         options for `gradserver demo`
 #   TEST_ARGS="…"         options for pytest
+#   CHAOS_ARGS="…"        options for `gradserver chaos`
 
 PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
+CHAOS_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +16,7 @@ STAMP := $(VENV)/.installed-$(subst /,-,$(PYTHON))
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long check format clean
+.PHONY: help setup demo test test-long chaos check format clean
 
 help: ## Show this list
 	@echo "gradserver: make TARGET"
@@ -30,6 +32,9 @@ test: $(STAMP) ## Run the tests, apart from the long ones
 
 test-long: $(STAMP) ## Run the long tests
 	$(BIN)/pytest -m long $(TEST_ARGS)
+
+chaos: $(STAMP) ## Harm a group for a minute, a hundred times and more, and recompute every round
+	$(BIN)/gradserver chaos --workers 8 --seconds 60 --least 100 $(CHAOS_ARGS)
 
 check: $(STAMP) ## Check style, types, who imports whom, and what the wheel contains
 	$(BIN)/ruff check

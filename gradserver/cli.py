@@ -1,4 +1,4 @@
-"""The command line: ``gradserver serve | status | ledger | demo | bench``."""
+"""The command line: ``gradserver serve | status | ledger | demo | bench | chaos``."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("demo", help="train a small GPT across processes of this machine", fill=_add_demo)
     text = "measure it here, beside gloo and what the machine can do at most"
     commands.add_parser("bench", help=text, fill=_add_bench)
+    text = "harm its processes on this machine, and check that no round is wrong or lost"
+    commands.add_parser("chaos", help=text, fill=_add_chaos)
     return parser
 
 
@@ -187,6 +189,13 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     from gradserver.bench import command
+
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run)
+
+
+def _add_chaos(parser: argparse.ArgumentParser) -> None:
+    from gradserver.chaos import command
 
     command.add_arguments(parser)
     parser.set_defaults(run=command.run)

@@ -40,6 +40,10 @@ class Lab:
         """Of that host."""
         return f"10.77.0.{rank + 1}"
 
+    def plug(self, rank: int, in_place: bool) -> None:
+        """Plug the cable of a worker's host in, or pull it out."""
+        _run("ip", "-n", _name(f"h{rank + 1}"), "link", "set", self.interface, "up" if in_place else "down")
+
     def coordinator_prefix(self) -> list[str]:
         """The coordinator has a host of its own, too."""
         return _inside(_name("c"))

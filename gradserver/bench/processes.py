@@ -26,10 +26,16 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NU
 
 
 class Child(processes.Child):
-    """A Python process that answers requests."""
+    """A Python process that answers requests. It gets the signal ``last`` when its parent is gone."""
 
     def __init__(
-        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, prefix: Sequence[str]
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        prefix: Sequence[str] = (),
+        last: signal.Signals = signal.SIGTERM,
     ) -> None:
         self.unread = b""
         self.lines: list[str] = []
@@ -43,7 +49,7 @@ class Child(processes.Child):
                 log,
                 prefix,
                 stdin=subprocess.PIPE,
-                preexec_fn=partial(_before_exec, os.getpid(), mask),  # also where the parent is killed outright
+                preexec_fn=partial(_before_exec, os.getpid(), mask, last),  # also where the parent is killed outright
             )
 
     def tell(self, message: Mapping[str, Any]) -> None:
@@ -75,7 +81,7 @@ class Processes(processes.Family[Child]):
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         super().__init__(folder)
         self._selector = selectors.DefaultSelector()
-        self._environment = {**_environment(), **(environment or {})}
+        self._environment = {**single_threaded(), **(environment or {})}
 
     def start(self, name: str, *arguments: str, prefix: Sequence[str] = ()) -> Child:
         """Starts ``prefix… python arguments…``, with its log in `folder` under its name."""
@@ -139,15 +145,15 @@ def uninterrupted() -> Iterator[set[int]]:
 _LIBC = ctypes.CDLL(None)
 
 
-def _before_exec(parent: int, mask: set[int]) -> None:
-    """In the child: SIGTERM when the parent is gone. Nobody else would end a daemon whose run was killed."""
+def _before_exec(parent: int, mask: set[int], last: signal.Signals) -> None:
+    """In the child: a ``last`` signal when the parent is gone. Nobody else would end a daemon whose run was killed."""
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    _LIBC.prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+    _LIBC.prctl(_SET_DEATH_SIGNAL, last)
     if os.getppid() != parent:  # it went before we asked
         os._exit(1)
 
 
-def _environment() -> dict[str, str]:
+def single_threaded() -> dict[str, str]:
     """The environment of processes that compute with one thread each."""
     environment = processes.inherited_environment()
     # One thread for each process: otherwise the pools of several libraries fight for the cores, and what is

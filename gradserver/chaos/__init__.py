@@ -1,0 +1,1 @@
+"""`gradserver chaos`: real processes, faults drawn from a seed, and an oracle that recomputes every round."""

@@ -1,0 +1,234 @@
+"""`gradserver chaos`: its options, and a run from the first process to the verdict."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradserver.arguments import number
+from gradserver.chaos.schedule import DEFAULT, SPECS, Event, Schedule, Way, draw
+from protocol.limits import MAX_SHARDS
+
+if TYPE_CHECKING:
+    from gradserver.bench.netns import Lab
+
+_LINK_RATE = 1.25e9
+"""Of the emulated hosts' links, in bytes a second: as fast as it goes."""
+_TICK = 0.25
+_RETURN_SECONDS = 20.0
+"""Behind the end of a run, for whoever is still on its way back."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives `parser` the description and options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Run a coordinator and workers as processes of this machine, harm them as a seed says, and have an oracle\n"
+        "recompute every round: the mean of exactly those who contributed, bit by bit, alike at all members."
+    )
+    kinds = "\n".join(f"  {name:12}{spec.brief}" for name, spec in SPECS.items())
+    parser.epilog = f"events (by default {', '.join(DEFAULT)}):\n{kinds}\n\nExit status: 0 all right, 1 not, 2 no run."
+    parser.add_argument(
+        "--workers", type=number(int, 2, 256), default=8, metavar="N", help="workers of the group (default 8)"
+    )
+    parser.add_argument(
+        "--seconds", type=number(float, 10, 1e6, "", "{:g} to {:g}"), default=60.0, metavar="S", help="default 60"
+    )
+    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=7, metavar="X", help="default 7")
+    parser.add_argument("--events", type=_kinds, default=list(DEFAULT), metavar="KIND,…", help="what may happen")
+    parser.add_argument(
+        "--every",
+        type=number(float, 0.05, 3600, "", "{:g} to {:g}"),
+        default=0.3,
+        metavar="S",
+        help="seconds from one event to the next, in the mean (default 0.3)",
+    )
+    parser.add_argument(
+        "--coordinator-kill",
+        type=number(float, 1, 1e6, "", "{:g} to {:g}"),
+        metavar="S",
+        help="kill the coordinator each so many seconds, beside the other events",
+    )
+    parser.add_argument(
+        "--shards", type=number(int, 1, MAX_SHARDS), default=1, metavar="S", help="data shards (default 1)"
+    )
+    parser.add_argument(
+        "--pace",
+        type=number(float, 0, 60, "", "{:g} to {:g}"),
+        default=0.05,
+        metavar="S",
+        help="seconds that a worker computes in a round (default 0.05)",
+    )
+    parser.add_argument(
+        "--stall",
+        type=number(float, 0.5, 3600, "", "{:g} to {:g}"),
+        default=15.0,
+        metavar="S",
+        help="longest time without a finished round that is no fault (default 15)",
+    )
+    parser.add_argument(
+        "--netns",
+        action="store_true",
+        help="give workers hosts of their own, network namespaces, whose cables are pulled for a partition; needs root",
+    )
+    parser.add_argument(
+        "--least",
+        type=number(int, 0, 1_000_000),
+        default=0,
+        metavar="N",
+        help="events without which the run has failed (default 0)",
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="write ledger, logs and lines into DIR, and keep them")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs chaos. 0: nothing wrong was found; 1: something was; 2: it could not begin."""
+    from gradserver.chaos.fleet import FleetError
+    from gradserver.processes import ended_by_signals
+
+    if arguments.netns and (reason := _why_no_hosts(arguments.events)) is not None:
+        print(f"gradserver chaos: {reason}", file=sys.stderr)
+        return 2
+    folder = arguments.keep
+    if folder is not None and folder.exists() and any(folder.iterdir()):
+        print(f"gradserver chaos: {folder} has something in it: name a new folder", file=sys.stderr)
+        return 2
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="gradserver-chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    passed = False
+    try:
+        with ended_by_signals():
+            passed = _run(arguments, folder)
+    except FleetError as error:
+        print(f"gradserver chaos: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Interrupted. All processes of the run have been ended.", file=sys.stderr)
+        passed = True
+        return 130
+    finally:
+        if passed and arguments.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0 if passed else 1
+
+
+def _run(arguments: argparse.Namespace, folder: Path) -> bool:
+    from gradserver.chaos import report
+    from gradserver.chaos.fleet import Fleet
+    from gradserver.chaos.harms import Harms
+    from gradserver.chaos.view import View
+    from gradserver.demo.screen import Screen
+
+    names = ways_of(arguments.workers, arguments.events)
+    minimum = max(1, arguments.workers // 2)
+    spare = arguments.workers - minimum
+    schedule = draw(
+        arguments.seed,
+        names,
+        spare,
+        arguments.seconds,
+        arguments.every,
+        arguments.events,
+        arguments.coordinator_kill,
+    )
+    view = View(None if arguments.json else Screen(sys.stdout), sys.stdout.isatty())
+    view.introduce(schedule, names, arguments.shards, arguments.seed, folder)
+    _write_plan(folder / "plan.txt", schedule)
+    with ExitStack() as stack:
+        lab = stack.enter_context(_hosts(names)) if arguments.netns else None
+        settings = folder, arguments.seed, names, minimum, arguments.shards, arguments.pace, lab
+        fleet = stack.enter_context(Fleet(*settings))
+        harms = Harms(fleet)
+        fleet.begin()
+        fleet.start_judge()
+        fleet.note("begun")
+        view.begun()
+        began = time.monotonic()
+
+        def until(moment: float, done: int) -> None:
+            while (now := time.monotonic()) < began + moment:
+                fleet.run_until(min(now + _TICK, began + moment))
+                view.status(fleet, schedule, done)
+
+        until(schedule.storm, 0)
+        before = fleet.use()
+        fleet.note("storm")
+        done: list[Event] = []
+        missed: list[Event] = []
+        for event in schedule.events:
+            until(event.at, len(done))
+            happened = harms.do(event)
+            (done if happened else missed).append(event)
+            view.event(event, fleet, happened)
+        until(schedule.calm, len(done))
+        fleet.note("calm")
+        until(schedule.seconds, len(done))
+        deadline = schedule.seconds
+        while fleet.absent() and deadline < schedule.seconds + _RETURN_SECONDS:
+            deadline += _TICK
+            until(deadline, len(done))
+        faults = [f"{name} is not back" for name in fleet.absent()]
+        after = fleet.use()
+        fleet.note("end")
+        fleet.leave()
+        verdict = fleet.verdict(view.judging)
+        faults += fleet.faults
+        result = report.summary(done, missed, verdict, fleet.outs, fleet.back, faults, (before, after))
+    wrongs = report.wrongs(result, arguments.stall) + ([f"{len(faults)} surprises"] if faults else [])
+    if len(done) < arguments.least:
+        wrongs.append(f"{len(done)} events, and {arguments.least} there should be")
+    view.conclude(result, wrongs, folder)
+    if arguments.json:
+        print(json.dumps({**_settings(arguments), **result, "passed": not wrongs, "failed_because": wrongs}))
+    return not wrongs
+
+
+def _why_no_hosts(kinds: list[str]) -> str | None:
+    from gradserver.bench import netns
+
+    lacking = [kind for kind in kinds if kind in ("reset", "throttle")]
+    if lacking:
+        return f"with --netns nobody stands between who could do this: --events without {', '.join(lacking)}"
+    return netns.why_not()
+
+
+def _hosts(ways: dict[str, Way]) -> AbstractContextManager[Lab]:
+    from gradserver.bench.netns import links
+
+    return links(sum(way is Way.WIRE for way in ways.values()), _LINK_RATE, _LINK_RATE)
+
+
+def ways_of(workers: int, kinds: list[str]) -> dict[str, Way]:
+    """Who reaches the coordinator how: in turn, by what is needed for the events."""
+    used = [Way.DIRECT, *(way for way in (Way.RELAY, Way.WIRE) if any(SPECS[kind].way is way for kind in kinds))]
+    if len(used) == 1:
+        used.append(Way.PLAIN)
+    return {f"w{index}": used[index % len(used)] for index in range(workers)}
+
+
+def _write_plan(path: Path, schedule: Schedule) -> None:
+    lines = [f"{event.at:9.3f} s  {event.kind:12}{event.target:12}{event}\n" for event in schedule.events]
+    path.write_text("".join(lines))
+
+
+def _kinds(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in SPECS:
+            raise argparse.ArgumentTypeError(f"{name!r} is no event: there are {', '.join(SPECS)}")
+    return names
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    own = ("workers", "seconds", "seed", "every", "coordinator_kill", "shards", "pace")
+    return {**{name: getattr(arguments, name) for name in own}, "kinds": arguments.events, "cores": os.cpu_count()}

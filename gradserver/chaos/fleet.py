@@ -1,0 +1,331 @@
+"""The processes of a chaos run: started, heard, harmed and started again; and none of them survives the run."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import os
+import selectors
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from gradserver.bench.netns import Lab
+from gradserver.bench.processes import Child, single_threaded
+from gradserver.chaos.evidence import HEARD, LEDGER
+from gradserver.chaos.program import Settings
+from gradserver.chaos.schedule import Way
+from gradserver.processes import Family
+
+SILENCE: Final = 60.0
+"""Seconds within which what was started must have said something."""
+COORDINATOR: Final = ("-m", "gradserver")
+"""What Python is to run as one."""
+DONE: Final = "done"
+"""What is said by who lies between when something was done."""
+PARTING: Final = 5.0
+"""Seconds that everybody has to end in peace."""
+_FORGIVEN: Final = 10.0
+"""Seconds after what was done to a worker in which it may be out of the group."""
+
+
+class Use(NamedTuple):
+    """What a process uses of the machine."""
+
+    descriptors: int
+    segments: int
+    memory: int
+
+
+class Fleet(Family[Child]):
+    """A coordinator, workers, and what lies between them. Leaving the context ends every process.
+
+    Attributes:
+        faults: what went wrong that nothing explains, in words.
+        outs: how often workers were out of the group, by error.
+        back: (kind, seconds) from what was done to a worker until it had finished a round again.
+        round: the latest one that somebody has finished.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        ways: dict[str, Way],
+        minimum: int,
+        shards: int,
+        pace: float,
+        lab: Lab | None = None,
+    ) -> None:
+        super().__init__(folder)
+        self.lab = lab
+        self.hosts = {name: host for host, name in enumerate(n for n, way in ways.items() if way is Way.WIRE)}
+        """In a lab, the hosts of those whose cables can be pulled; all others are on the coordinator's."""
+        self._seed, self._ways, self._pace, self._shards = seed, ways, pace, shards
+        self._sizes = f"{minimum}:{len(ways) + 2}"
+        self._environment = single_threaded()
+        self._selector = selectors.DefaultSelector()
+        self._heard = (folder / HEARD).open("wb", buffering=0)
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+        self._by_name: dict[str, Child] = {}
+        self._ending: set[Child] = set()
+        """Whose end is no surprise."""
+        self._disturbed: dict[str, float] = {}
+        """Until when it is no surprise that a worker is out of the group."""
+        self._hit: dict[str, tuple[str, float]] = {}
+        """What was done to whom, and has not been followed by a round yet."""
+        self._inside: set[str] = set()
+        self._url = self._address = ""
+        self._ports: dict[str, int] = {}
+        """Where those connect who have somebody between them and the coordinator."""
+        self.faults: list[str] = []
+        self.outs: Counter[str] = Counter()
+        self.back: list[tuple[str, float]] = []
+        self.round = -1
+
+    # ── starting ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> None:
+        """Start everything, and wait until all workers have finished a round."""
+        self._start_coordinator("127.0.0.1:0" if self.lab is None else f"{self.lab.coordinator_address()}:7411")
+        for way, module in ((Way.RELAY, "relay"), (Way.WIRE, "wires")):
+            names = [name for name, one in self._ways.items() if one is way]
+            if names and not (self.lab and way is Way.WIRE):
+                child = self._start(module, "-m", f"gradserver.chaos.{module}", self._address, *names)
+                self._ports.update(json.loads(self._first_line(child)))
+        for name in self._ways:
+            self.start_worker(name, len(self._ways))
+        deadline = time.monotonic() + SILENCE
+        while len(self._inside) < len(self._ways):
+            self.run_until(time.monotonic() + 0.1)
+            if time.monotonic() > deadline or self.faults:
+                lacking = ", ".join(sorted(self._ways.keys() - self._inside))
+                raise FleetError(f"{lacking} did not come in; the logs are in {self.folder}\n" + "\n".join(self.faults))
+
+    def _start_coordinator(self, address: str) -> None:
+        options = ["--workers", self._sizes, "--shards", str(self._shards), "--state-dir", str(self.folder / LEDGER)]
+        child = self._start("coordinator", *COORDINATOR, "serve", "--bind", f"tcp://{address}", *options)
+        self._url = self._first_line(child).removeprefix("listening on ")
+        self._address = self._url.removeprefix("tcp://")
+
+    def start_worker(self, name: str, world: int = 0) -> None:
+        """Have a worker come; with so many others at once, if they found the group."""
+        way = self._ways.get(name, Way.DIRECT)
+        url = f"tcp://127.0.0.1:{self._ports[name]}" if name in self._ports else self._url
+        channel = "auto" if way is Way.DIRECT else "tcp"
+        settings = Settings(url, name, self._seed, channel, 20.0, self._pace, world)
+        self._start(name, "-m", "gradserver.chaos.program", settings.to_json())
+
+    def _start(self, name: str, *arguments: str) -> Child:
+        log = self.log_of(f"{name} {next(self._number)}")
+        prefix: list[str] = []
+        if self.lab is not None:
+            host = self.hosts.get(name)
+            prefix = self.lab.coordinator_prefix() if host is None else self.lab.worker_prefix(host)
+        child = Child(name, arguments, self._environment, log, prefix, last=signal.SIGKILL)
+        self.children.append(child)
+        self._by_name[name] = child
+        assert child.process.stdout is not None
+        self._selector.register(child.process.stdout, selectors.EVENT_READ, child)
+        return child
+
+    def _first_line(self, child: Child) -> str:
+        deadline = time.monotonic() + SILENCE
+        while not child.lines:
+            self._hear(0.1)
+            if child.ended or time.monotonic() > deadline:
+                raise FleetError(f"{self.autopsy(child)}\nthe logs are in {self.folder}")
+        return child.lines.pop(0)
+
+    # ── living ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def run_until(self, moment: float) -> None:
+        """Hear what there is to be heard, and do what is due, until then."""
+        while (now := time.monotonic()) < moment:
+            while self._due and self._due[0][0] <= now:
+                heapq.heappop(self._due)[2]()
+            after = self._due[0][0] if self._due else moment
+            self._hear(max(0.0, min(moment, after) - now))
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Write a line of the run's own."""
+        line = {"kind": kind, **fields, "at": time.monotonic()}
+        self._heard.write(json.dumps(line).encode() + b"\n")
+
+    @property
+    def inside(self) -> int:
+        """How many workers are in the group, as far as they have said."""
+        return len(self._inside)
+
+    def absent(self) -> list[str]:
+        """Those of the run's own workers who are not in the group."""
+        return sorted(self._ways.keys() - self._inside)
+
+    def use(self) -> dict[str, tuple[int, Use]]:
+        """What each process uses, with its id, by name."""
+        found = {}
+        for name, child in self._by_name.items():
+            if child.process.poll() is None:
+                found[name] = child.process.pid, _use_of(child.process.pid)
+        return found
+
+    def _hear(self, seconds: float) -> None:
+        for key, _ in self._selector.select(seconds):
+            child: Child = key.data
+            child.read()
+            child.lines = [line for line in child.lines if line != DONE]
+            if child.name in self._ways or child.name.startswith("x"):
+                for line in child.lines:
+                    self._take(child, line)
+                child.lines.clear()
+            if child.ended:
+                self._bury(child)
+
+    def _take(self, child: Child, text: str) -> None:
+        self._heard.write(text.encode() + b"\n")
+        line = json.loads(text)
+        name, at = child.name, line["at"]
+        match line["kind"]:
+            case "round":
+                self.round = max(self.round, line["round"])
+                self._inside.add(name)
+                if name in self._hit and self._hit[name][1] < at:
+                    kind, since = self._hit.pop(name)
+                    self.back.append((kind, at - since))
+            case "out" | "refused":
+                self._inside.discard(name)
+                self.outs[line["error"]] += 1
+                if at > self._disturbed.get(name, 0.0):
+                    self.faults.append(f"{name} was out of the group, and nothing was done to it: {line['text']}")
+            case "left":
+                self._inside.discard(name)
+
+    def _bury(self, child: Child) -> None:
+        assert child.process.stdout is not None
+        self._selector.unregister(child.process.stdout)
+        child.process.wait()
+        child.hang_up()
+        self.children.remove(child)
+        self._inside.discard(child.name)
+        if child not in self._ending:
+            words = "\n".join(f"  | {line}" for line in child.last_words(6))
+            self.faults.append(f"{child.name} {child.fate()}:\n{words}")
+        self._ending.discard(child)
+
+    # ── for those who harm ────────────────────────────────────────────────────────────────────────────────
+
+    def running(self, name: str) -> Child | None:
+        """The process of this name, if there is one."""
+        child = self._by_name.get(name)
+        return child if child is not None and child.process.poll() is None else None
+
+    def after(self, seconds: float, do: Callable[[], None]) -> None:
+        """Have something done then."""
+        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._number), do))
+
+    def expect_end(self, name: str) -> None:
+        """It is no surprise if this process ends."""
+        self._ending.add(self._by_name[name])
+
+    def expect_out(self, name: str, kind: str, seconds: float) -> None:
+        """An event of this ``kind`` takes a worker's membership, and is over in so many seconds."""
+        now = time.monotonic()
+        self._disturbed[name] = now + seconds + _FORGIVEN
+        self._hit[name] = kind, now + seconds
+
+    def restart_coordinator(self) -> None:
+        """Where it was."""
+        self._start_coordinator(self._address)
+
+    def say(self, name: str, line: str) -> None:
+        """Tell a process something."""
+        stream = self._by_name[name].process.stdin
+        assert stream is not None
+        try:
+            stream.write(line.encode() + b"\n")
+            stream.flush()
+        except BrokenPipeError:  # it has just ended, which shows elsewhere
+            return
+
+    # ── judging, and the end ────────────────────────────────────────────────────────────────────────────────
+
+    def start_judge(self) -> None:
+        """Have the oracle follow the run."""
+        arguments = (str(self.folder), str(self._seed), str(self._shards))
+        self._judge = self._start("judge", "-m", "gradserver.chaos.judge", *arguments)
+
+    _judge: Child
+
+    @property
+    def judged(self) -> Mapping[str, Any]:
+        """How far the oracle is."""
+        lines = self._judge.lines
+        if lines:
+            self._progress = json.loads(lines[-1])
+            lines.clear()
+        return self._progress
+
+    _progress: Mapping[str, Any] = MappingProxyType({"checked": 0, "behind": 0, "found": {}})
+
+    def leave(self) -> None:
+        """Have all workers leave, and end the coordinator."""
+        self._due.clear()
+        workers = [child for child in self.children if child.name in self._ways or child.name.startswith("x")]
+        for child in workers:
+            self._ending.add(child)
+            child.process.send_signal(signal.SIGCONT)
+            self.say(child.name, "leave")
+        self._await(workers, PARTING)
+        for child in self.children:
+            if child is not self._judge:
+                self._ending.add(child)
+                (child.process.kill if child in workers else child.process.terminate)()
+        self._await([child for child in self.children if child is not self._judge], PARTING)
+
+    def _await(self, children: Sequence[Child], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while any(child in self.children for child in children) and time.monotonic() < deadline:
+            self._hear(0.1)
+
+    def verdict(self, waiting: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+        """What the oracle says, once it has checked everything; ``waiting`` is called meanwhile."""
+        self._ending.add(self._judge)
+        self.say("judge", "end")
+        while not self._judge.ended:
+            self._hear(0.5)
+            waiting(self._progress)
+        if not self._judge.lines or "rounds" not in (found := json.loads(self._judge.lines[-1])):
+            words = "\n".join(self._judge.last_words(12))
+            raise FleetError(f"the oracle {self._judge.fate()}:\n{words}")
+        verdict: dict[str, Any] = found
+        return verdict
+
+    def stop(self) -> None:
+        """End all processes, those that are stopped too: nothing of this run is needed any more."""
+        for child in self.children:
+            if child.name != "coordinator":
+                child.process.kill()
+        children = list(self.children)
+        super().stop()
+        for child in children:
+            child.hang_up()
+        self._selector.close()
+        self._heard.close()
+
+
+class FleetError(Exception):
+    """The run could not begin. The text is for people."""
+
+
+def _use_of(pid: int) -> Use:
+    folder = Path(f"/proc/{pid}")
+    maps = (folder / "maps").read_text()
+    pages = int((folder / "statm").read_text().split()[1])
+    segments = sum("/memfd:" in line for line in maps.splitlines())
+    return Use(len(os.listdir(folder / "fd")), segments, pages * os.sysconf("SC_PAGE_SIZE"))

@@ -1,0 +1,91 @@
+"""What each worker of a chaos run contributes, as a function of who it is and of the round: so that anybody can say.
+
+Values do not depend on ranks or on what was contributed before. Whatever is sent again is thus the same bytes, and
+the oracle makes them once more from the ledger's names. A generator by counter (lowbias32: Wellons 2018, *Prospecting
+for hash functions*) makes any of them without those before. Bits become floats directly, with magnitudes over sixteen
+binary orders, so that the order of a sum shows in its bits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.digest import MODULUS, digest, places
+from protocol.dtypes import FLOAT32
+from protocol.plan import Plan, simple_plan
+
+Array = npt.NDArray[Any]
+
+SIZES: Final = (16_384, 7, 16_411, 393_261)
+"""Elements of the buckets: one that fills pages, two that fill nothing evenly, and one of two slices."""
+STEP: Final = np.float32(0.01)
+"""By how much of a mean weights change in a round."""
+_BLOCK: Final = 16_384
+"""Elements that are made at a time: what is computed with stays in a core's cache."""
+_GOLDEN: Final = 0x9E37_79B9
+_MASK: Final = (1 << 64) - 1
+
+
+@cache
+def plan() -> Plan:
+    """What every worker of a chaos run agrees on."""
+    return simple_plan([(f"bucket {part}", size) for part, size in enumerate(SIZES)], FLOAT32)
+
+
+def values(seed: int, name: str, number: int, part: int, out: Array | None = None) -> Array:
+    """What ``name`` contributes to bucket ``part`` of round ``number``; written to ``out`` if that is given."""
+    if out is None:
+        out = np.empty(SIZES[part], np.float32)
+    key = _key(seed, name, number, part)
+    low, high = np.uint32(key & 0xFFFF_FFFF), np.uint32(key >> 32)
+    for first in range(0, out.size, _BLOCK):
+        block = out[first : first + _BLOCK]
+        x = block.view(np.uint32)  # bits are made where the values are to be
+        np.multiply(_counter()[: x.size], np.uint32(_GOLDEN), out=x)
+        x += np.uint32((int(low) + first * _GOLDEN) & 0xFFFF_FFFF)
+        x ^= x >> np.uint32(16)
+        x *= np.uint32(0x21F0_AAAD)
+        x ^= high
+        x ^= x >> np.uint32(15)
+        x *= np.uint32(0xD35A_2D97)
+        x ^= x >> np.uint32(15)
+        # Sign and fraction as they come; four bits more choose one of sixteen exponents from 2^-8 on.
+        exponent = (x & np.uint32(0x0780_0000)) + np.uint32(119 << 23)
+        x &= np.uint32(0x807F_FFFF)
+        x |= exponent
+    return out
+
+
+def weight(seed: int, name: str, number: int) -> float:
+    """That of what ``name`` contributes to round ``number``: now and then 0, and in each third round alike for all."""
+    if number % 3 == 0:
+        return 1.0
+    key = _key(seed, name, number, -1)
+    return 0.0 if key % 32 == 0 else 1.0 + (key >> 8) % 8 / 4
+
+
+def weights_digest(weights: Sequence[Array]) -> int:
+    """The digest by which members and the oracle compare weights, which are one vector for each bucket."""
+    return sum(digest(each, at) for each, at in zip(weights, places(plan()), strict=True)) % MODULUS
+
+
+def _key(seed: int, name: str, number: int, part: int) -> int:
+    """64 bits that are others if anything of this is."""
+    key = zlib.crc32(name.encode())
+    for value in (seed, number, part):
+        key = ((key ^ (value & _MASK)) * 0xBF58_476D_1CE4_E5B9) & _MASK
+        key ^= key >> 29
+        key = (key * 0x94D0_49BB_1331_11EB) & _MASK
+        key ^= key >> 32
+    return key
+
+
+@cache
+def _counter() -> Array:
+    return np.arange(_BLOCK, dtype=np.uint32)

@@ -1,0 +1,121 @@
+"""The oracle in a process of its own, which follows a run: ``python -m gradserver.chaos.judge FOLDER SEED SHARDS``.
+
+It runs beside what it judges, with what the machine has left. Prints how far it is as a line of JSON every few seconds;
+when it reads ``end`` on standard input it checks the rest and prints its verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+from pathlib import Path
+from typing import Any
+
+from gradserver.chaos.evidence import HEARD, LEDGER, HeardTail, LedgerTail
+from gradserver.chaos.oracle import Oracle
+
+_EVERY_SECONDS = 2.0
+
+
+class Judge:
+    """Feeds the oracle with what a run leaves in its folder."""
+
+    def __init__(self, folder: Path, seed: int, shards: int) -> None:
+        self.oracle = Oracle(seed, shards)
+        self._ledger, self._heard = LedgerTail(folder / LEDGER), HeardTail(folder / HEARD)
+        self._spans: dict[str, float] = {}
+        """When the run's parts began."""
+        self._events: list[tuple[str, float]] = []
+
+    def follow(self, everything: bool = False) -> None:
+        """Take what is new, and check what is ripe."""
+        for dated in self._ledger.read():
+            self.oracle.take(dated)
+        for line in self._heard.read():
+            if line["kind"] == "event":
+                self._events.append((line["event"], line["at"]))
+            elif line["kind"] in ("begun", "storm", "calm", "end"):
+                self._spans[line["kind"]] = line["at"]
+            self.oracle.hear(line)
+        self.oracle.settle(everything)
+
+    def progress(self) -> dict[str, Any]:
+        """How far it is."""
+        oracle = self.oracle
+        return {"checked": oracle.checked, "behind": oracle.behind, "found": dict(oracle.found)}
+
+    def verdict(self) -> dict[str, Any]:
+        """What came of it."""
+        oracle, spans = self.oracle, self._spans
+        moments = list(oracle.completions)
+        end = spans.get("end", moments[-1] if moments else 0.0)
+        begun = spans.get("begun", moments[0] if moments else 0.0)
+        stall = max(oracle.longest, (end - moments[-1], moments[-1])) if moments else (end - begun, begun)
+        return {
+            **self.progress(),
+            "rounds": oracle.checked,
+            "unwritten": oracle.unwritten,
+            "contributions": oracle.expected,
+            "committed": oracle.counted,
+            "in_part": oracle.cut,
+            "findings": oracle.findings,
+            "longest_stall": stall[0],
+            "longest_stall_at": stall[1] - begun,
+            "resumed": self._resumed(moments),
+            "rates": {
+                "begin": _rate(moments, spans.get("begun"), spans.get("storm")),
+                "storm": _rate(moments, spans.get("storm"), spans.get("calm")),
+                "quiet": self._quiet(moments),
+            },
+        }
+
+    def _resumed(self, moments: list[float]) -> dict[str, list[float]]:
+        """For each kind of event how long the next finished round was in coming."""
+        found: dict[str, list[float]] = {}
+        place = 0
+        for kind, at in self._events:
+            while place < len(moments) and moments[place] <= at:
+                place += 1
+            if place < len(moments):
+                found.setdefault(kind, []).append(moments[place] - at)
+        return found
+
+    def _quiet(self, moments: list[float]) -> float | None:
+        """The rate in windows of five seconds of the storm in which nothing was done, nor in those before."""
+        spans = self._spans
+        if "storm" not in spans or "calm" not in spans:
+            return None
+        times = [at for _, at in self._events]
+        starts, at = [], spans["storm"]
+        while at + 5.0 <= spans["calm"]:
+            if not any(at - 5.0 < time < at + 5.0 for time in times):
+                starts.append(at)
+            at += 5.0
+        rates = [rate for start in starts if (rate := _rate(moments, start, start + 5.0)) is not None]
+        return sum(rates) / len(rates) if rates else None
+
+
+def _rate(moments: list[float], start: float | None, stop: float | None) -> float | None:
+    """Rounds a second."""
+    if start is None or stop is None or stop <= start:
+        return None
+    return sum(start <= moment < stop for moment in moments) / (stop - start)
+
+
+def main() -> int:
+    """Follow until the end."""
+    os.nice(10)
+    folder, seed, shards = sys.argv[1:]
+    judge = Judge(Path(folder), int(seed), int(shards))
+    while not select.select([sys.stdin], [], [], _EVERY_SECONDS)[0]:
+        judge.follow()
+        print(json.dumps(judge.progress()), flush=True)
+    judge.follow(everything=True)
+    print(json.dumps(judge.verdict()), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""What came of a chaos run: numbers for programs, and whether all is well."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, Final
+
+from gradserver.chaos.fleet import Use
+from gradserver.chaos.schedule import Event
+from protocol.limits import MIB
+
+_MORE_DESCRIPTORS: Final = 8
+_MORE_SEGMENTS: Final = 8
+_MORE_MEMORY: Final = 64 * MIB
+"""What a process may use beyond what it used before the storm, of connections and memory that it keeps for later."""
+Uses = Mapping[str, tuple[int, Use]]
+
+
+def times(seconds: Sequence[float]) -> dict[str, float]:
+    """Some times, in short."""
+    return {"count": len(seconds), "median": round(median(seconds), 3), "max": round(max(seconds), 3)}
+
+
+def leaks(before: Uses, after: Uses) -> list[str]:
+    """Processes that were there before the storm and behind it, and use more."""
+    found = []
+    for name, (pid, use) in after.items():
+        if name not in before or before[name][0] != pid:
+            continue
+        earlier = before[name][1]
+        for what, more, limit in (
+            ("descriptors", use.descriptors - earlier.descriptors, _MORE_DESCRIPTORS),
+            ("shared segments", use.segments - earlier.segments, _MORE_SEGMENTS),
+            ("MiB", (use.memory - earlier.memory) // MIB, _MORE_MEMORY // MIB),
+        ):
+            if more > limit:
+                found.append(f"{name} has {more} {what} more than before the storm")
+    return found
+
+
+def summary(
+    events: Sequence[Event],
+    missed: Sequence[Event],
+    verdict: Mapping[str, Any],
+    outs: Mapping[str, int],
+    back: Sequence[tuple[str, float]],
+    faults: Sequence[str],
+    uses: tuple[Uses, Uses],
+) -> dict[str, Any]:
+    """The run in numbers. ``faults`` are what was noticed beside the oracle."""
+    found = verdict["found"]
+    rates = verdict["rates"]
+    returned: dict[str, list[float]] = {}
+    for kind, seconds in back:
+        returned.setdefault(kind, []).append(seconds)
+    calm = rates["begin"]
+    share = verdict["committed"] / verdict["contributions"] if verdict["contributions"] else 1.0
+    return {
+        "events": len(events),
+        "events_by_kind": dict(Counter(event.kind for event in events)),
+        "events_missed": len(missed),
+        "rounds": verdict["rounds"],
+        "rounds_unwritten": verdict["unwritten"],
+        "contributions": verdict["contributions"],
+        "committed_share": round(share, 5),
+        "in_part": verdict["in_part"],
+        **{kind: found.get(kind, 0) for kind in ("wrong", "double", "lost", "diverged", "fault")},
+        "findings": [*faults, *verdict["findings"]],
+        "outs": dict(outs),
+        "leaks": leaks(*uses),
+        "longest_stall": round(verdict["longest_stall"], 3),
+        "longest_stall_at": round(verdict["longest_stall_at"], 3),
+        "next_round_after": {kind: times(seconds) for kind, seconds in sorted(verdict["resumed"].items())},
+        "back_after": {kind: times(seconds) for kind, seconds in sorted(returned.items())},
+        "rounds_per_second": {name: None if rate is None else round(rate, 2) for name, rate in rates.items()},
+        "throughput_kept": {
+            name: round(rates[name] / calm, 3) if calm and rates[name] is not None else None
+            for name in ("storm", "quiet")
+        },
+        "use": {
+            name: {
+                what: [uses[0][name][1][place], uses[1][name][1][place]]
+                for place, what in enumerate(("descriptors", "segments", "memory"))
+            }
+            for name in uses[1]
+            if name in uses[0] and uses[0][name][0] == uses[1][name][0]
+        },
+    }
+
+
+def wrongs(result: Mapping[str, Any], stall: float) -> list[str]:
+    """Why a run has failed, one for each kind; none if it has not."""
+    found = [
+        f"{result[kind]} {text}"
+        for kind, text in (
+            ("wrong", "wrong results"),
+            ("double", "contributions counted twice"),
+            ("lost", "rounds or contributions lost"),
+            ("diverged", "replicas that differ"),
+            ("fault", "wrong collectives"),
+        )
+        if result[kind]
+    ]
+    if result["longest_stall"] > stall:
+        found.append(f"no round was finished for {result['longest_stall']:.1f} s, and {stall:g} s are allowed")
+    found += result["leaks"]
+    return found

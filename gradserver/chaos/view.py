@@ -1,0 +1,169 @@
+"""What a chaos run looks like: what is going to happen, a line for each event, where it stands, and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradserver.chaos.fleet import Fleet
+from gradserver.chaos.schedule import Event, Schedule, Way
+from gradserver.demo.screen import BOLD, CYAN, DIM, GREEN, RED, Screen
+from gradserver.tables import table
+
+_STATUS_SECONDS = 10.0
+"""Between two status lines where none can be replaced."""
+_FINDINGS = 12
+
+
+class View:
+    """Everything that a run prints; nothing without a screen."""
+
+    def __init__(self, screen: Screen | None, is_terminal: bool) -> None:
+        self._screen = screen
+        self._is_terminal = is_terminal
+        self._began = time.monotonic()
+        self._told = self._began
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """One line for good."""
+        if self._screen is not None:
+            self._screen.line(self._screen.style(text, style) if style else text)
+
+    def introduce(self, schedule: Schedule, ways: Mapping[str, Way], shards: int, seed: int, folder: Path) -> None:
+        """What is going to happen."""
+        counts = Counter(event.kind for event in schedule.events)
+        roads = Counter(ways.values())
+        by = ", ".join(f"{count} {_WAYS[way]}" for way, count in roads.items())
+        self.line("gradserver chaos", BOLD)
+        self.line()
+        self._facts(
+            ("workers", f"{len(ways)}: {by}"),
+            ("shards", f"{shards}") if shards > 1 else ("", ""),
+            ("events", f"{len(schedule.events)} in {schedule.calm - schedule.storm:.0f} s, drawn from seed {seed}"),
+            ("", ", ".join(f"{count} {kind}" for kind, count in counts.most_common())),
+            ("calm", f"the first {schedule.storm:.0f} s and the last {schedule.seconds - schedule.calm:.0f} s"),
+            ("files", f"{folder}: plan.txt has all events, the rest what everybody says"),
+        )
+        self.line()
+
+    def begun(self) -> None:
+        """Time runs from here on."""
+        self._began = self._told = time.monotonic()
+
+    def event(self, event: Event, fleet: Fleet, done: bool) -> None:
+        """Something was done to somebody."""
+        if self._screen is None:
+            return
+        mark = f"{self._elapsed():7.1f} s  round {max(fleet.round, 0):6}  "
+        text = f"{event.kind:11} {event.target:11} "
+        more = str(event) if done else "not there just now: left alone"
+        self._screen.line(mark + self._screen.style(text, CYAN if done else DIM) + self._screen.style(more, DIM))
+
+    def status(self, fleet: Fleet, schedule: Schedule, done: int) -> None:
+        """Where it stands."""
+        if self._screen is None:
+            return
+        judged = fleet.judged
+        wrong = sum(judged["found"].values()) + len(fleet.faults)
+        verdict = f"{wrong} FAULTS" if wrong else "all right"
+        text = (
+            f"  {self._elapsed():5.0f} of {schedule.seconds:.0f} s, {fleet.inside} inside, round {fleet.round}, "
+            f"{done} events; {judged['checked']} rounds checked, {verdict}"
+        )
+        if self._is_terminal:
+            self._screen.live(text)
+        elif time.monotonic() - self._told >= _STATUS_SECONDS:
+            self._told = time.monotonic()
+            self._screen.line(text)
+
+    def judging(self, progress: Mapping[str, Any]) -> None:
+        """The oracle is not through yet."""
+        if self._screen is not None:
+            self._screen.live(f"  the oracle has checked {progress['checked']} rounds, {progress['behind']} are left")
+
+    def conclude(self, result: Mapping[str, Any], wrongs: Sequence[str], folder: Path | None) -> None:
+        """What came of it."""
+        if self._screen is None:
+            return
+        self._screen.clear()
+        self.line()
+        rows = []
+        for kind, count in sorted(result["events_by_kind"].items(), key=lambda item: -item[1]):
+            following = result["next_round_after"].get(kind, {})
+            back = result["back_after"].get(kind, {})
+            rows.append(
+                [kind, count, _seconds(following, "median"), _seconds(following, "max"), *_both(back)],
+            )
+        header = ["event", "times", "next round", "at most", "back after", "at most"]
+        for line in table(header, rows):
+            self.line(line)
+        self.line()
+        kept = result["throughput_kept"]
+        rates = result["rounds_per_second"]
+        self._facts(
+            ("rounds", f"{result['rounds']:,}, all recomputed: {self._unwritten(result)}"),
+            (
+                "committed",
+                f"{result['committed_share']:.2%} of {result['contributions']:,} contributions, "
+                f"{result['in_part']} in part",
+            ),
+            ("wrong", f"{result['wrong']} wrong, {result['double']} double, {result['lost']} lost"),
+            ("diverged", str(result["diverged"])),
+            (
+                "stall",
+                f"{result['longest_stall']:.2f} s at most, {result['longest_stall_at']:.1f} s from the beginning",
+            ),
+            ("speed", f"{_rate(rates['begin'])} calm, {_rate(rates['storm'])} in the storm: {_share(kept['storm'])}"),
+            ("", f"{_rate(rates['quiet'])} in its quiet parts: {_share(kept['quiet'])}") if kept["quiet"] else ("", ""),
+            ("left out", ", ".join(f"{count} {error}" for error, count in sorted(result["outs"].items())) or "nobody"),
+        )
+        for finding in result["findings"][:_FINDINGS]:
+            self.line(f"  - {finding}")
+        if len(result["findings"]) > _FINDINGS:
+            self.line(f"  - and {len(result['findings']) - _FINDINGS} more")
+        self.line()
+        if not wrongs:
+            self.line(f"{self._screen.style('PASS', GREEN)}  every round is what its contributions make it.")
+            return
+        self.line(f"{self._screen.style('FAIL', RED)}  {'; '.join(wrongs)}.")
+        if folder is not None:
+            self.line(f"      What everybody said is in {folder}")
+
+    def _unwritten(self, result: Mapping[str, Any]) -> str:
+        count = result["rounds_unwritten"]
+        return f"{count} of them from their members, as the disk was full" if count else "from the ledger"
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    def _facts(self, *facts: tuple[str, str]) -> None:
+        for name, text in facts:
+            if text:
+                self.line(f"  {name:10}{text}")
+
+
+_WAYS = {
+    Way.DIRECT: "with shared memory",
+    Way.RELAY: "through a relay of messages",
+    Way.WIRE: "through breakable connections",
+    Way.PLAIN: "over TCP",
+}
+
+
+def _seconds(found: Mapping[str, float], what: str) -> str:
+    return f"{found[what]:.2f} s" if found else "-"
+
+
+def _both(found: Mapping[str, float]) -> tuple[str, str]:
+    return _seconds(found, "median"), _seconds(found, "max")
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.1f} rounds/s"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"

@@ -1,0 +1,137 @@
+"""`gradserver chaos`: what is drawn can be survived, and is; and a coordinator that errs is found out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from gradserver.chaos.command import ways_of
+from gradserver.chaos.fleet import Use
+from gradserver.chaos.report import leaks, wrongs
+from gradserver.chaos.schedule import DEFAULT, SPECS, draw
+from gradserver.cli import main
+from tests.cluster import ROOT
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    workers=st.integers(2, 32),
+    seconds=st.floats(10, 600),
+    every=st.floats(0.2, 5),
+    kinds=st.lists(st.sampled_from(sorted(SPECS)), min_size=1, unique=True),
+)
+def test_what_is_drawn_can_be_survived(seed: int, workers: int, seconds: float, every: float, kinds: list[str]) -> None:
+    ways = ways_of(workers, kinds)
+    spare = workers - max(1, workers // 2)
+    schedule = draw(seed, ways, spare, seconds, every, kinds)
+    assert schedule == draw(seed, ways, spare, seconds, every, kinds)
+    assert schedule.events == sorted(schedule.events)
+    until: dict[str, float] = {}
+    out: dict[str, float] = {}
+    for event in schedule.events:
+        spec = SPECS[event.kind]
+        assert schedule.storm <= event.at <= schedule.calm
+        assert spec.low <= event.amount <= spec.high
+        who = "newcomer" if event.kind == "join" else event.target
+        assert until.get(who, 0.0) <= event.at, "hit again before it can have recovered"
+        until[who] = event.at + event.amount + spec.recovery
+        assert until[who] < seconds, "not back before the end"
+        if spec.way is not None:
+            assert ways[event.target] is spec.way
+        if spec.out:
+            out[event.target] = until[who]
+            assert sum(moment > event.at for moment in out.values()) <= spare
+
+
+def test_a_minute_has_a_hundred_events() -> None:
+    ways = ways_of(8, list(DEFAULT))
+    for seed in range(20):
+        events = draw(seed, ways, 4, 60.0, 0.3, DEFAULT).events
+        assert len(events) >= 100
+        assert set(Counter(event.kind for event in events)) >= {"stop", "blackhole"}
+
+
+def test_another_seed_is_another_storm() -> None:
+    ways = ways_of(8, list(DEFAULT))
+    assert draw(1, ways, 4, 60.0, 0.3, DEFAULT).events != draw(2, ways, 4, 60.0, 0.35, DEFAULT).events
+
+
+def test_what_a_process_has_more_of_is_told_if_it_is_the_same() -> None:
+    before = {"coordinator": (1, Use(20, 4, 50 << 20)), "w0": (2, Use(20, 4, 50 << 20))}
+    after = {"coordinator": (1, Use(90, 4, 500 << 20)), "w0": (3, Use(90, 90, 1 << 30))}
+    assert leaks(before, after) == [
+        "coordinator has 70 descriptors more than before the storm",
+        "coordinator has 450 MiB more than before the storm",
+    ]
+    assert leaks(before, before) == []
+
+
+def test_a_run_fails_for_each_reason() -> None:
+    fine: dict[str, Any] = dict.fromkeys(("wrong", "double", "lost", "diverged", "fault"), 0)
+    fine |= {"longest_stall": 3.0, "leaks": []}
+    assert wrongs(fine, 15.0) == []
+    for kind in ("wrong", "double", "lost", "diverged", "fault"):
+        assert wrongs({**fine, kind: 2}, 15.0)
+    assert wrongs({**fine, "longest_stall": 16.0}, 15.0)
+    assert wrongs({**fine, "leaks": ["w0 has 3 MiB more"]}, 15.0)
+
+
+def test_options_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["chaos", "--events", "kill,earthquake"])
+    assert "'earthquake' is no event: there are kill, stop" in capsys.readouterr().err
+    (tmp_path / "something").touch()
+    assert main(["chaos", "--keep", str(tmp_path)]) == 2
+    assert "has something in it: name a new folder" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_short_storm_is_survived(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gradserver", "chaos", "--workers", "4", "--seconds", "20", "--json"]
+    ran = subprocess.run([*command, "--keep", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    result = json.loads(ran.stdout)
+    assert result["passed"]
+    assert result["rounds"] > 50
+    assert (tmp_path / "plan.txt").read_text().count("\n") == result["events"] + result["events_missed"]
+
+
+SABOTAGE = """
+import sys
+import numpy as np
+from gradserver import reducer
+
+original = reducer.reduce
+def reduce(command):
+    made = original(command)
+    if command.key.number == 20 and command.key.part == 0 and command.keep:
+        made = np.frombuffer(bytes(made), np.uint8).copy()
+        made[5] ^= 1
+    return made.data if isinstance(made, np.ndarray) else made
+reducer.reduce = reduce
+from gradserver.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.long
+def test_a_coordinator_that_gets_one_bit_wrong_is_found_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradserver.chaos import fleet
+
+    monkeypatch.setattr(fleet, "COORDINATOR", ("-c", SABOTAGE))
+    options = ["--workers", "2", "--seconds", "10", "--events", "slow", "--json", "--keep", str(tmp_path)]
+    assert main(["chaos", *options]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert not result["passed"]
+    assert result["wrong"] + result["diverged"] > 0
+    assert any("round 20" in finding for finding in result["findings"]), result["findings"]

@@ -1,0 +1,181 @@
+"""What lies between in a chaos run: connections that break, and a relay that loses, repeats and swaps messages."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from tests.cluster import PATIENCE, ROOT
+
+
+class Between:
+    """The process ``module`` in front of ``address``, with one worker called "w"."""
+
+    def __init__(self, module: str, address: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"gradserver.chaos.{module}", address, "w"],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8",
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self.port: int = json.loads(self._process.stdout.readline())["w"]
+
+    def say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "done\n"
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextmanager
+def between(module: str, address: str) -> Iterator[Between]:
+    process = Between(module, address)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+@contextmanager
+def connection() -> Iterator[tuple[Between, socket.socket, socket.socket]]:
+    """Both ends of a connection through the wires."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE)
+        with (
+            between("wires", f"127.0.0.1:{server.getsockname()[1]}") as wires,
+            socket.create_connection(("127.0.0.1", wires.port), PATIENCE) as here,
+        ):
+            there, _ = server.accept()
+            there.settimeout(PATIENCE)
+            with there:
+                yield wires, here, there
+
+
+def test_bytes_get_through_a_wire_both_ways_and_so_does_an_end() -> None:
+    with connection() as (_, here, there):
+        here.sendall(b"forth")
+        assert exactly(there, 5) == b"forth"
+        there.sendall(b"back")
+        assert exactly(here, 4) == b"back"
+        here.close()
+        assert there.recv(1) == b""
+
+
+def test_a_wire_that_is_reset_breaks_at_both_ends() -> None:
+    with connection() as (wires, here, there):
+        here.sendall(b"x")
+        assert there.recv(1) == b"x"
+        wires.say("reset w")
+        for end in (here, there):
+            with pytest.raises(ConnectionResetError):
+                end.recv(1)
+
+
+def test_nothing_gets_through_a_black_hole_and_all_of_it_afterwards() -> None:
+    with connection() as (wires, here, there):
+        here.sendall(b"x")
+        assert there.recv(1) == b"x"
+        wires.say("hold w 0.5")
+        began = time.monotonic()
+        here.sendall(b"y" * 100_000)
+        assert exactly(there, 100_000) == b"y" * 100_000
+        assert time.monotonic() - began > 0.1
+
+
+def test_a_slow_wire_takes_its_time() -> None:
+    with connection() as (wires, here, there):
+        wires.say("throttle w 60 1000000")
+        here.sendall(b"x")
+        assert there.recv(1) == b"x"
+        data = b"z" * 500_000
+        began = time.monotonic()
+        threading.Thread(target=here.sendall, args=(data,)).start()
+        assert exactly(there, len(data)) == data
+        assert time.monotonic() - began > 0.25
+
+
+def exactly(end: socket.socket, size: int) -> bytes:
+    """So many bytes, in however many pieces they come."""
+    data = b""
+    while len(data) < size and (piece := end.recv(size - len(data))):
+        data += piece
+    return data
+
+
+@contextmanager
+def relayed() -> Iterator[tuple[Between, zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """A coordinator's socket, and a worker's in front of the relay, which have said hello."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
+        for end in (router, dealer):
+            end.setsockopt(zmq.LINGER, 0)
+            end.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1000))
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        with between("relay", f"127.0.0.1:{port}") as relay:
+            dealer.connect(f"tcp://127.0.0.1:{relay.port}")
+            dealer.send(b"hello")
+            yield relay, dealer, router
+
+
+def test_messages_get_through_a_relay_as_they_are() -> None:
+    with relayed() as (_, dealer, router):
+        identity, hello = router.recv_multipart()
+        assert hello == b"hello"
+        frames = [b"head", b"x" * 100_000]
+        router.send_multipart([identity, *frames])
+        assert dealer.recv_multipart() == frames
+
+
+@pytest.mark.parametrize(
+    ("fault", "arrives"),
+    [
+        ("drop w", [1, 2, 3]),
+        ("repeat w 2", [0, 0, 1, 1, 2, 3]),
+        ("swap w 1", [1, 0, 2, 3]),
+        ("delay w 0.1 60", [0, 1, 2, 3]),
+    ],
+)
+def test_a_relay_does_to_messages_what_it_is_told(fault: str, arrives: list[int]) -> None:
+    with relayed() as (relay, dealer, router):
+        identity, _ = router.recv_multipart()
+        relay.say(fault)
+        began = time.monotonic()
+        for number in range(4):
+            dealer.send(b"%d" % number)
+        assert [int(router.recv_multipart()[1]) for _ in arrives] == arrives
+        if fault.startswith("delay"):
+            assert time.monotonic() - began > 0.1
+        router.send_multipart([identity, b"done"])
+        assert dealer.recv() == b"done"
+
+
+def test_a_swapped_message_that_nothing_follows_comes_by_itself() -> None:
+    with relayed() as (relay, dealer, router):
+        router.recv_multipart()
+        relay.say("swap w 1")
+        dealer.send(b"last")
+        assert router.recv_multipart()[1] == b"last"
+
+
+@pytest.mark.parametrize("gone", ["worker", "coordinator"])
+def test_the_end_of_one_side_is_seen_at_the_other(gone: str) -> None:
+    with relayed() as (_, dealer, router):
+        router.recv_multipart()
+        ending, staying = (dealer, router) if gone == "worker" else (router, dealer)
+        with staying.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            monitor.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1000))
+            ending.close(0)
+            assert monitor.recv_multipart()
+            staying.disable_monitor()
