@@ -63,6 +63,11 @@ MAX_WEIGHT: Final = 1e30
 """Larger than any count of tokens, and still a float32 when a thousand are added up."""
 MAX_TRANSFERS: Final = 65_536
 """Different combinations of source, target and tag that a worker can use: each is counted for the group's life."""
+MAX_DATA: Final = 16
+"""Names of data whose positions are handed out in one group."""
+MAX_RANGES: Final = 65_536
+"""Ranges of positions in one message; what is not used up of an epoch never falls into more pieces."""
+MAX_SEED: Final = (1 << 64) - 1
 MAX_TIMEOUT: Final = 7 * 24 * 3600.0
 """Seconds. Every wait ends; a week is for groups that a cluster's queue fills slowly."""
 

@@ -15,6 +15,7 @@ worker                                  coordinator
   ◄────────────────────────────────────── Result + slice, until every slice of the Push has one
   ◄────────────────────────────────────── Result + slice, unasked, in an elastic group: to who listens
   Taken ─────────────────────────────────► so much of that was read
+  Register, Claim, Used ─────────────────► data: `protocol.positions` has them, and the answers
   Inquire ───────────────────────────────► "who is missing?", when a wait ran out
   ◄────────────────────────────────────── Missing
   Leave ─────────────────────────────────► forgets the worker
@@ -44,6 +45,7 @@ from typing import Final, NamedTuple
 from protocol.errors import ERRORS, GradServerError
 from protocol.exchange import ExchangeKey, Operation
 from protocol.limits import MAX_TEXT
+from protocol.positions import Claim, Claimed, Located, Register, Used
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Standing
 
 
@@ -299,6 +301,8 @@ class Scope(IntEnum):
     """The proposed plan; the worker may propose another."""
     CONNECTION = 2
     """This worker's connection, which the coordinator forgets after this message."""
+    DATA = 3
+    """What was asked about data; its name is in the fields."""
 
 
 _MAX_LISTED = 32
@@ -373,4 +377,9 @@ Message = (
     | Held
     | Standing
     | Taken
+    | Register
+    | Located
+    | Claim
+    | Claimed
+    | Used
 )

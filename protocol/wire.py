@@ -34,10 +34,12 @@ from protocol.limits import (
     MAX_FRAME_BYTES,
     MAX_HEADER_BYTES,
     MAX_LIST,
+    MAX_NAME_BYTES,
     MAX_NUMEL,
     MAX_ORDER_BYTES,
     MAX_RATE,
     MAX_REPORT_BYTES,
+    MAX_SEED,
     MAX_SHARDS,
     MAX_SLICES,
     MAX_TEXT,
@@ -76,6 +78,8 @@ from protocol.messages import (
     Taken,
     Welcome,
 )
+from protocol.positions import Claim, Claimed, Located, Register, Used
+from protocol.ranges import MAX_RANGES_BYTES
 from protocol.resuming import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
 
 _MAGIC: Final = b"GS"
@@ -100,6 +104,8 @@ _rate = number(0.0, MAX_RATE)
 _rates = listed(_rate, MAX_SHARDS)
 _total = number(0.0, _MAX_TOTAL)
 _weight = number(0.0, MAX_WEIGHT)
+_data = text(MAX_NAME_BYTES)
+_seed = integer(0, MAX_SEED)
 
 
 def _key(value: Any) -> ExchangeKey:
@@ -173,6 +179,11 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Held, (_counter, _key, _counter, _total, flag, _seats), 0, 1, SLICE_BYTES),
     (Standing, (_counter, _counter), 0, 0, 0),
     (Taken, (_counter,), 0, 0, 0),
+    (Register, (_data, _numel, _seed, flag, _seed, _counter), 1, 1, MAX_RANGES_BYTES),
+    (Located, (_data, _seed), 1, 1, MAX_RANGES_BYTES),
+    (Claim, (_data, _counter, _seed, _numel, _counter), 0, 0, 0),
+    (Claimed, (_data, _counter, _seed, flag), 1, 1, MAX_RANGES_BYTES),
+    (Used, (_data, _seed, _counter), 1, 1, MAX_RANGES_BYTES),
 )
 _SHORTER: Final = {Push: (5, 7, 8), Result: (4, 6)}
 """With so many fields they come too: what is behind concerns shared memory, and memberships that change."""

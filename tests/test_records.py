@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from gradserver.engine.data_records import Claim, Committed, Data, Holder, Order
 from gradserver.engine.events import Command, Log, Record, Send
 from gradserver.engine.policy import Policy
 from gradserver.engine.records import (
@@ -36,6 +37,7 @@ from protocol.messages import Membership, RoundDone
 from tests.engine_harness import Harness, bucket, floats, plan_of
 from tests.sharded_harness import ShardedHarness
 
+ORDER = Order(50_000, 2**64 - 1, True)
 START = Start(3, "0.1.0", 4711, 1.7e9, 12.5)
 FULL = RoundRecord(7, (1.0, 0.25), 5.0, 6.5, 1, ((5.0, 5.25), (5.5, 6.5)), (1, 2**64 - 1), (0, 3, 9))
 RECORDS: list[Kind] = [
@@ -48,8 +50,11 @@ RECORDS: list[Kind] = [
     Round("default", 1, FULL),
     Round("default", 1, RoundRecord(8, (1.0,), 5.0, 6.5, 0)),
     Round("default", 2, RoundRecord(9, (1.0, 0.0), 5.0, 6.5, 0, cut=((1, 0, 3), (1, 2, 1)))),
+    Round("default", 1, FULL, (Committed("data", 2, 1, True, ((0, 5), (7, 9))), Committed("data", 2, 0, False, ()))),
     Halt("default", 1, 8, "NonFiniteError", "'w1' contributed NaN"),
     Closed("default", 1, 8, "everybody has left"),
+    Data("default", "data", ORDER, "'w0' (rank 0)", 2, True, ((5, 7),), (Holder(1, ((9, 12),), 4, 2, ((10, 12),)),)),
+    Claim("default", "data", 1, 4, 2, ((10, 12),)),
 ]
 
 
@@ -160,6 +165,9 @@ def some_records(group: str) -> list[Kind]:
         Plan(group, 1, 0, plan_of(3)),
         Round(group, 1, FULL),
         Plan(group, 1, 8, plan_of(4)),
+        Data(group, "data", ORDER, "'a'", 0, False, ((0, 50_000),), ()),
+        Claim(group, "data", 1, 1, 0, ((0, 40),)),
+        Round(group, 1, FULL, (Committed("data", 0, 1, False, ((0, 30),)),)),
         Halt(group, 1, 8, "NonFiniteError", "NaN"),
         Epoch(group, 1, 8, ((0, "a"),), "'b' was lost"),
         Closed(group, 1, 8, "'a' left"),
@@ -174,7 +182,7 @@ def test_what_is_restated_says_all_that_was_written_before(written: list[Kind]) 
     for dated in books.records():
         again.take(dated)
     assert again.records() == books.records()
-    assert len(books.records()) <= 1 + 2 * 5
+    assert len(books.records()) <= 1 + 2 * 6
 
 
 def test_what_has_ended_is_not_restated() -> None:
@@ -183,10 +191,11 @@ def test_what_has_ended_is_not_restated() -> None:
         books.take(Dated(float(number), record))
     found = [record for _, record in books.records()]
     assert {record.group for record in found if not isinstance(record, Start | Snapshot | Gap)} == {"h"}
-    assert [type(record).__name__ for record in found] == ["Start", "Group", "Epoch", "Plan", "Round", "Halt"]
-    assert [clock for clock, _ in books.records()] == [0, 9, 15, 13, 12, 14]
-    books.take(Dated(16.0, START))
-    assert books.records() == [(16.0, START)]
+    assert [type(record).__name__ for record in found] == ["Start", "Group", "Epoch", "Plan", "Round", "Halt", "Data"]
+    assert [clock for clock, _ in books.records()] == [0, 12, 21, 16, 19, 20, 18]
+    assert found[-1] == Data("h", "data", ORDER, "'a'", 0, True, ((30, 50_000),), ()), "'b' has departed"
+    books.take(Dated(22.0, START))
+    assert books.records() == [(22.0, START)]
 
 
 # ── who is told when ──────────────────────────────────────────────────────────────────────────────────

@@ -23,7 +23,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset  # noqa: E402
 
 from tests.refusals import refused  # noqa: E402
-from worker.sampler import ShardSampler, epoch_permutation  # noqa: E402
+from worker.permutation import epoch_permutation  # noqa: E402
+from worker.sampler import ShardSampler  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 

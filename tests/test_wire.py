@@ -29,8 +29,10 @@ from protocol.limits import (
     MAX_FRAME_BYTES,
     MAX_HEADER_BYTES,
     MAX_LIST,
+    MAX_NAME_BYTES,
     MAX_NUMEL,
     MAX_RATE,
+    MAX_SEED,
     MAX_SHARDS,
     MAX_SLICES,
     MAX_TEXT,
@@ -69,6 +71,7 @@ from protocol.messages import (
     Taken,
     Welcome,
 )
+from protocol.positions import Claim, Claimed, Located, Register, Used
 from protocol.resuming import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
 from protocol.wire import decode, encode
 
@@ -101,6 +104,8 @@ seats = st.lists(st.integers(0, MAX_WORLD_SIZE - 1), max_size=8).map(tuple)
 fields = st.dictionaries(
     st.text(max_size=10), st.text(max_size=20) | st.integers(-(2**63), 2**63 - 1) | short_lists, max_size=5
 )
+names_of_data = st.text(max_size=20) | st.just("d" * MAX_NAME_BYTES)
+seeds = st.integers(0, 99) | st.just(MAX_SEED)
 none: st.SearchStrategy[list[bytes]] = st.just([])
 nowhere = st.none()
 one = st.lists(st.binary(max_size=40), min_size=1, max_size=1)
@@ -196,6 +201,11 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.just(Reported()), one),
         (st.builds(Attend, names, counters, st.integers(-1, MAX_WORLD_SIZE - 1), names), none),
         (st.just(Attended()), none),
+        (st.builds(Register, names_of_data, st.integers(0, MAX_NUMEL), seeds, st.booleans(), seeds, counters), one),
+        (st.builds(Located, names_of_data, seeds), one),
+        (st.builds(Claim, names_of_data, counters, seeds, st.integers(0, MAX_NUMEL), counters), none),
+        (st.builds(Claimed, names_of_data, counters, seeds, st.booleans()), one),
+        (st.builds(Used, names_of_data, seeds, counters), one),
     ]
 ]
 messages: st.SearchStrategy[tuple[Message, list[bytes]]] = st.one_of(frames_of)
@@ -243,6 +253,11 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Held(7, KEY, 3, 5.0, True, (2,)), [b"1234"]),
     (Held(7, KEY, 3, 0.0, False), []),
     (Standing(7, 211), []),
+    (Register("data", 50_000, 2**64 - 1, True, 3, 12), [b""]),
+    (Located("data", 3), [bytes(8) + bytes([5, *bytes(7)])]),
+    (Claim("data", 4, 3, 32, 12), []),
+    (Claimed("data", 4, 3, False), [b""]),
+    (Used("data", 3, 12), [bytes(8) + bytes([5, *bytes(7)])]),
 ]
 
 
@@ -423,7 +438,7 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(5, [0, 0, 0], 0, 1.0, False, [0, 0, 0, MAX_NUMEL + 1, 0])], "expected an integer|no operation"),
         ([header(9, "x" * (MAX_TEXT + 1), False)], "expected text of at most 4096 characters, got str of length 4097"),
         ([header(9, b"", False)], "expected text of at most 4096 characters, got bytes of length 0"),
-        ([header(0, 3, "E", "t", {}, None)], "expected an integer from 0 to 2, got 3"),
+        ([header(0, 4, "E", "t", {}, None)], "expected an integer from 0 to 3, got 4"),
         ([header(0, 0, "E", "t", [], None)], "expected an error's fields"),
         ([header(0, 0, "E", "t", {"rank": 1.5}, None)], "expected text"),
         ([header(1, "g", "n", 1024, 0, 1.0)], "expected an integer from -1 to 1023, got 1024"),

@@ -1,30 +1,24 @@
 """A torch sampler that gives each worker its own, disjoint part of a data set.
 
-Every rank draws the same permutation for an epoch and takes an interleaved shard of it, so that
-no message is needed to agree on who reads what. For that the permutation has to be the same on
-machines that may differ in processor and in versions of torch and numpy. ``torch.randperm`` and
-numpy's ``Generator.permutation`` may both change their algorithms. So each sample gets a 64-bit
-key from Philox4x64-10, a published counter-based generator whose integer stream numpy promises to
-keep, and the permutation is the stable sort of the keys, of which only one answer can be right.
+Every rank draws the same permutation for an epoch (`worker.permutation`) and takes an interleaved shard of it, so
+that no message is needed to agree on who reads what.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from protocol.errors import InvalidArgumentError
+from worker.permutation import epoch_permutation, key_half, length_of
 from worker.sharding import check_rank, shard_batches, whole_number
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from worker.permutation import Indices
 
-    Indices: TypeAlias = npt.NDArray[np.int64]
-
-_KEY_BITS: Final = 64
 _CHUNK: Final = 4096
 """Samples turned into Python ints at a time: the whole shard as ints takes five times its memory."""
 
@@ -39,22 +33,6 @@ class HasRank(Protocol):
     @property
     def world_size(self) -> int:
         """The number of workers in the group."""
-
-
-def epoch_permutation(length: int, seed: int, epoch: int) -> Indices:
-    """The order of all samples in one epoch: an int64 array of shape (length,), a permutation.
-
-    It depends on nothing but the arguments. ``seed`` and ``epoch`` are integers of 64 bits without
-    sign, together the generator's key, so no two pairs share one. Takes 16 bytes per sample, and a
-    few more while it sorts.
-
-    Raises InvalidArgumentError for an argument outside of its range.
-    """
-    length = whole_number(length, "length")
-    key = np.array([_key_half(seed, "seed"), _key_half(epoch, "epoch")], dtype=np.uint64)
-    keys = np.random.Philox(key=key).random_raw(length)
-    # Two equal keys are next to impossible (length² / 2⁶⁵), and "stable" settles even those.
-    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
 class ShardSampler(Sampler[int]):
@@ -94,10 +72,10 @@ class ShardSampler(Sampler[int]):
         drop_uneven: bool = False,
     ) -> None:
         self.rank, self.world_size = check_rank(rank, world_size)
-        self._all_samples = _length_of(dataset_or_length)
+        self._all_samples = length_of(dataset_or_length)
         self._drop_uneven = bool(drop_uneven)
         self._shuffle = bool(shuffle)
-        self._seed = _key_half(seed, "seed")
+        self._seed = key_half(seed, "seed")
         self.set_epoch(0)
 
     @classmethod
@@ -137,7 +115,7 @@ class ShardSampler(Sampler[int]):
         Raises InvalidArgumentError, and changes nothing, when ``epoch`` is out of range, ``start`` is not in
         0 … the size of this rank's shard, or ``done`` counts samples that its ranks did not have.
         """
-        epoch = _key_half(epoch, "epoch")
+        epoch = key_half(epoch, "epoch")
         start = whole_number(start, "start")
         stages = [tuple(whole_number(count, "a count of done") for count in counts) for counts in done]
         if stages and len(stages[-1]) == self.world_size:
@@ -204,30 +182,3 @@ class ShardSampler(Sampler[int]):
 def _as_ints(indices: Indices) -> Iterator[int]:
     for at in range(0, len(indices), _CHUNK):
         yield from indices[at : at + _CHUNK].tolist()
-
-
-def _key_half(value: int, name: str) -> int:
-    number = whole_number(value, name)
-    if number.bit_length() > _KEY_BITS:
-        raise InvalidArgumentError(f"{name} must be below 2**{_KEY_BITS}, not {number}")
-    return number
-
-
-def _length_of(dataset_or_length: Any) -> int:
-    what = type(dataset_or_length).__name__
-    if isinstance(dataset_or_length, str | bytes):
-        raise InvalidArgumentError(f"need a data set or its length, not the {what} {dataset_or_length!r}")
-    if not hasattr(dataset_or_length, "__len__"):
-        try:
-            return whole_number(dataset_or_length, "the number of samples")
-        except InvalidArgumentError:
-            if isinstance(dataset_or_length, int | float | None):
-                raise
-            raise InvalidArgumentError(
-                f"{what} has no length, so it cannot be sharded by index; "
-                "give a data set with __len__ or the number of samples"
-            ) from None
-    try:
-        return len(dataset_or_length)
-    except (TypeError, NotImplementedError) as error:
-        raise InvalidArgumentError(f"the length of {what} is not known: {error}") from error

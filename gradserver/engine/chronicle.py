@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gradserver.engine.data_records import Claim, Committed
 from gradserver.engine.events import Command, Record
 from gradserver.engine.membership import Group
+from gradserver.engine.positions import Use
 from gradserver.engine.records import Closed, Epoch, Group as Founded, Halt, Kind, Plan, Round, RoundRecord
 from protocol.errors import GradServerError
 from protocol.plan import Plan as PlanTable
@@ -27,9 +29,19 @@ def planned(group: Group, plan: PlanTable, commands: list[Command]) -> None:
     _first(commands, Plan(group.name, group.epoch, group.rounds, plan))
 
 
-def completed(group: Group, record: RoundRecord, commands: list[Command]) -> None:
+def registered(group: Group, use: Use, commands: list[Command]) -> None:
+    """Somebody is the first to use certain data."""
+    commands.append(Record(use.state(group.name)))
+
+
+def claimed(claim: Claim, commands: list[Command]) -> None:
+    """Positions are somebody's own."""
+    commands.append(Record(claim))
+
+
+def completed(group: Group, record: RoundRecord, used_up: tuple[Committed, ...], commands: list[Command]) -> None:
     """A round is complete. Nobody is told but by its results, so nothing waits for this."""
-    commands.append(Record(Round(group.name, group.epoch, record)))
+    commands.append(Record(Round(group.name, group.epoch, record, used_up)))
     group.ledger.append(replace(record, inputs=(), results=()))  # here it is for its times
 
 

@@ -32,8 +32,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from gradserver.engine import chronicle
-from gradserver.engine.elastic import behind, boundary, depart, departed, give_up, may_begin
+from gradserver.engine import chronicle, claims
+from gradserver.engine.elastic import behind, depart, departed, give_up, may_begin
 from gradserver.engine.events import (
     Absent,
     Behind,
@@ -88,6 +88,7 @@ from protocol.errors import (
 from protocol.limits import BACKLOG_BYTES, MAX_NAME_BYTES, MIN_CREDIT_BYTES
 from protocol.messages import Enlist, Failure, Join, Leave, Message, Ordered, Propose, Reported, Scope, Welcome
 from protocol.plan import decode_plan
+from protocol.positions import Claim, Register, Used
 from protocol.shards import Table
 
 _HERE = 0
@@ -134,6 +135,10 @@ class Control:
                     return self._join(connection, message, now, commands)
                 case Propose():
                     return self._propose(connection, message, payloads[0], now, commands)
+                case Register() | Claim() | Used():
+                    group, seat = self._seat(connection)
+                    claims.receive(group, seat, message, payloads, commands)
+                    return []
                 case Reported() if connection in self.roster.shards:
                     return self._heed_elsewhere(connection, payloads[0], now, commands)
                 case Enlist() if connection not in self._places:
@@ -158,10 +163,7 @@ class Control:
                 group = self.groups[name]
                 done = count_round(group, source, record) if group.shards else record
                 if done is not None:
-                    chronicle.completed(group, done, commands)
-                    group.rounds = done.round + 1
-                    if group.policy is not None:
-                        boundary(group, done, commands)
+                    claims.completed(group, done, commands)
             case Halted(name, error, buckets_only):
                 group = self.groups[name]
                 self._break(group, error, commands)
@@ -309,6 +311,7 @@ class Control:
         rank = next(rank for rank, seat in group.members.items() if seat.connection == connection)
         del group.members[rank]
         group.proposals.pop(rank, None)
+        claims.departed(group, rank, commands)
         if group.policy is not None and group.members:
             self._epochs += 1
             departure = depart(group, rank, reason, politely, self._epochs, commands)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from gradserver.engine.events import Seat
 from gradserver.engine.policy import Policy
+from gradserver.engine.positions import Positions
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.seats import Seats
 from protocol.errors import (
@@ -22,6 +23,8 @@ from protocol.errors import (
 from protocol.limits import MAX_GROUPS, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_SHARDS, MAX_TOKEN, MAX_URL, MAX_WORLD_SIZE
 from protocol.messages import Join, Membership
 from protocol.plan import Plan
+from protocol.positions import Claim, Register
+from protocol.ranges import Ranges
 from protocol.shards import Table
 
 _LEDGER_ROUNDS = 256
@@ -97,6 +100,11 @@ class Group:
     """How many have a part in every round."""
     partial: dict[int, dict[int, RoundRecord]] = field(default_factory=dict)
     """Rounds that some shards are done with, by connection."""
+    positions: Positions = field(default_factory=Positions)
+    asked: dict[tuple[str, int], tuple[Register | Claim, Ranges]] = field(default_factory=dict)
+    """What members asked of data, by name and seat, that waits for a round to be over."""
+    unsettled: deque[RoundRecord] = field(default_factory=deque)
+    """Rounds that all shards are done with, and that are not over."""
     ledger: deque[RoundRecord] = field(default_factory=lambda: deque(maxlen=_LEDGER_ROUNDS))
 
     def __post_init__(self) -> None:
@@ -124,6 +132,7 @@ class Group:
         assert not (self.broken and self.proposals), f"{self.name} is broken and still collects proposals"
         connections = [s.connection for s in self.members.values()] + [a.connection for a in self.applicants]
         assert len(set(connections)) == len(connections), f"{self.name} seats a connection twice"
+        self.positions.validate()
         return connections
 
     def call(self, rank: int) -> str:
@@ -255,6 +264,7 @@ def describe(group: Group, now: float) -> dict[str, object]:
         "members": [_member(group, seat) for seat in group.members],
         "waiting": waiting,
         "broken": group.broken.message if group.broken else None,
+        "data": group.positions.snapshot(),
         "last_round": _record(group, group.ledger[-1]) if group.ledger else None,
         "timeout": group.timeout,
     }

@@ -16,6 +16,9 @@ from typing import Any, Final, NamedTuple
 
 import msgpack
 
+from gradserver.engine import data_records
+from gradserver.engine.data_records import Claim, Committed, Data
+from gradserver.engine.positions import Positions
 from protocol.buffer import Buffer
 from protocol.checks import brief, integer, number, text, unpack
 from protocol.errors import LimitExceededError, MalformedMessageError
@@ -127,11 +130,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round is complete."""
+    """A round is complete, and data ``used_up`` by it."""
 
     group: str
     epoch: int
     record: RoundRecord
+    used_up: tuple[Committed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,7 @@ class Closed:
     reason: str
 
 
-Kind = Start | Snapshot | Gap | Group | Epoch | Plan | Round | Halt | Closed
+Kind = Start | Snapshot | Gap | Group | Epoch | Plan | Round | Halt | Closed | Data | Claim
 
 # ── fields ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -255,6 +259,8 @@ _TABLE: Final[tuple[tuple[int, type[Any], tuple[Callable[[Any], Any], ...]], ...
     (6, Plan, (_name, _count, _count, _plan)),
     (8, Halt, (_name, _count, _count, _text, _text)),
     (9, Closed, (_name, _count, _count, _text)),
+    (10, Data, data_records.DATA),
+    (11, Claim, data_records.CLAIM),
 )
 _ROUND: Final = 7
 CODES: Final = {kind: code for code, kind, _ in _TABLE}
@@ -265,8 +271,13 @@ _packb = msgpack.Packer(autoreset=True, unicode_errors="replace").pack
 def encode(record: Kind) -> tuple[int, bytes]:
     """The number of its kind, and its body."""
     if type(record) is Round:
-        body: bytes = _packb([record.group, record.epoch, record.record.opened, *pack_round(record.record)])
+        fields_of_round = [record.group, record.epoch, record.record.opened, *pack_round(record.record)]
+        if record.used_up:
+            fields_of_round.append([one.pack() for one in record.used_up])
+        body: bytes = _packb(fields_of_round)
         return _ROUND, body
+    if isinstance(record, Data | Claim):
+        return CODES[type(record)], _packb(record.pack())
     values = [getattr(record, field.name) for field in fields(record)]
     if type(record) is Plan:
         values[-1] = record.plan.encoded
@@ -281,7 +292,8 @@ def decode(code: int, body: Buffer) -> Kind:
         if len(values) < 3:
             raise MalformedMessageError(f"a Round of {len(values)} fields")
         group, epoch, opened, *rest = values
-        return Round(_name(group), _count(epoch), unpack_round(rest, _clock(opened)))
+        used_up = data_records.committed(rest.pop()) if len(rest) == 9 else ()
+        return Round(_name(group), _count(epoch), unpack_round(rest, _clock(opened)), used_up)
     if code not in _CHECKS:
         raise MalformedMessageError(f"there is no kind of record {code}: a later version may have written it")
     kind, checks = _CHECKS[code]
@@ -311,6 +323,8 @@ class Books:
         self._start: list[Dated] = []
         self._groups: dict[str, dict[type[Any], Dated]] = {}
         """Of each group that has not ended, the latest record of each kind."""
+        self.positions: dict[str, Positions] = {}
+        """Of the same groups: what is used, and by whom."""
 
     def take(self, dated: Dated) -> None:
         """What was written next."""
@@ -318,15 +332,30 @@ class Books:
         match record:
             case Start():
                 self._start = [dated]
+                self.positions.clear()
                 self._groups.clear()  # they ended with the coordinator that had them
             case Group(group):
                 self._groups[group] = {Group: dated}
+                self.positions[group] = Positions()
             case Closed(group):
                 self._groups.pop(group, None)
+                self.positions.pop(group, None)
+            case Data(group) | Claim(group) if group in self._groups:
+                self.positions[group].restore(record)
+                self._groups[group][Data] = dated
             case Epoch(group) | Plan(group) | Round(group) | Halt(group) if group in self._groups:
                 self._groups[group][type(record)] = dated
+                if isinstance(record, Epoch):
+                    self.positions[group].keep_only(rank for rank, _ in record.members)
+                elif isinstance(record, Round):
+                    for used_up in record.used_up:
+                        self.positions[group].restore(used_up)
 
     def records(self) -> list[Dated]:
         """What is to be restated, in an order in which it can be read."""
         order = (Group, Epoch, Plan, Round, Halt)
-        return self._start + [latest[kind] for latest in self._groups.values() for kind in order if kind in latest]
+        found = list(self._start)
+        for group, latest in self._groups.items():
+            found += [latest[kind] for kind in order if kind in latest]
+            found += [Dated(latest[Data].clock, state) for state in self.positions[group].states(group)]
+        return found

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from gradserver.engine.data_records import Claim, Data
 from gradserver.engine.records import (
     Closed,
     Epoch,
@@ -29,7 +30,7 @@ from protocol.errors import StateError, reason_of
 from protocol.exchange import EXACT
 from protocol.limits import KIB, MIB
 
-_OF_GROUP: Final = Group | Epoch | Plan | Round | Halt | Closed
+_OF_GROUP: Final = Group | Epoch | Plan | Round | Halt | Closed | Data | Claim
 
 
 class Selection(NamedTuple):
@@ -245,6 +246,7 @@ def _round_line(found: Round, start: Start | None) -> dict[str, Any]:
         "arrivals": [[_wall(start, first), _wall(start, last)] for first, last in record.arrivals],
         "inputs": [hexadecimal(value) for value in record.inputs],
         "results": [hexadecimal(value) for value in record.results],
+        "used": [one._asdict() for one in found.used_up],
     }
 
 

@@ -9,13 +9,16 @@ from datetime import datetime
 from statistics import median
 from textwrap import wrap
 
+from gradserver.engine.data_records import Data
 from gradserver.engine.records import Closed, Epoch, Group, Halt, Kind, Plan, Round, RoundRecord, Start
 from gradserver.tables import table
 from protocol.digest import MODULUS
 from protocol.exchange import EXACT
+from protocol.ranges import Ranges, count
 
 _SHOWN_ROUNDS = 10
 _SHOWN_EVENTS = 10
+_SHOWN_RANGES = 4
 _SHOWN_NAME = 24
 """Characters; longer names are cut, so that a table fits its columns."""
 _UNKNOWN = "????-??-?? ??:??:??"
@@ -56,6 +59,7 @@ class Story:
         self.epoch = 0
         self.names: dict[int, str] = {}
         self.plan: Plan | None = None
+        self.data: dict[str, str] = {}
         self.chosen: list[Round] = []
         self.first: int | None = None
         self.last = -1
@@ -85,6 +89,8 @@ class Story:
                 self._note(clock, f"after {rounds} rounds: {plain(reason)}")
             case Round(_, _, found):
                 self._count(found)
+            case Data(_, name, order):
+                self.data[name] = str(order)
 
     def _note(self, clock: float, what: str) -> None:
         self.events.append(f"{moment(self.start, clock)}  {what}")
@@ -120,6 +126,7 @@ def summary(story: Story) -> list[str]:
     lines = [f"group {story.name!r}: {story.world} workers, epoch {story.epoch}, since {story.since}"]
     if story.plan is not None:
         lines.append(f"  plan: {story.plan.plan.size}, {_wires(story.plan)}")
+    lines += [f"  data {plain(name)!r}: {order}" for name, order in story.data.items()]
     if story.first is None:
         lines.append("  no round was completed")
     else:
@@ -205,7 +212,23 @@ def one_round(story: Story, found: Round) -> list[str]:
             for bucket, found in zip(story.plan.plan.buckets, record.results, strict=False)
         ]
         lines += table(["bucket", "elements", "type", "wire", "digest of the result"], buckets)
-    return lines
+    rows = [
+        [
+            plain(used.name),
+            used.epoch,
+            story.call(used.seat),
+            count(used.ranges),
+            _positions(used.ranges),
+            "counted in some slices only" if used.partly else "",
+        ]
+        for used in found.used_up
+    ]
+    return lines + (table(["data", "epoch", "worker", "samples", "positions", ""], rows) if rows else [])
+
+
+def _positions(ranges: Ranges) -> str:
+    shown = [f"{start}-{stop - 1}" if stop - start > 1 else f"{start}" for start, stop in ranges[:_SHOWN_RANGES]]
+    return ", ".join(shown) + (f" and {len(ranges) - _SHOWN_RANGES} more" if len(ranges) > _SHOWN_RANGES else "")
 
 
 def _present(record: RoundRecord) -> int:

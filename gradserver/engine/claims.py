@@ -1,0 +1,157 @@
+"""What control does about data: what members ask of `gradserver.engine.positions`, and what a round uses up.
+
+event                                          what happens
+─────────────────────────────────────────────  ──────────────────────────────────────────────────────────────
+Register, Claim: rounds before it are over     Located, Claimed; what was handed out is written down first
+… they are not                                 it waits until they are
+… of other data than the others'               Failure, of scope DATA
+Used                                           noted
+a round is complete at all shards              it is over: what was used in it is committed, and written down
+… and Used of somebody who counted is on its   it is over when that has come, or its sender is gone
+  way, as it came by shards elsewhere
+a member departs                               what it held is for the others
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gradserver.engine import chronicle
+from gradserver.engine.data_records import Claim as HandedOut, Order
+from gradserver.engine.elastic import boundary
+from gradserver.engine.events import Command, Send
+from gradserver.engine.membership import Group, check_name
+from gradserver.engine.records import RoundRecord
+from protocol.buffer import Buffer
+from protocol.errors import (
+    DisagreementError,
+    LimitExceededError,
+    MalformedMessageError,
+    OutOfStepError,
+    UnexpectedMessageError,
+)
+from protocol.exchange import ExchangeKey, Stream
+from protocol.limits import MAX_NAME_BYTES
+from protocol.messages import Failure, Scope
+from protocol.positions import Claim, Claimed, Located, Register, Used
+from protocol.ranges import Ranges, pack, unpack
+
+Question = Register | Claim
+
+
+def receive(
+    group: Group, seat: int, message: Question | Used, payloads: Sequence[Buffer], commands: list[Command]
+) -> None:
+    """Take a message about data."""
+    ranges = unpack(payloads[0]) if payloads else ()
+    if isinstance(message, Used):
+        group.positions.used(message.name, message.epoch, seat, message.round, ranges, group.rounds)
+        _settle(group, commands)
+        return
+    _check(group, seat, message, ranges)
+    if message.round > group.rounds:
+        group.asked[message.name, seat] = message, ranges
+    else:
+        _answer(group, seat, message, ranges, commands)
+
+
+def _check(group: Group, seat: int, message: Question, ranges: Ranges) -> None:
+    """Refuse what no correct client asks."""
+    check_name("the data's name", message.name, MAX_NAME_BYTES)
+    if (message.name, seat) in group.asked:
+        raise UnexpectedMessageError(f"{group.call(seat)} asks of data {message.name!r} before it has its last answer")
+    if isinstance(message, Claim):
+        group.positions.use(message.name)
+        if group.plan is None:
+            raise UnexpectedMessageError(f"{group.call(seat)} claims data {message.name!r} in a group without a plan")
+    elif ranges and ranges[-1][1] > message.length:
+        raise MalformedMessageError(f"used ranges of data {message.name!r} that has {message.length} samples")
+
+
+def _answer(group: Group, seat: int, message: Question, ranges: Ranges, commands: list[Command]) -> None:
+    connection = group.members[seat].connection
+    try:
+        if isinstance(message, Register):
+            located, used = _register(group, seat, message, ranges, commands)
+            commands.append(Send(connection, located, (pack(used),)))
+        else:
+            claimed, got = _claim(group, seat, message, commands)
+            commands.append(Send(connection, claimed, (pack(got),)))
+    except (DisagreementError, OutOfStepError, LimitExceededError) as error:
+        failure = Failure.of(error, Scope.DATA)
+        commands.append(Send(connection, replace(failure, fields={**failure.fields, "data": message.name})))
+
+
+def _register(
+    group: Group, seat: int, message: Register, done: Ranges, commands: list[Command]
+) -> tuple[Located, Ranges]:
+    new = message.name not in group.positions.uses
+    order = Order(message.length, message.seed, message.shuffle)
+    use = group.positions.register(message.name, order, message.epoch, done, group.call(seat))
+    if new:
+        chronicle.registered(group, use, commands)
+    return Located(use.name, use.epoch), use.done
+
+
+def _claim(group: Group, seat: int, message: Claim, commands: list[Command]) -> tuple[Claimed, Ranges]:
+    use = group.positions.use(message.name)
+    epoch = use.epoch
+    number, found, ranges = use.claim(seat, message.number, message.epoch, message.count)
+    if message.count:
+        group.positions.users.setdefault((use.name, seat), message.round)
+    if ranges or use.epoch != epoch:
+        chronicle.claimed(HandedOut(group.name, use.name, seat, number, found, ranges), commands)
+    return Claimed(use.name, number, found, found < use.epoch or use.finished), ranges
+
+
+def completed(group: Group, record: RoundRecord, commands: list[Command]) -> None:
+    """All shards are done with a round."""
+    group.unsettled.append(record)
+    _settle(group, commands)
+
+
+def departed(group: Group, seat: int, commands: list[Command]) -> None:
+    """``seat`` is vacant."""
+    group.positions.depart(seat)
+    for key in [key for key in group.asked if key[1] == seat]:
+        del group.asked[key]
+    _settle(group, commands)
+
+
+def _settle(group: Group, commands: list[Command]) -> None:
+    """Rounds are over, in their order, when all who counted have said what they used."""
+    while group.unsettled:
+        record = group.unsettled[0]
+        counted = [seat for seat in group.members if record.weights[seat] > 0] if group.shards else ()
+        if group.positions.awaits(record.round, counted):
+            return
+        group.unsettled.popleft()
+        _over(group, record, commands)
+
+
+def _over(group: Group, record: RoundRecord, commands: list[Command]) -> None:
+    weights = dict(enumerate(record.weights))
+    used_up = group.positions.commit(record.round, group.members.keys(), weights, _counted_partly(group, record))
+    chronicle.completed(group, record, used_up, commands)
+    group.rounds = record.round + 1
+    if group.policy is not None:
+        boundary(group, record, commands)
+    for (name, seat), (message, ranges) in list(group.asked.items()):
+        if message.round <= group.rounds:
+            del group.asked[name, seat]
+            _answer(group, seat, message, ranges, commands)
+
+
+def _counted_partly(group: Group, record: RoundRecord) -> set[int]:
+    """Who gave some slices of the round only."""
+    if not record.cut or group.plan is None:
+        return set()
+    given: Counter[int] = Counter()
+    for seat, _, slices in record.cut:
+        given[seat] += slices
+    keys = (ExchangeKey(Stream.BUCKET, record.round, part) for part in range(len(group.plan.buckets)))
+    shares = (group.table.share(key, group.plan.buckets[key.part].operation) for key in keys)
+    whole = sum(share.layout.count for share in shares)
+    return {seat for seat, slices in given.items() if slices < whole}

@@ -1,0 +1,200 @@
+"""What control says about data: when a claim is answered, what is written down first, and who is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradserver.engine.data_records import Claim as HandedOut, Committed, Data
+from gradserver.engine.events import Command, Record, Send
+from gradserver.engine.policy import Policy
+from gradserver.engine.records import Round
+from protocol.errors import DisagreementError, GradServerError, MalformedMessageError, UnexpectedMessageError
+from protocol.messages import Failure, Membership, Result, RoundDone, Scope
+from protocol.positions import Claim, Claimed, Located, Register, Used
+from protocol.ranges import Ranges, count, pack, unpack
+from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of
+from tests.sharded_harness import ShardedHarness
+
+REGISTER = Register("data", 10, 17, True, 0, 0)
+
+
+@pytest.fixture(params=[2, Policy(1, 2)], ids=["fixed", "elastic"])
+def harness(request: pytest.FixtureRequest) -> Harness:
+    """Two members who use the same ten samples."""
+    found = Harness({"default": request.param})
+    found.assemble(2, plan_of(3, 2))
+    for rank in range(2):
+        found.receive(SEATS + rank, REGISTER, b"")
+        assert told(found, rank) == [(Located("data", 0), ())]
+    return found
+
+
+def told(harness: Harness, rank: int) -> list[tuple[object, Ranges]]:
+    """What a member was told of data; all else is thrown away."""
+    return [
+        (message, unpack(payloads[0]))
+        for message, payloads in harness.sent(rank)
+        if type(message) in (Located, Claimed)
+    ]
+
+
+def claim(harness: Harness, rank: int, number: int, wanted: int, epoch: int = 0, round_number: int = 0) -> Ranges:
+    harness.receive(SEATS + rank, Claim("data", number, epoch, wanted, round_number))
+    ((message, ranges),) = told(harness, rank)
+    assert message in (Claimed("data", number, epoch, True), Claimed("data", number, epoch, False))
+    return ranges
+
+
+def is_finished(harness: Harness, rank: int, number: int, epoch: int = 0) -> bool:
+    harness.receive(SEATS + rank, Claim("data", number, epoch, 0, 0))
+    ((message, _),) = told(harness, rank)
+    assert isinstance(message, Claimed)
+    return message.finished
+
+
+def use(harness: Harness, rank: int, round_number: int, ranges: Ranges) -> None:
+    harness.receive(SEATS + rank, Used("data", 0, round_number), pack(ranges))
+
+
+def give(harness: Harness, rank: int, round_number: int, *parts: int) -> list[Command]:
+    commands: list[Command] = []
+    for part in parts or (0, 1):
+        commands += harness.push(rank, bucket(round_number, part), floats(*[1.0] * (3 - part)))
+    return commands
+
+
+def records(commands: list[Command]) -> list[object]:
+    return [command.record for command in commands if isinstance(command, Record)]
+
+
+def test_what_is_handed_out_is_written_down_before_it_is_told(harness: Harness) -> None:
+    commands = harness.receive(SEATS, Claim("data", 1, 0, 4, 0))
+    assert commands[0] == Record(HandedOut("default", "data", 0, 1, 0, ((0, 4),)))
+    assert isinstance(commands[1], Send)
+    assert commands[1].message == Claimed("data", 1, 0, False)
+    assert records(harness.receive(SEATS, Claim("data", 2, 0, 0, 0))) == [], "nothing was handed out"
+
+
+def test_whose_data_it_is_is_written_down_once() -> None:
+    harness = Harness({"default": 2})
+    harness.assemble(2)
+    assert [type(record) for record in records(harness.receive(SEATS, REGISTER, b""))] == [Data]
+    assert records(harness.receive(SEATS + 1, REGISTER, b"")) == []
+
+
+def test_what_a_round_used_up_is_in_its_record(harness: Harness) -> None:
+    claim(harness, 0, 1, 4)
+    claim(harness, 1, 1, 8)
+    use(harness, 0, 0, ((0, 3),))
+    use(harness, 1, 0, ((4, 10),))
+    give(harness, 0, 0)
+    (written,) = records(give(harness, 1, 0))
+    assert isinstance(written, Round)
+    assert written.used_up == (Committed("data", 0, 0, False, ((0, 3),)), Committed("data", 0, 1, False, ((4, 10),)))
+    assert harness.group()["data"] == {"data": {"epoch": 0, "length": 10, "left": 0, "held": 1}}
+    assert not is_finished(harness, 1, 2)
+    use(harness, 0, 1, ((3, 4),))
+    give(harness, 0, 1), give(harness, 1, 1)
+    assert is_finished(harness, 1, 3)
+    assert claim(harness, 0, 2, 3, epoch=1) == ((0, 3),)
+    assert is_finished(harness, 1, 4), "the epoch that it asks of is over"
+
+
+def test_what_the_dead_held_is_claimed_by_the_others_and_what_it_used_counts_as_far_as_it_gave() -> None:
+    harness = Harness({"default": Policy(1, 3)})
+    harness.assemble(3, plan_of(3, 2))
+    for rank in range(3):
+        harness.receive(SEATS + rank, REGISTER, b"")
+        harness.sent(rank)
+        claim(harness, rank, 1, 3)
+        use(harness, rank, 0, ((3 * rank, 3 * rank + 2),))
+    give(harness, 1, 0, 0)
+    harness.lose(1)
+    harness.lose(2)
+    assert claim(harness, 0, 2, 9) == ((5, 6), (8, 10)), "but not what may have been used"
+    (written,) = records(give(harness, 0, 0))
+    assert isinstance(written, Round)
+    assert written.used_up == (Committed("data", 0, 0, False, ((0, 2),)), Committed("data", 0, 1, True, ((3, 5),)))
+    assert claim(harness, 0, 3, 9) == ((6, 8),), "who gave nothing used nothing"
+
+
+def test_a_claim_waits_for_the_rounds_before_it(harness: Harness) -> None:
+    """With data shards elsewhere a member may have the results of a round that control has not heard of."""
+    harness.receive(SEATS, Claim("data", 1, 0, 4, 1))
+    harness.receive(SEATS, Register("other", 3, 0, False, 0, 1), b"")
+    assert told(harness, 0) == []
+    give(harness, 0, 0), give(harness, 1, 0)
+    assert told(harness, 0) == [(Claimed("data", 1, 0, False), ((0, 4),)), (Located("other", 0), ())]
+    assert claim(harness, 0, 2, 4, round_number=1) == ((4, 8),)
+
+
+def test_who_asks_twice_before_the_answer_is_refused(harness: Harness) -> None:
+    harness.receive(SEATS, Claim("data", 1, 0, 4, 1))
+    harness.receive(SEATS, Claim("data", 2, 0, 4, 1))
+    assert isinstance(harness.refusal(SEATS), UnexpectedMessageError)
+
+
+def test_other_data_is_told_to_who_asks_and_costs_nothing_else(harness: Harness) -> None:
+    harness.receive(SEATS + 1, Register("data", 11, 17, True, 0, 0), b"")
+    ((failure, _),) = harness.sent(1)
+    assert isinstance(failure, Failure)
+    assert failure.scope is Scope.DATA
+    assert failure.fields["data"] == "data"
+    error = failure.exception()
+    assert isinstance(error, DisagreementError)
+    assert str(error).startswith(
+        "'w1' (rank 1) uses data 'data' as 11 samples, shuffled with seed 17, and 'w0' (rank 0)"
+    )
+    assert claim(harness, 1, 1, 4) == ((0, 4),)
+
+
+@pytest.mark.parametrize(
+    ("message", "payload", "error"),
+    [
+        (Claim("strange", 1, 0, 4, 0), None, MalformedMessageError),
+        (Used("strange", 0, 0), b"", MalformedMessageError),
+        (Used("data", 0, 0), pack(((0, 1),)), MalformedMessageError),
+        (Used("data", 0, 0), b"\x00" * 15, MalformedMessageError),
+        (Register("data", 10, 17, True, 0, 0), pack(((9, 11),)), MalformedMessageError),
+        (Register("da\nta", 10, 17, True, 0, 0), b"", GradServerError),
+    ],
+)
+def test_what_no_correct_worker_says_costs_its_connection(
+    harness: Harness, message: Claim | Used | Register, payload: bytes | None, error: type[GradServerError]
+) -> None:
+    harness.receive(SEATS, message, *([] if payload is None else [payload]))
+    assert isinstance(harness.refusal(SEATS), error)
+
+
+def test_positions_are_claimed_in_groups_with_rounds_only() -> None:
+    harness = Harness({"default": 1})
+    harness.assemble(1)
+    harness.receive(SEATS, REGISTER, b"")
+    harness.sent(0)
+    harness.receive(SEATS, Claim("data", 1, 0, 4, 0))
+    assert "in a group without a plan" in str(harness.refusal(SEATS))
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_round_is_not_over_before_all_who_counted_have_said_what_they_used(dies: bool) -> None:
+    """A coordinator of rate 0 has no slices: what members say to it is overtaken by what a shard reports."""
+    harness = ShardedHarness({"default": Policy(1, 2)}, rates=(0.0, 1.0))
+    harness.assemble(2, plan_of(3))
+    for rank in range(2):
+        harness.receive(SEATS + rank, REGISTER, b"")
+        harness.sent(rank)
+        claim(harness, rank, 1, 4)
+    use(harness, 0, 0, ((0, 4),))
+    for rank in range(2):
+        harness.push_to(1, rank, bucket(0), floats(1.0, 1.0, 1.0))
+    for rank in range(2):
+        harness.told(rank, Result)
+    harness.receive(SEATS, Claim("data", 2, 0, 0, 1))
+    assert harness.silent(0, 1), "the round is complete, and not over"
+    if dies:
+        harness.lose(1)
+        harness.told(0, Membership)
+    else:
+        use(harness, 1, 0, ((4, 6),))
+    assert [type(message) for message, _ in harness.inbox[SEATS]] == [RoundDone, Claimed]
+    assert count(harness.engine.control.groups["default"].positions.use("data").done) == (4 if dies else 6)

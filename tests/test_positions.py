@@ -1,0 +1,318 @@
+"""Positions: whatever is claimed, used, lost, late or restarted, each one is used up exactly once in an epoch."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from gradserver.engine.data_records import Claim, Committed, Order
+from gradserver.engine.positions import Positions
+from gradserver.engine.records import Books, Dated, Epoch, Group, Kind, Round, RoundRecord, decode, encode
+from protocol.errors import DisagreementError, LimitExceededError, MalformedMessageError, OutOfStepError
+from protocol.limits import MAX_DATA, MAX_NUMEL
+from protocol.ranges import Ranges, both, count, lowest, minus, pack, union, unpack
+
+# ── ranges ────────────────────────────────────────────────────────────────────────────────────────────
+
+sets = st.sets(st.integers(0, 30))
+
+
+def ranges_of(positions: set[int]) -> Ranges:
+    return union(*(((position, position + 1),) for position in positions))
+
+
+def within(ranges: Ranges) -> list[int]:
+    return [position for start, stop in ranges for position in range(start, stop)]
+
+
+@given(sets, sets, st.integers(0, 40))
+def test_ranges_are_sets(one: set[int], other: set[int], number: int) -> None:
+    ours, theirs = ranges_of(one), ranges_of(other)
+    assert within(ours) == sorted(one)
+    assert count(ours) == len(one)
+    for found, expected in [(union(ours, theirs), one | other), (minus(ours, theirs), one - other)]:
+        assert found == ranges_of(expected)
+    assert both(ours, theirs) == ranges_of(one & other)
+    low, rest = lowest(ours, number)
+    assert within(low) == sorted(one)[:number]
+    assert within(rest) == sorted(one)[number:]
+    assert unpack(pack(ours)) == ours
+
+
+@given(st.binary(max_size=64) | st.lists(st.integers(0, 2**64 - 1), max_size=6).map(lambda v: b"".join(map(_u64, v))))
+def test_bytes_are_ranges_in_normal_form_or_none(data: bytes) -> None:
+    try:
+        found = unpack(data)
+    except MalformedMessageError:
+        return
+    assert union(found) == found
+    assert pack(found) == data
+    assert all(0 <= start < stop <= MAX_NUMEL for start, stop in found)
+
+
+def _u64(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+# ── a model of control and workers ────────────────────────────────────────────────────────────────────
+
+ORDER = Order(23, 17, True)
+
+
+class Model:
+    """Some workers who claim, use, come late, die and come, around positions that may be restored at any time."""
+
+    def __init__(self, seed: int, seats: int) -> None:
+        self.chance = random.Random(seed)
+        self.positions = Positions()
+        self.written: list[Kind] = [Group("g", 8, 1.0)]
+        self.round = self.epoch = 0
+        self.present = set(range(seats))
+        self.numbers: Counter[int] = Counter()
+        self.held: dict[int, Ranges] = dict.fromkeys(self.present, ())
+        self.carried: dict[int, Ranges] = dict.fromkeys(self.present, ())
+        self.said: dict[int, Ranges] = {}
+        self.committed: list[Committed] = []
+        self.note_members()
+        self.positions.register("data", ORDER, 0, (), "w0")
+        self.written += self.positions.states("g")
+
+    def note_members(self) -> None:
+        self.written.append(Epoch("g", 1, self.round, tuple((seat, f"w{seat}") for seat in sorted(self.present)), ""))
+
+    def claim(self, seat: int, wanted: int) -> bool:
+        self.numbers[seat] += 1
+        use = self.positions.use("data")
+        answer = use.claim(seat, self.numbers[seat], self.epoch, wanted)
+        assert use.claim(seat, self.numbers[seat], self.epoch, wanted) == answer, "the same again"
+        assert count(answer.ranges) <= wanted
+        for held in self.held.values():
+            assert not both(held, answer.ranges), "it is somebody else's"
+        self.held[seat] = union(self.held[seat], answer.ranges)
+        if answer.ranges:
+            self.written.append(Claim("g", "data", seat, *answer))
+        return bool(answer.ranges)
+
+    def say(self, seat: int, wanted: int) -> None:
+        """``seat`` says what is in its contribution to the open round: some of what it holds, and what it carries."""
+        if seat in self.said:
+            self.held[seat] = union(self.held[seat], self.said[seat])
+        used, self.held[seat] = lowest(self.held[seat], wanted)
+        self.said[seat] = union(used, self.carried.pop(seat, ()))
+        self.held[seat] = minus(self.held[seat], self.said[seat])
+        self.positions.used("data", self.epoch, seat, self.round, self.said[seat], self.round)
+
+    def late(self, seat: int, keep: bool) -> None:
+        self.positions.not_counted(seat, self.round, keep)
+        said = self.said.pop(seat, ())
+        if keep:
+            self.carried[seat] = said
+
+    def die(self, seat: int) -> None:
+        if len(self.present) > 1 and seat in self.present:
+            self.present.remove(seat)
+            self.positions.depart(seat)
+            self.held.pop(seat)
+            self.carried.pop(seat, None)
+            self.note_members()
+
+    def come(self, seat: int) -> None:
+        if seat not in self.present and seat not in self.said:
+            self.present.add(seat)
+            self.held[seat] = ()
+            self.numbers[seat] = 0
+            self.note_members()
+
+    def over(self) -> None:
+        """The round is over. Whether a dead one counted, chance decides."""
+        weights = {seat: 1.0 for seat in self.said if seat in self.present or self.chance.random() < 0.5}
+        partly = {seat for seat in weights if seat not in self.present}
+        found = self.positions.commit(self.round, self.present, weights, partly)
+        assert all(one.partly == (one.seat in partly) for one in found)
+        for seat in self.said.keys() & weights.keys():
+            assert self.said[seat] == union(*(one.ranges for one in found if one.seat == seat))
+        self.committed += found
+        self.written.append(Round("g", 1, RoundRecord(self.round, (1.0,) * 8, 0.0, 0.0, 0), found))
+        self.said = {}
+        self.round += 1
+
+    def restart(self, restated: bool) -> None:
+        """Control is made anew from what was written, or from a file that restates it; who is there says it again."""
+        read, books = [decode(*encode(record)) for record in self.written], Books()
+        for record in read:
+            books.take(Dated(0.0, record))
+        if restated:
+            read, books = [dated.record for dated in books.records()], Books()
+            for record in read:
+                books.take(Dated(0.0, record))
+        self.positions = books.positions["g"]
+        for seat in list(self.said):
+            if seat in self.present:
+                self.positions.used("data", self.epoch, seat, self.round, self.said[seat], self.round)
+            else:
+                del self.said[seat]
+
+    def do(self, what: tuple[Any, ...]) -> None:
+        name, seat, number, flag = what
+        there = seat in self.present
+        match name:
+            case "claim" if there:
+                self.claim(seat, number)
+            case "say" if there:
+                self.say(seat, number)
+            case "late" if there:
+                self.late(seat, flag)
+            case "die":
+                self.die(seat)
+            case "come":
+                self.come(seat)
+            case "over":
+                self.over()
+            case "restart":
+                self.restart(flag)
+        self.positions.validate()
+
+    def finish(self) -> None:
+        """All who are there use what is left, each as long as it gets something."""
+        for _ in range(100):
+            use = self.positions.use("data")
+            if use.finished and use.epoch == self.epoch:
+                return
+            for seat in sorted(self.present):
+                self.claim(seat, 3)
+                self.say(seat, 5)
+            self.over()
+            self.positions.validate()
+        raise AssertionError("some of it never comes to an end")
+
+
+names = st.sampled_from(["claim", "claim", "claim", "say", "say", "over", "over", "late", "die", "come", "restart"])
+steps = st.tuples(names, st.integers(0, 3), st.integers(0, 9), st.booleans())
+
+
+@given(st.lists(st.lists(steps, max_size=25), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 2**16))
+@settings(max_examples=400)
+def test_each_position_is_used_up_exactly_once_in_each_epoch(
+    epochs: list[list[tuple[Any, ...]]], seats: int, seed: int
+) -> None:
+    model = Model(seed, seats)
+    for epoch, done in enumerate(epochs):
+        model.epoch = epoch
+        for what in done:
+            model.do(what)
+        model.finish()
+        used = Counter(position for one in model.committed if one.epoch == epoch for position in within(one.ranges))
+        assert used == dict.fromkeys(range(ORDER.length), 1)
+
+
+# ── one thing after the other ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def positions() -> Iterator[Positions]:
+    found = Positions()
+    found.register("data", Order(10, 17, True), 0, (), "'a' (rank 0)")
+    yield found
+    found.validate()
+
+
+def test_what_the_dead_held_goes_first(positions: Positions) -> None:
+    use = positions.use("data")
+    assert use.claim(0, 1, 0, 4).ranges == ((0, 4),)
+    assert use.claim(1, 1, 0, 4).ranges == ((4, 8),)
+    positions.used("data", 0, 0, 0, ((1, 3),), 0)
+    positions.depart(0)
+    assert use.claim(1, 2, 0, 5).ranges == ((0, 1), (3, 4), (8, 10))
+    assert use.claim(1, 3, 0, 5).ranges == ()
+    assert positions.commit(0, {1}, {1: 1.0}, ()) == ()
+    assert use.claim(1, 4, 0, 5).ranges == ((1, 3),)
+
+
+def test_what_a_dead_worker_gave_in_part_is_used_up_and_marked(positions: Positions) -> None:
+    positions.use("data").claim(0, 1, 0, 4)
+    positions.used("data", 0, 0, 0, ((0, 2),), 0)
+    positions.depart(0)
+    assert positions.commit(0, {1}, {0: 0.5}, {0}) == (Committed("data", 0, 0, True, ((0, 2),)),)
+    assert positions.use("data").done == ((0, 2),)
+
+
+@pytest.mark.parametrize("told_before", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+def test_who_is_late_keeps_it_or_gives_it_back(positions: Positions, keep: bool, told_before: bool) -> None:
+    """It may say what it used before the round closes without it, or later."""
+    use = positions.use("data")
+    use.claim(0, 1, 0, 4)
+    if told_before:
+        positions.used("data", 0, 0, 7, ((0, 2),), 7)
+    positions.not_counted(0, 7, keep)
+    assert positions.commit(7, {0, 1}, {1: 1.0}, ()) == ()
+    if not told_before:
+        positions.used("data", 0, 0, 7, ((0, 2),), 8)
+    assert use.claim(1, 1, 0, 2).ranges == (((4, 6),) if keep else ((0, 2),))
+    if keep:
+        positions.used("data", 0, 0, 8, ((0, 4),), 8)
+        assert positions.commit(8, {0, 1}, {}, ()) == (Committed("data", 0, 0, False, ((0, 4),)),)
+
+
+def test_an_epoch_begins_when_the_one_before_is_used_up(positions: Positions) -> None:
+    use = positions.use("data")
+    use.claim(0, 1, 0, 10)
+    with pytest.raises(OutOfStepError, match="epoch 1 of data 'data' cannot begin: epoch 0 is not used up"):
+        use.claim(1, 1, 1, 1)
+    positions.used("data", 0, 0, 0, ((0, 10),), 0)
+    positions.commit(0, {0}, {}, ())
+    assert use.finished
+    assert use.claim(1, 1, 1, 3).ranges == ((0, 3),)
+    assert use.epoch == 1
+    assert use.claim(0, 2, 0, 5).ranges == (), "of an epoch that is over"
+
+
+def test_nobody_uses_what_is_not_his(positions: Positions) -> None:
+    positions.use("data").claim(0, 1, 0, 4)
+    with pytest.raises(MalformedMessageError, match="says that it used 4 to 4 of data 'data', and does not hold"):
+        positions.used("data", 0, 0, 0, ((2, 5),), 0)
+    with pytest.raises(MalformedMessageError, match="epoch 3, and 0 is the present one"):
+        positions.used("data", 3, 0, 0, ((2, 3),), 0)
+    with pytest.raises(MalformedMessageError, match="nobody has registered data 'other'"):
+        positions.use("other")
+
+
+def test_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch, positions: Positions) -> None:
+    monkeypatch.setattr("gradserver.engine.positions._MOST_PIECES", 4)
+    use = positions.use("data")
+    use.claim(0, 1, 0, 1)
+    use.claim(1, 1, 0, 1)
+    use.claim(0, 2, 0, 1)
+    with pytest.raises(LimitExceededError, match="more than 4 pieces: claim larger ones"):
+        use.claim(1, 2, 0, 1)
+    assert use.claim(1, 3, 0, 100).ranges == ((3, 10),), "which leaves no more pieces"
+
+
+def test_members_must_use_the_same_data(positions: Positions) -> None:
+    said = (
+        "'b' (rank 1) uses data 'data' as 11 samples, in their order, and 'a' (rank 0) as 10 samples, shuffled with "
+        "seed 17. All members must give DataRanges the same length, seed and shuffle, or another name="
+    )
+    with pytest.raises(DisagreementError) as caught:
+        positions.register("data", Order(11, 17, False), 0, (), "'b' (rank 1)")
+    assert str(caught.value) == said
+    for number in range(MAX_DATA - 1):
+        positions.register(f"{number}", ORDER, 0, (), "'b'")
+    with pytest.raises(LimitExceededError, match=f"uses {MAX_DATA} kinds of data already"):
+        positions.register("one more", ORDER, 0, (), "'b'")
+
+
+def test_members_go_on_from_the_same_place_until_somebody_has_gone_on() -> None:
+    positions, order = Positions(), Order(10, 17, True)
+    use = positions.register("data", order, 3, ((0, 2), (5, 6)), "'a' (rank 0)")
+    assert positions.register("data", order, 3, ((0, 2), (5, 6)), "'b'") is use
+    assert positions.register("data", order, 0, (), "'c', who does not care") is use
+    with pytest.raises(DisagreementError, match="'d' goes on with data 'data' in epoch 3, 4 samples used, and 'a'"):
+        positions.register("data", order, 3, ((0, 4),), "'d'")
+    assert use.claim(0, 1, 3, 4).ranges == ((2, 5), (6, 7))
+    assert positions.register("data", order, 0, ((0, 4),), "'e', who comes later") is use
