@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     )
     from worker.handle import Handle as Handle
     from worker.job import Job as Job
+    from worker.ranges import DataRanges as DataRanges
     from worker.sampler import ShardSampler as ShardSampler
     from worker.sharding import shard_batches as shard_batches
 
@@ -91,6 +92,7 @@ _HOME = {
     "local_mean": "worker.flatten",
     "BlockShape": "worker.flatten",
     "shard_batches": "worker.sharding",
+    "DataRanges": "worker.ranges",
     "ShardSampler": "worker.sampler",
     "LocalCluster": "gradserver.local",
     "Membership": "protocol.messages",

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from protocol.errors import GradServerError, InvalidArgumentError, StateError, UsageError, WorkerLeftError
 from worker import __version__
@@ -20,7 +20,8 @@ from worker.alike import check_same_start, check_weights, digest_of, gather
 from worker.checkpoint import Directory, Loaded, Writing, read, write
 from worker.ddp import DistributedDataParallel
 from worker.handle import Handle
-from worker.position import Position, chance, set_chance
+from worker.position import Position, RangesPosition, chance, set_chance
+from worker.ranges import DataRanges
 from worker.sampler import ShardSampler
 from worker.stopping import stop_on_sigterm
 from worker.tree import Tree, pack
@@ -84,7 +85,7 @@ class Job:
         optimizer: its optimizer, made before the job.
         scheduler: one of torch's learning-rate schedulers, or anything like it; stepped after each update. One whose
             ``step`` needs an argument goes into ``state``, and is stepped by the loop.
-        data: the sampler of `batches`.
+        data: what `batches` are drawn from.
         state: what else has state, by name: objects with ``state_dict`` and ``load_state_dict``. A worker's own state
             does not belong there: what is saved is that of rank 0.
         checkpoint: directory of the checkpoints. If there are some, the job goes on from the one written last. It
@@ -108,7 +109,7 @@ class Job:
         optimizer: Optimizer,
         scheduler: Scheduler | None = None,
         *,
-        data: ShardSampler | None = None,
+        data: ShardSampler | DataRanges | None = None,
         state: Mapping[str, Stateful] | None = None,
         checkpoint: str | Path | None = None,
         every: int | None = None,
@@ -120,7 +121,7 @@ class Job:
         self.resumed: Path | None = None
         self._worker = model.worker
         self._state = dict(state or {})
-        self._position = None if data is None else Position(data)
+        self._position = None if data is None else _position_of(data)
         self._directory = None if checkpoint is None else Directory(Path(checkpoint), keep)
         self._every = every
         self._writing: Writing | None = None
@@ -164,7 +165,11 @@ class Job:
             self._save_beside()
 
     def batches(
-        self, loader: DataLoader[Any], epochs: int = 1, step: Callable[[], object] | None = None
+        self,
+        loader: DataLoader[Any] | Dataset[Any],
+        epochs: int = 1,
+        step: Callable[[], object] | None = None,
+        **options: Any,
     ) -> Iterator[Any]:
         """What ``loader`` gives in each epoch, from where the job is up to the end of the last one.
 
@@ -172,13 +177,19 @@ class Job:
         `DistributedDataParallel.join`, until all have come to the end of the epoch.
 
         Args:
-            loader: a DataLoader whose ``sampler`` is the job's ``data``.
+            loader: a DataLoader whose ``sampler`` is the job's ``data``, or its ``batch_sampler`` where that is
+                DataRanges; or a data set.
             epochs: how many the training has in all; those before a restart count.
             step: what the loop does after each backward, if that is more than ``job.step()``: a function that calls
                 ``job.step(before=…, after=…)``. Workers without batches call it too.
+            **options: of the loader, for a data set: ``num_workers`` and so on.
         """
         if self._position is None:
             raise UsageError("job.batches needs to know the sampler: Job(…, data=sampler)")
+        if not isinstance(loader, DataLoader):
+            loader = self._position.loader(loader, options)
+        elif options:
+            raise UsageError(f"{', '.join(options)}: give these to the DataLoader itself")
         self._plain_steps = step is None
         for _ in self._position.epochs(epochs):
             with self.model.join(self.step if step is None else step):
@@ -374,14 +385,19 @@ def _of_a_job(loaded: Loaded) -> Loaded:
     return loaded
 
 
+def _position_of(data: ShardSampler | DataRanges) -> Position | RangesPosition:
+    return RangesPosition(data) if isinstance(data, DataRanges) else Position(data)
+
+
 def _check(model: object, data: object, checkpoint: object, every: object) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise InvalidArgumentError(
             f"model is a {type(model).__name__}: wrap it first, in gradserver.DistributedDataParallel(module, worker)"
         )
-    if data is not None and not isinstance(data, ShardSampler):
+    if data is not None and not isinstance(data, ShardSampler | DataRanges):
         raise InvalidArgumentError(
-            f"data is a {type(data).__name__}, and must be a gradserver.ShardSampler: what has a state_dict can go "
+            f"data is a {type(data).__name__}, and must be a gradserver.ShardSampler or DataRanges: what has a "
+            f"state_dict can go "
             f"into state="
         )
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):

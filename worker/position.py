@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from protocol.errors import StateError, UsageError
+from protocol.ranges import pack, unpack
+from worker.ranges import DataRanges
 from worker.sampler import ShardSampler
 from worker.tree import Tree
 
@@ -33,6 +35,10 @@ class Position:
         self._counts: list[int] = []
         """The same of each rank of the sampler, as last heard."""
         self._resumed = False
+
+    def loader(self, dataset: Dataset[Any], options: Mapping[str, Any]) -> DataLoader[Any]:
+        """A loader of ``dataset`` for `batches`."""
+        return DataLoader(dataset, sampler=self.sampler, **options)
 
     def epochs(self, stop: int) -> Iterator[int]:
         """Each epoch from the present one on, up to ``stop``."""
@@ -91,6 +97,47 @@ class Position:
                 "job.batches needs a loader that draws from the job's own data=: DataLoader(dataset, sampler=data, …)"
             )
         return getattr(loader.batch_sampler, "batch_size", 1)
+
+
+class RangesPosition:
+    """The same of data that the coordinator hands out: it knows what is used up, by whomever.
+
+    Args:
+        data: the job's.
+    """
+
+    def __init__(self, data: DataRanges) -> None:
+        self.data = data
+        self.running = False
+        """Whether a loop goes over the data now."""
+
+    def loader(self, dataset: Dataset[Any], options: Mapping[str, Any]) -> DataLoader[Any]:
+        """A loader of ``dataset`` for `batches`."""
+        sampler: Any = self.data  # torch has typed more of it than it needs
+        return DataLoader(dataset, batch_sampler=sampler, **options)
+
+    def epochs(self, stop: int) -> Iterator[int]:
+        """Each epoch from the present one on, up to ``stop``; again, while something is left that came back."""
+        return self.data.epochs(stop)
+
+    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """What ``loader`` gives for what this worker gets."""
+        return self.data.batches(loader)
+
+    def own(self) -> Tree:
+        """What this worker tells the others: nothing."""
+        return None
+
+    def of_all(self, _told: Sequence[Tree]) -> Tree:
+        """The position for a checkpoint: between two rounds it is the same for all."""
+        epoch, done = self.data.locate()
+        return {"order": self.data.order, "epoch": epoch, "done": pack(done)}
+
+    def resume(self, saved: Tree) -> None:
+        """Go on where a checkpoint says. Raises StateError if it is about other data."""
+        if saved["order"] != self.data.order:
+            raise StateError(f"its data is {saved['order']}, and this job's is {self.data.order}")
+        self.data.go_on(saved["epoch"], unpack(saved["done"]))
 
 
 # ── chance ────────────────────────────────────────────────────────────────────────────────────────────

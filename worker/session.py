@@ -41,8 +41,10 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.plan import Plan
+from protocol.positions import Claimed, Located
 from protocol.resuming import Fetch, Resumed, Standing
 from protocol.shards import Table
+from worker.claims import Claims
 from worker.handle import Handle
 from worker.outbox import ShardTraffic
 from worker.slots import Slots
@@ -75,6 +77,7 @@ class Session(Traffic):
         self._proposal: tuple[Plan, Handle] | None = None
         self._listeners: list[Callable[[Membership], None]] = []
         self._lifeline: Lifeline | None = None
+        self.claims = Claims(self)
         channel.attach(self)
 
     # ── joining, agreeing, leaving ────────────────────────────────────────────────────────────────────
@@ -100,11 +103,12 @@ class Session(Traffic):
         self._slots = Slots(lifeline, lifeline.region)
 
     def propose_again(self, channel: Channel) -> None:
-        """Say on a new connection what the others have yet to agree with, if there is something."""
+        """Say on a new connection what the others have yet to agree with, and what is asked and told of data."""
         with self._state:
             proposal, number = self._proposal, self.round
         if proposal is not None and not proposal[1].done():
             channel.send(Propose(proposal[0].hash, number), (proposal[0].encoded,))
+        self.claims.say_again(channel)
 
     def _propose(self, plan: Plan) -> Handle:
         with self._state:
@@ -154,6 +158,26 @@ class Session(Traffic):
                 for number in numbers:
                     with suppress(DeadlineError):
                         self._leaving[number].wait(_FAREWELL_SECONDS)
+
+    # ── data ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def new_handle(self, overdue: Callable[[float], DeadlineError]) -> Handle:
+        """Of something that the coordinator is asked."""
+        return Handle(self.timeout, self._channel, None, overdue)
+
+    def send(self, message: Message, payloads: Sequence[Buffer]) -> None:
+        """Say something to the coordinator."""
+        self._channel.send(message, payloads)
+
+    @property
+    def round_to_open(self) -> int:
+        """The first round of which nothing was pushed."""
+        with self._state:
+            return self.round + bool(self._pushed)
+
+    def begin_round(self, number: int) -> None:
+        """Before the first push of a round."""
+        self.claims.begin_round(number, len(self._shards) > 1)
 
     # ── rounds and memberships ────────────────────────────────────────────────────────────────────────
 
@@ -265,6 +289,8 @@ class Session(Traffic):
                     handle._complete()
             case Agreed(_, first_round):
                 self._take_agreed(first_round)
+            case Located() | Claimed():
+                self.claims.answered(message, payloads)
             case Resumed() | Fetch() | Standing() if self.books is not None:
                 self.books.heed(message, self._shards[0])
             case Missing(key, workers):
@@ -333,6 +359,8 @@ class Session(Traffic):
             case Scope.PROPOSAL:
                 if self._proposal is not None:
                     self._proposal[1]._complete(error)
+            case Scope.DATA:
+                self.claims.failed(str(failure.fields.get("data")), error)
             case Scope.CONNECTION if self._lifeline is not None and isinstance(error, CoordinatorStoppedError):
                 self._lifeline.stopped(error)  # another one may take its place
             case Scope.CONNECTION:
@@ -359,6 +387,7 @@ class Session(Traffic):
             handles += [self._joining] if self._joining is not None else []
             handles += [self._proposal[1]] if self._proposal is not None else []
             handles += self._leaving.values()
+            handles += self.claims.give_up()
             self._joining = None
         for handle in handles:
             handle._complete(error)

@@ -100,6 +100,10 @@ class Traffic:
         """The channel broke."""
         raise NotImplementedError
 
+    def begin_round(self, number: int) -> None:
+        """Before the first push of a round."""
+        raise NotImplementedError
+
     def _heed(self, error: GradServerError) -> None:
         """A collective of an elastic group has failed, and whoever waits for it is about to raise ``error``."""
         raise NotImplementedError
@@ -108,6 +112,8 @@ class Traffic:
 
     def push_bucket(self, index: int, data: Bytes, weight: float, present: bool) -> Handle:
         """Contribute to bucket ``index`` of the present round; the result goes into ``data``."""
+        if not self._pushed:
+            self.begin_round(self.round)
         with self._state:
             self.check_open()
             assert self.plan is not None

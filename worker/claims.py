@@ -1,0 +1,141 @@
+"""What a worker asks the coordinator about data, and tells it of what it used."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from protocol.buffer import Buffer
+from protocol.channel import Channel
+from protocol.errors import ClosedError, DeadlineError, GradServerError, UsageError
+from protocol.positions import Claim, Claimed, Located, Register, Used
+from protocol.ranges import Ranges, pack, unpack
+from worker.handle import Handle
+
+if TYPE_CHECKING:
+    from worker.session import Session
+
+Question = Register | Claim
+
+
+class Source(Protocol):
+    """Data that positions are claimed of."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in the group."""
+
+    @property
+    def epoch(self) -> int:
+        """The present one."""
+
+    def use(self, round_number: int) -> Ranges:
+        """What this worker used since the last round, and so in this one; once more the same for the same round."""
+
+
+class Asked(NamedTuple):
+    """A question that has no answer yet."""
+
+    message: Question
+    payloads: Sequence[Buffer]
+    handle: Handle
+
+
+class Claims:
+    """One worker's questions, one at a time for each kind of data; and what it says before the first push of a round.
+
+    What has no answer is asked again on a new connection, and the same claim is given the same ranges.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        self._sources: dict[str, Source] = {}
+        self._asked: dict[str, Asked] = {}
+        self._last: tuple[int, list[tuple[Used, bytes]]] = (-1, [])
+        """What was said of the last round."""
+
+    def add(self, source: Source) -> None:
+        """From now on ``source`` is asked in each round what was used of it."""
+        with self._lock:
+            if source.name in self._sources:
+                raise UsageError(
+                    f"this worker has DataRanges of the name {source.name!r} already: go on with those, or give the "
+                    f"others another name="
+                )
+            self._sources[source.name] = source
+
+    def ask(self, message: Question, ranges: Ranges | None = None) -> Handle:
+        """The handle's value is the answer and its ranges, or raises why there is none."""
+        session = self._session
+        session.check_open()
+        late = _Overdue(message.name)
+        asked = Asked(message, () if ranges is None else (pack(ranges),), session.new_handle(late))
+        with self._lock:
+            self._asked[message.name] = asked
+        session.send(message, asked.payloads)
+        return asked.handle
+
+    def answered(self, message: Located | Claimed, payloads: Sequence[Buffer]) -> None:
+        """The coordinator has answered."""
+        ranges = unpack(payloads[0])
+        with self._lock:
+            asked = self._asked.get(message.name)
+            if asked is None or not _answers(message, asked.message):
+                return  # to what was asked on an earlier connection
+            del self._asked[message.name]
+        asked.handle._value = message, ranges
+        asked.handle._complete()
+
+    def failed(self, name: str, error: GradServerError) -> None:
+        """The coordinator has refused to answer."""
+        with self._lock:
+            asked = self._asked.pop(name, None)
+        if asked is not None:
+            asked.handle._complete(error)
+
+    def begin_round(self, number: int, sharded: bool) -> None:
+        """Say what is used in round ``number``. With several shards also that it is nothing: control waits for it."""
+        with self._lock:
+            said = []
+            for source in self._sources.values():
+                ranges = source.use(number)
+                if ranges or sharded:
+                    said.append((Used(source.name, source.epoch, number), pack(ranges)))
+            self._last = number, said
+        for message, payload in said:
+            with suppress(ClosedError, ConnectionError):  # the push will say it
+                self._session.send(message, (payload,))
+
+    def say_again(self, channel: Channel) -> None:
+        """On a new connection: what is used in the round that is open, and all that has no answer."""
+        with self._lock:
+            number, said = self._last
+            again = list(said) if number >= self._session.round else []
+            asked = list(self._asked.values())
+        for message, payload in again:
+            channel.send(message, (payload,))
+        for question in asked:
+            channel.send(question.message, question.payloads)
+
+    def give_up(self) -> list[Handle]:
+        """Who waits for what will not come."""
+        with self._lock:
+            waiting, self._asked = self._asked, {}
+        return [asked.handle for asked in waiting.values()]
+
+
+class _Overdue:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, seconds: float) -> DeadlineError:
+        return DeadlineError(f"the coordinator has not said within {seconds:g} s what there is of data {self._name!r}")
+
+
+def _answers(message: Located | Claimed, question: Question) -> bool:
+    if isinstance(message, Claimed):
+        return isinstance(question, Claim) and question.number == message.number
+    return isinstance(question, Register)

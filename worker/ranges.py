@@ -1,0 +1,288 @@
+"""Data that the coordinator hands out: each sample is used once in an epoch, whoever joins, leaves or dies."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from protocol.errors import InvalidArgumentError, UsageError
+from protocol.limits import MAX_NAME_BYTES, MAX_NUMEL
+from protocol.positions import Claim, Claimed, Located, Register
+from protocol.ranges import Ranges, count, lowest, union
+from worker.client import Worker
+from worker.handle import Handle
+from worker.permutation import epoch_permutation, key_half, length_of
+from worker.sharding import whole_number
+
+if TYPE_CHECKING:
+    from worker.permutation import Indices
+
+_NOT_RUNNING: Final = (
+    "take batches of these DataRanges by job.batches(…) or data.batches(loader): only so it is known which of them the "
+    "training has used, as a loader reads ahead"
+)
+
+
+class DataRanges:
+    """The samples of a data set, handed out by the coordinator as workers ask for them.
+
+    Example::
+
+        data = gradserver.DataRanges(len(dataset), worker, batch_size=32, seed=17)
+        job = gradserver.Job(model, optimizer, data=data, checkpoint="runs/7")
+        for inputs, targets in job.batches(dataset, epochs=10, num_workers=4):
+            model.set_weight(len(inputs))
+            loss(model(inputs), targets).backward()
+            job.step()
+
+    All workers draw the same order for an epoch, and each position in it is one worker's. It counts as used when the
+    round is over in which that worker contributed. What a worker had and did not use before it left or died is given to
+    others. So each sample is used once in each epoch, however many workers there are, and faster ones use more. Which
+    worker gets which is left to chance, as it depends on who asks first: for bits that repeat, take a ShardSampler.
+
+    A worker may get nothing while others still have some. It goes on taking part in rounds (`Job.batches` and
+    `DistributedDataParallel.join` see to it), since what is left behind by the dead may yet come to it. Without a job::
+
+        for _ in data.epochs(10):                # all that there is for this worker, then again what came back
+            with model.join(optimizer):
+                for inputs, targets in data.batches(loader):
+                    ...
+
+    with ``loader = DataLoader(dataset, batch_sampler=data, num_workers=4)``. Trainers without torch `take` indices::
+
+        while not data.finished():
+            indices = data.take()                # perhaps none
+            worker.push(0, gradient_of(indices), weight=len(indices))
+            worker.finish_round()
+
+    Args:
+        dataset_or_length: anything with a length, or the number of samples; the same at every member.
+        worker: from `connect` or `LocalCluster`. Its group has to have a plan when the first batch is taken.
+        batch_size: samples in a batch, which may differ between workers, and be changed at any time.
+        seed: 0 … 2⁶⁴ - 1, the same at every member.
+        shuffle: draw a new order in each epoch; also the same at every member.
+        name: tells several kinds of data of one group apart.
+        prefetch: how many batches to claim ahead of what is asked for, so that nothing waits for the coordinator.
+
+    Attributes:
+        epoch: the one that batches are of. It is the group's: a worker that joins goes on where the others are.
+
+    Raises:
+        DisagreementError: when the first batch is taken: others use other data under this name; names them, and both.
+        UsageError: this worker has DataRanges of this name, or its group has no rounds, as it has no plan.
+    """
+
+    def __init__(
+        self,
+        dataset_or_length: Sized | int,
+        worker: Worker,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        name: str = "data",
+        prefetch: int = 1,
+    ) -> None:
+        self.length = whole_number(length_of(dataset_or_length), "length")
+        if self.length > MAX_NUMEL:
+            raise InvalidArgumentError(f"a data set has {MAX_NUMEL} samples at most, not {self.length}")
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= MAX_NAME_BYTES:
+            raise InvalidArgumentError(f"name is printable text of 1 to {MAX_NAME_BYTES} bytes, not {name!r}")
+        self.name, self.epoch, self.batch_size = name, 0, batch_size
+        self._seed, self._shuffle = key_half(seed, "seed"), bool(shuffle)
+        self._ahead = whole_number(prefetch, "prefetch")
+        self._session = worker._session
+        self._asking = threading.Lock()
+        self._lock = threading.Lock()
+        self._start: tuple[int, Ranges] = (0, ())
+        """Where to go on, if nobody has gone on yet."""
+        self._registered = False
+        self._number = 0
+        self._claimed: Handle | None = None
+        """What is claimed ahead."""
+        self._left: Ranges = ()
+        """This worker's own, in no batch yet."""
+        self._drawn: deque[Ranges] = deque()
+        """Batches that a loader reads ahead."""
+        self._used: Ranges = ()
+        """In batches that the training has had since the last round began."""
+        self._said: tuple[int, Ranges] = (-1, ())
+        """What was said of the last round."""
+        self._order: tuple[int, Indices] | None = None
+        self._running = False
+        self._session.claims.add(self)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch. The last ones of an epoch may be smaller."""
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: int) -> None:
+        self._batch_size = whole_number(value, "batch_size", least=1)
+
+    @property
+    def order(self) -> dict[str, int | bool | str]:
+        """What an epoch's order follows from, besides its number; the same at every member."""
+        return {"length": self.length, "seed": self._seed, "shuffle": self._shuffle, "name": self.name}
+
+    # ── taking batches ────────────────────────────────────────────────────────────────────────────────
+
+    def take(self) -> Indices:
+        """The indices of the next batch: used in this worker's next contribution. Empty if it gets nothing now."""
+        ranges = self._draw()
+        self._hand_over(ranges)
+        return self._indices(ranges)
+
+    def finished(self) -> bool:
+        """Whether every sample of the epoch is used up. Between two rounds all members hear the same."""
+        self._register()
+        self._collect()
+        if self._left or self._drawn:
+            return False
+        answer: Claimed
+        answer, _ = self._claim(0).wait()
+        return answer.finished
+
+    def next_epoch(self) -> None:
+        """Go to the next epoch, when this one is `finished`."""
+        self.epoch, self._order = self.epoch + 1, None
+
+    def epochs(self, stop: int) -> Iterator[int]:
+        """The number of each epoch from the present one on, up to ``stop``; more than once, if something came back."""
+        self._register()  # the group may be in a later epoch
+        while self.epoch < stop:
+            if self.finished():
+                self.next_epoch()
+            else:
+                yield self.epoch
+
+    def batches(self, loader: Iterable[Any] | None = None) -> Iterator[Any]:
+        """What ``loader`` gives for the batches that this worker gets, until there is nothing for it.
+
+        Args:
+            loader: a DataLoader whose ``batch_sampler`` these are. None: batches are the indices themselves.
+        """
+        if self._running:
+            raise UsageError(f"there is a loop over batches of data {self.name!r} already")
+        self._running = True
+        try:
+            if loader is None:
+                while len(indices := self.take()):
+                    yield indices
+                return
+            if getattr(loader, "batch_sampler", None) is not self or not getattr(loader, "in_order", True):
+                raise UsageError(
+                    "batches needs a loader of these: DataLoader(dataset, batch_sampler=data, …), in order"
+                )
+            for batch in loader:
+                self._hand_over(self._drawn.popleft())
+                yield batch
+        finally:
+            self._running = False
+            self._left = union(self._left, *self._drawn)  # a loop that ended early has not used them
+            self._drawn.clear()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Batches of indices, for the loader of `batches`."""
+        if not self._running:
+            raise UsageError(_NOT_RUNNING)
+        while ranges := self._draw():
+            self._drawn.append(ranges)
+            yield self._indices(ranges).tolist()
+
+    def _hand_over(self, ranges: Ranges) -> None:
+        with self._lock:
+            self._used = union(self._used, ranges)
+
+    def _indices(self, ranges: Ranges) -> Indices:
+        positions = np.concatenate([np.arange(0), *(np.arange(start, stop) for start, stop in ranges)])
+        if not self._shuffle or not ranges:
+            return positions
+        if self._order is None or self._order[0] != self.epoch:
+            self._order = self.epoch, epoch_permutation(self.length, self._seed, self.epoch)
+        indices: Indices = self._order[1][positions]
+        return indices
+
+    # ── claiming ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _draw(self) -> Ranges:
+        """The ranges of the next batch."""
+        self._register()
+        self._collect()
+        size = self._batch_size
+        if count(self._left) < size:
+            self._take_in(self._claim(size - count(self._left)))
+        batch, self._left = lowest(self._left, size)
+        if batch and count(self._left) < self._ahead * size:
+            self._claimed = self._claim(self._ahead * size - count(self._left))
+        return batch
+
+    def _collect(self) -> None:
+        """Take in what was claimed ahead."""
+        claimed, self._claimed = self._claimed, None
+        if claimed is not None:
+            self._take_in(claimed)
+
+    def _take_in(self, claimed: Handle) -> None:
+        answer, ranges = claimed.wait()
+        if answer.epoch == self.epoch:
+            self._left = union(self._left, ranges)
+
+    def _claim(self, wanted: int) -> Handle:
+        session = self._session
+        plan = session.plan
+        if plan is None or not any(bucket.numel for bucket in plan.buckets):
+            raise UsageError(
+                f"group {session.membership.group!r} has no rounds, and samples of data {self.name!r} count as used "
+                f"when a round is over: wrap the module in DistributedDataParallel, or agree on a plan, and then take "
+                f"batches"
+            )
+        with self._asking:
+            self._number += 1
+            return session.claims.ask(Claim(self.name, self._number, self.epoch, wanted, session.round_to_open))
+
+    def _register(self) -> None:
+        if not self._registered:
+            self.locate()
+
+    def locate(self) -> tuple[int, Ranges]:
+        """The epoch that the group is in, and the ranges of its positions that are used up."""
+        self._collect()
+        epoch, done = (0, ()) if self._registered else self._start
+        what = Register(self.name, self.length, self._seed, self._shuffle, epoch, self._session.round_to_open)
+        located: Located
+        located, used = self._session.claims.ask(what, done).wait()
+        if not self._registered:
+            self._registered, self.epoch = True, located.epoch
+        return located.epoch, used
+
+    def go_on(self, epoch: int, done: Ranges) -> None:
+        """Go on in ``epoch``, of which some ranges are ``done``. All members say so, before any batch is taken.
+
+        Who joins a group that has gone on is told where it is, whatever it says here.
+        """
+        if self._registered and self._number:
+            raise UsageError(
+                f"batches of data {self.name!r} were taken already: load a checkpoint before the loop over batches"
+            )
+        self._registered, self._start = False, (epoch, done)
+        self._register()
+
+    # ── what was used ─────────────────────────────────────────────────────────────────────────────────
+
+    def use(self, round_number: int) -> Ranges:
+        """What this worker used since the last round, and so in this one; once more the same for the same round."""
+        with self._lock:
+            if self._said[0] != round_number:
+                self._said, self._used = (round_number, self._used), ()
+            return self._said[1]
+
+    def carry(self) -> None:
+        """The last round closed without this worker, and what it gave is kept: it is used in the next one instead."""
+        with self._lock:
+            self._used, self._said = union(self._used, self._said[1]), (self._said[0], ())
