@@ -109,6 +109,7 @@ class Model:
 
     def late(self, seat: int, keep: bool) -> None:
         self.positions.not_counted(seat, self.round, keep)
+        self.written += [use.state("g") for use in self.positions.unwritten()]
         said = self.said.pop(seat, ())
         if keep:
             self.carried[seat] = said
@@ -316,3 +317,17 @@ def test_members_go_on_from_the_same_place_until_somebody_has_gone_on() -> None:
         positions.register("data", order, 3, ((0, 4),), "'d'")
     assert use.claim(0, 1, 3, 4).ranges == ((2, 5), (6, 7))
     assert positions.register("data", order, 0, ((0, 4),), "'e', who comes later") is use
+
+
+def test_what_the_dead_used_in_an_open_round_is_left_by_what_is_written(positions: Positions) -> None:
+    use = positions.use("data")
+    use.claim(0, 1, 0, 4)
+    use.claim(1, 1, 0, 4)
+    positions.used("data", 0, 0, 0, ((0, 2),), 0)
+    positions.used("data", 0, 1, 0, ((4, 5),), 0)
+    positions.depart(0)
+    again = Positions()
+    again.restore(use.state("g"))
+    assert again.use("data").left == ((0, 4), (8, 10))
+    assert again.use("data").held == {1: ((4, 8),)}
+    again.validate()

@@ -30,7 +30,7 @@ def planned(group: Group, plan: PlanTable, commands: list[Command]) -> None:
 
 
 def registered(group: Group, use: Use, commands: list[Command]) -> None:
-    """Somebody is the first to use certain data."""
+    """Somebody is the first to use certain data, or something of it was given back that no other record tells of."""
     commands.append(Record(use.state(group.name)))
 
 

@@ -48,6 +48,7 @@ def receive(
     ranges = unpack(payloads[0]) if payloads else ()
     if isinstance(message, Used):
         group.positions.used(message.name, message.epoch, seat, message.round, ranges, group.rounds)
+        _write(group, commands)
         _settle(group, commands)
         return
     _check(group, seat, message, ranges)
@@ -118,6 +119,17 @@ def departed(group: Group, seat: int, commands: list[Command]) -> None:
     for key in [key for key in group.asked if key[1] == seat]:
         del group.asked[key]
     _settle(group, commands)
+
+
+def not_counted(group: Group, seat: int, number: int, keep: bool, commands: list[Command]) -> None:
+    """Round ``number`` closes without ``seat``, which is late. ``keep``: what it gave will count later."""
+    group.positions.not_counted(seat, number, keep)
+    _write(group, commands)
+
+
+def _write(group: Group, commands: list[Command]) -> None:
+    for use in group.positions.unwritten():
+        chronicle.registered(group, use, commands)
 
 
 def _settle(group: Group, commands: list[Command]) -> None:

@@ -137,14 +137,15 @@ class Use:
             )
 
     def state(self, group: str) -> Data:
-        """All of it, to be written down. What is used in open rounds is held."""
-        seats = sorted(self.held.keys() | self.answers.keys() | {seat for _, seat in self.used})
-        holders = []
-        for seat in seats:
-            used = [ranges for (_, other), ranges in self.used.items() if other == seat]
-            answer = self.answers.get(seat, Answer(0, 0, ()))
-            holders.append(Holder(seat, union(self.held.get(seat, ()), *used), *answer))
-        return Data(group, self.name, self.order, self.by, self.epoch, self.begun, self.left, tuple(holders))
+        """All of it, to be written down. What is used in open rounds is held, or left if its holder has departed."""
+        left, held = self.left, dict(self.held)
+        for (_, seat), ranges in self.used.items():
+            if seat in self.answers:
+                held[seat] = union(held.get(seat, ()), ranges)
+            else:
+                left = union(left, ranges)
+        holders = tuple(Holder(seat, held.get(seat, ()), *self.answers[seat]) for seat in sorted(self.answers))
+        return Data(group, self.name, self.order, self.by, self.epoch, self.begun, left, holders)
 
 
 class Positions:
@@ -162,6 +163,8 @@ class Positions:
         """The last round that each seat has said so of."""
         self._dropped: dict[int, int] = {}
         """The last round of each seat that does not count, and never will."""
+        self._unwritten: set[str] = set()
+        """What is to be written down anew: something was given back, and no other record says so."""
 
     def register(self, name: str, order: Order, epoch: int, done: Ranges, who: str) -> Use:
         """``who`` uses data, and goes on where ``epoch`` and ``done`` say, unless the group is elsewhere already.
@@ -206,6 +209,7 @@ class Positions:
                 raise MalformedMessageError(f"it used ranges of epoch {epoch}, and {use.epoch} is the present one")
         elif round_number <= self._dropped.get(seat, -1) and epoch == use.epoch:
             use.give_back(seat, ranges)
+            self._unwritten.add(name)
 
     def awaits(self, round_number: int, counted: Collection[int]) -> bool:
         """Whether one of those who ``counted`` in a round has yet to say what it used in it."""
@@ -222,8 +226,9 @@ class Positions:
         for use in self.uses.values():
             ranges = use.used.pop((round_number, seat), ())
             _set(use.held, seat, union(use.held.get(seat, ()), ranges))
-            if not keep:
+            if not keep and ranges:
                 use.give_back(seat, ranges)
+                self._unwritten.add(use.name)
 
     def commit(
         self, round_number: int, present: Collection[int], weights: Mapping[int, float], partly: Collection[int]
@@ -278,6 +283,11 @@ class Positions:
                 use.answers[seat] = Answer(number, epoch, ranges)
             case Committed(name, epoch, seat, _, ranges) if name in self.uses and epoch == self.uses[name].epoch:
                 self.uses[name].take_up(seat, ranges, None)
+
+    def unwritten(self) -> list[Use]:
+        """Of what the state is to be written down. Once."""
+        names, self._unwritten = self._unwritten, set()
+        return [self.uses[name] for name in sorted(names)]
 
     def keep_only(self, seats: Iterable[int]) -> None:
         """All others have departed."""
