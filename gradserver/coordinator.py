@@ -20,6 +20,7 @@ from gradserver.engine.events import (
     Record,
     Reduce,
     Reduced,
+    Restored,
     Send,
     Stop,
     Tick,
@@ -118,6 +119,10 @@ class Coordinator:
         """A connection broke."""
         if self._channels.pop(connection, None) is not None:
             self._handle(Disconnected(connection, reason))
+
+    def restore(self, records: Sequence[Kind]) -> None:
+        """Go on with what an earlier coordinator has written. Before anybody connects."""
+        self._handle(Restored(tuple(records)))
 
     def tick(self) -> None:
         """Time passed."""

@@ -14,18 +14,21 @@ from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import gradserver
 from gradserver.channels.tcp import TcpServer
 from gradserver.children import Children
-from gradserver.coordinator import Coordinator, Journal
+from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
 from gradserver.engine.policy import Policy
 from protocol.errors import CoordinatorStoppedError
 from protocol.limits import CREDIT_BYTES, MIB
 from protocol.messages import Enlist
-from protocol.url import numeric_url
+from protocol.url import numeric_url, parse_url
+
+if TYPE_CHECKING:
+    from gradserver.ledger.state import StateDir
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -81,9 +84,15 @@ def serve(
     entropy = partial(secrets.token_hex, 16)
     with _journal(ledger) as journal:
         digests = ledger is not None and ledger.digests
-        engine = Engine(worlds, CREDIT_BYTES if credit is None else credit, entropy, own, digests)
+        incarnation = 0 if journal is None else journal.incarnation
+        engine = Engine(worlds, CREDIT_BYTES if credit is None else credit, entropy, own, digests, incarnation)
         coordinator = Coordinator(engine, journal=journal)
+        if journal is not None:
+            coordinator.restore(journal.restored)
+            bind = _same_port(bind, journal.port()) if engine.control.groups else bind
         server = TcpServer(coordinator, bind, share_memory)
+        if journal is not None:
+            journal.keep_port(parse_url(server.url)[1])
         with _serving(server, coordinator):
             children = Children()
             before = signal.signal(signal.SIGCHLD, lambda *_: server.look())
@@ -153,7 +162,7 @@ def serve_shard(primary: str, bind: str | None, rate: float | None = None, share
 
 
 @contextmanager
-def _journal(ledger: Ledger | None) -> Iterator[Journal | None]:
+def _journal(ledger: Ledger | None) -> Iterator[StateDir | None]:
     """Where records go, for as long as somebody serves."""
     if ledger is None:
         yield None
@@ -162,6 +171,12 @@ def _journal(ledger: Ledger | None) -> Iterator[Journal | None]:
 
     with closing(StateDir(ledger.directory, gradserver.__version__, ledger.sync, ledger.keep)) as state:
         yield state
+
+
+def _same_port(bind: str, before: int) -> str:
+    """``bind``, with the port that members come back to where any would do."""
+    host, port = parse_url(bind)
+    return f"tcp://{host}:{before}" if port == 0 and before else bind
 
 
 @contextmanager

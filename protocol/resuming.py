@@ -11,7 +11,8 @@ What a member keeps
   the result, as it came, until the same slice of the next round is answered, or another plan is agreed on;
 - of collectives and transfers: what it gives, until its result is there; results, for as long as the slices of its
   collectives (of its transfers) that were answered later cost no more than its credit and one slice. Who lacks an
-  earlier one cannot have contributed to these. What it gave to a transfer it does not keep once that is done.
+  earlier one cannot have contributed to these. A broadcast's root and a transfer's source keep a copy of what they
+  gave, as if it were their result.
 
 The conversation, in its order on each connection
 ─────────────────────────────────────────────────
@@ -57,8 +58,9 @@ Guarantees
   that the member has answered already is an error of the coordinator's.
 - A member that pushes before Standing is not heard: what it says is dropped.
 - Of a collective or transfer that is not done at a member, slices that were answered without bytes while others get
-  some (at a broadcast's root, at a transfer's source, of others' chunks) are LACKING, and are given again; of one that
-  is done there they are OVER. Bytes that come for a slice of which a member gets none say that it was answered.
+  some, and of which it keeps no copy (others' chunks), are LACKING, and are given again; of one that is done there they
+  are OVER: who lacks such a slice, and finds nobody who holds it, gets a ConnectionLostError. Bytes that come for a
+  slice of which a member gets none say that it was answered.
 - The first Push of an exchange behind a Standing says all that a first slice says (``operation``, and ``epoch`` where
   the world size matters), whichever slice it is. A Push of several slices contains no settled one.
 - If the connection breaks at any point of it, the member begins again with Resume.

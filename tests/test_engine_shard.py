@@ -21,9 +21,9 @@ from gradserver.engine.events import (
     Halt,
     Halted,
     OpenGroup,
-    Order,
     Planned,
     Received,
+    RemoteOrder,
     RoundCompleted,
     Seat,
     Send,
@@ -357,7 +357,7 @@ def test_a_report_cannot_speak_of_members_or_buckets_that_there_are_not(record: 
 # ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────
 
 ERROR = NonFiniteError("w1 contributed NaN", worker="w1", rank=1, bucket="b", parameter="p", round=3)
-ORDERS: list[Order] = [
+ORDERS: list[RemoteOrder] = [
     OpenGroup("g", 3, (Seat(-1, "w0"), Seat(-1, "ü")), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32, "b" * 32)),
     OpenGroup("g", 3, (Seat(-1, "w0"),), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, True, 1 << 22),
     SetPlan("g", plan_of(3, 0, 100), 7),
@@ -387,7 +387,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
-def test_orders_arrive_as_they_were(order: Order) -> None:
+def test_orders_arrive_as_they_were(order: RemoteOrder) -> None:
     assert same(decode_order(encode_order(order)), order)
 
 

@@ -90,7 +90,7 @@ class Retained:
             yield from runs(
                 sorted((State.OVER if one.kept is None else State.HELD, one.key, one.slice) for one in past)
             )
-        yield from (Span(State.OVER, key, 0, 1) for key in self._failed)
+        yield from (Span(State.FAILED, key, 0, 1) for key in self._failed)
 
 
 def runs(slices: Iterable[tuple[State, ExchangeKey, int]]) -> Iterator[Span]:

@@ -30,6 +30,7 @@ from gradserver.engine.events import (
     Received,
     Reduced,
     Report,
+    Restored,
     Stop,
     Tick,
     Violation,
@@ -37,6 +38,7 @@ from gradserver.engine.events import (
 from gradserver.engine.policy import Policy
 from protocol.limits import CREDIT_BYTES
 from protocol.messages import Inquire, Push, Taken
+from protocol.resuming import Held, Holding
 
 
 class Engine:
@@ -48,6 +50,8 @@ class Engine:
         entropy: gives text that nobody can guess; without it no data shards are taken.
         rate: of this process's link in Gbit/s, as others state theirs; None if nobody said.
         digests: whether to hash what is summed and what comes out, for the ledger.
+        incarnation: how often a coordinator has begun where this one writes its records; 0 if nobody keeps them.
+            Elastic groups are durable if somebody does.
     """
 
     def __init__(
@@ -57,8 +61,9 @@ class Engine:
         entropy: Callable[[], str] | None = None,
         rate: float | None = None,
         digests: bool = False,
+        incarnation: int = 0,
     ) -> None:
-        self.control = Control(worlds or {}, credit, entropy, rate, digests)
+        self.control = Control(worlds or {}, credit, entropy, rate, digests, incarnation)
         self.data = Data()
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -75,17 +80,21 @@ class Engine:
                 reports = self.data.inquire(connection, inquire, commands)
             case Received(connection, Taken() as taken):
                 reports = self.data.taken(connection, taken)
+            case Received(connection, (Holding() | Held()) as message, payloads):
+                reports = self.data.hold(connection, message, payloads, now, commands)
             case Received(connection, message, payloads):
                 orders = self.control.receive(connection, message, payloads, now, commands)
             case Garbled(connection, error):
                 reports = [Violation(connection, error)]
             case Disconnected(connection, reason):
-                orders = self.control.disconnected(connection, reason, commands)
+                orders = self.control.disconnected(connection, reason, now, commands)
             case Tick():
                 reports = self.data.tick(now, commands)
                 orders = self.control.tick(now, commands)
             case Stop(reason):
                 self.control.stop(reason, commands)
+            case Restored(records):
+                orders = self.control.restore(records, now, commands)
         while orders or reports:
             for order in orders:
                 reports += self.data.obey(order, now, commands)

@@ -8,7 +8,19 @@ from gradserver.engine.data_records import Claim, Committed
 from gradserver.engine.events import Command, Record
 from gradserver.engine.membership import Group
 from gradserver.engine.positions import Use
-from gradserver.engine.records import Closed, Epoch, Group as Founded, Halt, Kind, Plan, Round, RoundRecord
+from gradserver.engine.records import (
+    Boundary,
+    Closed,
+    Durable,
+    Epoch,
+    Group as Founded,
+    Halt,
+    Kind,
+    Plan,
+    Reset,
+    Round,
+    RoundRecord,
+)
 from protocol.errors import GradServerError
 from protocol.plan import Plan as PlanTable
 
@@ -16,6 +28,8 @@ from protocol.plan import Plan as PlanTable
 def founded(group: Group, commands: list[Command]) -> None:
     """A group is complete."""
     _first(commands, Founded(group.name, group.world, group.timeout))
+    if group.secret:
+        _first(commands, Durable(group.name, group.secret))
     _members(group, f"complete with {group.world} workers", commands)
 
 
@@ -40,9 +54,22 @@ def claimed(claim: Claim, commands: list[Command]) -> None:
 
 
 def completed(group: Group, record: RoundRecord, used_up: tuple[Committed, ...], commands: list[Command]) -> None:
-    """A round is complete. Nobody is told but by its results, so nothing waits for this."""
+    """A round is complete. Results are told before this, and in elastic groups that it is over behind it."""
     commands.append(Record(Round(group.name, group.epoch, record, used_up)))
+    group.told = record.round, group.epoch
     group.ledger.append(replace(record, inputs=(), results=()))  # here it is for its times
+
+
+def boundary(group: Group, number: int, commands: list[Command]) -> None:
+    """Members are told that a round is over, and that the present membership is in force."""
+    if group.told != (number, group.epoch):
+        group.told = number, group.epoch
+        _first(commands, Boundary(group.name, number, group.epoch))
+
+
+def reset(group: Group, commands: list[Command]) -> None:
+    """What lossy codecs had kept back is lost."""
+    _first(commands, Reset(group.name, group.rounds))
 
 
 def halted(group: Group, error: GradServerError, commands: list[Command]) -> None:
@@ -56,9 +83,9 @@ def closed(group: Group, reason: str, commands: list[Command]) -> None:
 
 
 def stopped(groups: dict[str, Group], error: GradServerError, commands: list[Command]) -> None:
-    """The coordinator stops, and what it serves ends with it."""
+    """The coordinator stops, and what it serves ends with it; unless it is durable."""
     for group in groups.values():
-        if group.members:
+        if group.members and not group.secret:
             closed(group, error.message, commands)
 
 

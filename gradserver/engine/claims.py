@@ -107,8 +107,11 @@ def _claim(group: Group, seat: int, message: Claim, commands: list[Command]) -> 
     return Claimed(use.name, number, found, found < use.epoch or use.finished), ranges
 
 
-def completed(group: Group, record: RoundRecord, commands: list[Command]) -> None:
-    """All shards are done with a round."""
+def completed(group: Group, record: RoundRecord, written: bool, commands: list[Command]) -> None:
+    """All shards are done with a round. ``written``: a coordinator that was lost had written that down."""
+    if written:
+        _told(group, record, commands)
+        return
     group.unsettled.append(record)
     _settle(group, commands)
 
@@ -147,6 +150,10 @@ def _over(group: Group, record: RoundRecord, commands: list[Command]) -> None:
     weights = dict(enumerate(record.weights))
     used_up = group.positions.commit(record.round, group.members.keys(), weights, _counted_partly(group, record))
     chronicle.completed(group, record, used_up, commands)
+    _told(group, record, commands)
+
+
+def _told(group: Group, record: RoundRecord, commands: list[Command]) -> None:
     group.rounds = record.round + 1
     if group.policy is not None:
         boundary(group, record, commands)

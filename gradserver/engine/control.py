@@ -32,11 +32,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from gradserver.engine import chronicle, claims
+from gradserver.engine import chronicle, claims, resuming
 from gradserver.engine.elastic import behind, depart, departed, give_up, may_begin
 from gradserver.engine.events import (
     Absent,
     Behind,
+    CaughtUp,
     Close,
     CloseGroup,
     Command,
@@ -48,6 +49,8 @@ from gradserver.engine.events import (
     OpenGroup,
     Order,
     Planned,
+    Recovered,
+    RemoteOrder,
     Report,
     RoundCompleted,
     Seat,
@@ -70,6 +73,7 @@ from gradserver.engine.membership import (
 from gradserver.engine.orders import decode_report, encode_order
 from gradserver.engine.policy import Policy
 from gradserver.engine.proposals import agree, confirm, fail_all, fail_overdue, fail_proposal, reject_minority
+from gradserver.engine.records import Epoch, Kind
 from gradserver.engine.roster import DataShard, Roster, count_round
 from gradserver.engine.seats import Seats, in_order
 from protocol.buffer import Buffer
@@ -86,9 +90,22 @@ from protocol.errors import (
     WorkerLostError,
 )
 from protocol.limits import BACKLOG_BYTES, MAX_NAME_BYTES, MIN_CREDIT_BYTES
-from protocol.messages import Enlist, Failure, Join, Leave, Message, Ordered, Propose, Reported, Scope, Welcome
+from protocol.messages import (
+    Agreed,
+    Enlist,
+    Failure,
+    Join,
+    Leave,
+    Message,
+    Ordered,
+    Propose,
+    Reported,
+    Scope,
+    Welcome,
+)
 from protocol.plan import decode_plan
 from protocol.positions import Claim, Register, Used
+from protocol.resuming import Resume
 from protocol.shards import Table
 
 _HERE = 0
@@ -105,6 +122,7 @@ class Control:
         entropy: Callable[[], str] | None = None,
         rate: float | None = None,
         digests: bool = False,
+        incarnation: int = 0,
     ) -> None:
         if credit < MIN_CREDIT_BYTES:
             raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
@@ -116,6 +134,8 @@ class Control:
         self._worlds = dict(worlds)
         self._credit = credit
         self._digests = digests
+        self._entropy = entropy
+        self._incarnation = incarnation
         self._epochs = 0
         self._places: dict[int, str] = {}
         """The group that each connection has joined, as applicant or member."""
@@ -141,6 +161,8 @@ class Control:
                     return []
                 case Reported() if connection in self.roster.shards:
                     return self._heed_elsewhere(connection, payloads[0], now, commands)
+                case Resume():
+                    return self._resume(connection, message, now, commands)
                 case Enlist() if connection not in self._places:
                     self.roster.enlist(connection, message, commands)
                     return []
@@ -152,18 +174,46 @@ class Control:
         except GradServerError as error:
             return self._refuse(connection, error, commands)
 
-    def disconnected(self, connection: int, reason: str, commands: list[Command]) -> list[Order]:
+    def disconnected(self, connection: int, reason: str, now: float, commands: list[Command]) -> list[Order]:
         """A connection broke."""
+        group = self.groups.get(self._places.get(connection, ""))
+        if group is not None and group.members and group.secret and group.broken is None:
+            _, seat = self._seat(connection)
+            del self._places[connection]
+            return resuming.detach(group, seat, reason, now, commands)
         return self._gone(connection, reason, False, commands)
+
+    def restore(self, records: Sequence[Kind], now: float, commands: list[Command]) -> list[Order]:
+        """Go on where an earlier coordinator was lost."""
+        orders: list[Order] = []
+        self._epochs = max((record.epoch for record in records if isinstance(record, Epoch)), default=0)
+        for group in resuming.restore(records, self._worlds, now, commands):
+            self.groups[group.name] = group
+            orders += resuming.reopen(group, self._credit, self._digests)
+        return orders
+
+    def _resume(self, connection: int, message: Resume, now: float, commands: list[Command]) -> list[Order]:
+        if connection in self._places:
+            raise UnexpectedMessageError(f"this connection already joined group {self._places[connection]!r}")
+        group = resuming.check(self.groups.get(message.group), message)
+        self._places.pop(group.members[message.seat].connection, None)
+        self._places[connection] = group.name
+        self._epochs += 1
+        return resuming.resume(group, message, connection, self._incarnation, self._epochs, now, commands)
 
     def heed(self, report: Report, commands: list[Command], source: int = _HERE) -> list[Order]:
         """Take a report from a data half: the coordinator's own, or the one with connection ``source``."""
         match report:
-            case RoundCompleted(name, record):
+            case CaughtUp(name):
+                return resuming.caught_up(self.groups[name], report, commands)
+            case Recovered(name):
+                resuming.recovered(self.groups[name], report, commands)
+                return self._settle(self.groups[name], commands)
+            case RoundCompleted(name, record, adopted):
                 group = self.groups[name]
                 done = count_round(group, source, record) if group.shards else record
                 if done is not None:
-                    claims.completed(group, done, commands)
+                    claims.completed(group, done, adopted and group.told[0] == done.round, commands)
             case Halted(name, error, buckets_only):
                 group = self.groups[name]
                 self._break(group, error, commands)
@@ -186,7 +236,7 @@ class Control:
 
     # ── data shards elsewhere ─────────────────────────────────────────────────────────────────────────
 
-    def _order(self, group: Group, order: Order, commands: list[Command], but: int = -1) -> list[Order]:
+    def _order(self, group: Group, order: RemoteOrder, commands: list[Command], but: int = -1) -> list[Order]:
         """Send ``order`` to all shards of ``group`` elsewhere, ``but`` to one; and give it, for the one here."""
         for connection in group.shards:
             if connection != but and connection in self.roster.shards:
@@ -238,6 +288,8 @@ class Control:
         group.applicants.clear()
         elastic = group.policy is not None
         self.roster.staff(group)
+        if elastic and self._incarnation and self._entropy is not None and not group.shards:
+            group.secret = self._entropy()
         rates, tokens = group.table.rates, group.tokens
         opened = group.name, group.epoch, tuple(group.members.values()), self._credit, group.timeout
         backlog = BACKLOG_BYTES if group.policy is None else group.policy.backlog
@@ -251,6 +303,9 @@ class Control:
                 welcome = replace(welcome, seats=group.seats.present)
             if tokens:
                 welcome = replace(welcome, shards=group.urls, rates=rates, token=tokens[rank])
+            if group.secret:
+                token = resuming.token_of(group, rank)
+                welcome = replace(welcome, token=token, durable=True, incarnation=self._incarnation)
             commands.append(Send(seat.connection, welcome))
         shards = f", {len(rates)} data shards" if rates else ""
         commands.append(Log(f"group {group.name!r}: complete with {group.world} workers, epoch {group.epoch}{shards}"))
@@ -270,12 +325,16 @@ class Control:
         plan = decode_plan(memoryview(data))
         if plan.hash != propose.hash:
             raise MalformedMessageError(f"a plan whose hash is {plan.hash}, announced as {propose.hash[:64]}")
+        if rank in group.unaware and group.plan is not None and plan.hash == group.plan.hash:
+            group.unaware.discard(rank)
+            commands.append(Send(connection, Agreed(plan.hash, group.planned)))
+            return []
         group.proposals[rank] = Proposal(plan, now, propose.round)
         return self._settle(group, commands)
 
     def _settle(self, group: Group, commands: list[Command]) -> list[Order]:
         """Agree on a plan, if all who are there have proposed one, and the same."""
-        if not 0 < len(group.proposals) == len(group.members) or group.unconfirmed:
+        if not 0 < len(group.proposals) == len(group.members) or group.unconfirmed or group.recovering:
             return []
         votes = Counter(proposal.plan.hash for proposal in group.proposals.values())
         leading = max(votes.values())
@@ -309,8 +368,15 @@ class Control:
                 del self.groups[name]
             return []
         rank = next(rank for rank, seat in group.members.items() if seat.connection == connection)
+        return self._vacate(group, rank, reason, politely, commands)
+
+    def _vacate(self, group: Group, rank: int, reason: str, politely: bool, commands: list[Command]) -> list[Order]:
+        """A member is gone."""
+        name = group.name
         del group.members[rank]
         group.proposals.pop(rank, None)
+        group.away.pop(rank, None)
+        group.unaware.discard(rank)
         claims.departed(group, rank, commands)
         if group.policy is not None and group.members:
             self._epochs += 1
@@ -360,7 +426,7 @@ class Control:
 
     def next_deadline(self) -> float | None:
         """When the next applicant or proposal runs out of time."""
-        waiting = [g for g in self.groups.values() if g.applicants or g.proposals or g.paused is not None]
+        waiting = [g for g in self.groups.values() if g.applicants or g.proposals or g.away or g.paused is not None]
         return min((at for group in waiting for at in deadlines(group)), default=None) if waiting else None
 
     def tick(self, now: float, commands: list[Command]) -> list[Order]:
@@ -371,8 +437,9 @@ class Control:
                 orders += self._activate(group, commands)
             if group.paused is not None and group.paused + group.timeout <= now:
                 give_up(group, commands)
-                for seat in group.members.values():
-                    del self._places[seat.connection]
+                chronicle.closed(group, "too few workers were left", commands)
+                for member in group.members.values():
+                    self._places.pop(member.connection, None)
                 del self.groups[group.name]
                 orders += self._order(group, CloseGroup(group.name), commands)
             for applicant in [a for a in group.applicants if a.deadline <= now]:
@@ -380,6 +447,8 @@ class Control:
                 commands.append(Send(applicant.connection, Failure.of(error, Scope.CONNECTION)))
                 commands.append(Close(applicant.connection))
                 orders += self._gone(applicant.connection, "waited too long", False, commands)
+            for seat in [seat for seat, until in group.away.items() if until <= now]:
+                orders += self._vacate(group, seat, resuming.NOT_BACK, False, commands)
             overdue = [p for p in group.proposals.values() if p.since + group.timeout <= now]
             if overdue:
                 fail_overdue(group, commands)
@@ -404,5 +473,5 @@ class Control:
         for name, group in self.groups.items():
             for connection in group.validate():
                 assert self._places[connection] == name, f"{connection} is in two groups"
-        seated = sum(len(group.members) + len(group.applicants) for group in self.groups.values())
+        seated = sum(len(g.members) - len(g.away) + len(g.applicants) for g in self.groups.values())
         assert seated == len(self._places), "a connection without a place"

@@ -29,17 +29,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gradserver.engine import unasked
+from gradserver.engine import recovery, unasked
 from gradserver.engine.closing import depart, do_without, outdated, overdue_seats
 from gradserver.engine.events import (
+    Attach,
     CloseGroup,
     Command,
     Depart,
+    Detach,
     Halt,
     Halted,
     NonFinite,
     OpenGroup,
     Order,
+    Proceed,
+    Recover,
     Reduced,
     Report,
     Send,
@@ -65,6 +69,7 @@ from protocol.errors import (
 from protocol.exchange import IN_PLACE, ExchangeKey, Kind, Op, Operation, Stream, check_reducible, gives
 from protocol.messages import Inquire, Missing, Push, Taken
 from protocol.plan import Plan
+from protocol.resuming import Held, Holding
 from protocol.shards import Table
 
 
@@ -94,7 +99,8 @@ class Data:
                 group = self.groups[name]
                 self._seats.pop(group.connections[rank], None)
                 if group.order.elastic:
-                    return depart(group, order, now, commands)
+                    reports = depart(group, order, now, commands)
+                    return reports + recovery.forget(group, rank, now, commands)
                 self._depart(group, rank, error, commands)
             case CloseGroup(name):
                 group = self.groups.pop(name)
@@ -104,6 +110,16 @@ class Data:
                 self._plan_next_check()
             case Halt(name, error, buckets_only):
                 halt_all(self.groups[name], error, buckets_only, commands)
+            case Attach(name, rank, connection):
+                self.seat(name, rank, connection)
+            case Detach(name, rank):
+                self.unseat(self.groups[name].connections[rank])
+                return recovery.forget(self.groups[name], rank, now, commands)
+            case Recover(name, version):
+                recovery.begin(self.groups[name], version, now)
+                self._check_in(self.groups[name], now + self.groups[name].order.timeout)
+            case Proceed(name):
+                return recovery.proceed(self.groups[name], now, commands)
         return []
 
     def seat(self, name: str, rank: int, connection: int) -> None:
@@ -128,7 +144,7 @@ class Data:
                 error = OutOfStepError(f"{group.describe(exchange.key)} was open when a new plan was agreed on")
                 fail(group, exchange, error, commands)
                 reports.append(Halted(group.order.group, error, True))
-        group.plan, group.first_round = plan, first_round
+        group.plan, group.planned, group.first_round = plan, first_round, first_round
         group.state = {}
         group.table.set_plan(plan)
         group.full_buckets = group.table.buckets_of(plan, group.order.shard)
@@ -157,6 +173,8 @@ class Data:
             error: GradServerError = UnexpectedMessageError("a Push from someone who is in no group: join first")
             return [Violation(connection, error)]
         group, rank = seat
+        if group.recovery is not None:
+            return []  # it has yet to hear that all this is void
         try:
             exchange = self._admit(group, rank, push, now, commands)
             if exchange is None:
@@ -178,7 +196,7 @@ class Data:
         """The exchange that ``push`` is for, opened if need be; None if there is nothing more to do."""
         key = push.key
         exchange = group.exchanges.get(key)
-        begins = group.begins(push) if group.table.rates else push.slice == 0
+        begins = group.begins(push) if group.table.rates or group.recovered else push.slice == 0
         if begins:
             for earlier in group.take_number(rank, key):
                 fail(group, earlier, abandoned(group, earlier, rank, key), commands)
@@ -235,21 +253,28 @@ class Data:
         exchange.failure = halted or (None if first_to_depart is None else group.departed[first_to_depart])
         if exchange.failure is not None:  # for the others too, when they come: there is nothing to remember
             return exchange
+        if key in group.settled:
+            exchange.settled = group.settled[key]
+            exchange.complete = exchange.open_from(start)
+            exchange.answered = len(exchange.settled)
         group.exchanges[key] = exchange
         if key.stream == Stream.BUCKET:
             hashed = group.hashing is not None and group.hashing.is_due(key.number)
             group.rounds.setdefault(key.number, Round(now, hashed))
         if group.next_check is None:  # else an exchange that began earlier is due earlier
-            group.next_check = now + group.order.timeout
-            self._plan_next_check()
+            self._check_in(group, now + group.order.timeout)
         return exchange
+
+    def _check_in(self, group: Group, at: float) -> None:
+        group.next_check = at
+        self._plan_next_check()
 
     def _check(self, group: Group, exchange: Exchange, rank: int, push: Push, payloads: Sequence[Buffer]) -> Run:
         """Check a contribution against what is due from ``rank``."""
         layout, operation = exchange.layout, exchange.operation
         payload, target = payloads[0] if payloads else None, payloads[-1] if len(payloads) > 1 else None
         start, stop = push.slice, push.slice + push.slices
-        if start != exchange.pushed.get(rank, -1) or stop > exchange.stop:
+        if start != exchange.pushed.get(rank, -1) or stop > exchange.stop or exchange.crosses(start, stop):
             raise OutOfStepError(
                 f"{group.describe(exchange.key)} from {group.call(rank)}: slice {start} came, "
                 f"{exchange.pushed.get(rank, exchange.start)} of {exchange.stop} is due"
@@ -279,11 +304,38 @@ class Data:
             group.bytes_in += expected
         return Run(start, stop, payload, push.present, shared, target)
 
+    # ── who holds what ────────────────────────────────────────────────────────────────────────────────
+
+    def hold(
+        self,
+        connection: int,
+        message: Holding | Held,
+        payloads: Sequence[Buffer],
+        now: float,
+        commands: list[Command],
+    ) -> list[Report]:
+        """A member of a durable group says what it holds."""
+        seat = self._seats.get(connection)
+        try:
+            if seat is None:
+                raise UnexpectedMessageError(f"a {type(message).__name__} from someone who is in no group")
+            group, rank = seat
+            if isinstance(message, Holding):
+                return recovery.hold(group, rank, message, payloads[0], now, commands)
+            if recovery.held(group, rank, message, payloads[0] if payloads else None, commands):
+                return recovery.advance(group, now, commands)
+        except GradServerError as violation:
+            return [Violation(connection, violation)]
+        return []
+
     def reduced(self, event: Reduced, now: float, commands: list[Command]) -> list[Report]:
         """A reduction came back."""
         group = self.groups.get(event.group)
-        if group is None or group.order.epoch != event.epoch:
+        if group is None:
             return []
+        if group.order.epoch != event.epoch:
+            drained = recovery.drained(group, event.epoch, event.key, event.slice)
+            return recovery.advance(group, now, commands) if drained else []
         exchange = group.exchanges.get(event.key)
         piece = exchange.reducing.pop(event.slice, None) if exchange is not None else None
         if exchange is None or piece is None:
@@ -337,6 +389,10 @@ class Data:
 
     def _check_deadlines(self, group: Group, now: float, commands: list[Command]) -> Iterator[Report]:
         timeout = group.order.timeout
+        if group.recovery is not None:
+            yield from recovery.overdue(group, now)
+            group.next_check = now + timeout
+            return
         for exchange in list(group.exchanges.values()):
             if exchange.failure is None and exchange.touched + timeout <= now:
                 left_out = overdue_seats(group, exchange, now) if group.order.elastic else None

@@ -16,11 +16,14 @@ What differs from the table in `gradserver.engine.control`:
     PAUSED    the group's timeout                     (none)    DeadlineError to everybody
     PAUSED    the last member leaves or is lost       (none)
 
+What becomes of members of a durable group whose connection breaks is in `gradserver.engine.resuming`.
+
 A member's rank, world size and epoch change at RoundDone, or when a collective fails because of a departure.
 """
 
 from __future__ import annotations
 
+from gradserver.engine import chronicle
 from gradserver.engine.events import Close, Command, Depart, Log, Send
 from gradserver.engine.membership import Group
 from gradserver.engine.records import RoundRecord
@@ -62,6 +65,7 @@ def depart(group: Group, seat: int, reason: str, politely: bool, epoch: int, com
     news = Membership(epoch, group.seats.present, group.seats.present_names(), what, not politely)
     commands.append(Log(f"group {group.name!r}: {what}, epoch {epoch}", warning=not politely))
     group.unannounced.append((news, set(group.shards)))
+    group.news.append(news)
     announce(group, commands)
     return Depart(group.name, seat, error, epoch)
 
@@ -99,6 +103,9 @@ def boundary(group: Group, record: RoundRecord, commands: list[Command]) -> None
             Log(f"waiting for workers: group {group.name!r} has {count}, at least {least} are needed", warning=True)
         )
         return
+    chronicle.boundary(group, record.round, commands)
+    while group.news and group.news[0].epoch < group.epoch:
+        group.news.popleft()
     done = RoundDone(record.round, group.epoch)
     commands += [Send(member.connection, done) for member in group.members.values()]
 

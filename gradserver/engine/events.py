@@ -89,7 +89,14 @@ class Stop:
     reason: str
 
 
-Event = Received | Garbled | Disconnected | Reduced | Tick | Stop
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What an earlier coordinator had written down of its groups. The first event of all."""
+
+    records: tuple[Kind, ...]
+
+
+Event = Received | Garbled | Disconnected | Reduced | Tick | Stop | Restored
 
 # ── commands: what is to be done ──────────────────────────────────────────────────────────────────────
 
@@ -251,7 +258,44 @@ class Halt:
     buckets_only: bool
 
 
-Order = OpenGroup | SetPlan | Depart | CloseGroup | Halt
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """A member of a durable group has this connection from now on."""
+
+    group: str
+    seat: int
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """The connection of a member of a durable group broke. It is waited for."""
+
+    group: str
+    seat: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recover:
+    """All that is open is void: find out who holds which results, and go on from there.
+
+    ``version`` is a new number, by which this is told from what was before.
+    """
+
+    group: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proceed:
+    """Those who had yet to hear that their round is over have been told."""
+
+    group: str
+
+
+RemoteOrder = OpenGroup | SetPlan | Depart | CloseGroup | Halt
+"""What data halves elsewhere are told. Groups that use them are not durable."""
+Order = RemoteOrder | Attach | Detach | Recover | Proceed
 
 # ── reports: what data tells control ──────────────────────────────────────────────────────────────────
 
@@ -262,6 +306,8 @@ class RoundCompleted:
 
     group: str
     record: RoundRecord
+    adopted: bool = False
+    """Whether nothing of it was made anew since the group's books were opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,4 +361,22 @@ class Behind:
     round: int
 
 
-Report = RoundCompleted | Halted | Violation | Planned | Absent | Departed | Behind
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """In recovery: these ``seats`` have all of the round before ``round``, and have not heard that it is over."""
+
+    group: str
+    round: int
+    seats: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Members go on, with ``round``. ``reset``: what lossy codecs owed is lost."""
+
+    group: str
+    round: int
+    reset: bool
+
+
+Report = RoundCompleted | Halted | Violation | Planned | Absent | Departed | Behind | CaughtUp | Recovered

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gradserver.engine.events import OpenGroup
 from gradserver.engine.rounds import Hashing, Round
@@ -23,6 +24,9 @@ from protocol.limits import MAX_TRANSFERS, SLICE_BYTES
 from protocol.messages import Push
 from protocol.plan import Plan
 from protocol.shards import Table
+
+if TYPE_CHECKING:
+    from gradserver.engine.recovery import Recovery
 
 WEIGHED = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER})
 """Contributions of weight 0 are left out, and absent ones are zeros."""
@@ -87,6 +91,8 @@ class Exchange:
     """Slices of each that did not count, because they said nothing."""
     absent: tuple[int, ...] = ()
     """Those who were to contribute when it began, and are waited for no more, in seat order."""
+    settled: frozenset[int] = frozenset()
+    """Slices that everybody has the result of, from before the group's books were opened."""
     reducing: dict[int, Piece] = field(default_factory=dict)
     answered: int = 0
     last: int = -1
@@ -95,13 +101,23 @@ class Exchange:
     def join(self, rank: int, weight: float) -> None:
         """``rank`` begins to contribute."""
         self.weights[rank] = weight
-        self.pushed[rank] = self.start
+        self.pushed[rank] = self.open_from(self.start)
         self.runs[rank] = deque()
+
+    def open_from(self, index: int) -> int:
+        """The first slice from ``index`` on that is not settled."""
+        while index in self.settled:
+            index += 1
+        return index
+
+    def crosses(self, start: int, stop: int) -> bool:
+        """Whether slices ``start`` to ``stop`` contain a settled one."""
+        return bool(self.settled) and not self.settled.isdisjoint(range(start, stop))
 
     def take(self, rank: int, run: Run) -> Iterable[Piece]:
         """Keep one contribution, and give what has become complete by it."""
         was_behind = self.pushed[rank] == self.complete
-        self.pushed[rank] = run.stop
+        self.pushed[rank] = self.open_from(run.stop)
         self.runs[rank].append(run)
         return self.ready() if was_behind else ()
 
@@ -117,7 +133,7 @@ class Exchange:
             for rank in self.cut:
                 if rank in given and not self.runs[rank]:
                     del self.runs[rank]
-            self.complete = stop
+            self.complete = self.open_from(stop)
             yield Piece(start, stop, given)
 
     def kept_of(self, rank: int) -> int:
@@ -129,7 +145,7 @@ class Exchange:
         for run in self.runs.get(rank, ()):
             if run.shared:
                 break
-            kept = run.stop
+            kept = self.open_from(run.stop)
         return kept if rank in self.pushed else self.start
 
     def leave_out(self, rank: int) -> None:
@@ -150,7 +166,10 @@ class Exchange:
         self.spoiled = {**self.spoiled, rank: self.spoiled.get(rank, 0) + slices}
 
     def counted(self, rank: int) -> int:
-        """How many slices contributions of ``rank`` count for, once the exchange is done."""
+        """How many slices contributions of ``rank`` count for, once the exchange is done.
+
+        Of those that are settled it is not known, and taken for granted.
+        """
         return self.cut.get(rank, self.stop) - self.start - self.spoiled.get(rank, 0)
 
     def _part(self, runs: deque[Run], start: int, stop: int) -> Run:
@@ -205,7 +224,10 @@ class Group:
     due: dict[tuple[int, ...], int] = field(default_factory=dict)
     """The next number of each sequence, by (rank, stream, part, source, target)."""
     plan: Plan | None = None
+    planned: int = 0
+    """The first round of this plan."""
     first_round: int = 0
+    """The first that somebody can begin of whom nothing has been heard."""
     full_buckets: int = 0
     places: tuple[int, ...] = ()
     """Where each bucket begins in what is hashed of a round."""
@@ -224,6 +246,12 @@ class Group:
     """Exchanges that failed, the latest ones; some of them not everybody has heard of yet."""
     state: dict[tuple[int, int], Any] = field(default_factory=dict)
     """What reductions keep from one round of the plan to the next."""
+    settled: dict[ExchangeKey, frozenset[int]] = field(default_factory=dict)
+    """Of exchanges that were open when the books were opened: slices that everybody has the result of."""
+    recovery: Recovery | None = None
+    """While it is being found out who holds which results."""
+    recovered: bool = False
+    """Whether it ever was. Then a sequence begins with any number."""
     halted: GradServerError | None = None
     buckets_halted: GradServerError | None = None
     next_check: float | None = None
@@ -279,7 +307,8 @@ class Group:
     def begins(self, push: Push) -> bool:
         """Whether this is the first that its sender says of an exchange at this shard."""
         if not self.table.rates:
-            return push.slice == 0
+            settled = self.settled.get(push.key)
+            return push.slice == (0 if settled is None else next(i for i in count() if i not in settled))
         if push.key.stream != Stream.BUCKET or self.plan is None or push.key.part >= len(self.plan.buckets):
             return push.operation is not None or push.key.stream == Stream.BUCKET
         return push.slice == self.share(push.key, self.plan.buckets[push.key.part].operation)[1]
@@ -315,6 +344,10 @@ class Group:
         self.due[sequence] = key.number + 1
         return self._abandoned(rank, key, due) if self.table.rates and key.stream != Stream.BUCKET else []
 
+    def pass_over(self, rank: int, key: ExchangeKey) -> None:
+        """``rank`` has done with ``key``, which was settled before anybody began it here."""
+        self.due[_sequence(rank, key)] = key.number + 1
+
     def _abandoned(self, rank: int, key: ExchangeKey, due: int) -> list[Exchange]:
         """Open exchanges that ``rank`` has not contributed to in full, and never will, as it has begun ``key``."""
         last = due - 1
@@ -336,7 +369,9 @@ class Group:
                 raise LimitExceededError(
                     f"{self.call(rank)} has used {MAX_TRANSFERS} different pairs of peer and tag: use old ones again"
                 )
-        return self.first_round if key.stream == Stream.BUCKET else 0
+        if key.stream == Stream.BUCKET:
+            return self.first_round
+        return key.number if self.recovered else 0
 
     def is_past(self, rank: int, key: ExchangeKey) -> bool:
         """Whether ``rank`` has begun ``key`` before."""
@@ -378,7 +413,8 @@ class Group:
                 for run in runs:
                     assert run.start <= position < run.stop, "contributions with a gap"
                     assert not (run.shared and rank in exchange.cut), "memory of someone who was cut"
-                    position = run.stop
+                    assert not exchange.crosses(run.start, run.stop), "a settled slice, given again"
+                    position = exchange.open_from(run.stop)
                 due = exchange.pushed[rank] if rank in exchange.pushed else exchange.cut[rank]
                 assert position == due, "a contribution was kept that was not counted"
             if exchange.pushed and len(exchange.pushed) == len(exchange.participants):

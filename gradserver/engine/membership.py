@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from gradserver.engine.events import Seat
 from gradserver.engine.policy import Policy
 from gradserver.engine.positions import Positions
-from gradserver.engine.records import RoundRecord
+from gradserver.engine.records import MAX_EPOCHS, RoundRecord
 from gradserver.engine.seats import Seats
 from protocol.errors import (
     GradServerError,
@@ -82,6 +82,22 @@ class Group:
     """When an elastic group begins, if no more come."""
     paused: float | None = None
     """Since when too few are left."""
+    secret: str = ""
+    """Of a durable group: from it follow its members' tokens."""
+    away: dict[int, float] = field(default_factory=dict)
+    """Members of a durable group without a connection, and until when they are waited for."""
+    news: deque[Membership] = field(default_factory=lambda: deque(maxlen=MAX_EPOCHS))
+    """Memberships that somebody may not have heard of: from that on which is in force."""
+    told: tuple[int, int] = (-1, 0)
+    """The last round that is over, and the epoch in force behind it, as they were written down."""
+    recovering: bool = False
+    """Whether data is finding out who holds which results."""
+    version: int = 0
+    """The number of that."""
+    unaware: set[int] = field(default_factory=set)
+    """Members who came back without knowing the plan that all have agreed on."""
+    planned: int = 0
+    """The first round of the plan."""
     timeout: float = 0.0
     plan: Plan | None = None
     proposals: dict[int, Proposal] = field(default_factory=dict)
@@ -117,6 +133,10 @@ class Group:
             return "forming"
         if self.broken:
             return "broken"
+        if len(self.away) == len(self.members):
+            return "suspended"
+        if self.recovering:
+            return "recovering"
         return "active" if self.paused is None else "paused"
 
     @property
@@ -130,7 +150,10 @@ class Group:
         assert len(self.applicants) < self.world, f"{self.name} is complete and not active"
         assert set(self.proposals) <= set(self.members), f"{self.name} holds proposals of strangers"
         assert not (self.broken and self.proposals), f"{self.name} is broken and still collects proposals"
-        connections = [s.connection for s in self.members.values()] + [a.connection for a in self.applicants]
+        assert self.away.keys() <= self.members.keys(), f"{self.name} waits for strangers"
+        here = [seat.connection for rank, seat in self.members.items() if rank not in self.away]
+        assert all(self.members[rank].connection < 0 for rank in self.away), f"{self.name} waits for who is here"
+        connections = here + [a.connection for a in self.applicants]
         assert len(set(connections)) == len(connections), f"{self.name} seats a connection twice"
         self.positions.validate()
         return connections
@@ -245,6 +268,7 @@ def deadlines(group: Group) -> Iterable[float]:
         yield group.opens
     if group.paused is not None:
         yield group.paused + group.timeout
+    yield from group.away.values()
     for applicant in group.applicants:
         yield applicant.deadline
     for proposal in group.proposals.values():

@@ -20,8 +20,8 @@ from gradserver.engine.events import (
     Halt,
     Halted,
     OpenGroup,
-    Order,
     Planned,
+    RemoteOrder,
     RoundCompleted,
     Seat,
     SetPlan,
@@ -60,7 +60,7 @@ _seconds = number(0.0, MAX_TIMEOUT)
 _rates = listed(number(0.0, MAX_RATE), MAX_SHARDS)
 
 
-def encode_order(order: Order) -> bytes:
+def encode_order(order: RemoteOrder) -> bytes:
     """``order`` as it goes to a data shard elsewhere, whose seats nobody has taken yet."""
     match order:
         case OpenGroup(group, epoch, seats, credit, timeout, rates, shard, tokens, elastic, digests, backlog):
@@ -76,7 +76,7 @@ def encode_order(order: Order) -> bytes:
             return _pack("halt", group, _pack_error(error), buckets_only)
 
 
-def decode_order(data: Buffer) -> Order:
+def decode_order(data: Buffer) -> RemoteOrder:
     """The order in ``data``; a ProtocolError says why there is none."""
     match _unpack(data, MAX_ORDER_BYTES):
         case ["open", group, epoch, names, credit, timeout, rates, shard, tokens, bool(elastic), bool(digests), unread]:
@@ -102,7 +102,7 @@ def decode_order(data: Buffer) -> Order:
 def encode_report(epoch: int, report: RemoteReport) -> bytes:
     """``report`` as it goes to the coordinator, about the group's membership ``epoch``."""
     match report:
-        case RoundCompleted(group, record):
+        case RoundCompleted(group, record, _):
             return _pack("round", epoch, group, pack_round(record))
         case Halted(group, error, buckets_only):
             return _pack("halted", epoch, group, _pack_error(error), buckets_only)

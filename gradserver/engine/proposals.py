@@ -13,8 +13,9 @@ from protocol.plan import Plan, first_difference
 def agree(group: Group, plan: Plan, commands: list[Command]) -> None:
     """Rounds are this plan's from now on: tell everybody."""
     chronicle.planned(group, plan, commands)
-    group.plan = plan
+    group.plan, group.planned = plan, group.rounds
     group.proposals.clear()
+    group.unaware.clear()
     group.partial.clear()
     group.table.set_plan(plan)
     group.busy_shards = sum(group.table.buckets_of(plan, shard) > 0 for shard in range(group.table.shards))

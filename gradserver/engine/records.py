@@ -29,6 +29,7 @@ from protocol.limits import (
     MAX_ORDER_BYTES,
     MAX_TEXT,
     MAX_TIMEOUT,
+    MAX_TOKEN,
     MAX_WEIGHT,
     MAX_WORLD_SIZE,
 )
@@ -159,7 +160,32 @@ class Closed:
     reason: str
 
 
-Kind = Start | Snapshot | Gap | Group | Epoch | Plan | Round | Halt | Closed | Data | Claim
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """The group survives its coordinator: from ``secret`` follow the tokens by which its members are known."""
+
+    group: str
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Behind ``round`` the membership ``epoch`` is in force, another than when the round was complete."""
+
+    group: str
+    round: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """From ``round`` on, lossy codecs owe nothing: what they had kept back at the coordinator was lost with it."""
+
+    group: str
+    round: int
+
+
+Kind = Start | Snapshot | Gap | Group | Epoch | Plan | Round | Halt | Closed | Data | Claim | Durable | Boundary | Reset
 
 # ── fields ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -261,6 +287,9 @@ _TABLE: Final[tuple[tuple[int, type[Any], tuple[Callable[[Any], Any], ...]], ...
     (9, Closed, (_name, _count, _count, _text)),
     (10, Data, data_records.DATA),
     (11, Claim, data_records.CLAIM),
+    (12, Durable, (_name, text(MAX_TOKEN))),
+    (13, Boundary, (_name, _count, _count)),
+    (14, Reset, (_name, _count)),
 )
 _ROUND: Final = 7
 CODES: Final = {kind: code for code, kind, _ in _TABLE}
@@ -316,8 +345,15 @@ class Dated(NamedTuple):
     record: Kind
 
 
+MAX_EPOCHS: Final = 256
+"""Memberships that a member may have to hear of when it comes back."""
+
+
 class Books:
-    """What still matters of all that was written: taken one after the other, and given back to begin a file with."""
+    """What still matters of all that was written: taken one after the other, and given back to begin a file with.
+
+    Also what a later coordinator goes on from, as far as groups are durable.
+    """
 
     def __init__(self) -> None:
         self._start: list[Dated] = []
@@ -325,6 +361,8 @@ class Books:
         """Of each group that has not ended, the latest record of each kind."""
         self.positions: dict[str, Positions] = {}
         """Of the same groups: what is used, and by whom."""
+        self._epochs: dict[str, dict[int, Dated]] = {}
+        """Of each, the memberships from that on which is in force, by epoch; of more than some the latest."""
 
     def take(self, dated: Dated) -> None:
         """What was written next."""
@@ -332,30 +370,43 @@ class Books:
         match record:
             case Start():
                 self._start = [dated]
-                self.positions.clear()
-                self._groups.clear()  # they ended with the coordinator that had them
+                for group in [group for group, latest in self._groups.items() if Durable not in latest]:
+                    self._forget(group)  # it ended with the coordinator that had it
             case Group(group):
-                self._groups[group] = {Group: dated}
+                self._groups[group], self._epochs[group] = {Group: dated}, {}
                 self.positions[group] = Positions()
             case Closed(group):
-                self._groups.pop(group, None)
-                self.positions.pop(group, None)
+                self._forget(group)
+            case Epoch(group, epoch) if group in self._groups:
+                self.positions[group].keep_only(rank for rank, _ in record.members)
+                known = self._epochs[group]
+                known[epoch] = dated
+                if len(known) > MAX_EPOCHS:
+                    del known[min(known)]
             case Data(group) | Claim(group) if group in self._groups:
                 self.positions[group].restore(record)
                 self._groups[group][Data] = dated
-            case Epoch(group) | Plan(group) | Round(group) | Halt(group) if group in self._groups:
+            case Plan(group) | Halt(group) | Durable(group) if group in self._groups:
                 self._groups[group][type(record)] = dated
-                if isinstance(record, Epoch):
-                    self.positions[group].keep_only(rank for rank, _ in record.members)
-                elif isinstance(record, Round):
+            case Round(group, epoch) | Boundary(group, _, epoch) if group in self._groups:
+                if type(record) is Round:
+                    self._groups[group].pop(Boundary, None)
                     for used_up in record.used_up:
                         self.positions[group].restore(used_up)
+                self._groups[group][type(record)] = dated
+                self._epochs[group] = {known: dated for known, dated in self._epochs[group].items() if known >= epoch}
+
+    def _forget(self, group: str) -> None:
+        self._groups.pop(group, None)
+        self._epochs.pop(group, None)
+        self.positions.pop(group, None)
 
     def records(self) -> list[Dated]:
         """What is to be restated, in an order in which it can be read."""
-        order = (Group, Epoch, Plan, Round, Halt)
-        found = list(self._start)
+        restated = list(self._start)
         for group, latest in self._groups.items():
-            found += [latest[kind] for kind in order if kind in latest]
-            found += [Dated(latest[Data].clock, state) for state in self.positions[group].states(group)]
-        return found
+            restated += [latest[kind] for kind in (Group, Durable) if kind in latest]
+            restated += self._epochs[group].values()
+            restated += [latest[kind] for kind in (Plan, Round, Boundary, Halt) if kind in latest]
+            restated += [Dated(latest[Data].clock, state) for state in self.positions[group].states(group)]
+        return restated

@@ -23,6 +23,7 @@ from typing import Final
 from gradserver.engine.data import Data
 from gradserver.engine.events import (
     Absent,
+    CaughtUp,
     Close,
     CloseGroup,
     Command,
@@ -35,6 +36,7 @@ from gradserver.engine.events import (
     OpenGroup,
     Planned,
     Received,
+    Recovered,
     Reduced,
     Report,
     Send,
@@ -136,6 +138,7 @@ class ShardEngine:
             for absent in self._refuse(report.connection, report.error, commands):
                 self._report(absent, commands)
             return
+        assert not isinstance(report, CaughtUp | Recovered), "groups with data shards are not durable"
         epoch = self.data.groups[report.group].order.epoch
         commands.append(Send(self.link, Reported(), (encode_report(epoch, report),)))
 

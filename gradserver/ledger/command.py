@@ -11,13 +11,16 @@ from typing import Any, Final, NamedTuple
 
 from gradserver.engine.data_records import Claim, Data
 from gradserver.engine.records import (
+    Boundary,
     Closed,
+    Durable,
     Epoch,
     Gap,
     Group,
     Halt,
     Kind,
     Plan,
+    Reset,
     Round,
     RoundRecord,
     Snapshot,
@@ -30,7 +33,7 @@ from protocol.errors import StateError, reason_of
 from protocol.exchange import EXACT
 from protocol.limits import KIB, MIB
 
-_OF_GROUP: Final = Group | Epoch | Plan | Round | Halt | Closed | Data | Claim
+_OF_GROUP: Final = Group | Epoch | Plan | Round | Halt | Closed | Data | Claim | Durable | Boundary | Reset
 
 
 class Selection(NamedTuple):
@@ -161,8 +164,8 @@ def _stories(written: Iterator[Written], selection: Selection) -> tuple[list[Sto
             if not restated:
                 for story in living.values():
                     if not story.ended:
-                        story.events.append("its coordinator ended without a word")
-                living.clear()
+                        story.lost_coordinator(record, clock)
+                living = {name: story for name, story in living.items() if story.durable}
             start = record
         elif isinstance(record, Gap):
             gaps.append((moment(start, record.since), record))
@@ -218,7 +221,7 @@ def _lines(written: Iterator[Written], selection: Selection) -> Iterator[dict[st
             if selection.has(record.record.round):
                 yield _round_line(record, start)
         elif selection.is_all:
-            line = {field.name: getattr(record, field.name) for field in fields(record)}
+            line = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "secret"}
             if isinstance(record, Plan):
                 line["plan"] = {
                     "hash": record.plan.hash,

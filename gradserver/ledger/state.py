@@ -46,6 +46,10 @@ class StateDir:
         file_bytes: size from which on a new file is begun.
         retry: seconds after which a disk that failed is tried again.
 
+    Attributes:
+        incarnation: how often a coordinator has begun to write here, this one included.
+        restored: what still matters of what those before have written; `gradserver.engine.events.Restored` takes it.
+
     Raises:
         StateError: another process has the directory, what is in it is damaged, or it cannot be written.
     """
@@ -78,9 +82,10 @@ class StateDir:
         self._swapping = threading.Lock()
         self._lock = _lock(path)
         try:
-            incarnation = self._resume() + 1
+            self.incarnation = self._resume() + 1
+            self.restored = tuple(record for _, record in self._books.records())
             self._begin_or_tell()
-            self.append(Start(incarnation, version, os.getpid(), time.time(), time.monotonic()))
+            self.append(Start(self.incarnation, version, os.getpid(), time.time(), time.monotonic()))
         except BaseException:
             self._release()
             raise
@@ -110,6 +115,22 @@ class StateDir:
         if self._trouble is None and self._size >= self._full:
             self._begin_or_tell()
 
+    def port(self) -> int:
+        """The port that the coordinator before had; 0 if there was none, or it is not known any more."""
+        try:
+            return int((self._path / "port").read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def keep_port(self, port: int) -> None:
+        """Members come back to ``port``, also when the next coordinator may choose one."""
+        half = self._path / "port.tmp"
+        try:
+            half.write_text(f"{port}\n")
+            half.rename(self._path / "port")
+        except OSError as error:
+            log.warning("cannot write %s: %s. Members will not find the next coordinator", half, reason_of(error))
+
     def close(self) -> None:
         """Write nothing more, and let others have the directory."""
         self._closing.set()
@@ -130,6 +151,7 @@ class StateDir:
     def _resume(self) -> int:
         """Find the file to go on with, if there is one; the last incarnation that wrote. Damage is not passed over."""
         incarnation = 0
+        written: list[tuple[Path, Entry]] = []
         for number, path in reversed(files_of(self._path)):
             self._number = max(self._number, number)
             try:
@@ -148,12 +170,16 @@ class StateDir:
                     f"{path} is damaged at byte {faults[0].at}: what stands there is no record, and whole ones follow. "
                     f"`gradserver ledger --verify {path}` says more; move the file away to go on without it"
                 )
-            starts = [item for item in items if isinstance(item, Entry) and item.kind == CODES[Start]]
+            entries = [(path, item) for item in items if isinstance(item, Entry)]
+            written = entries + written
             if self._fd < 0:
                 self._open(path, number, len(data), faults)
+            starts = [entry for _, entry in entries if entry.kind == CODES[Start]]
             if starts:
                 incarnation = _incarnation(path, starts[-1])
                 break
+        for path, entry in written:
+            self._books.take(_read(path, entry))
         return incarnation
 
     def _open(self, path: Path, number: int, size: int, faults: list[Fault]) -> None:
@@ -298,12 +324,16 @@ def files_of(path: Path) -> list[tuple[int, Path]]:
 
 
 def _incarnation(path: Path, entry: Entry) -> int:
-    try:
-        record = entry.read().record
-    except StateError as error:
-        raise StateError(f"{path}: {error.message}") from error
+    record = _read(path, entry).record
     assert isinstance(record, Start), record
     return record.incarnation
+
+
+def _read(path: Path, entry: Entry) -> Dated:
+    try:
+        return entry.read()
+    except StateError as error:
+        raise StateError(f"{path}: {error.message}") from error
 
 
 def _lock(path: Path) -> int:

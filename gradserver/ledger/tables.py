@@ -10,7 +10,19 @@ from statistics import median
 from textwrap import wrap
 
 from gradserver.engine.data_records import Data
-from gradserver.engine.records import Closed, Epoch, Group, Halt, Kind, Plan, Round, RoundRecord, Start
+from gradserver.engine.records import (
+    Closed,
+    Durable,
+    Epoch,
+    Group,
+    Halt,
+    Kind,
+    Plan,
+    Reset,
+    Round,
+    RoundRecord,
+    Start,
+)
 from gradserver.tables import table
 from protocol.digest import MODULUS
 from protocol.exchange import EXACT
@@ -50,6 +62,7 @@ class Story:
         first: the first round that there is; None if there is none.
         last: the last one.
         ended: whether it has, and said so.
+        durable: whether it survives its coordinator.
     """
 
     def __init__(self, founded: Group, clock: float, start: Start | None) -> None:
@@ -64,7 +77,7 @@ class Story:
         self.first: int | None = None
         self.last = -1
         self.hashed = self.count = 0
-        self.ended = False
+        self.ended = self.durable = False
         self.events: deque[str] = deque(maxlen=_SHOWN_EVENTS)
         self.recent: deque[RoundRecord] = deque(maxlen=_SHOWN_ROUNDS)
         self.took = array("f")
@@ -82,6 +95,10 @@ class Story:
                 self._note(clock, f"before round {number}: {plain(reason)}")
             case Plan():
                 self.plan = record
+            case Durable():
+                self.durable = True
+            case Reset(_, number):
+                self._note(clock, f"before round {number}: residuals reset, what lossy codecs owed is lost")
             case Halt(_, _, number, error, reason):
                 self._note(clock, f"in round {number}: {error}: {plain(reason)}")
             case Closed(_, _, rounds, reason):
@@ -91,6 +108,16 @@ class Story:
                 self._count(found)
             case Data(_, name, order):
                 self.data[name] = str(order)
+
+    def lost_coordinator(self, start: Start, clock: float) -> None:
+        """The coordinator was lost; ``start`` is the next one's."""
+        if not self.durable:
+            self.events.append("its coordinator ended without a word")
+            return
+        self.start = start
+        self._note(
+            clock, f"behind round {self.last}: its coordinator was started anew, incarnation {start.incarnation}"
+        )
 
     def _note(self, clock: float, what: str) -> None:
         self.events.append(f"{moment(self.start, clock)}  {what}")

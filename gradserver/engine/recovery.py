@@ -1,0 +1,424 @@
+"""How the data half of a durable group finds out, after somebody has come back, who holds which results.
+
+All that was open is void: members hold what they give until they have its result, and results until nobody present can
+lack them (`protocol.resuming`). Whoever comes back on a new connection, whether the coordinator was lost with its books
+or one connection broke, has everybody say what he holds: there is one way for both.
+
+    stage       event                                     next        what happens
+    ──────────  ────────────────────────────────────────  ──────────  ──────────────────────────────────────────────
+    (none)      Recover                                   COLLECTING  open exchanges are forgotten
+    COLLECTING  Push                                      COLLECTING  dropped: its sender has yet to hear of it
+    COLLECTING  Holding, not the last of those present    COLLECTING  kept
+    COLLECTING  Holding, the last; a member departs       PREVIOUS    R: the latest round that anybody is in
+    COLLECTING  … and reductions of before are under way  COLLECTING  when they have ended: they may write to memory
+    PREVIOUS    a member is in an earlier one than R-1    COLLECTING  it is left out
+    PREVIOUS    a member in R-1 lacks what nobody holds   COLLECTING  it is left out: the others went on without it
+    PREVIOUS    a member in R-1 lacks what others hold    PREVIOUS    Fetch, and with the answer Result
+    PREVIOUS    none of them lacks any more               TOLD        control is to tell them that R-1 is over
+    TOLD        Proceed                                   PRESENT
+    PRESENT     slices of R that some hold, others lack   PRESENT     Fetch, and with the answer Result
+    PRESENT     the same, of collectives and transfers    PRESENT     the same
+    PRESENT     … that nobody holds, or that have failed  PRESENT     Failure to those who lack it
+    PRESENT     nobody lacks what others hold             (none)      Standing to everybody: what nobody holds is open
+    any         a connection breaks                       COLLECTING  its Holding is forgotten, and waited for
+    any         no progress for the group's timeout       COLLECTING  who is waited for is left out
+
+Slices that are held are *settled*: members never push them, and nothing is reduced of them again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+from gradserver.engine.events import Absent, CaughtUp, Command, Recovered, Report, RoundCompleted, Send
+from gradserver.engine.exchanges import Group
+from gradserver.engine.rounds import Round
+from protocol.buffer import Buffer
+from protocol.errors import (
+    ConnectionLostError,
+    GradServerError,
+    LeftOutError,
+    LimitExceededError,
+    MembershipChangedError,
+    SizeMismatchError,
+    UnexpectedMessageError,
+)
+from protocol.exchange import ExchangeKey, Stream
+from protocol.limits import MAX_SLICES
+from protocol.messages import Failure, Result, Scope
+from protocol.resuming import Fetch, Held, Holding, Standing, State, unpack_spans
+
+_MAX_ASKED: Final = 16
+"""Results that are on their way from who holds them: so many are in memory at most."""
+_MAX_LOOSE: Final = 16 * MAX_SLICES
+"""Slices of collectives and transfers that one member can speak of."""
+
+Place = tuple[ExchangeKey, int]
+"""An exchange, and a slice of it."""
+
+
+class Stage(Enum):
+    """Of a recovery, as the table has them."""
+
+    COLLECTING = auto()
+    PREVIOUS = auto()
+    TOLD = auto()
+    PRESENT = auto()
+
+
+@dataclass(slots=True)
+class Holder:
+    """What one member has said."""
+
+    round: int
+    weight: float
+    slices: dict[State, dict[ExchangeKey, set[int]]]
+
+    def has(self, state: State, place: Place) -> bool:
+        """Whether it has a slice in this state."""
+        return place[1] in self.slices[state].get(place[0], ())
+
+    def take(self, place: Place) -> None:
+        """It is being sent the result of a slice."""
+        key, index = place
+        self.slices[State.HELD][key].add(index)
+        self.slices[State.LACKING].get(key, set()).discard(index)
+
+
+class Wanted(NamedTuple):
+    """A result that some lack and others hold."""
+
+    place: Place
+    lacking: tuple[int, ...]
+    holding: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Recovery:
+    """One opening of a group's books."""
+
+    version: int
+    touched: float
+    draining: set[tuple[int, ExchangeKey, int]]
+    """Reductions of before that have not come back, with the number of the books that they are of."""
+    stage: Stage = Stage.COLLECTING
+    round: int = 0
+    holders: dict[int, Holder] = field(default_factory=dict)
+    """By seat."""
+    wanted: deque[Wanted] = field(default_factory=deque)
+    asked: dict[Place, tuple[int, Wanted]] = field(default_factory=dict)
+    """Of what is being fetched, from whom, and for whom."""
+
+    def start_again(self) -> None:
+        """Somebody has gone, or has to say anew what he holds."""
+        self.stage = Stage.COLLECTING
+        self.wanted.clear()
+        self.asked.clear()
+
+
+# ── what happens ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def begin(group: Group, version: int, now: float) -> None:
+    """Forget all that is open. Reductions of before come back with an earlier number than ``version``."""
+    draining = group.recovery.draining if group.recovery is not None else set()
+    draining |= {(group.order.epoch, key, start) for key, one in group.exchanges.items() for start in one.reducing}
+    group.recovery = Recovery(version, now, draining)
+    group.order = replace(group.order, epoch=version)
+    for table in (
+        group.exchanges,
+        group.due,
+        group.rounds,
+        group.outstanding,
+        group.transfers,
+        group.settled,
+        group.unread,
+    ):
+        table.clear()
+    group.failed.clear()
+    group.recovered = True
+
+
+def forget(group: Group, seat: int, now: float, commands: list[Command]) -> list[Report]:
+    """``seat`` has departed, or lost its connection."""
+    recovery = group.recovery
+    if recovery is None:
+        return []
+    recovery.holders.pop(seat, None)
+    recovery.start_again()
+    return advance(group, now, commands)
+
+
+def hold(
+    group: Group, seat: int, holding: Holding, payload: Buffer, now: float, commands: list[Command]
+) -> list[Report]:
+    """A member says what it holds."""
+    recovery = group.recovery
+    if recovery is None or holding.version != recovery.version:
+        if holding.version > group.order.epoch:
+            raise UnexpectedMessageError(f"a Holding of version {holding.version}, which nobody has asked for")
+        return []  # the books were opened once more meanwhile
+    if seat in recovery.holders:
+        raise UnexpectedMessageError(f"a second Holding of version {holding.version} from {group.call(seat)}")
+    recovery.holders[seat] = Holder(holding.round, holding.weight, _slices(group, seat, holding.round, payload))
+    recovery.touched = now
+    return advance(group, now, commands)
+
+
+def held(group: Group, seat: int, message: Held, payload: Buffer | None, commands: list[Command]) -> bool:
+    """A result that was fetched: hand it on. Whether anything came of it."""
+    recovery = group.recovery
+    if recovery is None or message.version != recovery.version:
+        return False
+    place = message.key, message.slice
+    source, wanted = recovery.asked.get(place, (-1, None))
+    if wanted is None or source != seat:
+        return False  # asked for before somebody else was lost
+    size = None if payload is None else len(payload)
+    if message.key.stream == Stream.BUCKET and group.plan is not None and size is not None:
+        layout, _, _ = group.share(message.key, group.plan.buckets[message.key.part].operation)
+        if size != layout.nbytes(message.slice):
+            raise SizeMismatchError(
+                f"{group.describe(message.key)} as {group.call(seat)} holds it: slice {message.slice} has {size} "
+                f"bytes, {layout.nbytes(message.slice)} were agreed"
+            )
+    del recovery.asked[place]
+    result = Result(message.key, message.slice, message.weight, message.present, without=message.without)
+    payloads = () if payload is None else (payload,)
+    for lacking in wanted.lacking:
+        recovery.holders[lacking].take(place)
+        commands.append(Send(group.connections[lacking], result, payloads))
+    return True
+
+
+def drained(group: Group, epoch: int, key: ExchangeKey, start: int) -> bool:
+    """A reduction of before has come back; whether it was the last."""
+    recovery = group.recovery
+    if recovery is None or (epoch, key, start) not in recovery.draining:
+        return False
+    recovery.draining.discard((epoch, key, start))
+    return not recovery.draining
+
+
+def proceed(group: Group, now: float, commands: list[Command]) -> list[Report]:
+    """Who lacked the end of a round has heard of it."""
+    recovery = group.recovery
+    if recovery is None or recovery.stage is not Stage.TOLD:
+        return []
+    for holder in recovery.holders.values():
+        holder.weight = holder.weight if holder.round == recovery.round else 0.0
+        holder.round = recovery.round
+    return _present(group, recovery, now, commands)
+
+
+def advance(group: Group, now: float, commands: list[Command]) -> list[Report]:
+    """Go on, if nothing is waited for."""
+    recovery = group.recovery
+    if recovery is None:
+        return []
+    if recovery.stage is Stage.COLLECTING:
+        if recovery.draining or any(seat not in recovery.holders for seat in group.seats.present):
+            return []
+        return _previous(group, recovery, now, commands)
+    recovery.touched = now
+    _ask(group, recovery, commands)
+    if recovery.asked:
+        return []
+    if recovery.stage is Stage.PREVIOUS:
+        return _tell(group, recovery)
+    return _stand(group, recovery, now, commands) if recovery.stage is Stage.PRESENT else []
+
+
+def overdue(group: Group, now: float) -> Iterator[Report]:
+    """Leave out who says nothing."""
+    recovery = group.recovery
+    if recovery is None or recovery.touched + group.order.timeout > now:
+        return
+    recovery.touched = now
+    slow = [seat for seat in group.seats.present if seat not in recovery.holders]
+    for seat in slow or sorted({source for source, _ in recovery.asked.values()}):
+        yield _left_out(group, seat, f"it did not say within {group.order.timeout:g} s what it holds")
+
+
+# ── stages ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _previous(group: Group, recovery: Recovery, now: float, commands: list[Command]) -> list[Report]:
+    holders = recovery.holders
+    recovery.round = max(holder.round for holder in holders.values())
+    late = [seat for seat, holder in holders.items() if holder.round < recovery.round - 1]
+    if late:
+        return [_left_out(group, seat, f"it is in round {holders[seat].round} of {recovery.round}") for seat in late]
+    behind = [seat for seat, holder in holders.items() if holder.round < recovery.round]
+    wanted: list[Wanted] = []
+    for place in _places(group, recovery.round - 1) if behind and recovery.round > group.planned else ():
+        lacking = tuple(seat for seat in behind if not holders[seat].has(State.HELD, place))
+        holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
+        if lacking and not holding:
+            return [
+                _left_out(group, seat, f"nobody has round {recovery.round - 1} for it any more") for seat in lacking
+            ]
+        if lacking:
+            wanted.append(Wanted(place, lacking, holding))
+    recovery.stage = Stage.PREVIOUS
+    recovery.wanted.extend(wanted)
+    return advance(group, now, commands)
+
+
+def _tell(group: Group, recovery: Recovery) -> list[Report]:
+    behind = tuple(seat for seat, holder in recovery.holders.items() if holder.round < recovery.round)
+    recovery.stage = Stage.TOLD
+    return [CaughtUp(group.order.group, recovery.round, behind)]
+
+
+def _present(group: Group, recovery: Recovery, now: float, commands: list[Command]) -> list[Report]:
+    holders = recovery.holders
+    recovery.stage = Stage.PRESENT
+    for place in _places(group, recovery.round):
+        holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
+        lacking = tuple(seat for seat in holders if seat not in holding)
+        if holding and lacking:
+            recovery.wanted.append(Wanted(place, lacking, holding))
+    lost: set[ExchangeKey] = set()
+    for place in sorted({p for holder in holders.values() for p in _loose(holder)}):
+        lacking = tuple(seat for seat, holder in holders.items() if holder.has(State.LACKING, place))
+        holding = tuple(seat for seat, holder in holders.items() if holder.has(State.HELD, place))
+        failed = any(place[0] in holder.slices[State.FAILED] for holder in holders.values())
+        if holding and not failed:
+            recovery.wanted.append(Wanted(place, lacking, holding))
+        elif failed or any(place[0] in holder.slices[State.OVER] for holder in holders.values()):
+            lost.add(place[0])
+    for key in sorted(lost):
+        recovery.wanted = deque(wanted for wanted in recovery.wanted if wanted.place[0] != key)
+        _fail(group, recovery, key, commands)
+    return advance(group, now, commands)
+
+
+def _fail(group: Group, recovery: Recovery, key: ExchangeKey, commands: list[Command]) -> None:
+    """Nobody can do any more what ``key`` takes."""
+    holders = recovery.holders
+    error: GradServerError
+    if group.departed and any(key in holder.slices[State.FAILED] for holder in holders.values()):
+        error = MembershipChangedError(
+            f"{group.describe(key)} was called in a membership that has ended. Rank and world size are new: "
+            f"call it again",
+            epoch=group.epoch,
+        )
+    else:
+        error = ConnectionLostError(
+            f"{group.describe(key)} was under way when the connection to the coordinator broke, and not every worker "
+            f"can take part in it once more"
+        )
+    for seat, holder in holders.items():
+        if holder.slices[State.LACKING].pop(key, None) is not None:
+            commands.append(Send(group.connections[seat], Failure.of(error, Scope.EXCHANGE, key)))
+
+
+def _ask(group: Group, recovery: Recovery, commands: list[Command]) -> None:
+    while recovery.wanted and len(recovery.asked) < _MAX_ASKED:
+        wanted = recovery.wanted.popleft()
+        key, index = wanted.place
+        source = wanted.holding[index % len(wanted.holding)]
+        recovery.asked[wanted.place] = source, wanted
+        commands.append(Send(group.connections[source], Fetch(recovery.version, key, index)))
+
+
+def _stand(group: Group, recovery: Recovery, now: float, commands: list[Command]) -> list[Report]:
+    """Everybody has what anybody has: go on."""
+    holders, number = recovery.holders, recovery.round
+    group.recovery = None
+    group.first_round = number
+    reset, group.state = bool(group.state) or _is_lossy(group), {}
+    done: list[int] = []
+    for part, start, stop in _shares(group):
+        key = ExchangeKey(Stream.BUCKET, number, part)
+        settled = next(iter(holders.values())).slices[State.HELD].get(key, set()) & set(range(start, stop))
+        if len(settled) == stop - start:
+            done.append(part)
+            for seat in holders:
+                group.pass_over(seat, key)
+        elif settled:
+            group.settled[key] = frozenset(settled)
+    for holder in holders.values():
+        for key in holder.slices[State.LACKING]:
+            found: set[int] = set().union(*(one.slices[State.HELD].get(key, ()) for one in holders.values()))
+            if found:
+                group.settled[key] = frozenset(found)
+    reports: list[Report] = [Recovered(group.order.group, number, reset)]
+    for seat in holders:
+        commands.append(Send(group.connections[seat], Standing(recovery.version, number)))
+    if done or any(key.stream == Stream.BUCKET for key in group.settled):
+        current = group.rounds[number] = Round(now)
+        current.done.update(done)
+        current.weights.update((seat, holder.weight) for seat, holder in holders.items() if holder.weight)
+        if done and len(done) == group.full_buckets:
+            del group.rounds[number]
+            current.last = min(holders)
+            buckets = len(group.plan.buckets) if group.plan is not None else 0
+            record = current.record(number, group.world, buckets, now)
+            reports.append(RoundCompleted(group.order.group, record, adopted=True))
+    return reports
+
+
+# ── what members have said ────────────────────────────────────────────────────────────────────────────
+
+
+def _slices(group: Group, seat: int, number: int, payload: Buffer) -> dict[State, dict[ExchangeKey, set[int]]]:
+    """The spans of a Holding, checked against the plan."""
+    found: dict[State, dict[ExchangeKey, set[int]]] = {state: defaultdict(set) for state in State}
+    shares = {part: (start, stop) for part, start, stop in _shares(group)}
+    loose = 0
+    for state, key, first, stop in unpack_spans(payload):
+        if key.stream == Stream.BUCKET:
+            if key.number < group.planned or not number - 1 <= key.number <= number:
+                continue  # of another plan, or a round that nobody lacks
+            start, end = shares.get(key.part, (0, 0))
+            right = state is State.HELD and start <= first and stop <= end and key[3:] == (-1, -1)
+        else:
+            loose += stop - first
+            right = seat in key[3:] if key.stream == Stream.TRANSFER else key[3:] == (-1, -1)
+        if loose > _MAX_LOOSE:
+            raise LimitExceededError(f"{group.call(seat)} speaks of more than {_MAX_LOOSE} slices of collectives")
+        if not right:
+            raise UnexpectedMessageError(
+                f"{group.call(seat)}, in round {number}, cannot have slices {first} to {stop} of {tuple(key)}"
+            )
+        found[state][key].update(range(first, stop))
+    return found
+
+
+def _shares(group: Group) -> Iterator[tuple[int, int, int]]:
+    """Each bucket that this shard has to do with, and which slices of it."""
+    for part, bucket in enumerate(group.plan.buckets if group.plan is not None else ()):
+        _, start, stop = group.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation)
+        if start < stop:
+            yield part, start, stop
+
+
+def _places(group: Group, number: int) -> Iterable[Place]:
+    """All slices of a round."""
+    for part, start, stop in _shares(group):
+        key = ExchangeKey(Stream.BUCKET, number, part)
+        yield from ((key, index) for index in range(start, stop))
+
+
+def _loose(holder: Holder) -> Iterable[Place]:
+    """What it has begun of collectives and transfers, and has no result for."""
+    return ((key, index) for key, found in holder.slices[State.LACKING].items() for index in found)
+
+
+def _is_lossy(group: Group) -> bool:
+    return group.plan is not None and any(bucket.operation.is_lossy for bucket in group.plan.buckets)
+
+
+def _left_out(group: Group, seat: int, why: str) -> Absent:
+    error = LeftOutError(
+        f"this worker, {group.call(seat)}, was left out of group {group.order.group!r}: {why}. It has to join again",
+        worker=group.seats.names[seat],
+        rank=group.seats.rank(seat),
+    )
+    return Absent(group.order.group, seat, error)

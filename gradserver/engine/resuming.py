@@ -1,0 +1,280 @@
+"""What control does about members of a durable group that are away, and about groups that a coordinator has before it.
+
+A member whose connection broke may come back on a new one, also to a coordinator that was started anew and knows its
+groups from records. It shows the token that its Welcome brought.
+
+    member    event                                     next      what happens
+    ────────  ────────────────────────────────────────  ────────  ────────────────────────────────────────────────────
+    ATTACHED  its connection broke                      AWAY      it is still needed: nobody goes on without it …
+    AWAY      … for half of `dead_after`                gone      … and then it departs
+    AWAY      … as nobody is left                       AWAY      all have `reconnect` seconds
+    AWAY      … and somebody comes back                 AWAY      the others have `missing` seconds from then on
+    AWAY      Resume                                    ATTACHED  Resumed
+    ATTACHED  Resume, on another connection             ATTACHED  the same; the old connection is closed
+    ATTACHED  Leave, or a violation                     gone      it departs
+    gone      Resume                                    gone      refused with LeftOutError
+
+    group       event                                   next        what happens
+    ──────────  ──────────────────────────────────────  ──────────  ──────────────────────────────────────────────────
+    (none)      Restored                                SUSPENDED   all its members are away
+    SERVING     the last of those attached is away      SUSPENDED
+    SUSPENDED   Resume                                  RECOVERING  data is to find out who holds what
+    SERVING     Resume                                  RECOVERING  the same, and Resumed to everybody
+    RECOVERING  Resume                                  RECOVERING  Resumed to it
+    RECOVERING  data reports CaughtUp                   RECOVERING  RoundDone to whom it lacks; Proceed
+    RECOVERING  data reports Recovered                  SERVING     members go on
+    any         the last member departs                 (none)
+
+SERVING stands for what the tables of `control` and `elastic` know. What data does is in `recovery`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+
+from gradserver.engine import chronicle
+from gradserver.engine.data_records import Claim, Data
+from gradserver.engine.events import (
+    Attach,
+    CaughtUp,
+    Close,
+    Command,
+    Depart,
+    Detach,
+    Log,
+    OpenGroup,
+    Order,
+    Proceed,
+    Recover,
+    Recovered,
+    Seat,
+    Send,
+    SetPlan,
+)
+from gradserver.engine.membership import Group
+from gradserver.engine.policy import Policy
+from gradserver.engine.positions import Positions
+from gradserver.engine.records import (
+    Boundary,
+    Closed,
+    Durable,
+    Epoch,
+    Group as Founded,
+    Halt,
+    Kind,
+    Plan,
+    Round,
+    Start,
+)
+from gradserver.engine.seats import Seats
+from protocol.errors import ERRORS, GradServerError, JoinRefusedError, LeftOutError, WorkerLostError
+from protocol.limits import MAX_TOKEN
+from protocol.messages import Membership, RoundDone
+from protocol.resuming import Resume, Resumed
+from protocol.shards import Table
+
+NOT_BACK = "its connection broke, and it did not come back"
+
+
+def token_of(group: Group, seat: int) -> str:
+    """What the member in ``seat`` shows when it comes back."""
+    return hmac.new(group.secret.encode(), str(seat).encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
+
+
+def detach(group: Group, seat: int, reason: str, now: float, commands: list[Command]) -> list[Order]:
+    """The connection of a member broke."""
+    policy = group.policy or Policy(1)
+    group.members[seat] = Seat(-1, group.members[seat].name)
+    group.away[seat] = now + policy.dead_after / 2
+    commands.append(Log(f"group {group.name!r}: {group.call(seat)} is away ({reason})"))
+    if len(group.away) == len(group.members):
+        group.away = dict.fromkeys(group.members, now + policy.reconnect)
+        commands.append(
+            Log(f"group {group.name!r}: nobody is left; it is kept for {policy.reconnect:g} s", warning=True)
+        )
+    return [Detach(group.name, seat)]
+
+
+def check(group: Group | None, message: Resume) -> Group:
+    """The group that somebody comes back to. Raises why he cannot."""
+    if group is None or not group.secret:
+        raise JoinRefusedError(f"there is no durable group {message.group[:128]!r} to come back to: join it")
+    known = message.seat < len(group.seats.names)
+    if not known or not hmac.compare_digest(token_of(group, message.seat).encode(), message.token.encode()):
+        raise JoinRefusedError(
+            f"this is not the token of seat {message.seat} in group {group.name!r}: it is not the group that was joined"
+        )
+    if group.broken is not None:
+        raise group.broken.again()
+    if message.seat not in group.members:
+        name, rank = group.seats.names[message.seat], group.seats.rank(message.seat)
+        raise LeftOutError(
+            f"this worker, {name!r} (was rank {rank}), came back to group {group.name!r} when the others had gone on "
+            f"without it, in round {group.rounds}. It has to join again",
+            worker=name,
+            rank=rank,
+        )
+    return group
+
+
+def resume(
+    group: Group, message: Resume, connection: int, incarnation: int, version: int, now: float, commands: list[Command]
+) -> list[Order]:
+    """A member is back. ``version`` is a new number, for the books if they have to be opened."""
+    seat, orders = message.seat, list[Order]()
+    before = group.members[seat].connection
+    if before >= 0:
+        commands.append(Close(before))
+        orders.append(Detach(group.name, seat))
+    group.members[seat] = Seat(connection, group.members[seat].name)
+    group.away.pop(seat, None)
+    group.proposals.pop(seat, None)
+    orders.append(Attach(group.name, seat, connection))
+    told = [seat]
+    if not group.recovering:
+        group.recovering, group.version = True, version
+        orders.append(Recover(group.name, version))
+        told = [other for other in group.members if other not in group.away]
+        until = now + (group.policy.missing if group.policy is not None else 0.0)
+        group.away = {other: min(at, until) for other, at in group.away.items()}
+    resumed = Resumed(incarnation, group.version)
+    commands += [Send(group.members[other].connection, resumed) for other in told]
+    commands += [Send(connection, news) for news in group.news if news.epoch > message.epoch]
+    group.unaware.discard(seat)
+    if group.plan is not None and group.plan.hash != message.plan:
+        group.unaware.add(seat)
+    here = len(group.members) - len(group.away)
+    commands.append(
+        Log(f"group {group.name!r}: {group.call(seat)} is back, {here} of {len(group.members)} workers are here")
+    )
+    return orders
+
+
+def caught_up(group: Group, report: CaughtUp, commands: list[Command]) -> list[Order]:
+    """Some have all of a round, and have yet to hear that it is over."""
+    number = report.round - 1
+    epoch = group.told[1] if group.told[0] == number else group.epoch
+    group.rounds = report.round
+    commands += [Send(group.members[seat].connection, RoundDone(number, epoch)) for seat in report.seats]
+    return [Proceed(group.name)]
+
+
+def recovered(group: Group, report: Recovered, commands: list[Command]) -> None:
+    """Everybody goes on."""
+    group.recovering = False
+    group.rounds = report.round
+    group.paused = group.held = None  # if a round is complete, data says so once more
+    if report.reset:
+        chronicle.reset(group, commands)
+        what = "what lossy codecs had kept back at the coordinator was lost: residuals reset"
+        commands.append(Log(f"group {group.name!r}: {what}", warning=True))
+    commands.append(Log(f"group {group.name!r}: {len(group.members)} workers go on with round {group.rounds}"))
+
+
+# ── from records ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Past:
+    """What records say of one group."""
+
+    def __init__(self, founded: Founded) -> None:
+        self.founded = founded
+        self.secret = ""
+        self.epochs: list[Epoch] = []
+        self.plan: Plan | None = None
+        self.told = -1, 0
+        """The last round that is over, and the epoch that is in force behind it."""
+        self.halt: Halt | None = None
+        self.positions = Positions()
+
+    def take(self, record: Kind) -> None:
+        """What was written next."""
+        match record:
+            case Durable(_, secret):
+                self.secret = secret
+            case Epoch():
+                self.epochs.append(record)
+                self.positions.keep_only(seat for seat, _ in record.members)
+            case Data() | Claim():
+                self.positions.restore(record)
+            case Plan():
+                self.plan = record
+            case Round(_, epoch, done, used_up):
+                self.told = done.round, epoch
+                for committed in used_up:
+                    self.positions.restore(committed)
+            case Boundary(_, number, epoch):
+                self.told = number, epoch
+            case Halt():
+                self.halt = record
+
+    def group(self, policy: Policy, now: float) -> Group:
+        """The group as it was, with everybody away."""
+        latest = self.epochs[-1]
+        names = dict.fromkeys(range(self.founded.world), "?")
+        for epoch in self.epochs:
+            names.update(epoch.members)
+        group = Group(self.founded.group, self.founded.world, policy)
+        group.seats, group.table = Seats(names[seat] for seat in sorted(names)), Table(self.founded.world)
+        group.members = {seat: Seat(-1, name) for seat, name in latest.members}
+        for seat in names:
+            if seat not in group.members:
+                group.seats.depart(seat)
+        group.away = dict.fromkeys(group.members, now + policy.reconnect)
+        group.epoch = group.founded = latest.epoch
+        group.timeout, group.secret, group.told = self.founded.timeout, self.secret, self.told
+        for epoch in self.epochs:
+            seats, present = zip(*sorted(epoch.members), strict=True)
+            group.news.append(Membership(epoch.epoch, seats, present, epoch.reason, True))
+        group.positions = self.positions
+        group.rounds = self.told[0] + 1
+        if self.plan is not None:
+            group.plan, group.planned = self.plan.plan, self.plan.round
+            group.rounds = max(group.rounds, group.planned)
+            group.table.set_plan(group.plan)
+        if self.halt is not None:
+            group.broken = ERRORS.get(self.halt.error, GradServerError)(self.halt.reason)
+        return group
+
+
+def restore(
+    records: Iterable[Kind], worlds: Mapping[str, object], now: float, commands: list[Command]
+) -> Iterable[Group]:
+    """The durable groups that records speak of, and that have not ended."""
+    past: dict[str, Past] = {}
+    for record in records:
+        match record:
+            case Start():
+                past = {name: found for name, found in past.items() if found.secret}
+            case Founded(name):
+                past[name] = Past(record)
+            case Closed(name):
+                past.pop(name, None)
+            case _ if (name := getattr(record, "group", "")) in past:
+                past[name].take(record)
+    for name, found in past.items():
+        policy = worlds.get(name)
+        if not found.secret or not found.epochs:
+            continue
+        if not isinstance(policy, Policy):
+            what = "it is served with another number of workers now, and ends"
+            commands.append(Log(f"group {name!r} was durable: {what}", warning=True))
+            continue
+        group = found.group(policy, now)
+        names = ", ".join(group.seats.present_names())
+        what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
+        commands.append(Log(f"group {name!r}: {what}; it was in round {group.rounds}, epoch {group.epoch}"))
+        yield group
+
+
+def reopen(group: Group, credit: int, digests: bool) -> Iterable[Order]:
+    """What the data half has to know of a group that was restored."""
+    seats = tuple(Seat(-1, name) for name in group.seats.names)
+    yield OpenGroup(group.name, group.epoch, seats, credit, group.timeout, elastic=True, digests=digests)
+    for seat, name in enumerate(group.seats.names):
+        if seat not in group.members:
+            yield Depart(group.name, seat, WorkerLostError(f"{name!r} had departed before"), group.epoch)
+    if group.plan is not None:
+        yield SetPlan(group.name, group.plan, group.planned)

@@ -1,0 +1,370 @@
+"""A durable group whose coordinator may be lost between any two commands, and its members at any time.
+
+`Durable` is a `Member` that does what `protocol.resuming` asks of one: it keeps what it gives, and results. `Crashing`
+runs a program with them; each message to a member waits in its connection until it is read, so whatever breaks takes
+any suffix of them along. A coordinator that is lost leaves its records, and the next one begins with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gradserver.engine import Engine
+from gradserver.engine.events import Close, Command, Disconnected, Event, Record, Reduce, Restored, Send
+from gradserver.engine.policy import Policy
+from gradserver.engine.records import Books, Dated, Kind as RecordKind, Round, Start
+from protocol.buffer import Buffer
+from protocol.errors import GradServerError
+from protocol.exchange import Kind, Stream
+from protocol.messages import Failure, Message, Push, Result, Scope, Welcome
+from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
+from tests.elastic_harness import Cluster, Giver, Member, Step
+from tests.engine_harness import SEATS, Harness, Outcome, Task, bucket, plan_of
+
+POLICY = Policy(1, 8)
+
+
+class CrashError(Exception):
+    """The coordinator was lost."""
+
+
+@dataclass
+class Fused(Harness):
+    """A harness whose coordinator is lost after so many more commands."""
+
+    fuse: int = -1
+    books: Books = field(default_factory=Books)
+    records: list[RecordKind] = field(default_factory=list)
+    incarnation: int = 1
+    check: Callable[[Reduce], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        self.books.take(Dated(0.0, Start(1, "", 0, 0.0, 0.0)))
+        self.begin()
+
+    def begin(self) -> None:
+        words = iter(f"secret {number}" for number in range(10**6))
+        self.engine = Engine(self.worlds, self.credit, lambda: next(words), None, False, self.incarnation)
+
+    def feed(self, event: Event) -> list[Command]:
+        commands = self.engine.handle(event, self.now)
+        self.engine.validate()
+        for command in commands:
+            if self.fuse == 0:
+                raise CrashError
+            self.fuse -= 1
+            match command:
+                case Send(connection, message, payloads) if connection >= 0:
+                    self.inbox[connection].append((message, [bytes(payload) for payload in payloads]))
+                case Reduce():
+                    self.check(command)
+                    self.reduces.append(command)
+                case Close(connection):
+                    self.closed.append(connection)
+                case Record(record):
+                    self.books.take(Dated(self.now, record))
+                    self.records.append(record)
+        return commands
+
+    def restart(self) -> None:
+        """The next coordinator, with what is written down of the one before."""
+        self.reduces.clear()
+        self.inbox.clear()
+        self.fuse = -1
+        self.incarnation += 1
+        restored = tuple(record for _, record in self.books.records())
+        self.books.take(Dated(self.now, Start(self.incarnation, "", 0, 0.0, 0.0)))
+        self.begin()
+        self.feed(Restored(restored))
+
+
+@dataclass
+class Durable(Member):
+    """One that follows the program, and comes back."""
+
+    token: str = ""
+    connection: int = -1
+    resuming: bool = False
+    """Whether it has said Resume, and nothing was answered."""
+    version: int = 0
+    standing: bool = True
+    holding: bool = False
+    """Whether it is due to say what it holds."""
+    kept: dict[tuple[int, int], tuple[int, Outcome]] = field(default_factory=dict)
+    """Of buckets, by part and slice: round and result."""
+    fresh: set[int] = field(default_factory=set)
+    """Tasks of which nothing was said since Standing."""
+    failure: GradServerError | None = None
+
+    def ready(self) -> list[Task]:
+        if not self.standing or self.connection < 0:
+            return []
+        return [task for task in super().ready() if self.due(task) < task.layout.count]
+
+    def due(self, task: Task) -> int:
+        """The next slice of it to be pushed."""
+        while task.sent in task.answers:
+            task.sent += 1
+        return task.sent
+
+    def take(self, message: Message, payload: bytes | None) -> None:
+        match message:
+            case Resumed(_, version):
+                assert version > self.version or self.resuming
+                self.version, self.standing, self.holding, self.resuming = version, False, True, False
+                return
+            case Standing(version, number):
+                assert (version, number) == (self.version, self.round)
+                assert not self.standing
+                assert not self.holding
+                self.standing = True
+                for task in self.tasks:
+                    task.sent = 0
+                self.fresh = {id(task) for task in self.tasks if not task.done}
+                return
+            case Fetch(version, key, index):
+                assert version == self.version
+                assert not self.holding
+                weight, kept = self.result(key, index)
+                assert isinstance(self.cluster, Crashing)
+                self.cluster.say(self, Held(version, key, index, weight, kept is not None), kept)
+                return
+            case Result(key, index, weight):
+                (task,) = [task for task in self.tasks if task.key == key]
+                assert index not in task.answers, "a second result for one slice"
+                assert index < task.sent or not self.standing, "a result before the contribution"
+                assert not self.holding, "a result behind Resumed"
+                assert task.error is None, "a result after the failure"
+                task.answers[index] = weight, payload if self.gets(task) else None
+                if key.stream == Stream.BUCKET:
+                    self.kept[key.part, index] = key.number, (weight, payload)
+            case Failure(scope=Scope.CONNECTION):
+                self.failure = message.exception()
+                return
+            case _:
+                super().take(message, payload)
+                return
+        self.go_on()
+
+    def gets(self, task: Task) -> bool:
+        kind = task.operation.kind
+        source = task.key.source if kind is Kind.TRANSFER else task.operation.root
+        return kind not in (Kind.BROADCAST, Kind.TRANSFER) or self.seat != source
+
+    def result(self, key: object, index: int) -> Outcome:
+        """What it keeps."""
+        for task in self.history:
+            if task.key == key and task.key.stream != Stream.BUCKET and index in task.answers:
+                weight, payload = task.answers[index]
+                return weight, payload if self.gets(task) else Cluster.part(task, index).tobytes()
+        for (part, slice_), (number, outcome) in self.kept.items():
+            if bucket(number, part) == key and slice_ == index:
+                return outcome
+        raise AssertionError((self.seat, key, index))
+
+    def spans(self) -> Iterator[Span]:
+        """What it holds, slice by slice."""
+        for (part, index), (number, _) in self.kept.items():
+            if number >= self.round - 1:
+                yield Span(State.HELD, bucket(number, part), index, index + 1)
+        for task in self.history:
+            if task.key.stream == Stream.BUCKET:
+                continue
+            if task.error is not None:
+                yield Span(State.FAILED, task.key, 0, task.layout.count)
+                continue
+            for index in range(task.layout.count):
+                state = State.HELD if index in task.answers else State.LACKING
+                yield Span(state, task.key, index, index + 1)
+
+    def weight(self) -> float:
+        """With which it takes part in the present round."""
+        mine = (Stream.BUCKET, self.round)
+        rounds = [task.weight for task in self.tasks if task.key[:2] == mine and (task.sent or task.answers)]
+        return rounds[0] if rounds else 0.0
+
+
+class Crashing(Cluster):
+    """Members that follow ``program`` while the coordinator is lost after each of ``fuses`` commands."""
+
+    members: dict[int, Durable]  # type: ignore[assignment]
+    gone: dict[int, Durable]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        world: int,
+        buckets: Sequence[int],
+        program: Sequence[Step],
+        seed: int,
+        fuses: Sequence[int],
+        give: Giver | None = None,
+    ) -> None:
+        super().__init__(world, buckets, program, seed, give)
+        self.harness: Fused = Fused({"default": POLICY}, lazy=True)
+        self.harness.check = self.check
+        for rank in range(world):
+            self.harness.join(SEATS + rank, f"w{rank}", rank=rank, world=world)
+        welcomes = self.harness.only(range(world), Welcome)
+        self.plan = plan_of(*buckets)
+        self.harness.agree(self.plan, world)
+        self.members = {
+            seat: Durable(seat, self, 1, tuple(range(world)), token=welcome.token, connection=SEATS + seat)
+            for seat, welcome in enumerate(welcomes)
+        }
+        self.fuses = list(fuses)
+        self.connections = 1000
+        self.crashes = 0
+        self.dies_along: list[int] = []
+        """Who dies with the coordinator: at the next crash the first of them, and so on; -1 for nobody."""
+
+    # ── what happens ──────────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> None:
+        steps = idle = 0
+        self.light()
+        while idle < 40:
+            try:
+                self.at.pop(steps, lambda: None)()
+                steps += 1
+                if not self.step():
+                    if all(member.finished for member in self.members.values()) and not self.at:
+                        break
+                    idle += 1
+                    due = self.harness.engine.next_deadline()
+                    if due is not None:
+                        self.harness.wait(max(due - self.harness.now, 0.0))
+                else:
+                    idle = 0
+            except CrashError:
+                self.crash()
+
+    def light(self) -> None:
+        self.harness.fuse = self.fuses.pop(0) if self.fuses else -1
+
+    def step(self) -> bool:
+        """One thing that somebody can do, whichever; False if there is none."""
+        choices: list[Callable[[], object]] = [lambda r=r: self.reduce(r) for r in self.harness.reduces]  # type: ignore[misc]
+        for member in self.members.values():
+            if member.connection < 0:
+                choices.append(lambda m=member: self.resume(m))  # type: ignore[misc]
+                continue
+            if self.harness.inbox.get(member.connection):
+                choices.append(lambda m=member: self.read(m))  # type: ignore[misc]
+            if member.holding:
+                choices.append(lambda m=member: self.hold(m))  # type: ignore[misc]
+            choices += [lambda m=member, t=task: self.push(m, t) for task in member.ready()]  # type: ignore[misc]
+        if not choices:
+            return False
+        self.random.choice(choices)()
+        return True
+
+    def reduce(self, reduce: Reduce) -> None:
+        self.harness.reduces.remove(reduce)
+        self.harness.answer(reduce)
+
+    def resume(self, member: Durable) -> None:
+        """It comes back on a new connection."""
+        self.connections += 1
+        member.connection, member.resuming, member.standing = self.connections, True, False
+        latest = max([member.epoch, *member.announced])
+        message = Resume("default", member.seat, member.token, latest, self.plan.hash)
+        self.harness.receive(member.connection, message)
+
+    def read(self, member: Durable) -> None:
+        message, payloads = self.harness.inbox[member.connection].pop(0)
+        member.take(message, bytes(payloads[0]) if payloads else None)
+        if member.failure is not None:
+            self.gone[member.seat] = self.members.pop(member.seat)
+
+    def hold(self, member: Durable) -> None:
+        member.holding = False
+        self.harness.receive(
+            member.connection, Holding(member.version, member.round, member.weight()), pack_spans(member.spans())
+        )
+
+    def say(self, member: Durable, message: Message, payload: Buffer | None) -> None:
+        self.harness.receive(member.connection, message, *(() if payload is None else (payload,)))
+
+    def push(self, member: Member, task: Task) -> None:
+        assert isinstance(member, Durable)
+        index = member.due(task)
+        task.sent = index + 1
+        payload = None
+        if task.values is not None:
+            start, stop = task.layout.span(index)
+            payload = task.values[start:stop].tobytes()
+        begins = task.key.stream and (not index or id(task) in member.fresh)
+        member.fresh.discard(id(task))
+        operation, epoch = (task.operation, task.epoch) if begins else (None, 0)
+        self.pushed.setdefault((task.key, index), {})[member.seat] = task
+        push = Push(task.key, index, task.weight, payload is not None, operation, epoch=epoch)
+        self.harness.receive(member.connection, push, *([] if payload is None else [payload]))
+
+    def break_line(self, seat: int, noticed: bool = True) -> None:
+        """The connection of a member breaks; some of what was sent to it has come."""
+        member = self.members.get(seat)
+        if member is not None and member.connection >= 0:
+            self.cut_off(member)
+            connection, member.connection, member.holding = member.connection, -1, False
+            self.harness.inbox.pop(connection, None)
+            if noticed:
+                self.harness.feed(Disconnected(connection, "connection reset"))
+
+    def cut_off(self, member: Durable) -> None:
+        """It reads some of what is on its way, and nothing of the rest."""
+        waiting = self.harness.inbox.get(member.connection, [])
+        for message, payloads in waiting[: self.random.randint(0, len(waiting))]:
+            if isinstance(message, Fetch):
+                break  # whose answer nobody would hear
+            member.take(message, bytes(payloads[0]) if payloads else None)
+            if member.failure is not None:
+                self.gone[member.seat] = self.members.pop(member.seat)
+                break
+
+    def remove(self, seat: int, politely: bool = False) -> None:
+        """One dies or leaves, unless it is the last."""
+        if seat in self.members and len(self.members) > 1:
+            member = self.gone[seat] = self.members.pop(seat)
+            connection, member.connection = member.connection, -1
+            self.harness.inbox.pop(connection, None)
+            if connection >= 0:
+                if politely:
+                    self.harness.leave(connection - SEATS)
+                else:
+                    self.harness.feed(Disconnected(connection, "it died"))
+
+    def crash(self) -> None:
+        """The coordinator is lost, and another one begins."""
+        self.crashes += 1
+        dies = self.dies_along.pop(0) if self.dies_along else -1
+        for member in list(self.members.values()):
+            if member.connection >= 0:
+                self.cut_off(member)
+            member.connection, member.holding = -1, False
+        if dies in self.members and len(self.members) > 1:
+            self.gone[dies] = self.members.pop(dies)
+        self.harness.restart()
+        self.light()
+
+    # ── what must be ──────────────────────────────────────────────────────────────────────────────────
+
+    def check(self, reduce: Reduce) -> None:
+        """Each contribution is its giver's own, once, in the order of seats; and nobody who is there is missing."""
+        ranks = [contribution.rank for contribution in reduce.contributions]
+        assert ranks == sorted(set(ranks))
+        group = self.harness.engine.data.groups["default"]
+        span = slice(reduce.first, reduce.first + reduce.numel)
+        for given in reduce.contributions:
+            task = self.pushed[reduce.key, reduce.slice][given.rank]
+            assert given.weight == task.weight
+            assert given.payload is None or bytes(given.payload) == np.asarray(task.values)[span].tobytes()
+        if reduce.key.stream == Stream.BUCKET:
+            for seat in group.seats.present:
+                assert seat in ranks or not self.pushed[reduce.key, reduce.slice][seat].weight
+
+    def rounds(self) -> list[int]:
+        """Rounds as they were written down."""
+        return [record.record.round for record in self.harness.records if isinstance(record, Round)]

@@ -1,0 +1,197 @@
+"""The laws of durable groups: the coordinator is lost between any two commands, members at any time, connections too.
+
+`protocol.resuming` claims that nothing is lost which anybody present has or needs. Here programs are run while all of
+that happens, and the claim is held to what members have in the end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from protocol.errors import (
+    CollectiveMismatchError,
+    ConnectionLostError,
+    LeftOutError,
+    MembershipChangedError,
+    WorkerLostError,
+)
+from protocol.exchange import ExchangeKey, Kind, Stream
+from tests.crash_harness import Crashing
+from tests.elastic_harness import Step
+from tests.engine_harness import Outcome, small_slices
+
+SLICE = 16
+"""Bytes of a slice in these tests: four elements of float32."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_slices() -> Iterator[None]:
+    with small_slices(SLICE):
+        yield
+
+
+_MAY_FAIL = (MembershipChangedError, ConnectionLostError, CollectiveMismatchError, WorkerLostError)
+rounds = st.lists(st.just(Step()), min_size=1, max_size=4)
+kinds = st.sampled_from([Kind.ALL_REDUCE, Kind.BARRIER, Kind.BROADCAST, Kind.ALL_GATHER, Kind.TRANSFER])
+collectives = st.builds(Step, kinds, st.integers(1, 10), st.integers(0, 4), st.integers(0, 4))
+programs = st.lists(st.one_of(st.just(Step()), collectives), min_size=1, max_size=6)
+sizes = st.lists(st.integers(1, 14), min_size=1, max_size=3)
+worlds = st.integers(1, 4)
+fuses = st.lists(st.integers(0, 40), min_size=1, max_size=8)
+seeds = st.integers(0, 2**20)
+seats = st.integers(0, 3)
+happenings = st.dictionaries(
+    st.integers(0, 120), st.tuples(seats, st.sampled_from(["dies", "breaks", "breaks unnoticed", "waits"])), max_size=5
+)
+
+
+def run(
+    world: int,
+    buckets: list[int],
+    program: list[Step],
+    crashes: list[int],
+    seed: int,
+    happens: dict[int, tuple[int, str]] | None = None,
+    along: list[int] | None = None,
+) -> Crashing:
+    cluster = Crashing(world, buckets, program, seed, crashes)
+    cluster.dies_along = along or []
+    for step, (seat, what) in (happens or {}).items():
+        can: dict[str, Callable[[], object]] = {
+            "dies": partial(cluster.remove, seat),
+            "breaks": partial(cluster.break_line, seat),
+            "breaks unnoticed": partial(cluster.break_line, seat, False),
+            "waits": partial(cluster.harness.wait, 0.3),
+        }
+        cluster.at[step] = can[what]
+    cluster.run()
+    return cluster
+
+
+def answers(cluster: Crashing) -> dict[tuple[ExchangeKey, int], dict[int, Outcome]]:
+    """What those who are there have got, by exchange, slice and seat."""
+    found: dict[tuple[ExchangeKey, int], dict[int, Outcome]] = {}
+    for seat, member in cluster.members.items():
+        for task in member.history:
+            for index, outcome in task.answers.items():
+                found.setdefault((task.key, index), {})[seat] = outcome
+    return found
+
+
+@given(worlds, sizes, programs, fuses, seeds)
+@settings(max_examples=100)
+def test_a_coordinator_that_is_lost_at_any_point_costs_nobody_anything(
+    world: int, buckets: list[int], program: list[Step], crashes: list[int], seed: int
+) -> None:
+    nothing_was_lost(run(world, buckets, program, crashes, seed), world)
+
+
+def nothing_was_lost(cluster: Crashing, world: int) -> None:
+    """Everybody has the bits of a run that nothing disturbed, and each round was written down."""
+    assert len(cluster.members) == world, "somebody was left out"
+    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    for member in cluster.members.values():
+        assert not any(task.error for task in member.history)
+    for (key, index), got in answers(cluster).items():
+        ends = {key.source, key.target} if key.stream == Stream.TRANSFER else set(range(world))
+        assert set(got) == ends
+        for seat, outcome in got.items():
+            task = next(task for task in cluster.members[seat].history if task.key == key)
+            weight, payload = cluster.expected(key, index, task.operation)
+            payload = payload if cluster.members[seat].gets(task) else None
+            assert outcome == (weight, payload)
+    written = cluster.rounds()
+    assert sorted(set(written)) == list(range(sum(step.kind is None for step in cluster.program)))
+    assert written == sorted(written)
+
+
+@given(worlds, sizes, rounds, fuses, seeds, happenings, st.lists(st.integers(-1, 3), max_size=4))
+@settings(max_examples=150)
+def test_whoever_dies_or_is_cut_off_those_who_are_left_hold_the_same_and_lose_no_round(
+    world: int,
+    buckets: list[int],
+    program: list[Step],
+    crashes: list[int],
+    seed: int,
+    happens: dict[int, tuple[int, str]],
+    along: list[int],
+) -> None:
+    those_left_agree(run(world, buckets, program, crashes, seed, happens, along))
+
+
+def those_left_agree(cluster: Crashing) -> None:
+    """Whoever is there has finished, with the same results as the others, and each round was written down."""
+    if not cluster.members:
+        return  # the last one had been left out, and heard of it when the others were dead
+    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    count = len(cluster.program)
+    found = answers(cluster)
+    for number in range(count):
+        for part, size in enumerate(cluster.buckets):
+            for index in range(-(-size // 4)):
+                got = found[ExchangeKey(Stream.BUCKET, number, part), index]
+                assert set(got) == set(cluster.members)
+                assert len(set(got.values())) == 1, "members hold different results"
+        assert len({member.boundaries[number] for member in cluster.members.values()}) == 1
+    assert sorted(set(cluster.rounds())) == list(range(count))
+    for member in cluster.gone.values():
+        assert member.failure is None or isinstance(member.failure, LeftOutError)
+
+
+@given(worlds, sizes, programs, fuses, seeds, happenings, st.lists(st.integers(-1, 3), max_size=4))
+@settings(max_examples=80)
+def test_collectives_end_the_same_for_all_or_say_why_not(
+    world: int,
+    buckets: list[int],
+    program: list[Step],
+    crashes: list[int],
+    seed: int,
+    happens: dict[int, tuple[int, str]],
+    along: list[int],
+) -> None:
+    cluster = run(world, buckets, program, crashes, seed, happens, along)
+
+    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    for (key, _), got in answers(cluster).items():
+        payloads = {payload for _, payload in got.values() if payload is not None}
+        assert len(payloads) <= 1, key
+    for member in cluster.members.values():
+        for task in member.history:
+            assert task.error is None or isinstance(task.error, _MAY_FAIL)
+
+
+@given(worlds, sizes, rounds, seeds, st.dictionaries(st.integers(0, 80), seats, max_size=6), st.booleans())
+@settings(max_examples=80)
+def test_connections_that_break_cost_nobody_anything(
+    world: int, buckets: list[int], program: list[Step], seed: int, breaks: dict[int, int], noticed: bool
+) -> None:
+    what = "breaks" if noticed else "breaks unnoticed"
+    cluster = run(world, buckets, program, [], seed, {step: (seat, what) for step, seat in breaks.items()})
+
+    assert cluster.crashes == 0
+    assert len(cluster.members) == world, "somebody was left out"
+    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    for (key, index), got in answers(cluster).items():
+        operation = next(task.operation for task in cluster.members[0].history if task.key == key)
+        assert set(got.values()) == {cluster.expected(key, index, operation)}
+
+
+@pytest.mark.long
+def test_thousands_of_runs_lose_nothing() -> None:
+    chance = random.Random(17)
+    for seed in range(10_000):
+        world, buckets = chance.randint(1, 4), [chance.randint(1, 14) for _ in range(chance.randint(1, 3))]
+        program = [Step()] * chance.randint(1, 4)
+        crashes = [chance.randint(0, 40) for _ in range(8)]
+        if seed % 2:
+            nothing_was_lost(run(world, buckets, program, crashes, seed), world)
+            continue
+        kinds_of = ["dies", "breaks", "breaks unnoticed", "waits"]
+        happens = {chance.randint(0, 120): (chance.randint(0, 3), chance.choice(kinds_of)) for _ in range(5)}
+        along = [chance.randint(-1, 3) for _ in range(4)]
+        those_left_agree(run(world, buckets, program, crashes, seed, happens, along))

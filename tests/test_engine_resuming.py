@@ -1,0 +1,271 @@
+"""Members of a durable group that come back, one step at a time. `test_engine_crash_laws` has all orders."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradserver.engine.records import Dated, Halt
+from protocol.errors import GradServerError, JoinRefusedError, LeftOutError, NonFiniteError, ProtocolError
+from protocol.limits import MAX_COUNTER
+from protocol.messages import Agreed, Failure, Membership, Propose, Result, RoundDone, Welcome
+from protocol.plan import Plan
+from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
+from tests.crash_harness import POLICY, Fused
+from tests.engine_harness import SEATS, bucket, floats, plan_of
+
+PLAN = plan_of(4, 4)
+BACK = SEATS + 50
+"""The connection on which rank 0 comes back, rank 1 on the next one, and so on."""
+ONE = floats(1, 2, 3, 4).tobytes()
+
+
+class Group:
+    """A durable group of two, or more, that has agreed on a plan."""
+
+    def __init__(self, world: int = 2, plan: Plan | None = PLAN) -> None:
+        self.harness = harness = Fused({"default": POLICY}, lazy=False)
+        for rank in range(world):
+            harness.join(SEATS + rank, f"w{rank}", rank=rank, world=world)
+        self.welcomes = harness.only(range(world), Welcome)
+        self.plan = plan
+        if plan is not None:
+            harness.agree(plan, world)
+
+    def resume(self, rank: int, epoch: int = 1, token: str = "", plan: str | None = None) -> None:
+        own = self.plan.hash if self.plan is not None else ""
+        token = token or self.welcomes[rank].token
+        self.harness.receive(BACK + rank, Resume("default", rank, token, epoch, own if plan is None else plan))
+
+    def hold(self, rank: int, number: int, *spans: Span, connection: int = BACK) -> None:
+        version = self.harness.engine.control.groups["default"].version
+        self.harness.receive(connection + rank, Holding(version, number, 1.0), pack_spans(spans))
+
+    def told(self, rank: int, connection: int = BACK) -> list[object]:
+        return [message for message, _ in self.harness.inbox.pop(connection + rank, [])]
+
+    def refusal(self, rank: int) -> GradServerError:
+        return self.harness.refusal(BACK + rank)
+
+    def state(self) -> str:
+        return str(self.harness.group()["state"])
+
+
+def held(number: int, part: int) -> Span:
+    return Span(State.HELD, bucket(number, part), 0, 1)
+
+
+def test_a_member_that_comes_back_is_known_by_its_token_alone() -> None:
+    group = Group()
+    assert all(welcome.durable and welcome.incarnation == 1 for welcome in group.welcomes)
+    group.harness.restart()
+
+    group.resume(0, token=group.welcomes[1].token)
+    assert isinstance(group.refusal(0), JoinRefusedError)
+    group.resume(1)
+    assert group.told(1) == [Resumed(2, 2)]
+    assert group.state() == "recovering"
+
+
+def test_a_group_that_nobody_has_or_that_is_not_durable_is_named() -> None:
+    harness = Fused({"default": POLICY})
+    harness.receive(SEATS, Resume("default", 0, "token", 1, ""))
+
+    error = harness.refusal(SEATS)
+
+    assert isinstance(error, JoinRefusedError)
+    assert "no durable group 'default'" in error.message
+
+
+def test_somebody_whom_the_others_went_on_without_is_left_out_and_told_so() -> None:
+    group = Group(3)
+    group.harness.lose(2)
+    group.harness.wait(POLICY.dead_after)
+
+    group.resume(2)
+
+    error = group.refusal(2)
+    assert isinstance(error, LeftOutError)
+    assert (error.worker, error.rank) == ("w2", 2)
+    assert "w2' (was rank 2), came back to group 'default' when the others had gone on" in error.message
+
+
+def test_somebody_who_is_away_for_a_moment_keeps_its_place_and_the_others_hear_of_it_when_he_is_back() -> None:
+    group = Group()
+    group.harness.lose(1)
+    group.harness.wait(POLICY.dead_after / 4)
+    assert group.harness.silent(0)
+
+    group.resume(1)
+
+    assert [message for message, _ in group.harness.sent(0)] == [Resumed(1, 2)]
+    assert group.told(1) == [Resumed(1, 2)]
+    group.hold(0, 0, connection=SEATS)
+    group.hold(1, 0)
+    assert group.told(0, SEATS) == group.told(1) == [Standing(2, 0)]
+    assert group.state() == "active"
+
+
+def test_what_some_hold_and_others_lack_is_handed_on_before_anybody_goes_on() -> None:
+    group = Group()
+    group.harness.restart()
+    group.resume(0)
+    group.resume(1)
+    group.hold(0, 3, held(3, 0), held(2, 1))
+    assert group.told(0) == [Resumed(2, 2)]
+
+    group.hold(1, 3)
+
+    assert group.told(0) == [Fetch(2, bucket(3), 0)]
+    assert group.told(1) == [Resumed(2, 2)]
+    group.harness.receive(BACK, Held(2, bucket(3), 0, 2.5, True, (7,)), ONE)
+    assert group.harness.inbox.pop(BACK + 1) == [
+        (Result(bucket(3), 0, 2.5, True, without=(7,)), [ONE]),
+        (Standing(2, 3), []),
+    ]
+    assert group.told(0) == [Standing(2, 3)]
+
+
+def test_whoever_has_not_heard_that_a_round_is_over_hears_it_then() -> None:
+    group = Group()
+    group.harness.restart()
+    group.resume(0)
+    group.resume(1)
+    group.hold(0, 3, held(2, 0), held(2, 1))
+    group.hold(1, 2, held(2, 0))
+    group.told(0)
+    group.told(1)
+    group.harness.receive(BACK, Held(2, bucket(2, 1), 0, 2.0, False))
+
+    assert group.told(1) == [Result(bucket(2, 1), 0, 2.0, False), RoundDone(2, 1), Standing(2, 3)]
+
+
+def test_who_lacks_what_nobody_keeps_any_more_is_left_out() -> None:
+    group = Group(3)
+    group.harness.restart()
+    for rank in range(3):
+        group.resume(rank)
+    group.hold(0, 3, held(2, 0), held(3, 1))
+    group.hold(1, 3, held(2, 0), held(3, 1))
+    group.hold(2, 2)
+
+    failure = next(message for message in group.told(2) if isinstance(message, Failure))
+    assert isinstance(failure.exception(), LeftOutError)
+    assert "nobody has round 2 for it any more" in failure.text
+    group.harness.wait(0)
+    assert [type(message) for message in group.told(0)] == [Resumed, Membership, Standing]
+
+
+def test_a_plan_that_was_agreed_on_and_not_told_is_told() -> None:
+    group = Group()
+    group.harness.restart()
+    group.resume(0, plan="")
+    group.resume(1)
+
+    group.harness.receive(BACK, Propose(PLAN.hash), PLAN.encoded)
+
+    assert group.told(0) == [Resumed(2, 2), Agreed(PLAN.hash, 0)]
+
+
+def test_memberships_that_somebody_may_not_have_heard_of_are_said_again() -> None:
+    group = Group(3)
+    group.harness.leave(2)
+    group.harness.restart()
+
+    group.resume(0)
+    group.resume(1, epoch=2)
+
+    news = group.told(0)[1]
+    assert isinstance(news, Membership)
+    assert (news.epoch, news.seats, news.names) == (2, (0, 1), ("w0", "w1"))
+    assert group.told(1) == [Resumed(2, 3)]
+
+
+def test_a_group_to_which_nobody_comes_back_ends() -> None:
+    group = Group()
+    group.harness.restart()
+    assert group.state() == "suspended"
+
+    group.harness.wait(POLICY.reconnect)
+
+    assert group.harness.engine.snapshot(0.0)["groups"] == {}
+    group.resume(0)
+    assert isinstance(group.refusal(0), JoinRefusedError)
+    group.harness.restart()
+    assert group.harness.engine.control.groups == {}, "that was written down, too"
+
+
+def test_those_who_are_back_do_not_wait_long_for_the_others() -> None:
+    group = Group(3)
+    group.harness.restart()
+    group.resume(0)
+    group.resume(1)
+    group.hold(0, 0)
+    group.hold(1, 0)
+
+    group.harness.wait(POLICY.missing)
+
+    resumed, news, standing = group.told(0)
+    assert (resumed, standing) == (Resumed(2, 2), Standing(2, 0))
+    assert isinstance(news, Membership)
+    assert news.reason.startswith("'w2' (rank 2) was lost in round 0 (its connection broke, and it did not come back)")
+
+
+def test_who_comes_back_and_then_says_nothing_is_left_out() -> None:
+    group = Group()
+    group.harness.restart()
+    group.resume(0)
+    group.resume(1)
+    group.hold(1, 0)
+
+    group.harness.wait(10.0)
+
+    failure = next(message for message in group.told(0) if isinstance(message, Failure))
+    assert "it did not say within 10 s what it holds" in failure.text
+    assert Standing(2, 0) in group.told(1)
+
+
+def test_a_group_that_was_halted_stays_so() -> None:
+    group = Group()
+    group.harness.books.take(Dated(0.0, Halt("default", 1, 0, "NonFiniteError", "NaN")))
+    group.harness.restart()
+
+    group.resume(0)
+
+    assert isinstance(group.refusal(0), NonFiniteError)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [Span(State.HELD, bucket(3, 2), 0, 1)],
+        [Span(State.HELD, bucket(3, 0), 0, 2)],
+        [Span(State.HELD, bucket(3)._replace(source=0, target=1), 0, 1)],
+        [Span(State.LACKING, bucket(3, 0), 0, 1)],
+        [Span(State.LACKING, bucket(3)._replace(stream=1), 0, 2**32 - 1)],
+        [Span(State.HELD, bucket(3)._replace(stream=2, source=0, target=2), 0, 1)],
+    ],
+)
+def test_what_nobody_can_hold_costs_its_sender_the_connection(spans: list[Span]) -> None:
+    group = Group(3)
+    group.harness.restart()
+    for rank in range(3):
+        group.resume(rank)
+    group.told(1)
+
+    group.hold(1, 3, *spans)
+
+    assert isinstance(group.refusal(1), ProtocolError)
+    assert group.harness.group()["members"] == [
+        {"rank": 0, "name": "w0", "seat": 0},
+        {"rank": 1, "name": "w2", "seat": 2},
+    ]
+
+
+def test_what_nobody_asked_for_is_refused_or_passed_over() -> None:
+    group = Group()
+    group.harness.receive(SEATS, Holding(MAX_COUNTER, 0, 1.0), b"")
+    assert isinstance(group.harness.refusal(SEATS), ProtocolError)
+    group.harness.receive(SEATS + 1, Held(1, bucket(0), 0, 1.0, False))
+    assert SEATS + 1 not in group.harness.closed
+    group.harness.receive(SEATS + 9, Holding(1, 0, 1.0), b"")
+    assert isinstance(group.harness.refusal(SEATS + 9), ProtocolError)

@@ -1,0 +1,149 @@
+"""What a coordinator finds in the directory of the one before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradserver.engine import Engine, records
+from gradserver.engine.events import Log, Restored
+from gradserver.engine.policy import Policy
+from gradserver.engine.records import Boundary, Closed, Durable, Epoch, Group, Kind, Plan, Reset, Start
+from gradserver.ledger.command import Selection, show
+from gradserver.ledger.state import StateDir, files_of
+from protocol.errors import StateError
+from tests.engine_harness import plan_of
+from tests.test_state_dir import opened, round_record
+
+SECRET = "5ec1" * 8
+FOUNDED: list[Kind] = [
+    Group("g", 2, 60.0),
+    Durable("g", SECRET),
+    Epoch("g", 1, 0, ((0, "a"), (1, "b")), "complete"),
+    Plan("g", 1, 0, plan_of(3)),
+]
+
+
+def write(path: Path, *records: Kind, **options: int) -> None:
+    with opened(path, **options) as state:
+        for record in records:
+            state.append(record)
+
+
+def restored(path: Path) -> tuple[Kind, ...]:
+    with opened(path) as state:
+        return state.restored
+
+
+def engine(path: Path, policy: Policy | int = 2) -> tuple[Engine, list[str]]:
+    """The next coordinator's mind, and what it logs."""
+    with opened(path) as state:
+        found = Engine({"g": policy}, incarnation=state.incarnation)
+        commands = found.handle(Restored(state.restored), 0.0)
+    found.validate()
+    return found, [command.text for command in commands if isinstance(command, Log)]
+
+
+def test_the_next_coordinator_finds_what_still_matters_and_counts_itself(tmp_path: Path) -> None:
+    write(tmp_path, *FOUNDED, round_record(0), round_record(1))
+
+    with opened(tmp_path) as state:
+        assert state.incarnation == 2
+        start, *others = state.restored
+    assert isinstance(start, Start)
+    assert others == [*FOUNDED, round_record(1)]
+
+
+def test_memberships_are_kept_from_that_on_which_is_in_force(tmp_path: Path) -> None:
+    epochs = [Epoch("g", number, 1, ((0, "a"),), "somebody left") for number in (2, 3, 4)]
+    write(tmp_path, *FOUNDED, round_record(0), *epochs, Boundary("g", 0, 3))
+
+    assert [record.epoch for record in restored(tmp_path) if isinstance(record, Epoch)] == [3, 4]
+
+
+def test_one_file_is_enough(tmp_path: Path) -> None:
+    write(tmp_path, *FOUNDED, *map(round_record, range(60)), file_bytes=2000)
+    for _, file in files_of(tmp_path)[:-1]:
+        file.unlink()
+
+    assert restored(tmp_path)[1:] == (*FOUNDED, round_record(59))
+
+
+def test_a_file_that_has_not_begun_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, *FOUNDED, round_record(0))
+    (tmp_path / "ledger-000002.gsl").write_bytes(bytes(100))
+
+    assert restored(tmp_path)[1:] == (*FOUNDED, round_record(0))
+
+
+def test_a_group_goes_on_where_it_was(tmp_path: Path) -> None:
+    write(tmp_path, *FOUNDED, round_record(7), Epoch("g", 2, 8, ((1, "b"),), "'a' was lost"))
+
+    found, logs = engine(tmp_path, Policy(1, 4))
+
+    assert logs == ["group 'g': waiting for b to come back, for 60 s; it was in round 8, epoch 2"]
+    group = found.control.groups["g"]
+    assert (group.state, group.rounds, group.epoch, group.timeout) == ("suspended", 8, 2, 60.0)
+    assert group.seats.present == (1,)
+    assert found.next_deadline() == 60.0
+
+
+@pytest.mark.parametrize(
+    "last",
+    [Closed("g", 1, 8, "all left"), Group("g", 2, 60.0)],
+    ids=["it has ended", "one that is not durable took over"],
+)
+def test_what_is_over_is_not_taken_up_again(tmp_path: Path, last: Kind) -> None:
+    write(tmp_path, *FOUNDED, round_record(7), last)
+
+    found, logs = engine(tmp_path, Policy(1, 4))
+
+    assert found.control.groups == {}
+    assert logs == []
+
+
+def test_a_group_that_is_to_have_a_fixed_size_now_is_given_up_aloud(tmp_path: Path) -> None:
+    write(tmp_path, *FOUNDED)
+
+    found, logs = engine(tmp_path, 2)
+
+    assert found.control.groups == {}
+    assert logs == ["group 'g' was durable: it is served with another number of workers now, and ends"]
+
+
+def test_a_record_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(records.CODES, Reset, 60)
+    write(tmp_path, *FOUNDED, Reset("g", 3))
+
+    with pytest.raises(StateError, match=r"ledger-000001.gsl: the record at byte .* there is no kind of record 60"):
+        StateDir(tmp_path, "0.1.0")
+
+
+def test_the_port_is_kept_for_the_next_one(tmp_path: Path) -> None:
+    with opened(tmp_path) as state:
+        assert state.port() == 0
+        state.keep_port(7411)
+    with opened(tmp_path) as state:
+        assert state.port() == 7411
+        (tmp_path / "port").write_text("rubbish")
+        assert state.port() == 0
+
+
+def test_the_ledger_shows_one_life_of_a_group_that_survived_and_no_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, *FOUNDED, round_record(0))
+    write(tmp_path, Reset("g", 1), round_record(1))
+
+    assert show(str(tmp_path), Selection(), False, False) == 0
+
+    text = capsys.readouterr().out
+    assert text.count("group 'g'") == 1
+    assert "behind round 0: its coordinator was started anew, incarnation 2" in text
+    assert "before round 1: residuals reset" in text
+    assert show(str(tmp_path), Selection(), True, False) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {"kind": "durable", "group": "g"}.items() <= next(x for x in lines if x["kind"] == "durable").items()
+    assert SECRET not in json.dumps(lines)
