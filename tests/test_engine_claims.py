@@ -121,6 +121,7 @@ def test_what_the_dead_held_is_claimed_by_the_others_and_what_it_used_counts_as_
 def test_a_claim_waits_for_the_rounds_before_it(harness: Harness) -> None:
     """With data shards elsewhere a member may have the results of a round that control has not heard of."""
     harness.receive(SEATS, Claim("data", 1, 0, 4, 1))
+    harness.receive(SEATS, Claim("data", 1, 0, 4, 1))  # as after its connection broke: that is no second question
     harness.receive(SEATS, Register("other", 3, 0, False, 0, 1), b"")
     assert told(harness, 0) == []
     give(harness, 0, 0), give(harness, 1, 0)

@@ -51,6 +51,8 @@ def receive(
         _write(group, commands)
         _settle(group, commands)
         return
+    if group.asked.get((message.name, seat)) == (message, ranges):
+        return  # the same again, on a new connection
     _check(group, seat, message, ranges)
     if message.round > group.rounds:
         group.asked[message.name, seat] = message, ranges

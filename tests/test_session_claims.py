@@ -1,0 +1,113 @@
+"""A worker's questions about data, and what it says of what it used, against a channel that only writes them down."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.errors import ClosedError, DeadlineError, DisagreementError
+from protocol.messages import Failure, Push, Scope
+from protocol.positions import Claim, Claimed, Located, Register, Used
+from protocol.ranges import pack
+from tests.cluster import Task
+from tests.test_session import Tape, agree, answer, bucket, joined_session, memory, plan_of, push
+from tests.test_session_shards import URLS
+from worker.client import Worker
+from worker.ranges import DataRanges
+from worker.session import Session
+
+CLAIM = Claim("data", 1, 0, 4, 0)
+
+
+@pytest.fixture
+def tape() -> Tape:
+    return Tape()
+
+
+@pytest.fixture
+def session(tape: Tape) -> Session:
+    found = joined_session(tape)
+    agree(found, tape, plan_of(1, 1))
+    return found
+
+
+def ranges_of(session: Session, tape: Tape) -> DataRanges:
+    """Ten samples in their order, of which the next batch is the first four."""
+    data = DataRanges(10, Worker(session), batch_size=4, shuffle=False, prefetch=0)
+    tape.reply = None
+    task = Task(data.take)
+    while Register("data", 10, 0, False, 0, 0) not in [message for message, _ in tape.sent]:
+        assert not task.ended(0.001)
+    session.receive(Located("data", 0), (b"",))
+    while CLAIM not in [message for message, _ in tape.sent]:
+        assert not task.ended(0.001)
+    session.receive(Claimed("data", 1, 0, False), (pack(((0, 4),)),))
+    assert task.result().tolist() == [0, 1, 2, 3]
+    tape.take()
+    return data
+
+
+def test_what_was_used_is_said_before_the_first_push_of_a_round_and_once(session: Session, tape: Tape) -> None:
+    ranges_of(session, tape)
+    push(session, 1)
+    push(session, 0)
+    assert [type(message) for message, _ in tape.sent] == [Used, Push, Push]
+    assert tape.sent[0] == (Used("data", 0, 0), (pack(((0, 4),)),))
+    tape.take()
+    for part in (0, 1):
+        answer(session, bucket(0, part), 0, memory(1).data)
+    session.finish_round(1.0)
+    push(session, 0)
+    assert [type(message) for message in tape.take()] == [Push], "nothing was used in this round"
+
+
+def test_with_several_shards_it_is_said_of_every_round(tape: Tape) -> None:
+    session = joined_session(tape, URLS, (1.0, 1.0, 1.0), "secret")
+    agree(session, tape, plan_of(1))
+    DataRanges(10, Worker(session), batch_size=4)
+    push(session, 0)
+    assert tape.sent[0] == (Used("data", 0, 0), (b"",))
+
+
+def test_what_a_round_that_closed_without_this_worker_used_is_used_in_the_next(session: Session, tape: Tape) -> None:
+    data = ranges_of(session, tape)
+    assert data.use(0) == ((0, 4),)
+    assert data.use(0) == ((0, 4),), "the same for the same round"
+    data.carry()
+    assert data.use(1) == ((0, 4),)
+    assert data.use(2) == ()
+
+
+def test_on_a_new_connection_what_is_open_is_said_and_asked_again(session: Session, tape: Tape) -> None:
+    data = ranges_of(session, tape)
+    push(session, 0)
+    asked = session.claims.ask(Claim("data", 2, 0, 4, 1))
+    again = Tape()
+    session.propose_again(again)
+    assert again.sent == [(Used("data", 0, 0), (pack(((0, 4),)),)), (Claim("data", 2, 0, 4, 1), ())]
+    session.receive(Claimed("data", 1, 0, False), (pack(((0, 4),)),))
+    assert not asked.done(), "that was the answer to an earlier one"
+    session.receive(Claimed("data", 2, 0, True), (b"",))
+    assert asked.wait() == (Claimed("data", 2, 0, True), ())
+    push(session, 1)
+    for part in (0, 1):
+        answer(session, bucket(0, part), 0, memory(1).data)
+    session.finish_round(1.0)
+    assert data.epoch == 0
+    later = Tape()
+    session.propose_again(later)
+    assert later.sent == [], "that round is over"
+
+
+def test_who_waits_for_an_answer_is_told_why_there_is_none(session: Session, tape: Tape) -> None:
+    asked = session.claims.ask(CLAIM)
+    with pytest.raises(DeadlineError, match="has not said within 0.01 s what there is of data 'data'"):
+        asked.wait(0.01)
+    error = DisagreementError("'w1' uses other data")
+    session.receive(Failure(Scope.DATA, "DisagreementError", error.message, {"data": "data"}), ())
+    with pytest.raises(DisagreementError, match="'w1' uses other data"):
+        asked.wait()
+    asked = session.claims.ask(CLAIM)
+    session.lost(ClosedError("gone"))
+    with pytest.raises(ClosedError, match="gone"):
+        asked.wait()
+    assert [type(message) for message in tape.take()] == [Claim, Claim]
