@@ -225,17 +225,37 @@ def test_a_process_that_is_killed_leaves_what_it_has_not_used_to_the_others(shar
     assert partly <= {1}
 
 
+def test_a_coordinator_that_is_killed_and_comes_back_knows_whose_data_is_whose(tmp_path: Path) -> None:
+    options = "--workers", "1:3", "--gather", "60", "--state-dir", str(tmp_path)
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(Daemon(*options))
+        workers = [stack.enter_context(Program(str(PROGRAM), coordinator.url, str(seat))) for seat in range(3)]
+        for number in (3, 9):
+            workers[0].expect(f"round {number}")
+            coordinator.send_signal(signal.SIGKILL)
+            coordinator.end()
+            again = Program("-m", "gradserver", "serve", "--bind", coordinator.url, *options)
+            url = stack.enter_context(again).expect("listening on ")
+            coordinator, again.url = again, url  # type: ignore[assignment,attr-defined]
+        for worker in workers:
+            worker.expect("ok")
+            assert worker.end() == 0
+    committed, partly = of_ledger(tmp_path)
+    assert committed == dict.fromkeys(range(300), 1)
+    assert not partly
+
+
 def of_ledger(directory: Path) -> tuple[Counter[int], set[int]]:
     """How often each position was used up, and who counted in some slices only."""
     from gradserver.engine.records import Round
     from gradserver.ledger.command import _files, _read
 
-    used_up = [
-        used
+    rounds = {  # the last record of a round is the one that counts
+        one.record.record.round: one.record.used_up
         for one in _read(_files(directory), [])
         if isinstance(one.record, Round) and not one.restated
-        for used in one.record.used_up
-    ]
+    }
+    used_up = [used for found in rounds.values() for used in found]
     positions = (position for used in used_up for start, stop in used.ranges for position in range(start, stop))
     return Counter(positions), {used.seat for used in used_up if used.partly}
 

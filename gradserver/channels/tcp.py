@@ -51,6 +51,7 @@ from protocol.messages import (
     Status,
     StatusRequest,
 )
+from protocol.resuming import Resume
 from protocol.wire import decode, encode
 
 log = logging.getLogger("gradserver")
@@ -260,7 +261,7 @@ class TcpServer:
             self._take_from(peer, message, payloads)
         elif isinstance(message, Join) and self._early is not None and len(self._early) < _MAX_EARLY:
             self._early.append((identity, frames))
-        elif isinstance(message, Join | Enlist | Attend):
+        elif isinstance(message, Join | Enlist | Attend | Resume):
             peer = self._peers[identity] = _Peer(self, identity)
             peer.connection = self._coordinator.connect(peer)
             self._coordinator.receive(peer.connection, message, payloads)
