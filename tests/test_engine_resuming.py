@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gradserver.engine.records import Dated, Halt
+from gradserver.engine.records import Boundary, Dated, Halt
 from protocol.errors import GradServerError, JoinRefusedError, LeftOutError, NonFiniteError, ProtocolError
 from protocol.limits import MAX_COUNTER
 from protocol.messages import Agreed, Failure, Membership, Propose, Result, RoundDone, Welcome
 from protocol.plan import Plan
+from protocol.positions import Claim, Register, Used
+from protocol.ranges import pack
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests.crash_harness import POLICY, Fused
 from tests.engine_harness import SEATS, bucket, floats, plan_of
@@ -139,6 +141,32 @@ def test_whoever_has_not_heard_that_a_round_is_over_hears_it_then() -> None:
     assert group.told(1) == [Result(bucket(2, 1), 0, 2.0, False), RoundDone(2, 1), Standing(2, 3)]
 
 
+def test_a_round_that_was_written_down_and_not_told_is_over_with_the_membership_of_now() -> None:
+    group = Group(3, plan_of(4))
+    for rank in range(3):
+        group.harness.push(rank, bucket(0), ONE)
+    group.harness.answer(group.harness.reduces[0])
+    group.harness.restart()
+    for rank in (0, 1):
+        group.resume(rank)
+        group.hold(rank, 0, held(0, 0))
+    group.harness.wait(POLICY.missing)
+    assert RoundDone(0, 4) in group.told(0)
+    assert group.harness.records[-1] == Boundary("default", 0, 4)
+
+    group.harness.restart()
+    for rank in (0, 1):
+        group.resume(rank)
+    group.hold(0, 1, held(0, 0))
+    group.hold(1, 0, held(0, 0))
+
+    assert [type(message) for message in group.told(0)] == [Resumed, Membership, Standing]
+    _, news, done, _ = group.told(1)
+    assert isinstance(news, Membership)
+    assert (news.epoch, news.seats) == (4, (0, 1))
+    assert done == RoundDone(0, 4)
+
+
 def test_who_lacks_what_nobody_keeps_any_more_is_left_out() -> None:
     group = Group(3)
     group.harness.restart()
@@ -153,6 +181,41 @@ def test_who_lacks_what_nobody_keeps_any_more_is_left_out() -> None:
     assert "nobody has round 2 for it any more" in failure.text
     group.harness.wait(0)
     assert [type(message) for message in group.told(0)] == [Resumed, Membership, Standing]
+
+
+def test_reductions_of_before_are_waited_for_as_they_may_write_to_memory() -> None:
+    group = Group()
+    for rank in (0, 1):
+        group.harness.push(rank, bucket(0), ONE)
+    (reduce,) = group.harness.reduces
+    group.harness.lose(1)
+    group.resume(1)
+    group.hold(0, 0, connection=SEATS)
+    group.hold(1, 0)
+    assert group.told(1) == [Resumed(1, 2)]
+
+    group.harness.answer(reduce)
+
+    assert group.told(1) == [Standing(2, 0)]
+
+
+def test_what_was_asked_of_data_and_not_answered_can_be_asked_again_and_what_was_used_is_said_again() -> None:
+    group = Group()
+    for connection in (SEATS, SEATS + 1):
+        group.harness.receive(connection, Register("train", 100, 17, True, 0, 0), pack(()))
+    group.harness.receive(SEATS, Claim("train", 1, 0, 10, 0))
+    group.harness.receive(SEATS + 1, Claim("train", 1, 0, 10, 5))
+    group.harness.lose(1)
+    group.resume(1)
+    group.harness.receive(BACK + 1, Claim("train", 1, 0, 10, 5))
+    assert BACK + 1 not in group.harness.closed
+
+    group.harness.restart()
+    group.resume(0)
+    group.harness.receive(BACK, Used("train", 0, 0), pack(((0, 10),)))
+
+    assert BACK not in group.harness.closed
+    assert group.harness.engine.control.groups["default"].positions.uses["train"].used == {(0, 0): ((0, 10),)}
 
 
 def test_a_plan_that_was_agreed_on_and_not_told_is_told() -> None:

@@ -197,6 +197,23 @@ def test_collectives_say_who_they_are_again_and_their_results_are_held(scene: Sc
     assert spans == [Span(State.HELD, key, 0, 2)]
 
 
+def test_the_root_of_a_broadcast_keeps_what_it_gave_for_those_who_lack_it(scene: Scene) -> None:
+    key, given = ExchangeKey(Stream.COLLECTIVE, 0), np.full(5, 3.5, np.float32)
+    operation = operation_of(Kind.BROADCAST, Op.NONE, FLOAT32, 5, 0)
+    handle = scene.worker._session.collective(operation, given.view(np.uint8), None, background=True)
+    scene.pushes((key, 0))
+    scene.now.say(Result(key, 0, 1.0, False))
+    handle.wait()
+    given[:] = 9.0
+
+    _, _, spans = scene.again()
+
+    assert spans == [Span(State.HELD, key, 0, 1)]
+    scene.now.say(Fetch(0, key, 0))
+    assert scene.now.hear(Held) == Held(0, key, 0, 1.0, True)
+    assert scene.now.payloads == [np.full(5, 3.5, np.float32).tobytes()]
+
+
 def test_a_plan_that_was_not_agreed_on_is_proposed_again() -> None:
     with ExitStack() as stack:
         first = stack.enter_context(Scripted())

@@ -18,7 +18,7 @@ import numpy as np
 from protocol.buffer import Buffer
 from protocol.channel import Channel
 from protocol.errors import GradServerError
-from protocol.exchange import IN_PLACE, ExchangeKey, Layout, Operation, Pool, Stream
+from protocol.exchange import IN_PLACE, ExchangeKey, Kind, Layout, Operation, Pool, Stream
 from protocol.limits import MAX_SLICES
 from protocol.messages import HERE, Place, Push, Result
 from worker.coder import Coder
@@ -291,6 +291,12 @@ class Exchange:
         staged = self._staged[index]
         skipped = self.layout.run_bytes(staged.start, index)
         return bytes(staged.slot.memory[skipped : skipped + self.layout.run_bytes(index, index + 1)])
+
+    def copy_of(self, index: int) -> bytes | None:
+        """What this worker gave to slice ``index``, if that is the result of the others."""
+        if self._source is None or self.operation.kind not in (Kind.BROADCAST, Kind.TRANSFER):
+            return None
+        return self._part(self._source, index, index + 1).tobytes()
 
     def write(self, result: Result, payload: Buffer | None) -> None:
         """Put a result where it belongs; where it lies already, nothing is to be done."""

@@ -177,6 +177,8 @@ class Books:
             if operation.kind in (Kind.TRANSFER, Kind.BROADCAST):
                 me = self._session.seat_of(me)
             useful = operation.kind is Kind.BARRIER or gets(operation, me, key, owner)
+            if not useful and (given := exchange.copy_of(index)) is not None:
+                kept, useful = Kept(result._replace(present=True, slices=1, placed=False), given), True
             self.retained.keep_past(key, index, exchange.layout.cost(index), kept if useful else None)
 
     def early(self, result: Result, payloads: Sequence[Buffer]) -> None:
