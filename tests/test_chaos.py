@@ -17,7 +17,7 @@ from gradserver.chaos.fleet import Use
 from gradserver.chaos.report import leaks, wrongs
 from gradserver.chaos.schedule import DEFAULT, SPECS, draw
 from gradserver.cli import main
-from tests.cluster import ROOT
+from tests.cluster import ROOT, wait_until
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,6 +102,27 @@ def test_a_short_storm_is_survived(tmp_path: Path) -> None:
     assert result["passed"]
     assert result["rounds"] > 50
     assert (tmp_path / "plan.txt").read_text().count("\n") == result["events"] + result["events_missed"]
+
+
+@pytest.mark.long
+def test_nothing_survives_a_run_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gradserver", "chaos", "--workers", "3", "--events", "stop,delay,reset"]
+    with subprocess.Popen(
+        [*command, "--keep", str(tmp_path / "run")], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
+    ) as run:
+        heard = tmp_path / "run" / "heard.jsonl"
+        wait_until(lambda: heard.exists() and b'"round"' in heard.read_bytes(), "they train")
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        assert len(children) >= 6  # coordinator, relay, wires, and workers
+        run.kill()
+    wait_until(lambda: not any(is_running(int(child)) for child in children), "all of them have ended")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 SABOTAGE = """

@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import zmq
 
-from tests.cluster import PATIENCE, ROOT
+from tests.cluster import PATIENCE, ROOT, wait_until
 
 
 class Between:
@@ -179,3 +180,35 @@ def test_the_end_of_one_side_is_seen_at_the_other(gone: str) -> None:
             ending.close(0)
             assert monitor.recv_multipart()
             staying.disable_monitor()
+
+
+def test_a_coordinator_that_is_back_is_reached_by_who_tries_again() -> None:
+    with relayed() as (relay, dealer, router):
+        router.recv_multipart()
+        context, address = router.context, router.getsockopt_string(zmq.LAST_ENDPOINT)
+        for _ in range(3):
+            with dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+                monitor.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1000))
+                router.unbind(address)
+                router.close(0)
+                assert monitor.recv_multipart()
+                dealer.disable_monitor()
+            dealer.close(0)
+            router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+            for end in (router, dealer):
+                end.setsockopt(zmq.LINGER, 0)
+                end.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1000))
+            wait_until(partial(binds, router, address), "the port is free")
+            dealer.connect(f"tcp://127.0.0.1:{relay.port}")
+            dealer.send(b"hello again")
+            assert router.recv_multipart()[1] == b"hello again"
+        router.close(0)
+        dealer.close(0)
+
+
+def binds(socket: zmq.Socket[bytes], address: str) -> bool:
+    try:
+        socket.bind(address)
+    except zmq.ZMQError:
+        return False
+    return True

@@ -98,7 +98,7 @@ class World:
             oracle.take(Dated(number + 0.1, Round("g", 1, written)))
         for name in finished:
             self.weights(number, name, weights[name])
-            line = {"kind": "round", "name": name, "round": number, "epoch": 1, "results": lines[name]}
+            line = {"kind": "round", "name": name, "round": number, "rank": NAMES.index(name), "results": lines[name]}
             oracle.hear({**line, "weights": generator.weights_digest(weights[name]), "at": number + 0.1})
 
 
@@ -204,7 +204,7 @@ def test_a_step_that_nobody_should_have_made() -> None:
 
 def test_who_reports_late_is_compared_too() -> None:
     oracle = World().judged()
-    line = {"kind": "round", "name": "bob", "round": 1, "epoch": 1, "results": [1, 2, 3, 4], "weights": 1, "at": 9.0}
+    line = {"kind": "round", "name": "bob", "round": 1, "rank": 1, "results": [1, 2, 3, 4], "weights": 1, "at": 9.0}
     oracle.hear(line)
     only(oracle, "diverged", "round 1: results of bob are not those of the others")
 

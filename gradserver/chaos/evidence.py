@@ -3,7 +3,7 @@
 Workers print a line of JSON for each round that they have finished, and the run writes all of them, and what it does,
 into one file, in the order in which it heard them:
 
-    {"kind": "round", "name", "round", "epoch", "results": […], "weights", "at"}     a worker has finished a round
+    {"kind": "round", "name", "round", "rank", "results": […], "weights", "at"}    a worker has finished a round
     {"kind": "replayed", …}                      the same, but it only took part in its result, as it was coming in
     {"kind": "entered" | "out" | "left", …}      it has come in, is out of the group, or has left it
     {"kind": "fault", "name", "text"}            what it got from a collective, or read, is not what it should be
@@ -29,11 +29,14 @@ LEDGER: Final = "ledger"
 
 
 class Report(NamedTuple):
-    """What one worker says of one round: digests of every bucket's result, and of its weights after the step."""
+    """What one worker says of one round: digests of every bucket's result, and of its weights after the step.
+
+    Ranks are in the order of seats, and those after the round.
+    """
 
     name: str
     round: int
-    epoch: int
+    rank: int
     results: tuple[int, ...]
     weights: int
     at: float
@@ -43,9 +46,7 @@ class Report(NamedTuple):
     def of(cls, line: dict[str, Any]) -> Report:
         """The report in a line."""
         gave = line["kind"] == "round"
-        return cls(
-            line["name"], line["round"], line["epoch"], tuple(line["results"]), line["weights"], line["at"], gave
-        )
+        return cls(line["name"], line["round"], line["rank"], tuple(line["results"]), line["weights"], line["at"], gave)
 
 
 class HeardTail:

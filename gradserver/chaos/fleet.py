@@ -11,6 +11,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -81,6 +82,8 @@ class Fleet(Family[Child]):
         self._hit: dict[str, tuple[str, float]] = {}
         """What was done to whom, and has not been followed by a round yet."""
         self._inside: set[str] = set()
+        self._astray: set[str] = set()
+        """Who is out of the group without a reason, and was told of."""
         self._url = self._address = ""
         self._ports: dict[str, int] = {}
         """Where those connect who have somebody between them and the coordinator."""
@@ -195,13 +198,15 @@ class Fleet(Family[Child]):
             case "round":
                 self.round = max(self.round, line["round"])
                 self._inside.add(name)
+                self._astray.discard(name)
                 if name in self._hit and self._hit[name][1] < at:
                     kind, since = self._hit.pop(name)
                     self.back.append((kind, at - since))
             case "out" | "refused":
                 self._inside.discard(name)
                 self.outs[line["error"]] += 1
-                if at > self._disturbed.get(name, 0.0):
+                if at > self._disturbed.get(name, 0.0) and name not in self._astray:
+                    self._astray.add(name)
                     self.faults.append(f"{name} was out of the group, and nothing was done to it: {line['text']}")
             case "left":
                 self._inside.discard(name)
@@ -245,13 +250,13 @@ class Fleet(Family[Child]):
 
     def say(self, name: str, line: str) -> None:
         """Tell a process something."""
-        stream = self._by_name[name].process.stdin
-        assert stream is not None
-        try:
-            stream.write(line.encode() + b"\n")
-            stream.flush()
-        except BrokenPipeError:  # it has just ended, which shows elsewhere
-            return
+        child = self._by_name[name]
+        if child in self.children:
+            stream = child.process.stdin
+            assert stream is not None
+            with suppress(BrokenPipeError):  # it has just ended, which shows elsewhere
+                stream.write(line.encode() + b"\n")
+                stream.flush()
 
     # ── judging, and the end ────────────────────────────────────────────────────────────────────────────────
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from gradserver.chaos import generator, recount
 from gradserver.chaos.evidence import Report
+from gradserver.chaos.explain import Case, explain, search
 from gradserver.chaos.recount import Giver
 from gradserver.engine.records import Closed, Dated, Epoch, Gap, Group, Halt, Round, RoundRecord
 from protocol.digest import MODULUS, digest, places
@@ -35,8 +36,6 @@ LAG: Final = 64
 _REMEMBERED: Final = 4096
 _TOLD: Final = 100
 """Findings that are put into words; more are only counted."""
-_UNKNOWN: Final = 3
-"""Of a round that was not written down: those who may have contributed or not."""
 
 
 @dataclass(slots=True)
@@ -201,7 +200,8 @@ class Oracle:
             self._say("diverged", f"round {report.round}: weights of {report.name} are not those of the others")
 
     def _name(self, seat: int, number: int) -> str:
-        names = [name for since, name in self._seats.get(seat, ()) if since <= number]
+        # Who joins contributes to one round before it is a member, and nobody else can have its seat then.
+        names = [name for since, name in self._seats.get(seat, ()) if since <= number + 1]
         return names[-1] if names else f"seat {seat}"
 
     def _present(self, number: int) -> frozenset[int]:
@@ -261,7 +261,9 @@ class Oracle:
             for what, seen in (("members got", results), ("the ledger has", record.results)):
                 if seen and seen[part] != made:
                     right = False
-                    self._blame(number, part, rows, chosen, seen[part], what)
+                    case = Case(self._seed, number, part, self._shares[part])
+                    kind, text = explain(case, givers, chosen, seen[part])
+                    self._say(kind, f"round {number}, bucket {part}: {what} {text}")
             if record.inputs:
                 for seat, _, row in rows:
                     inputs[seat] += self._digest_of(part, row, chosen.get(seat))
@@ -297,73 +299,37 @@ class Oracle:
         spans = [self._shares[part].layout.span(index) for index in slices]
         return sum(digest(row[start:stop], at + 4 * start) for start, stop in spans)
 
-    def _blame(
-        self,
-        number: int,
-        part: int,
-        rows: Sequence[tuple[int, float, Array]],
-        cut: Mapping[int, frozenset[int]],
-        seen: int,
-        what: str,
-    ) -> None:
-        """Say what a result is that is not the mean: with something twice, with an earlier round's, or just wrong."""
-        size, share, at = generator.SIZES[part], self._shares[part], self._places[part]
-        where = f"round {number}, bucket {part}: {what}"
-        for index, (seat, weight, _) in enumerate(rows):
-            name = self._name(seat, number)
-            others = [*rows[:index], *rows[index + 1 :]]
-            for twice in ([*rows[: index + 1], *rows[index:]], [*rows, rows[index]]):
-                if digest(recount.bucket(share, twice, cut, size), at) == seen:
-                    return self._say("double", f"{where} the mean with {name} in it twice")
-            if digest(recount.bucket(share, others, cut, size), at) == seen:
-                return self._say("lost", f"{where} the mean without {name}, which is said to have counted")
-            for earlier in range(max(0, number - 3), number):
-                old = (seat, weight, generator.values(self._seed, name, earlier, part))
-                if digest(recount.bucket(share, [*rows[:index], old, *rows[index + 1 :]], cut, size), at) == seen:
-                    return self._say("double", f"{where} the mean with what {name} gave to round {earlier}")
-        return self._say("wrong", f"{where} {seen:016x}, which is not the mean of what was given")
-
     def _search(self, number: int, reports: Sequence[Report]) -> list[Array] | None:
         """A round that was not written down: its results must fit its members, if the disk was full just then."""
-        at = max((report.at for report in reports), default=0.0)
-        if not reports or not any(since - 1 < at < until + 1 for since, until in self._gaps):
+        at = min((report.at for report in reports), default=0.0)
+        if not any(since - 1 < at < until + 1 for since, until in self._gaps):
             self._say("lost", f"the ledger has no round {number}")
             return None
         self.unwritten += 1
-        finished = {report.name for report in reports if report.gave}
-        known = {seat: self._name(seat, number) for seat in sorted(self._seats)}
-        sure = [seat for seat, name in known.items() if name in finished]
-        perhaps = [seat for seat in known if seat not in sure]
+        order, sure = self._order(number, reports)
         means = []
         for part in range(len(generator.SIZES)):
-            found = self._find(number, part, known, sure, perhaps, reports[0].results[part])
+            case = Case(self._seed, number, part, self._shares[part])
+            found = search(case, order, sure, reports[0].results[part])
             if found is None:
                 self._say("wrong", f"round {number}, bucket {part}: no set of members gives what they got")
                 return None
             means.append(found)
         return means
 
-    def _find(
-        self, number: int, part: int, known: Mapping[int, str], sure: list[int], perhaps: list[int], seen: int
-    ) -> Array | None:
-        share, size = self._shares[part], generator.SIZES[part]
-        every = {
-            seat: (
-                seat,
-                generator.weight(self._seed, name, number),
-                generator.values(self._seed, name, number, part),
-            )
-            for seat, name in known.items()
-        }
-        for extra in range(min(_UNKNOWN, len(perhaps)) + 1):
-            for others in itertools.combinations(perhaps, extra):
-                rows = [every[seat] for seat in sorted([*sure, *others])]
-                for counts in itertools.product(range(1, share.layout.count + 1), repeat=extra):
-                    for sets in itertools.product(*(list(recount.prefixes(share, count)) for count in counts)):
-                        result = recount.bucket(share, rows, dict(zip(others, sets, strict=True)), size)
-                        if digest(result, self._places[part]) == seen:
-                            return result
-        return None
+    def _order(self, number: int, reports: Sequence[Report]) -> tuple[list[str], list[int]]:
+        """Who may have contributed to a round that was not written down, in the order of seats; and who has for sure.
+
+        Those who finished it have ranks; others a seat, perhaps, that the ledger knew before or knows afterwards.
+        """
+        order = [report.name for report in sorted(reports, key=lambda report: report.rank) if report.gave]
+        finished = set(order)
+        seats = {self._name(seat, number): seat for seat in self._seats}
+        for name, seat in sorted(seats.items(), key=lambda item: item[1]):
+            if name not in finished:
+                before = [place for place, other in enumerate(order) if seats.get(other, seat) < seat]
+                order.insert(before[-1] + 1 if before else 0, name)
+        return order, [place for place, name in enumerate(order) if name in finished]
 
     def _step(self, number: int, means: Sequence[Array] | None, reports: Sequence[Report]) -> None:
         """Weights after the round."""

@@ -124,7 +124,7 @@ class Program:
         self._say(
             kind,
             round=number,
-            epoch=worker.epoch,
+            rank=worker.rank,
             results=[digest(result, at) for result, at in zip(results, self._places, strict=True)],
             weights=generator.weights_digest(self._weights),
         )

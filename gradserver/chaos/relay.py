@@ -26,6 +26,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 _HEARTBEAT_MS, _SILENCE_MS = 700, 1800
+_UNBOUND_MS = 2000
 _TOGETHER_SECONDS = 0.05
 """A message that is to be overtaken goes on after this, if none comes."""
 Frames = list[zmq.Frame]
@@ -121,7 +122,7 @@ class Relay:
         self.socket = self._context.socket(zmq.ROUTER)
         _heartbeats(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         if self.port:
             self.socket.bind(f"tcp://127.0.0.1:{self.port}")
         else:
@@ -133,6 +134,8 @@ class Relay:
             connection.close()
         self.connections.clear()
         self.socket.unbind(self.socket.getsockopt(zmq.LAST_ENDPOINT))
+        while self.monitor.poll(_UNBOUND_MS) and recv_monitor_message(self.monitor)["event"] != zmq.EVENT_CLOSED:
+            pass  # only then the port is free
         _end(self.socket, self.monitor)
         self._listen()
 

@@ -222,7 +222,7 @@ def draw(
     fresh = itertools.count()
     at = begin
     while True:
-        at += every * chance.uniform(0.5, 1.5)
+        at = round(at + every * chance.uniform(0.5, 1.5), 3)
         if at > seconds - end:
             break
         event = _draw(chance, at, seconds - 1.0, kinds, ways, spare, times, fresh)
@@ -261,5 +261,5 @@ def _draw(
         times.busy[target] = at + amount + spec.recovery
         if spec.out:
             times.out[target] = times.busy[target]
-        return Event(round(at, 3), kind, f"x{next(fresh)}" if target == "newcomer" else target, amount)
+        return Event(at, kind, f"x{next(fresh)}" if target == "newcomer" else target, amount)
     return None

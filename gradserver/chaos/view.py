@@ -16,6 +16,7 @@ from gradserver.tables import table
 _STATUS_SECONDS = 10.0
 """Between two status lines where none can be replaced."""
 _FINDINGS = 12
+_LONG = 400
 
 
 class View:
@@ -121,7 +122,7 @@ class View:
             ("left out", ", ".join(f"{count} {error}" for error, count in sorted(result["outs"].items())) or "nobody"),
         )
         for finding in result["findings"][:_FINDINGS]:
-            self.line(f"  - {finding}")
+            self.line(f"  - {finding if len(finding) <= _LONG else finding[:_LONG] + '…'}")
         if len(result["findings"]) > _FINDINGS:
             self.line(f"  - and {len(result['findings']) - _FINDINGS} more")
         self.line()

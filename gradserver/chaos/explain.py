@@ -1,0 +1,81 @@
+"""Where a result can come from: tried out, where it is not what it should be, or nobody wrote down who gave to it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy.typing as npt
+
+from gradserver.chaos import generator, recount
+from gradserver.chaos.recount import Giver
+from protocol.digest import digest, places
+from protocol.shards import Share
+
+Array = npt.NDArray[Any]
+Row = tuple[int, float, Array]
+
+_EARLIER: Final = 3
+"""Rounds that are gone back."""
+_UNKNOWN: Final = 3
+"""Those who may have contributed or not."""
+
+
+class Case(NamedTuple):
+    """One bucket of one round."""
+
+    seed: int
+    number: int
+    part: int
+    share: Share
+
+    def given(self, name: str, number: int | None = None) -> Array:
+        """What somebody gives to it, or gave to it in another round."""
+        return generator.values(self.seed, name, self.number if number is None else number, self.part)
+
+    def fits(self, rows: Sequence[Row], cut: Mapping[int, frozenset[int]], seen: int) -> Array | None:
+        """The result of these rows, if it is the one with the digest ``seen``."""
+        result = recount.bucket(self.share, rows, cut, generator.SIZES[self.part])
+        return result if digest(result, places(generator.plan())[self.part]) == seen else None
+
+
+def explain(case: Case, givers: Sequence[Giver], cut: Mapping[int, frozenset[int]], seen: int) -> tuple[str, str]:
+    """What kind of fault a result is that is not the mean, and why: something twice, too old, left out, or unknown."""
+    rows = [(giver.seat, giver.weight, case.given(giver.name)) for giver in givers]
+    for index, giver in enumerate(givers):
+        before, own, behind = rows[:index], rows[index], rows[index + 1 :]
+        for twice in ([*before, own, own, *behind], [*rows, own]):
+            if case.fits(twice, cut, seen) is not None:
+                return "double", f"the mean with {giver.name} in it twice"
+        if case.fits([*before, *behind], cut, seen) is not None:
+            return "lost", f"the mean without {giver.name}, which is said to have counted"
+        for earlier in range(max(0, case.number - _EARLIER), case.number):
+            old = (giver.seat, giver.weight, case.given(giver.name, earlier))
+            if case.fits([*before, old, *behind], cut, seen) is not None:
+                return "double", f"the mean with what {giver.name} gave to round {earlier}"
+    return "wrong", f"{seen:016x}, which is not the mean of what was given"
+
+
+def search(case: Case, order: Sequence[str], sure: Sequence[int], seen: int) -> Array | None:
+    """A mean with the digest ``seen`` of those who are ``sure``, by places in ``order``, and few of the others."""
+    rows = [
+        (place, generator.weight(case.seed, name, case.number), case.given(name)) for place, name in enumerate(order)
+    ]
+    perhaps = [place for place in range(len(order)) if place not in sure]
+    for extra in range(min(_UNKNOWN, len(perhaps)) + 1):
+        for others in itertools.combinations(perhaps, extra):
+            chosen = [rows[place] for place in sorted([*sure, *others])]
+            for cut in _cuts(case.share, others):
+                if (result := case.fits(chosen, cut, seen)) is not None:
+                    return result
+    return None
+
+
+def _cuts(share: Share, seats: Sequence[int]) -> Iterator[dict[int, frozenset[int]]]:
+    """All prefixes that each of these can have given."""
+    each = [[which for count in range(1, share.layout.count + 1) for which in recount.prefixes(share, count)]] * len(
+        seats
+    )
+    for sets in itertools.product(*each):
+        yield dict(zip(seats, sets, strict=True))
