@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -59,6 +59,19 @@ class Journal(Protocol):
         """Where it writes, and what is wrong with that, as plain JSON values."""
 
 
+class Residuals(Protocol):
+    """Where what lossy codecs keep back outlives this process: `gradserver.residuals.Residuals`."""
+
+    def restore(self, records: Iterable[Kind]) -> frozenset[str]:
+        """Go on from what an earlier coordinator has left. The groups of which there is something."""
+
+    def take(self, record: Kind) -> None:
+        """Something was written down."""
+
+    def provide(self, command: Reduce) -> None:
+        """Give a reduction what is owed to it, if that is kept here."""
+
+
 class Coordinator:
     """Feeds events to the engine and carries out what it commands.
 
@@ -70,6 +83,7 @@ class Coordinator:
         reducer: who combines contributions.
         on_deadline: called after an event with the time of the next deadline, when that has come nearer.
         journal: where records go, if they are kept. Only for a coordinator that one thread calls.
+        residuals: where what lossy codecs keep back is kept with them.
     """
 
     def __init__(
@@ -78,9 +92,10 @@ class Coordinator:
         on_deadline: Callable[[float], None] | None = None,
         reducer: Reducer | None = None,
         journal: Journal | None = None,
+        residuals: Residuals | None = None,
     ) -> None:
         self._engine = engine
-        self._journal = journal
+        self._journal, self._residuals = journal, residuals
         self._reducer = reducer or Reducer()
         self._call_soon: Callable[[Callable[[], None]], None] = lambda call: call()
         self._lock = threading.Lock()
@@ -111,6 +126,11 @@ class Coordinator:
         """A message came in."""
         self._handle(Received(connection, message, payloads))
 
+    def restore(self, records: tuple[Kind, ...]) -> None:
+        """Go on from what an earlier coordinator has written down."""
+        kept = frozenset[str]() if self._residuals is None else self._residuals.restore(records)
+        self._handle(Restored(records, kept))
+
     def garbled(self, connection: int, error: GradServerError) -> None:
         """Something came in that is no message."""
         self._handle(Garbled(connection, error))
@@ -119,10 +139,6 @@ class Coordinator:
         """A connection broke."""
         if self._channels.pop(connection, None) is not None:
             self._handle(Disconnected(connection, reason))
-
-    def restore(self, records: Sequence[Kind]) -> None:
-        """Go on with what an earlier coordinator has written. Before anybody connects."""
-        self._handle(Restored(tuple(records)))
 
     def tick(self) -> None:
         """Time passed."""
@@ -163,6 +179,8 @@ class Coordinator:
             return
         match command:
             case Reduce():
+                if self._residuals is not None and command.operation.is_lossy:
+                    self._residuals.provide(command)
                 outcome = self._reducer.start(command, partial(self._reduced_later, command))
                 if outcome is not PENDING:
                     self._reduced(command, outcome)
@@ -173,6 +191,8 @@ class Coordinator:
             case Record(record):
                 if self._journal is not None:
                     self._journal.append(record)
+                if self._residuals is not None:
+                    self._residuals.take(record)
             case Log(text, warning):
                 log.log(logging.WARNING if warning else logging.INFO, "%s", text)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import gradserver
 from gradserver.channels.tcp import TcpServer
 from gradserver.children import Children
-from gradserver.coordinator import Coordinator
+from gradserver.coordinator import Coordinator, Residuals
 from gradserver.engine import Engine
 from gradserver.engine.policy import Policy
 from protocol.errors import CoordinatorStoppedError
@@ -86,7 +86,7 @@ def serve(
         digests = ledger is not None and ledger.digests
         incarnation = 0 if journal is None else journal.incarnation
         engine = Engine(worlds, CREDIT_BYTES if credit is None else credit, entropy, own, digests, incarnation)
-        coordinator = Coordinator(engine, journal=journal)
+        coordinator = Coordinator(engine, journal=journal, residuals=_residuals(journal))
         if journal is not None:
             coordinator.restore(journal.restored)
             bind = _same_port(bind, journal.port()) if engine.control.groups else bind
@@ -159,6 +159,14 @@ def serve_shard(primary: str, bind: str | None, rate: float | None = None, share
             server.close()
             link.end()
     return 0
+
+
+def _residuals(journal: StateDir | None) -> Residuals | None:
+    if journal is None:
+        return None
+    from gradserver.residuals import Residuals  # here, as a coordinator without a directory needs none of it
+
+    return Residuals(journal.path)
 
 
 @contextmanager

@@ -44,7 +44,8 @@ def reduce_lossy(command: Reduce) -> Outcome:
             except ProtocolError as error:
                 return Undecodable(contribution.rank, error)
             given.append(_Given(contribution.rank, None if equal else np.float32(weight), data))
-    residual = _residual_of(command)
+    owed = _owed(command)
+    residual = None if owed is None else owed.begin(command.key.number)
     seed = seed_of(command.key.number, command.key.part, command.first)
     result = np.empty(command.nbytes, np.uint8)
     with np.errstate(all="ignore"):  # what is not finite is looked for, and reported with its owner
@@ -53,11 +54,13 @@ def reduce_lossy(command: Reduce) -> Outcome:
             if (undecodable := _sum(given, codec, piece, mean, seed + number)) is not None:
                 return undecodable
             divide(mean, divisor)
-            owed = None if residual is None else residual[elements]
-            if not _encode(codec, mean, owed, result[piece], seed + number):
+            rest = None if residual is None else residual[elements]
+            if not _encode(codec, mean, rest, result[piece], seed + number):
                 return _blame(command, seed)
             if command.digests is not None:
                 _hash(command, command.digests, elements, piece, [*given, _Given(RESULT, None, result)])
+    if owed is not None:
+        owed.end(command.key.number)
     for target in command.targets:
         memoryview(target)[: result.size] = result.data
     return result.data if command.keep else None
@@ -79,15 +82,44 @@ def _hash(command: Reduce, digests: Digests, elements: slice, piece: slice, rows
             digests.found.append((rank, digest(data[piece][part], digests.at + at)))
 
 
-def _residual_of(command: Reduce) -> Array | None:
+class Owed:
+    """What one slice of a bucket is still owed: behind the last round that was made, and behind the one before.
+
+    So a round can be made once more, from the same contributions or others.
+
+    Args:
+        slots: two rows of float32, which may be mapped from a file.
+        rounds: of each the number of the round that left it, plus one; 0 for none.
+    """
+
+    def __init__(self, slots: Array, rounds: Array) -> None:
+        self._slots, self._rounds = slots, rounds
+        self._next = 0
+
+    def begin(self, number: int) -> Array:
+        """What is owed to round ``number``, to be made what that leaves."""
+        before = [int(left) if left <= number else 0 for left in self._rounds]
+        self._next = 0 if before[1] > before[0] else 1
+        self._rounds[self._next] = 0
+        slot: Array = self._slots[self._next]
+        slot[:] = self._slots[1 - self._next] if max(before) else 0
+        return slot
+
+    def end(self, number: int) -> None:
+        """It was made."""
+        self._rounds[self._next] = number + 1
+
+
+def _owed(command: Reduce) -> Owed | None:
     """What this slice of a bucket is still owed; None for what has no next time."""
     key = command.key
     if key.stream != Stream.BUCKET:
         return None
-    residual = command.state.get((key.part, command.slice))
-    if residual is None:
-        residual = command.state[key.part, command.slice] = np.zeros(command.numel, np.float32)
-    return residual
+    owed: Owed | None = command.state.get((key.part, command.slice))
+    if owed is None:
+        owed = Owed(np.zeros((2, command.numel), np.float32), np.zeros(2, np.uint64))
+        command.state[key.part, command.slice] = owed
+    return owed
 
 
 def _sum(given: list[_Given], codec: Codec, piece: slice, total: Array, seed: int) -> Undecodable | None:

@@ -69,6 +69,10 @@ class Backlog:
             self._rounds.pop(number, None)
         return taken
 
+    def of_round(self, number: int) -> list[Unasked]:
+        """What there is of a round."""
+        return [unasked for slices in self._rounds.get(number, {}).values() for unasked in slices.values()]
+
     def forget(self, before: int) -> None:
         """Drop what is there of rounds ``before`` this one."""
         for number in [number for number in self._rounds if number < before]:

@@ -107,7 +107,7 @@ def connect(
     session = Session(connection, timeout)
     try:
         _await_welcome(session.join(join), url, started + timeout - time.monotonic(), timeout)
-        if session.membership.durable and reconnect > 0:
+        if session.membership.durable:  # also with no patience: others may come back, and ask what this one holds
             session.endure(Lifeline(connection, session, reconnect))
         _attend_shards(connection, session, started + timeout)
         if channel != "tcp":

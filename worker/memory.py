@@ -186,6 +186,8 @@ class SharedMemory:
         with self._lock:
             self._trouble = self._trouble or "it was closed"
             self._index = ([], [])
+            for segment in self._segments.values():
+                segment.close()
             self._segments.clear()
             self._arenas.clear()
             self._blocks.clear()
@@ -265,8 +267,12 @@ class SharedMemory:
         number, self._offered = self._offered, self._offered + 1
         size = SEGMENT_HEADER_BYTES + nbytes
         segment = _Segment(number, *_allocate(size), size, writable)
-        self._offer(segment)
-        if writable:  # nobody will be offered it again
+        try:
+            self._offer(segment)
+        except BaseException:
+            segment.close()
+            raise
+        if not self._durable or writable:  # nobody will be offered it again
             segment.close()
         self._segments[number] = segment
         self._index_again()
@@ -294,6 +300,7 @@ class SharedMemory:
         """Share ``segment`` no more. Its address is forgotten before it is unmapped, and can be another's."""
         del self._segments[segment.number]
         self._index_again()
+        segment.close()
         for peer in self._peers:
             peer.release(segment.number)
 

@@ -260,6 +260,10 @@ class Exchange:
         self.first = self.sent
         return void
 
+    def give_again(self, slices: Iterable[int]) -> None:
+        """These were answered, and have to be given once more all the same."""
+        self.answered.difference_update(slices)
+
     def takes(self, start: int, stop: int, unasked: bool) -> bool:
         """Whether a result of the slices from ``start`` up to ``stop`` may come; ``unasked``: before they are sent."""
         return start not in self.answered and self.start <= start < stop <= (self.stop if unasked else self.sent)
@@ -413,7 +417,7 @@ class Outbox:
         self.clear()
         self._in_flight = dict.fromkeys(Pool, 0)
         for exchange in exchanges:
-            if exchange.sent < exchange.stop:
+            if exchange.sent < exchange.stop and not exchange.held_back:
                 self.add(exchange)
 
     def clear(self) -> None:

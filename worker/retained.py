@@ -7,7 +7,7 @@ it is what was answered last, as much as anybody can still lack (`protocol.resum
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -29,10 +29,7 @@ class _Past(NamedTuple):
     """A slice of a collective or a transfer that was answered."""
 
     cost: int
-    key: ExchangeKey
-    slice: int
-    kept: Kept | None
-    """None where nothing came that would be of use to others."""
+    kept: Kept
 
 
 class Retained:
@@ -47,25 +44,45 @@ class Retained:
         """By bucket and slice; which round it is of, its key says."""
         self._room = credit + SLICE_BYTES
         self._past: dict[int, deque[_Past]] = {Stream.COLLECTIVE: deque(), Stream.TRANSFER: deque()}
-        self._cost = {Stream.COLLECTIVE: 0, Stream.TRANSFER: 0}
-        self._failed: deque[ExchangeKey] = deque(maxlen=MAX_OVER)
+        self._cost: Counter[int] = Counter()
+        """What is kept of either stream would take of its credit."""
+        self._over: dict[ExchangeKey, tuple[State, set[int]]] = {}
+        """Collectives and transfers of which something is not kept, or all: the latest."""
 
     def keep_slice(self, index: int, kept: Kept) -> None:
         """Slice ``index`` of a bucket was answered: what is kept of it so far nobody can lack any more."""
         self._buckets.setdefault(kept.result.key.part, {})[index] = kept
 
-    def keep_past(self, key: ExchangeKey, index: int, cost: int, kept: Kept | None) -> None:
-        """Slice ``index`` of a collective or a transfer was answered, which took ``cost`` bytes of credit."""
-        past, stream = self._past[Stream(key.stream)], Stream(key.stream)
-        past.append(_Past(cost, key, index, kept))
+    def keep_past(self, kept: Kept, cost: int) -> None:
+        """A slice of a collective or a transfer was answered, which took ``cost`` bytes of credit."""
+        stream = kept.result.key.stream
+        past = self._past[stream]
+        past.append(_Past(cost, kept))
         self._cost[stream] += cost
         while self._cost[stream] - past[0].cost > self._room:
-            self._cost[stream] -= past.popleft().cost
+            gone = past.popleft()
+            self._cost[stream] -= gone.cost
+            self.over(gone.kept.result.key, (gone.kept.result.slice,))
+
+    def over(self, key: ExchangeKey, slices: Iterable[int]) -> None:
+        """These slices of a collective or a transfer are done with, and not kept."""
+        found = set(slices)
+        if not found:
+            return
+        self._over.setdefault(key, (State.OVER, set()))[1].update(found)
+        while len(self._over) > MAX_OVER:
+            del self._over[next(iter(self._over))]
 
     def failed(self, key: ExchangeKey) -> None:
         """A collective or a transfer has failed."""
-        if key.stream != Stream.BUCKET:
-            self._failed.append(key)
+        if key.stream == Stream.BUCKET:
+            return
+        past = self._past[key.stream]
+        self._past[key.stream] = deque(one for one in past if one.kept.result.key != key)
+        self._cost[key.stream] = sum(one.cost for one in self._past[key.stream])
+        self._over.pop(key, None)
+        self.over(key, (0,))
+        self._over[key] = State.FAILED, {0}
 
     def forget_buckets(self) -> None:
         """Another plan was agreed on."""
@@ -80,17 +97,17 @@ class Retained:
         if key.stream == Stream.BUCKET:
             kept = self._buckets.get(key.part, {}).get(index)
             return kept if kept is not None and kept.result.key == key else None
-        return next((past.kept for past in self._past[Stream(key.stream)] if past[1:3] == (key, index)), None)
+        past = (one.kept for one in self._past[key.stream])
+        return next((kept for kept in past if kept.result.key == key and kept.result.slice == index), None)
 
     def spans(self) -> Iterator[Span]:
         """All that is kept, and what is over."""
         for slices in self._buckets.values():
             yield from runs((State.HELD, slices[index].result.key, index) for index in sorted(slices))
         for past in self._past.values():
-            yield from runs(
-                sorted((State.OVER if one.kept is None else State.HELD, one.key, one.slice) for one in past)
-            )
-        yield from (Span(State.FAILED, key, 0, 1) for key in self._failed)
+            yield from runs(sorted((State.HELD, one.kept.result.key, one.kept.result.slice) for one in past))
+        for key, (state, over) in self._over.items():
+            yield from runs((state, key, index) for index in sorted(over))
 
 
 def runs(slices: Iterable[tuple[State, ExchangeKey, int]]) -> Iterator[Span]:

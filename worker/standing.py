@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from protocol.buffer import Buffer
@@ -134,7 +134,7 @@ class Books:
         if kept is None:
             raise MalformedMessageError(f"a Fetch of slice {message.slice} of {tuple(message.key)}, which is not held")
         result, payload = kept
-        held = Held(message.version, message.key, message.slice, result.weight, result.present)
+        held = Held(message.version, message.key, message.slice, result.weight, result.present, result.without)
         self._session._channel.send(held, (payload,) if payload is not None else (), shard)
 
     def _stands(self, message: Standing, shard: ShardTraffic) -> None:
@@ -165,37 +165,51 @@ class Books:
 
     def answered(self, exchange: Exchange, result: Result, payload: Buffer | None) -> None:
         """Keep a result. With the session's lock held."""
-        key, operation = result.key, exchange.operation
-        for index in range(result.slice, result.slice + result.slices):
-            own = exchange.kept_payload(index, result, payload)
-            kept = Kept(result, own)
-            if key.stream == Stream.BUCKET:
-                self.retained.keep_slice(index, kept)
-                continue
-            welcome = self._session.membership
-            me, owner = welcome.rank, exchange.layout.owner(index)
-            if operation.kind in (Kind.TRANSFER, Kind.BROADCAST):
-                me = self._session.seat_of(me)
-            useful = operation.kind is Kind.BARRIER or gets(operation, me, key, owner)
-            if not useful and (given := exchange.copy_of(index)) is not None:
-                kept, useful = Kept(result._replace(present=True, slices=1, placed=False), given), True
-            self.retained.keep_past(key, index, exchange.layout.cost(index), kept if useful else None)
+        slices = range(result.slice, result.slice + result.slices)
+        if result.key.stream == Stream.BUCKET:
+            for index in slices:
+                self.retained.keep_slice(index, Kept(result, exchange.kept_payload(index, result, payload)))
+            return
+        for index in slices:
+            own = result._replace(slice=index, slices=1, placed=False)
+            cost = exchange.layout.cost(index)
+            if self._gets(exchange, index):
+                self.retained.keep_past(Kept(own, exchange.kept_payload(index, result, payload)), cost)
+            elif (given := exchange.copy_of(index)) is not None:
+                self.retained.keep_past(Kept(own._replace(present=True), given), cost)
+        if len(exchange.answered) + result.slices == exchange.stop - exchange.start:
+            self.retained.over(result.key, self._of_others(exchange))
 
-    def early(self, result: Result, payloads: Sequence[Buffer]) -> None:
+    def _gets(self, exchange: Exchange, index: int) -> bool:
+        """Whether this member's result of a slice is what others' is."""
+        operation, key = exchange.operation, exchange.key
+        me = self._session.membership.rank
+        if operation.kind in (Kind.BROADCAST, Kind.TRANSFER):
+            me = self._session.seat_of(me)
+        return operation.kind is Kind.BARRIER or gets(operation, me, key, exchange.layout.owner(index))
+
+    def _of_others(self, exchange: Exchange) -> list[int]:
+        """Slices of which only others get bytes."""
+        if exchange.operation.kind is not Kind.REDUCE_SCATTER:
+            return []
+        return [index for index in range(exchange.start, exchange.stop) if not self._gets(exchange, index)]
+
+    def early(self, result: Result, payload: Buffer | None) -> None:
         """Keep the result of a bucket that is not begun, until it is. With the session's lock held."""
         if result.key.stream == Stream.BUCKET and result.slices == 1 and not result.placed:
-            self.retained.keep_slice(result.slice, Kept(result, payloads[0] if payloads else None))
+            self.retained.keep_slice(result.slice, Kept(result, payload))
 
-    def begun(self, exchange: Exchange) -> bool:
+    def begun(self, exchange: Exchange, came: Iterable[tuple[Result, Buffer | None]]) -> bool:
         """Give a bucket what came before it had begun; whether that was all. With the session's lock held."""
         if exchange.key.stream != Stream.BUCKET:
             return False
+        for result, payload in came:
+            self.early(result, payload)
         for index, (result, payload) in self.retained.of_bucket(exchange.key).items():
-            if exchange.start <= index < exchange.stop:
-                exchange.write(result, payload)
-                exchange.settle(index, index + 1)
-                exchange.handle.present |= result.present
-                exchange.handle.weight = max(exchange.handle.weight, result.weight)
+            exchange.write(result, payload)
+            exchange.settle(index, index + 1)
+            exchange.handle.present |= result.present
+            exchange.handle.weight = max(exchange.handle.weight, result.weight)
         if exchange.answered:
             exchange.rewind()
         return exchange.done
@@ -208,13 +222,16 @@ class Books:
             with session._state:
                 number = max(session.round, session._announced.rounds)
                 weight = session._weight if session._pushed and number == session.round else 0.0
-                spans = pack_spans([*self.retained.spans(), *_lacking(shard)])
+                for result, payload in session._backlog.of_round(number):
+                    self.early(result, payload)
+                spans = pack_spans([*self.retained.spans(), *self._lacking(shard)])
             channel.send(Holding(self._version, number, weight), (spans,), shard.number)
 
-
-def _lacking(shard: ShardTraffic) -> Iterator[Span]:
-    """Collectives and transfers that were begun and have no result."""
-    for key, exchange in shard.exchanges.items():
-        if key.stream != Stream.BUCKET and not exchange.dropped:
+    def _lacking(self, shard: ShardTraffic) -> Iterator[Span]:
+        """Collectives and transfers that were begun and have no result."""
+        for key, exchange in shard.exchanges.items():
+            if key.stream == Stream.BUCKET or exchange.dropped:
+                continue
+            exchange.give_again(self._of_others(exchange))
             open_ones = (index for index in range(exchange.start, exchange.stop) if index not in exchange.answered)
             yield from runs((State.LACKING, key, index) for index in open_ones)

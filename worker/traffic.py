@@ -129,12 +129,16 @@ class Traffic:
             source = data if present and weight > 0 else None
             handle = self._begin(key, operation, source, data, weight, feedback=feedback)
             self._pushed[index], self._weight = handle, weight
-            came = self._backlog.take(self.round, index)
+            came = self._came(key)
         for (result, payload), shard in zip(came, self._shards_of(came, key, operation), strict=True):
             self._settle(result, payload, shard)
         self._pump()
         self._channel.watch(self.idle)
         return handle
+
+    def _came(self, key: ExchangeKey) -> list[Unasked]:
+        """What has come of a bucket before it has begun."""
+        return self._backlog.take(key.number, key.part) if key.stream == Stream.BUCKET else []
 
     def _shards_of(self, came: Sequence[Unasked], key: ExchangeKey, operation: Operation) -> list[int]:
         """Which data shard each of these results of a bucket is from."""
@@ -224,7 +228,7 @@ class Traffic:
         epoch = welcome.epoch if welcome.seats and operation.kind in WORLD_BOUND else 0
         if len(bounds) == 2:
             exchange = Exchange(*what, epoch=epoch, regions=self.books.regions if self.books is not None else None)
-            if self.books is not None and self.books.begun(exchange):
+            if self.books is not None and self.books.begun(exchange, self._came(key)):
                 handle._complete()
             else:
                 self._shards[0].add(exchange, self._is_over(key))
@@ -306,7 +310,7 @@ class Traffic:
         with self._state:
             exchange = there.exchanges.get(result.key)
             if exchange is None and self.books is not None and there.held:
-                self.books.early(result, payloads)
+                self.books.early(result, payload)
                 return
             asked = (
                 exchange is not None and result.slice + result.slices <= exchange.sent and not self._lacks_us(result)

@@ -93,8 +93,8 @@ class Engine:
                 orders = self.control.tick(now, commands)
             case Stop(reason):
                 self.control.stop(reason, commands)
-            case Restored(records):
-                orders = self.control.restore(records, now, commands)
+            case Restored(records, kept):
+                orders = self.control.restore(records, kept, now, commands)
         while orders or reports:
             for order in orders:
                 reports += self.data.obey(order, now, commands)

@@ -29,7 +29,7 @@ Elastic groups are in `gradserver.engine.elastic`, with a table of what differs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from gradserver.engine import chronicle, claims, resuming
@@ -183,12 +183,16 @@ class Control:
             return resuming.detach(group, seat, reason, now, commands)
         return self._gone(connection, reason, False, commands)
 
-    def restore(self, records: Sequence[Kind], now: float, commands: list[Command]) -> list[Order]:
-        """Go on where an earlier coordinator was lost."""
+    def restore(
+        self, records: Sequence[Kind], kept: Collection[str], now: float, commands: list[Command]
+    ) -> list[Order]:
+        """Go on where an earlier coordinator was lost. Of the groups in ``kept`` what lossy codecs owe is there."""
         orders: list[Order] = []
         self._epochs = max((record.epoch for record in records if isinstance(record, Epoch)), default=0)
         for group in resuming.restore(records, self._worlds, now, commands):
             self.groups[group.name] = group
+            buckets = group.plan.buckets if group.plan is not None else ()
+            group.owed_nothing = group.name not in kept and any(bucket.operation.is_lossy for bucket in buckets)
             orders += resuming.reopen(group, self._credit, self._digests)
         return orders
 

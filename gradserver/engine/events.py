@@ -91,9 +91,13 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What an earlier coordinator had written down of its groups. The first event of all."""
+    """What an earlier coordinator had written down of its groups. The first event of all.
+
+    Of the groups in ``kept`` what lossy codecs owe is there, too.
+    """
 
     records: tuple[Kind, ...]
+    kept: frozenset[str] = frozenset()
 
 
 Event = Received | Garbled | Disconnected | Reduced | Tick | Stop | Restored
@@ -372,11 +376,10 @@ class CaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Members go on, with ``round``. ``reset``: what lossy codecs owed is lost."""
+    """Members go on, with ``round``."""
 
     group: str
     round: int
-    reset: bool
 
 
 Report = RoundCompleted | Halted | Violation | Planned | Absent | Departed | Behind | CaughtUp | Recovered

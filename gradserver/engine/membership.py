@@ -82,6 +82,8 @@ class Group:
     """When an elastic group begins, if no more come."""
     paused: float | None = None
     """Since when too few are left."""
+    owed_nothing: bool = False
+    """It was restored, and what lossy codecs had kept back at the coordinator was not."""
     secret: str = ""
     """Of a durable group: from it follow its members' tokens."""
     away: dict[int, float] = field(default_factory=dict)

@@ -332,7 +332,6 @@ def _stand(group: Group, recovery: Recovery, now: float, commands: list[Command]
     holders, number = recovery.holders, recovery.round
     group.recovery = None
     group.first_round = number
-    reset, group.state = bool(group.state) or _is_lossy(group), {}
     done: list[int] = []
     for part, start, stop in _shares(group):
         key = ExchangeKey(Stream.BUCKET, number, part)
@@ -348,7 +347,7 @@ def _stand(group: Group, recovery: Recovery, now: float, commands: list[Command]
             found: set[int] = set().union(*(one.slices[State.HELD].get(key, ()) for one in holders.values()))
             if found:
                 group.settled[key] = frozenset(found)
-    reports: list[Report] = [Recovered(group.order.group, number, reset)]
+    reports: list[Report] = [Recovered(group.order.group, number)]
     for seat in holders:
         commands.append(Send(group.connections[seat], Standing(recovery.version, number)))
     if done or any(key.stream == Stream.BUCKET for key in group.settled):
@@ -409,10 +408,6 @@ def _places(group: Group, number: int) -> Iterable[Place]:
 def _loose(holder: Holder) -> Iterable[Place]:
     """What it has begun of collectives and transfers, and has no result for."""
     return ((key, index) for key, found in holder.slices[State.LACKING].items() for index in found)
-
-
-def _is_lossy(group: Group) -> bool:
-    return group.plan is not None and any(bucket.operation.is_lossy for bucket in group.plan.buckets)
 
 
 def _left_out(group: Group, seat: int, why: str) -> Absent:

@@ -166,7 +166,8 @@ def recovered(group: Group, report: Recovered, commands: list[Command]) -> None:
     group.recovering = False
     group.rounds = report.round
     group.paused = group.held = None  # if a round is complete, data says so once more
-    if report.reset:
+    if group.owed_nothing:
+        group.owed_nothing = False
         chronicle.reset(group, commands)
         what = "what lossy codecs had kept back at the coordinator was lost: residuals reset"
         commands.append(Log(f"group {group.name!r}: {what}", warning=True))

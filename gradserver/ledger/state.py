@@ -17,6 +17,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +32,8 @@ EVERY_ROUND: Final = 0.0
 """Instead of seconds: sync behind every round."""
 _FILE_BYTES: Final = 64 * MIB
 """From here on a new file is begun."""
+_RESTATED_BYTES: Final = 4 * MIB
+"""What is written between two snapshots within a file."""
 _RETRY_SECONDS: Final = 10.0
 _NAME: Final = re.compile(r"ledger-(\d{6,})\.gsl")
 
@@ -63,7 +66,7 @@ class StateDir:
         file_bytes: int = _FILE_BYTES,
         retry: float = _RETRY_SECONDS,
     ) -> None:
-        self._path, self._keep, self._file_bytes, self._retry = path, keep, file_bytes, retry
+        self.path, self._keep, self._file_bytes, self._retry = path, keep, file_bytes, retry
         self._sync = sync
         self._books = Books()
         self._trouble: str | None = None
@@ -71,6 +74,7 @@ class StateDir:
         self._file = path
         self._fd = -1
         self._number = self._size = 0
+        self._restate_at = _RESTATED_BYTES
         self._full = file_bytes
         """Size from which on the present file is full: larger if what it restates is."""
         self._dirty = threading.Event()
@@ -83,7 +87,7 @@ class StateDir:
         self._lock = _lock(path)
         try:
             self.incarnation = self._resume() + 1
-            self.restored = tuple(record for _, record in self._books.records())
+            self.restored: tuple[Kind, ...] = tuple(dated.record for dated in self._books.records())
             self._begin_or_tell()
             self.append(Start(self.incarnation, version, os.getpid(), time.time(), time.monotonic()))
         except BaseException:
@@ -114,20 +118,22 @@ class StateDir:
         self._books.take(dated)
         if self._trouble is None and self._size >= self._full:
             self._begin_or_tell()
+        elif self._trouble is None and self._size >= self._restate_at:
+            self._restate()
 
     def port(self) -> int:
         """The port that the coordinator before had; 0 if there was none, or it is not known any more."""
         try:
-            return int((self._path / "port").read_text())
+            return int((self.path / "port").read_text())
         except (OSError, ValueError):
             return 0
 
     def keep_port(self, port: int) -> None:
         """Members come back to ``port``, also when the next coordinator may choose one."""
-        half = self._path / "port.tmp"
+        half = self.path / "port.tmp"
         try:
             half.write_text(f"{port}\n")
-            half.rename(self._path / "port")
+            half.rename(self.path / "port")
         except OSError as error:
             log.warning("cannot write %s: %s. Members will not find the next coordinator", half, reason_of(error))
 
@@ -150,9 +156,8 @@ class StateDir:
 
     def _resume(self) -> int:
         """Find the file to go on with, if there is one; the last incarnation that wrote. Damage is not passed over."""
-        incarnation = 0
-        written: list[tuple[Path, Entry]] = []
-        for number, path in reversed(files_of(self._path)):
+        incarnation, found = 0, list[Entry]()
+        for number, path in reversed(files_of(self.path)):
             self._number = max(self._number, number)
             try:
                 data = path.read_bytes()
@@ -170,17 +175,22 @@ class StateDir:
                     f"{path} is damaged at byte {faults[0].at}: what stands there is no record, and whole ones follow. "
                     f"`gradserver ledger --verify {path}` says more; move the file away to go on without it"
                 )
-            entries = [(path, item) for item in items if isinstance(item, Entry)]
-            written = entries + written
+            found[:0] = entries = [item for item in items if isinstance(item, Entry)]
+            starts = [entry for entry in entries if entry.kind == CODES[Start]]
             if self._fd < 0:
                 self._open(path, number, len(data), faults)
-            starts = [entry for _, entry in entries if entry.kind == CODES[Start]]
             if starts:
                 incarnation = _incarnation(path, starts[-1])
                 break
-        for path, entry in written:
-            self._books.take(_read(path, entry))
+        self._recall(found)
         return incarnation
+
+    def _recall(self, entries: Sequence[Entry]) -> None:
+        """Read what still matters: it stands behind the last snapshot."""
+        first = max((index for index, entry in enumerate(entries) if entry.kind == CODES[Snapshot]), default=0)
+        for entry in entries[first:]:
+            self._books.take(_read(self._file, entry))
+        self._restate_at = self._size + _RESTATED_BYTES
 
     def _open(self, path: Path, number: int, size: int, faults: list[Fault]) -> None:
         try:
@@ -205,10 +215,9 @@ class StateDir:
     def _begin(self) -> None:
         """Go on in a new file, which begins with what still matters."""
         number = self._number + 1
-        path = self._path / f"ledger-{number:06}.gsl"
-        restated = self._books.records()
+        path = self.path / f"ledger-{number:06}.gsl"
         now = time.monotonic()
-        written = [Dated(now, Snapshot(len(restated))), *restated]
+        written = self._snapshot(now)
         if self._trouble is not None and self._lost:
             written.append(Dated(now, Gap(self._lost, self._lost_since, self._trouble)))
         data = header(number) + b"".join(map(frame, written))
@@ -220,7 +229,7 @@ class StateDir:
                 os.fsync(fd)
             half.rename(path)
             if self._sync is not None:
-                _sync_directory(self._path)
+                _sync_directory(self.path)
         except BaseException:
             os.close(fd)
             with contextlib.suppress(OSError):
@@ -234,14 +243,28 @@ class StateDir:
             self._close_retired()
         self._file, self._number, self._size = path, number, len(data)
         self._full = max(self._file_bytes, 4 * len(data))
+        self._restate_at = self._size + _RESTATED_BYTES
         if self._trouble is not None:
             log.info("%s can be written: %d records before it were lost", path, self._lost)
             self._trouble, self._lost = None, 0
         with contextlib.suppress(OSError):  # they are deleted when the next file begins
             self._delete_old()
 
+    def _snapshot(self, now: float) -> list[Dated]:
+        restated = self._books.records()
+        return [Dated(now, Snapshot(len(restated))), *restated]
+
+    def _restate(self) -> None:
+        """Say in the midst of a file what still matters: whoever goes on from it reads only what follows."""
+        data = b"".join(map(frame, self._snapshot(time.monotonic())))
+        try:
+            self._write(data)
+        except OSError as error:
+            self._fail(error)
+        self._restate_at = self._size + max(_RESTATED_BYTES, 4 * len(data))
+
     def _delete_old(self) -> None:
-        found = [(path, path.stat().st_size) for _, path in files_of(self._path)]
+        found = [(path, path.stat().st_size) for _, path in files_of(self.path)]
         total = sum(size for _, size in found)
         for path, size in found[:-2]:
             if total <= self._keep:

@@ -1,0 +1,124 @@
+"""What lossy codecs keep back at the coordinator, in files, so that the next coordinator owes what this one did.
+
+For each slice of a lossy bucket there are two slots, each with the number of the round whose result left it. Making the
+result of round n reads the slot of the last round before n and writes the other one, whose number is set when it is
+whole, and before anybody is sent the result. So whenever this process dies, what the result of round n was made from is
+still there: made once more, it has the same bits; and if somebody has it already, what it left is there too.
+
+    file     number of the round plus one, or 0, of both slots of each slice (u64); then both slots of each (float32)
+
+Files are mapped: a killed process loses nothing of them, a machine that loses power may. They are allocated when a plan
+is agreed on; if that is not possible they are memory, which the log says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from gradserver.engine.events import Reduce
+from gradserver.engine.records import Closed, Durable, Kind, Plan
+from gradserver.lossy import Owed
+from protocol.errors import reason_of
+from protocol.exchange import Stream, layout_of
+from protocol.plan import Plan as PlanTable
+
+log = logging.getLogger("gradserver")
+
+_PREFIX: Final = "residuals-"
+_PAGE: Final = 4096
+
+
+class Residuals:
+    """Those of the durable groups whose records are kept in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._durable: set[str] = set()
+        self._groups: dict[str, tuple[Path, dict[tuple[int, int], Owed]]] = {}
+
+    def restore(self, records: Iterable[Kind]) -> frozenset[str]:
+        """Go on from what an earlier coordinator has left. The groups of which there is something."""
+        before = set(self._directory.glob(f"{_PREFIX}*.bin"))
+        for record in records:
+            self.take(record)
+        known = {path for path, _ in self._groups.values()}
+        for path in before - known:
+            path.unlink(missing_ok=True)
+        return frozenset(group for group, (path, _) in self._groups.items() if path in before)
+
+    def take(self, record: Kind) -> None:
+        """Something was written down."""
+        match record:
+            case Durable(group):
+                self._durable.add(group)
+            case Closed(group):
+                self._durable.discard(group)
+                self._forget(group)
+            case Plan(group, _, number, plan) if group in self._durable:
+                self._open(group, number, plan)
+
+    def provide(self, command: Reduce) -> None:
+        """Give a reduction what is owed to it, if that is kept here."""
+        place = command.key.part, command.slice
+        if command.key.stream == Stream.BUCKET and place not in command.state and command.group in self._groups:
+            command.state[place] = self._groups[command.group][1][place]
+
+    def _open(self, group: str, number: int, plan: PlanTable) -> None:
+        name = hashlib.sha256(f"{group}\0{number}\0{plan.hash}".encode()).hexdigest()[:32]
+        path = self._directory / f"{_PREFIX}{name}.bin"
+        if group in self._groups and self._groups[group][0] != path:
+            self._forget(group)
+        lengths = dict(_lengths(plan))
+        if not lengths:
+            return
+        rounds_bytes = -(-16 * len(lengths) // _PAGE) * _PAGE
+        memory = np.frombuffer(_map(path, rounds_bytes + 8 * sum(lengths.values())), np.uint8)
+        rounds = memory[: 16 * len(lengths)].view(np.uint64).reshape(-1, 2)
+        values, at = memory[rounds_bytes:].view(np.float32), 0
+        found: dict[tuple[int, int], Owed] = {}
+        for row, (place, numel) in enumerate(lengths.items()):
+            found[place] = Owed(values[at : at + 2 * numel].reshape(2, numel), rounds[row])
+            at += 2 * numel
+        self._groups[group] = path, found
+
+    def _forget(self, group: str) -> None:
+        path, _ = self._groups.pop(group, (None, None))
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def _lengths(plan: PlanTable) -> Iterable[tuple[tuple[int, int], int]]:
+    """Elements of each slice of what is lossy, by bucket and slice."""
+    for part, bucket in enumerate(plan.buckets):
+        if bucket.operation.is_lossy:
+            layout = layout_of(bucket.operation, 1)
+            for index in range(layout.count):
+                start, stop = layout.span(index)
+                yield (part, index), stop - start
+
+
+def _map(path: Path, size: int) -> mmap.mmap:
+    """So many bytes of a file, zeros if it is new; of memory, if the disk does not give them."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.posix_fallocate(fd, 0, size)  # a disk that is full says so now, and kills nobody later
+            return mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        log.warning(
+            "cannot keep %s: %s. If this coordinator dies, what lossy codecs had kept back is lost",
+            path,
+            reason_of(error),
+        )
+        return mmap.mmap(-1, size)

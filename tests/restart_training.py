@@ -1,0 +1,80 @@
+"""What survives a coordinator: a small training, whose weights depend on every bit of every result.
+
+Run as ``restart_training.py URL RANK WORLD ROUNDS WIRE [ROUND]``, it says each round when it is done, and at last its
+weights. In ``ROUND`` the last rank pushes everything, says so, and waits until it is told to go on; the others wait
+before they push anything.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+import gradserver
+from protocol.digest import digest
+from protocol.dtypes import FLOAT32
+from protocol.plan import simple_plan
+from tests.worker_programs import say, told
+from worker.client import Worker
+
+Floats = npt.NDArray[np.float32]
+
+SIZES = (16_384, 3 * 262_144 + 1000, 100, 20_000)
+"""Elements of each bucket: less than a slice, several, next to nothing."""
+
+
+def gradient(weights: Floats, name: str, number: int, part: int) -> Floats:
+    """Depends on the weights, and on nothing but these arguments."""
+    generator = np.random.Generator(np.random.SFC64([sum(name.encode()), number, part]))
+    noise = generator.standard_normal(min(weights.size, 4096), np.float32)
+    return np.resize(noise, weights.size) + np.float32(0.1) * weights
+
+
+def train(
+    worker: Worker,
+    rounds: int,
+    after: Callable[[int], None] = lambda _: None,
+    pushing: Callable[[int, bool], None] = lambda *_: None,
+) -> int:
+    """Train for so many rounds, each rank with a weight of its own; what the weights of the model have come to.
+
+    ``after`` is called after each round, ``pushing`` before anything of it is pushed, and when all is.
+    """
+    worker.agree(simple_plan([(f"b{part}", size) for part, size in enumerate(SIZES)], FLOAT32))
+    weights: list[Floats] = [np.ones(size, np.float32) for size in SIZES]
+    gradients = [worker.empty((size,), np.float32) for size in SIZES]
+    name, weight = f"w{worker.rank}", 1.0 + worker.rank
+    for number in range(rounds):
+        pushing(number, False)
+        for part in range(len(SIZES)) if worker.rank % 2 else reversed(range(len(SIZES))):
+            gradients[part][:] = gradient(weights[part], name, number, part)
+            worker.push(part, gradients[part], weight=weight)
+        pushing(number, True)
+        worker.finish_round()
+        for mine, mean in zip(weights, gradients, strict=True):
+            mine -= np.float32(0.05) * mean
+        if number % 3 == 2:  # a collective now and then, which is cut into slices or not
+            total = np.full(20_000 if number % 2 else 10, number, np.int64)
+            assert (worker.all_reduce(total, op="sum") == number * worker.world_size).all()
+        after(number)
+    return digest(np.concatenate(weights).view(np.uint8), 0)
+
+
+def main(url: str, rank: int, world: int, rounds: int, wire: str, held: int = -1) -> None:
+    def pushing(number: int, done: bool) -> None:
+        if number == held and done == (rank == world - 1):
+            say("held")
+            told()
+
+    with gradserver.connect(url, rank, world, name=f"w{rank}", timeout=60.0, wire=wire) as worker:
+        weights = train(worker, rounds, lambda number: say(f"round {number} {time.monotonic()}"), pushing)
+    say(f"weights {weights}")
+
+
+if __name__ == "__main__":
+    numbers = [int(number) for number in (*sys.argv[2:5], *sys.argv[6:])]
+    main(sys.argv[1], numbers[0], numbers[1], numbers[2], sys.argv[5], *numbers[3:])

@@ -1,0 +1,175 @@
+"""The coordinator is killed, again and again, and started again: no bit of a training depends on it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from contextlib import ExitStack
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+from gradserver.engine.records import Round
+from gradserver.ledger.journal import Entry, scan
+from gradserver.ledger.state import files_of
+from gradserver.local import LocalCluster
+from tests.cluster import Daemon, Program, wait_until
+from tests.restart_training import train
+
+PROGRAM = Path(__file__).with_name("restart_training.py")
+WORLD = 3
+
+
+@cache
+def undisturbed(rounds: int, wire: str) -> int:
+    """What the weights come to if nothing happens."""
+    with LocalCluster(WORLD, wire=wire) as cluster:
+        return cluster.run(lambda worker: train(worker, rounds))[0]
+
+
+class Group:
+    """A daemon with a directory, and its workers."""
+
+    def __init__(
+        self, stack: ExitStack, directory: Path, channel: str, wire: str, rounds: int, *more: str, least: int = WORLD
+    ) -> None:
+        self._stack, self._options = stack, ("--workers", f"{least}:{WORLD}", "--state-dir", str(directory))
+        self.directory, self.rounds, self.wire = directory, rounds, wire
+        self.daemon = stack.enter_context(Daemon(*self._options))
+        self.workers = [
+            stack.enter_context(
+                Program(
+                    *(str(PROGRAM), self.daemon.url, str(rank), str(WORLD), str(rounds), wire, *more),
+                    environment={"GRADSERVER_CHANNEL": channel},
+                )
+            )
+            for rank in range(WORLD)
+        ]
+
+    def kill(self) -> None:
+        """Kill the daemon."""
+        self.daemon.send_signal(signal.SIGKILL)
+        self.daemon.end()
+
+    def start(self) -> None:
+        """Start another one."""
+        url = self.daemon.url
+        self.daemon = self._stack.enter_context(Daemon(*self._options))
+        assert self.daemon.url == url
+
+    def next_round(self, after: float) -> float:
+        """When the first round was done behind that time."""
+        while (done := float(self.workers[0].expect("round ").split()[-1])) < after:
+            pass
+        return done
+
+    def weights(self, *ranks: int) -> set[int]:
+        """What these workers have come to, or all of them."""
+        workers = [self.workers[rank] for rank in ranks or range(WORLD)]
+        found = {int(worker.expect("weights ")) for worker in workers}
+        assert [worker.end() for worker in workers] == [0] * len(workers)
+        return found
+
+    def check(self) -> None:
+        """All bits are as if nothing had happened, and every round is in the ledger."""
+        assert self.weights() == {undisturbed(self.rounds, self.wire)}
+        assert self.recorded() == set(range(self.rounds))
+
+    def recorded(self) -> set[int]:
+        """The rounds that the ledger has."""
+        entries = [entry for _, path in files_of(self.directory) for entry in scan(path.read_bytes())]
+        records = [entry.read().record for entry in entries if isinstance(entry, Entry)]
+        return {record.record.round for record in records if isinstance(record, Round)}
+
+
+@pytest.mark.parametrize(
+    ("channel", "wire"),
+    [
+        ("tcp", "fp32"),
+        ("shm", "int8"),
+        pytest.param("tcp", "int8", marks=pytest.mark.long),
+        pytest.param("shm", "fp32", marks=pytest.mark.long),
+    ],
+)
+def test_no_bit_depends_on_a_coordinator_that_is_killed(channel: str, wire: str, tmp_path: Path) -> None:
+    chance, times = random.Random(f"{channel} {wire}"), []
+    with ExitStack() as stack:
+        group = Group(stack, tmp_path / "state", channel, wire, 50)
+        for number in accumulate(chance.choices(range(4, 15), k=3)):
+            group.workers[1].expect(f"round {number} ")
+            time.sleep(chance.random() * 0.05)  # anywhere in a round
+            killed = time.monotonic()
+            group.kill()
+            group.start()
+            times.append(group.next_round(time.monotonic()) - killed)
+        group.check()
+    print("seconds from a kill to the end of a round:", times)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize("channel", ["tcp", "shm"])
+def test_it_may_be_killed_every_few_rounds_and_while_it_comes_back(channel: str, wire: str, tmp_path: Path) -> None:
+    chance, number = random.Random(f"{channel} {wire} again"), 0
+    with ExitStack() as stack:
+        group = Group(stack, tmp_path / "state", channel, wire, 400)
+        while number < 330:
+            number += chance.randrange(3, 20)
+            group.workers[0].expect(f"round {number} ")
+            for _ in range(chance.choice((1, 1, 2, 3))):
+                time.sleep(chance.random() * 0.1)
+                group.kill()
+                group.start()
+            number += 2
+            group.workers[0].expect(f"round {number} ")
+        group.check()
+
+
+@pytest.mark.parametrize("channel", ["tcp", "shm"])
+def test_results_that_some_have_and_others_not_are_handed_on(channel: str, tmp_path: Path) -> None:
+    held = 3
+    with ExitStack() as stack:
+        group = Group(stack, tmp_path / "state", channel, "fp32", 8, str(held))
+        late, others = group.workers[-1], group.workers[:-1]
+        for worker in group.workers:
+            worker.expect("held")
+        wait_until(lambda: only_waits_for_others(group), "the last one has given everything")
+        late.send_signal(signal.SIGSTOP)
+        for worker in others:
+            worker.tell()
+        for worker in others:
+            worker.expect(f"round {held} ")
+        group.kill()
+        group.start()
+        late.send_signal(signal.SIGCONT)
+        late.tell()
+        group.check()
+
+
+def only_waits_for_others(group: Group) -> bool:
+    """Whether all that the daemon still waits for is the others'."""
+    found = group.daemon.group()["open"]
+    return len(found) == 4 and not any("'w2'" in who for exchange in found for who in exchange["missing"])
+
+
+def test_a_worker_that_is_killed_too_costs_its_contribution_only(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        group = Group(stack, tmp_path / "state", "tcp", "fp32", 30, least=2)
+        group.workers[0].expect("round 9 ")
+        group.workers[1].send_signal(signal.SIGKILL)
+        group.kill()
+        group.start()
+        assert len(group.weights(0, 2)) == 1
+        assert group.recorded() == set(range(30))
+        assert any("goes on" in line or "go on" in line for line in group.workers[0].complaints())
+
+
+def test_a_second_coordinator_is_told_whose_directory_it_is(tmp_path: Path) -> None:
+    with Daemon("--workers", "1:2", "--state-dir", str(tmp_path)) as first:
+        second = Program("-m", "gradserver", "serve", "--bind", "tcp://127.0.0.1:0", "--state-dir", str(tmp_path))
+        with second:
+            assert second.end() == 1
+            assert f"in use by the coordinator with process id {first.pid}" in second.complaints()[-1]
