@@ -26,7 +26,7 @@ from gradserver.chaos import generator, recount
 from gradserver.chaos.evidence import Report
 from gradserver.chaos.explain import Case, explain, search
 from gradserver.chaos.recount import Giver
-from gradserver.engine.records import Closed, Dated, Epoch, Gap, Group, Halt, Round, RoundRecord
+from gradserver.engine.records import Closed, Dated, Epoch, Gap, Group, Halt, Round, RoundRecord, Start
 from protocol.digest import MODULUS, digest, places
 
 Array = npt.NDArray[Any]
@@ -72,6 +72,8 @@ class Oracle:
         self._members: list[tuple[int, int, frozenset[int]]] = []
         """Which seats were taken: from which round on, in which epoch."""
         self._gaps: list[tuple[float, float]] = []
+        self._full: float | None = None
+        """Since when the disk may have been full without a word of it in the ledger."""
         self._next = 0
         self._newest = -1
         self._weights: list[Array] | None = [np.zeros(size, np.float32) for size in generator.SIZES]
@@ -104,6 +106,9 @@ class Oracle:
                 self._take_round(epoch, found)
             case Gap(_, since):
                 self._gaps.append((since, dated.clock))
+            case Start() if self._full is not None and self._full < dated.clock:
+                self._gaps.append((self._full, dated.clock))  # who could not write has ended, and nobody knows of it
+                self._full = None
             case Halt(_, _, number, error, reason):
                 self._say("lost", f"the group was halted in round {number}: {error}: {reason}")
             case Closed(_, _, rounds, reason) if rounds:
@@ -120,6 +125,8 @@ class Oracle:
                     self._compare_late(report)
                 else:
                     self._books.setdefault(report.round, Book()).reports.append(report)
+            case "event" if line["event"] == "disk":
+                self._full = line["at"]
             case "fault":
                 self._say("fault", f"{line['name']}: {line['text']}")
             case _:
