@@ -170,6 +170,16 @@ def test_a_swapped_message_that_nothing_follows_comes_by_itself() -> None:
         assert router.recv_multipart()[1] == b"last"
 
 
+def test_whoever_tries_the_port_costs_nobody_his_connection() -> None:
+    with relayed() as (relay, dealer, router):
+        identity, _ = router.recv_multipart()
+        for number in range(20):
+            with socket.create_connection(("127.0.0.1", relay.port), PATIENCE):
+                pass
+            router.send_multipart([identity, b"%d" % number])
+            assert dealer.recv() == b"%d" % number
+
+
 @pytest.mark.parametrize("gone", ["worker", "coordinator"])
 def test_the_end_of_one_side_is_seen_at_the_other(gone: str) -> None:
     with relayed() as (_, dealer, router):

@@ -93,9 +93,10 @@ class Lane:
 
 
 class Connection:
-    """One connection of a worker, and its counterpart to the coordinator."""
+    """One connection of a worker, on the descriptor ``fd``, and its counterpart to the coordinator."""
 
-    def __init__(self, context: zmq.Context[Any], target: str, faults: Faults) -> None:
+    def __init__(self, context: zmq.Context[Any], target: str, faults: Faults, fd: int) -> None:
+        self.fd = fd
         self.onward = context.socket(zmq.DEALER)
         _heartbeats(self.onward)
         self.onward.setsockopt(zmq.RECONNECT_IVL, -1)  # a new one would be a stranger
@@ -139,17 +140,21 @@ class Relay:
         _end(self.socket, self.monitor)
         self._listen()
 
-    def forget_oldest(self) -> None:
-        """A connection of the worker has ended: of several it is the one that is there the longest."""
-        if self.connections:
-            self.connections.pop(next(iter(self.connections))).close()
+    def _see_who_left(self) -> None:
+        """Close the counterparts of connections that have ended. Who only tried the port has none."""
+        while (fd := _happened(self.monitor)) is not None:
+            for identity, connection in list(self.connections.items()):
+                if connection.fd == fd:
+                    self.connections.pop(identity).close()
 
     def take_all(self, now: float) -> None:
         """Take what has come from either side, and send on what is due. Never waits."""
         while (frames := _received(self.socket)) is not None:
             identity = frames.pop(0).bytes
             if identity not in self.connections:
-                self.connections[identity] = Connection(self._context, self._target, self.faults)
+                self._see_who_left()  # descriptors are used again
+                fd = int(frames[-1].get(zmq.SRCFD))
+                self.connections[identity] = Connection(self._context, self._target, self.faults, fd)
             self.connections[identity].up.take(frames, now)
         for identity, connection in self.connections.items():
             while (frames := _received(connection.onward)) is not None:
@@ -166,9 +171,8 @@ class Relay:
 
     def heed(self) -> None:
         """See who has gone."""
-        while _happened(self.monitor):
-            self.forget_oldest()
-        if any(_happened(connection.monitor) for connection in self.connections.values()):
+        self._see_who_left()
+        if any(_happened(connection.monitor) is not None for connection in self.connections.values()):
             self.break_off()
 
 
@@ -201,12 +205,12 @@ def _send(socket: zmq.Socket[Any], frames: list[Any]) -> None:
         return
 
 
-def _happened(monitor: zmq.Socket[Any]) -> bool:
+def _happened(monitor: zmq.Socket[Any]) -> int | None:
+    """The descriptor of a connection that has ended; None if there is no news."""
     try:
-        recv_monitor_message(monitor, zmq.DONTWAIT)
+        return int(recv_monitor_message(monitor, zmq.DONTWAIT)["value"])
     except zmq.Again:
-        return False
-    return True
+        return None
 
 
 def _obey(relays: dict[str, Relay], line: str) -> None:
