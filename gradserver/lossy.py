@@ -45,7 +45,8 @@ def reduce_lossy(command: Reduce) -> Outcome:
                 return Undecodable(contribution.rank, error)
             given.append(_Given(contribution.rank, None if equal else np.float32(weight), data))
     owed = _owed(command)
-    residual = None if owed is None else owed.begin(command.key.number)
+    if owed is not None:
+        owed.begin(command.key.number)
     seed = seed_of(command.key.number, command.key.part, command.first)
     result = np.empty(command.nbytes, np.uint8)
     with np.errstate(all="ignore"):  # what is not finite is looked for, and reported with its owner
@@ -54,7 +55,7 @@ def reduce_lossy(command: Reduce) -> Outcome:
             if (undecodable := _sum(given, codec, piece, mean, seed + number)) is not None:
                 return undecodable
             divide(mean, divisor)
-            rest = None if residual is None else residual[elements]
+            rest = None if owed is None else owed.carry(elements)
             if not _encode(codec, mean, rest, result[piece], seed + number):
                 return _blame(command, seed)
             if command.digests is not None:
@@ -95,15 +96,26 @@ class Owed:
     def __init__(self, slots: Array, rounds: Array) -> None:
         self._slots, self._rounds = slots, rounds
         self._next = 0
+        self._is_owed = False
 
-    def begin(self, number: int) -> Array:
-        """What is owed to round ``number``, to be made what that leaves."""
+    @property
+    def latest(self) -> Array:
+        """What the last round left."""
+        latest: Array = self._slots[0 if self._rounds[0] > self._rounds[1] else 1]
+        return latest
+
+    def begin(self, number: int) -> None:
+        """Round ``number`` is to be made."""
         before = [int(left) if left <= number else 0 for left in self._rounds]
         self._next = 0 if before[1] > before[0] else 1
+        self._is_owed = max(before) > 0
         self._rounds[self._next] = 0
-        slot: Array = self._slots[self._next]
-        slot[:] = self._slots[1 - self._next] if max(before) else 0
-        return slot
+
+    def carry(self, elements: slice) -> Array:
+        """What is owed to some elements of that round, to be made what it leaves. They are in cache then."""
+        left: Array = self._slots[self._next, elements]
+        left[:] = self._slots[1 - self._next, elements] if self._is_owed else 0
+        return left
 
     def end(self, number: int) -> None:
         """It was made."""

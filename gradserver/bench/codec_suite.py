@@ -16,6 +16,7 @@ from gradserver.bench.spec import FLOAT_BYTES, BenchError
 from gradserver.bench.stats import Stats, size_name
 from gradserver.daemon import keep_memory
 from gradserver.engine.events import Contribution, NonFinite, Reduce, Undecodable
+from gradserver.lossy import Owed
 from gradserver.reducer import reduce
 from protocol.buffer import Buffer
 from protocol.codecs import Codec, Feedback, Scratch, codec_of, seed_of
@@ -54,7 +55,7 @@ class Exchange:
         self._operation = operation_of(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, numel, codec=self.codec)
         layout = layout_of(self._operation, workers)
         self._spans = [layout.span(index) for index in range(layout.count)]
-        self._owed: dict[tuple[int, int], Floats] = {}
+        self._owed: dict[tuple[int, int], Owed] = {}
         self._scratch = Scratch()
 
     def rooms(self) -> list[npt.NDArray[np.uint8]]:
@@ -97,11 +98,13 @@ class Exchange:
 
     def owed(self) -> Floats:
         """What the coordinator has still to send, one value for each element."""
-        parts = [
-            self._owed.get((0, index), np.zeros(stop - start, np.float32))
-            for index, (start, stop) in enumerate(self._spans)
-        ]
-        return np.concatenate(parts)
+        owed = [self._owed.get((0, index)) for index in range(len(self._spans))]
+        return np.concatenate(
+            [
+                np.zeros(stop - start, np.float32) if left is None else left.latest
+                for left, (start, stop) in zip(owed, self._spans, strict=True)
+            ]
+        )
 
 
 # ── what is lost ──────────────────────────────────────────────────────────────────────────────────────────
