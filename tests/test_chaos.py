@@ -88,6 +88,8 @@ def test_options_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["chaos", "--events", "kill,earthquake"])
     assert "'earthquake' is no event: there are kill, stop" in capsys.readouterr().err
+    assert main(["chaos", "--events", "stop,shard"]) == 2
+    assert "there is no data shard to kill but the coordinator: --shards 2" in capsys.readouterr().err
     (tmp_path / "something").touch()
     assert main(["chaos", "--keep", str(tmp_path)]) == 2
     assert "has something in it: name a new folder" in capsys.readouterr().err

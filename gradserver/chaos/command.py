@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _LINK_RATE = 1.25e9
 """Of the emulated hosts' links, in bytes a second: as fast as it goes."""
+_NEEDS_WIRES = frozenset({"reset", "throttle"})
 _TICK = 0.25
 _RETURN_SECONDS = 20.0
 """Behind the end of a run, for whoever is still on its way back."""
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=number(float, 10, 1e6, "", "{:g} to {:g}"), default=60.0, metavar="S", help="default 60"
     )
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=7, metavar="X", help="default 7")
-    parser.add_argument("--events", type=_kinds, default=list(DEFAULT), metavar="KIND,…", help="what may happen")
+    parser.add_argument("--events", type=_kinds, metavar="KIND,…", help="what may happen")
     parser.add_argument(
         "--every",
         type=number(float, 0.05, 3600, "", "{:g} to {:g}"),
@@ -95,6 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
     from gradserver.chaos.fleet import FleetError
     from gradserver.processes import ended_by_signals
 
+    if arguments.events is None:
+        arguments.events = [kind for kind in DEFAULT if not _is_beyond(kind, arguments)]
+    if "shard" in arguments.events and arguments.shards == 1:
+        print("gradserver chaos: there is no data shard to kill but the coordinator: --shards 2", file=sys.stderr)
+        return 2
     if arguments.netns and (reason := _why_no_hosts(arguments.events)) is not None:
         print(f"gradserver chaos: {reason}", file=sys.stderr)
         return 2
@@ -193,10 +199,15 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
     return not wrongs
 
 
+def _is_beyond(kind: str, arguments: argparse.Namespace) -> bool:
+    """Whether this cannot be in such a run: a group with several data shards ends with its coordinator."""
+    return (kind == "coordinator" and arguments.shards > 1) or (kind in _NEEDS_WIRES and arguments.netns)
+
+
 def _why_no_hosts(kinds: list[str]) -> str | None:
     from gradserver.bench import netns
 
-    lacking = [kind for kind in kinds if kind in ("reset", "throttle")]
+    lacking = [kind for kind in kinds if kind in _NEEDS_WIRES]
     if lacking:
         return f"with --netns nobody stands between who could do this: --events without {', '.join(lacking)}"
     return netns.why_not()

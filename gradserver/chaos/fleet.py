@@ -82,6 +82,8 @@ class Fleet(Family[Child]):
         self._hit: dict[str, tuple[str, float]] = {}
         """What was done to whom, and has not been followed by a round yet."""
         self._inside: set[str] = set()
+        self._returning: set[str] = set()
+        """Who has to come in before it is back."""
         self._astray: set[str] = set()
         """Who is out of the group without a reason, and was told of."""
         self._url = self._address = ""
@@ -199,9 +201,11 @@ class Fleet(Family[Child]):
                 self.round = max(self.round, line["round"])
                 self._inside.add(name)
                 self._astray.discard(name)
-                if name in self._hit and self._hit[name][1] < at:
+                if name in self._hit and self._hit[name][1] < at and name not in self._returning:
                     kind, since = self._hit.pop(name)
                     self.back.append((kind, at - since))
+            case "entered":
+                self._returning.discard(name)
             case "out" | "refused":
                 self._inside.discard(name)
                 self.outs[line["error"]] += 1
@@ -239,8 +243,13 @@ class Fleet(Family[Child]):
         self._ending.add(self._by_name[name])
 
     def expect_out(self, name: str, kind: str, seconds: float) -> None:
-        """An event of this ``kind`` takes a worker's membership, and is over in so many seconds."""
+        """An event of this ``kind`` may take a worker's membership, and is over in so many seconds.
+
+        If that is later, the worker finishes the round in which it was, and is back only when it has come in anew.
+        """
         now = time.monotonic()
+        if seconds:
+            self._returning.add(name)
         self._disturbed[name] = now + seconds + _FORGIVEN
         self._hit[name] = kind, now + seconds
 
