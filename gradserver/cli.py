@@ -98,9 +98,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--backlog",
-        type=number(int, 4, 1 << 20, "a number of MiB"),
+        type=number(int, 0, 1 << 20, "a number of MiB"),
         metavar="MIB",
-        help="MiB of results that a member of an elastic group may leave unread, before it is left out (default 64)",
+        help="MiB of results that a member of an elastic group may leave unread, before it is left out, and that who "
+        "joins may, before the others wait for it; 0: they always do (default 64)",
     )
     parser.add_argument(
         "--shards",

@@ -20,9 +20,10 @@ from protocol.errors import (
     InvalidRankError,
     InvalidWorldSizeError,
 )
-from protocol.limits import CREDIT_BYTES
+from protocol.limits import BACKLOG_BYTES, CREDIT_BYTES
 from protocol.messages import Join, Message
 from worker.client import Worker
+from worker.handle import Handle
 from worker.session import Session
 
 P = ParamSpec("P")
@@ -42,7 +43,7 @@ class LocalCluster:
     With ``elastic`` the others go on when a worker dies, and `kill` lets one die::
 
         with gradserver.LocalCluster(4, elastic=(1, 8)) as cluster:
-            cluster.run(train)                                  # in which, say, rank 2 calls cluster.kill(2)
+            cluster.run(train)                  # in which, say, rank 2 calls cluster.kill(2), and rank 0 cluster.add()
 
     Args:
         world_size: number of workers.
@@ -50,6 +51,7 @@ class LocalCluster:
         timeout: seconds that any one exchange may wait for the others.
         credit: bytes that one worker may have in flight.
         wire: what gradients travel as, see `gradserver.connect`: to try out what a codec does to a training.
+        backlog: bytes of results that a worker which joins may have unread while the others go on; 0: they wait for it.
     """
 
     def __init__(
@@ -60,16 +62,20 @@ class LocalCluster:
         timeout: float = 60.0,
         credit: int = CREDIT_BYTES,
         wire: str = "fp32",
+        backlog: int = BACKLOG_BYTES,
     ) -> None:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidArgumentError(f"world_size is a number of workers, not {world_size!r}")
-        policy = None if elastic is None else Policy(*elastic)
+        policy = None if elastic is None else Policy(*elastic, backlog=backlog)
         if policy is not None and not policy.minimum <= world_size <= policy.maximum:
             raise InvalidWorldSizeError(f"a world size of {world_size} for a group of {policy}")
+        self._timeout, self._wire = timeout, wire
+        self._changes = threading.Lock()
+        self._running: _Running | None = None
         self._alarm = _Alarm(self._tick)
         self._coordinator = Coordinator(Engine({"local": policy or world_size}, credit), self._alarm.set)
         wish = 0 if policy is None else world_size
-        joined = [self._join(rank, wish, timeout) for rank in range(world_size)]
+        joined = [self._join(f"worker-{rank}", rank, wish)[:2] for rank in range(world_size)]
         self.workers: list[Worker] = [Worker(session, wire=wire) for session, _ in joined]
         self._lines = dict(zip(self.workers, joined, strict=True))
         self._closed = False
@@ -79,33 +85,38 @@ class LocalCluster:
 
         The first error that any of them raises is raised here, when all have ended; that worker is
         taken out of the cluster, so that the others do not wait for it. Of a worker that is killed meanwhile
-        the result is None, and its error nobody's.
+        the result is None, and its error nobody's. Workers that are added meanwhile call it too, and their results
+        stand behind the others'.
         """
         if self._closed:
             raise ClosedError("this LocalCluster is closed")
-        workers = list(self._lines)
-        results: list[Any] = [None] * len(workers)
-        errors: list[BaseException] = []
-
-        def work(index: int, worker: Worker) -> None:
-            try:
-                results[index] = fn(worker, *args, **kwargs)
-            except BaseException as error:  # raised again, in the caller's thread
-                if worker in self._lines:
-                    errors.append(error)
-                    worker.abort(f"it raised {type(error).__name__}: {error}")
-
-        threads = [
-            threading.Thread(target=work, args=(index, worker), name=f"worker-{worker.rank}")
-            for index, worker in enumerate(workers)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        running = self._running = _Running(self, lambda worker: fn(worker, *args, **kwargs))
+        for worker in list(self._lines):
+            running.start(worker)
+        results = running.end()
+        self._running = None
         return results
+
+    def add(self, name: str | None = None) -> Worker:
+        """Let one more worker join an elastic group; while `run` is under way, it calls its function too.
+
+        Args:
+            name: what to call it; that of one that was killed brings its rank back. None for a new name.
+        """
+        with self._changes:
+            name = name or f"worker-{len(self.workers)}"
+            session, channel, joining = self._join(name, -1, 0)
+            try:
+                joining.wait()
+            except BaseException:
+                channel.close()
+                raise
+            worker = Worker(session, wire=self._wire)
+            self.workers.append(worker)
+            self._lines[worker] = session, channel
+            if self._running is not None:
+                self._running.start(worker)
+        return worker
 
     def kill(self, rank: int) -> None:
         """Let the worker of this rank die, as if its process did: it says no goodbye, and all that it calls fails."""
@@ -137,16 +148,51 @@ class LocalCluster:
     ) -> None:
         self.close()
 
-    def _join(self, rank: int, wish: int, timeout: float) -> tuple[Session, Channel]:
-        ours, theirs = memory_pair(f"worker {rank}")
+    def _join(self, name: str, rank: int, wish: int) -> tuple[Session, Channel, Handle]:
+        ours, theirs = memory_pair(name)
         theirs.attach(_Inbox(self._coordinator, theirs))
-        session = Session(ours, timeout)
-        session.join(Join("local", f"worker-{rank}", rank, wish, timeout))
-        return session, ours
+        session = Session(ours, self._timeout)
+        joining = session.join(Join("local", name, rank, wish, self._timeout))
+        return session, ours, joining
 
     def _tick(self) -> float | None:
         self._coordinator.tick()
         return self._coordinator.next_deadline()
+
+
+class _Running:
+    """A call of `LocalCluster.run`: a thread for each worker."""
+
+    def __init__(self, cluster: LocalCluster, work: Callable[[Worker], Any]) -> None:
+        self._cluster = cluster
+        self._work = work
+        self._threads: list[threading.Thread] = []
+        self._results: list[Any] = []
+        self._errors: list[BaseException] = []
+
+    def start(self, worker: Worker) -> None:
+        """Have one more worker do it."""
+        index = len(self._results)
+        self._results.append(None)
+        thread = threading.Thread(target=self._run, args=(index, worker), name=worker.name)
+        self._threads.append(thread)
+        thread.start()
+
+    def end(self) -> list[Any]:
+        """Wait until all have done it; what each returned. The first error is raised."""
+        for thread in self._threads:  # some may be added meanwhile
+            thread.join()
+        if self._errors:
+            raise self._errors[0]
+        return self._results
+
+    def _run(self, index: int, worker: Worker) -> None:
+        try:
+            self._results[index] = self._work(worker)
+        except BaseException as error:  # raised again, in the caller's thread
+            if worker in self._cluster._lines:
+                self._errors.append(error)
+                worker.abort(f"it raised {type(error).__name__}: {error}")
 
 
 class _Inbox:

@@ -31,9 +31,17 @@ class Stream(IntEnum):
     BUCKET = 0
     """``number`` is the round, ``part`` the bucket's place in the plan."""
     COLLECTIVE = 1
-    """``number`` counts the group's collectives, which all members call in the same order."""
+    """``number`` counts the group's collectives, which all members call in the same order.
+
+    In an elastic group ``part`` is the round in which it was called, and ``number`` counts those of that round: so who
+    joins needs to know no number.
+    """
     TRANSFER = 2
-    """``number`` counts the sends from ``source`` to ``target`` with tag ``part``."""
+    """``number`` counts the sends from ``source`` to ``target`` with tag ``part``; a state's have `STATE_TAG`."""
+
+
+STATE_TAG: Final = 1 << 61
+"""What is added to the number of a transfer of state is the tag of its sends. Those of people are below."""
 
 
 class ExchangeKey(NamedTuple):

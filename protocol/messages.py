@@ -21,9 +21,19 @@ worker                                  coordinator
   Leave ─────────────────────────────────► forgets the worker
   ◄────────────────────────────────────── Leave, the same: all that was said before it was heard
   ◄────────────────────────────────────── Failure at any time; Ping at any time, not answered
-  ◄────────────────────────────────────── Membership, in an elastic group, when somebody departed
+  ◄────────────────────────────────────── Membership, in an elastic group, when somebody departed or came in
   ◄────────────────────────────────────── RoundDone, in an elastic group, after the last Result of a round
   (Resume, Resumed, Holding, Fetch, Held and Standing, after a connection broke, are drawn in `protocol.resuming`)
+  Serve ─────────────────────────────────► may ask this member for its state, for a joiner
+  StateFailed ───────────────────────────► asks another one
+
+joiner                                  coordinator of an elastic group that has begun
+  Join ──────────────────────────────────► waits until there is a seat, and all shards know of it
+  ◄────────────────────────────────────── Welcome, which says that it joins; then as above, up to Agreed
+  Enter ─────────────────────────────────► waits for the end of a round
+  ◄────────────────────────────────────── RoundDone, which says who sends it the state: in transfers
+  Ready ─────────────────────────────────►
+  ◄────────────────────────────────────── Entered: it contributes, and is a member when that round is over
 
 data shard                              coordinator
   Enlist ────────────────────────────────► uses it for the groups that become complete from now on
@@ -76,6 +86,8 @@ class Welcome:
     first), and ``token`` is what this worker shows them. ``seats``, by rank, tell that the group is elastic. A
     ``durable`` one survives broken connections, and the coordinator, which has begun as often as ``incarnation`` says
     (`protocol.resuming`); the token is then also what a Resume shows.
+    ``founded`` is the epoch by which shards know the group, if that is another one. Who ``joins`` a group that has
+    begun is not a member yet: seats, names and its rank are what they would be if it were.
     """
 
     group: str
@@ -89,6 +101,8 @@ class Welcome:
     seats: tuple[int, ...] = ()
     durable: bool = False
     incarnation: int = 0
+    founded: int = 0
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +126,74 @@ class Membership:
     lost: bool
 
 
+class Transfer(NamedTuple):
+    """The member with seat ``donor`` sends its state to the one with seat ``joiner``. Each transfer has a number.
+
+    With ``waits`` the next round waits for the joiner; else that is sent the results unasked, until it has caught up.
+    """
+
+    number: int
+    donor: int
+    joiner: int
+    waits: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class RoundDone:
-    """A round of an elastic group is over at all shards; ``epoch`` is that of the next one."""
+    """A round of an elastic group is over at all shards; ``epoch`` is that of the next one.
+
+    ``transfers`` are of the state that members have when they have applied this round.
+    """
 
     round: int
     epoch: int
+    transfers: tuple[Transfer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """This member can send its state to those who join."""
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """This joiner goes by the group's plan, and wants the state. Again, if it did not get it in ``transfer``.
+
+    With ``waits`` the others are to wait for it, since more results come meanwhile than it can keep, for example.
+    """
+
+    transfer: int = 0
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """This joiner has the state of that transfer, and has applied all rounds since that are over."""
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """From ``round`` on this joiner contributes."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateFailed:
+    """The donor of that transfer cannot send its state."""
+
+    transfer: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """To a data shard: this connection is the one of ``rank`` in that group. ``token`` is from the Welcome."""
+    """To a data shard: this connection is the one of ``rank`` in that group. ``token`` is from the Welcome.
+
+    In an elastic group ranks are seats here, and ``epoch`` is always the first one.
+    """
 
     group: str
     epoch: int
@@ -213,8 +284,8 @@ class Push(NamedTuple):
         operation: what this worker believes the exchange to be; None for buckets, the plan says it.
         slices: how many. More than one only in shared memory.
         place: where in shared memory the contribution lies (if present) and the result belongs.
-        epoch: on the first slice of what depends on the world size, the membership that its sender goes by; 0
-            elsewhere, and in groups whose membership is fixed.
+        epoch: on the first slice of what depends on the world size, and of transfers, the membership that its sender
+            goes by; 0 elsewhere, and in groups whose membership is fixed.
         target: where in shared memory the result belongs, in a durable group: there what is given is kept.
     """
 
@@ -382,4 +453,9 @@ Message = (
     | Claim
     | Claimed
     | Used
+    | Serve
+    | Enter
+    | Ready
+    | Entered
+    | StateFailed
 )

@@ -55,6 +55,8 @@ from protocol.messages import (
     Attended,
     Enlist,
     Enlisted,
+    Enter,
+    Entered,
     Failure,
     Inquire,
     Join,
@@ -68,14 +70,18 @@ from protocol.messages import (
     Place,
     Propose,
     Push,
+    Ready,
     Reported,
     Result,
     RoundDone,
     Scope,
+    Serve,
     ShareMemory,
+    StateFailed,
     Status,
     StatusRequest,
     Taken,
+    Transfer,
     Welcome,
 )
 from protocol.positions import Claim, Claimed, Located, Register, Used
@@ -145,13 +151,23 @@ def _place(value: Any) -> Place | None:
     return Place(_counter(value[0]), _counter(value[1]))
 
 
+def _transfer(value: Any) -> Transfer:
+    if type(value) is not list or len(value) != 4:
+        raise MalformedMessageError(f"expected a transfer of state, got {brief(value)}")
+    return Transfer(_counter(value[0]), _seat(value[1]), _seat(value[2]), flag(value[3]))
+
+
 # ── the table: code, class, the checks for its fields in order, payloads allowed, bytes in one ────────
 
 _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int, int], ...]] = (
     # class, fields, fewest and most payloads, most bytes in a payload
     (Failure, (_scope, _text, _text, facts, optional(_key)), 0, 0, 0),
     (Join, (_text, _text, _rank, integer(0, MAX_WORLD_SIZE), number(0.0, MAX_TIMEOUT)), 0, 0, 0),
-    (Welcome, (_text, _rank, *(_counter,) * 2, *(_texts,) * 2, _rates, _text, _seats, flag, _counter), 0, 0, 0),
+    (
+        Welcome,
+        (_text, _rank, *(_counter,) * 2, *(_texts,) * 2, _rates, _text, _seats, flag, _counter, _counter, flag),
+        *(0, 0, 0),
+    ),
     (Propose, (_text, _counter), 1, 1, MAX_FRAME_BYTES),
     (Agreed, (_text, _counter), 0, 0, 0),
     (Push, (_key, _counter, _weight, flag, _operation, _slices, _place, _counter, _place), 0, 1, SLICE_BYTES),
@@ -171,7 +187,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Attend, (_text, _counter, _rank, _text), 0, 0, 0),
     (Attended, (), 0, 0, 0),
     (Membership, (_counter, _seats, _texts, _text, flag), 0, 0, 0),
-    (RoundDone, (_counter, _counter), 0, 0, 0),
+    (RoundDone, (_counter, _counter, listed(_transfer, MAX_LIST)), 0, 0, 0),
     (Resume, (_text, _seat, _text, _counter, _text), 0, 0, 0),
     (Resumed, (_counter, _counter), 0, 0, 0),
     (Holding, (_counter, _counter, _weight), 1, 1, MAX_SPANS_BYTES),
@@ -184,6 +200,11 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Claim, (_data, _counter, _seed, _numel, _counter), 0, 0, 0),
     (Claimed, (_data, _counter, _seed, flag), 1, 1, MAX_RANGES_BYTES),
     (Used, (_data, _seed, _counter), 1, 1, MAX_RANGES_BYTES),
+    (Serve, (), 0, 0, 0),
+    (Enter, (_counter, flag), 0, 0, 0),
+    (Ready, (_counter,), 0, 0, 0),
+    (Entered, (_counter,), 0, 0, 0),
+    (StateFailed, (_counter, _text), 0, 0, 0),
 )
 _SHORTER: Final = {Push: (5, 7, 8), Result: (4, 6)}
 """With so many fields they come too: what is behind concerns shared memory, and memberships that change."""

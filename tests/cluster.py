@@ -259,6 +259,10 @@ class Program:
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
+    def lines(self) -> list[str]:
+        """All that it has said, once it has ended."""
+        return self._out.rest()
+
     def end(self, timeout: float = PATIENCE) -> int:
         """Wait until the process ends by itself; its exit status."""
         try:

@@ -3,6 +3,8 @@
 A `Member` does what a worker does, step by step: it pushes slices of what it has begun, takes results, and goes by a
 new membership when a round is over or a collective has failed because of one. What it gives depends on its name, the
 step and the attempt only. `Cluster.expected` says what anybody must have got, from who had pushed it.
+
+A `Newcomer` joins later. The state that it gets is the number of the round at which it begins.
 """
 
 from __future__ import annotations
@@ -18,12 +20,30 @@ from gradserver.engine.events import Reduce
 from gradserver.engine.policy import Policy
 from protocol.dtypes import FLOAT32, UINT8
 from protocol.errors import MembershipChangedError
-from protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Op, Operation, gives, layout_of
-from protocol.messages import Failure, Membership, Message, Push, Result, RoundDone
+from protocol.exchange import STATE_TAG, WORLD_BOUND, ExchangeKey, Kind, Op, Operation, Stream, gives, layout_of
+from protocol.limits import BACKLOG_BYTES
+from protocol.messages import (
+    Agreed,
+    Enter,
+    Entered,
+    Failure,
+    Membership,
+    Message,
+    Propose,
+    Push,
+    Ready,
+    Result,
+    RoundDone,
+    Scope,
+    Serve,
+    Transfer,
+    Welcome,
+)
 from tests.engine_harness import (
     SEATS,
     Array,
     Harness,
+    Outcome,
     Task,
     all_reduce,
     bucket,
@@ -73,6 +93,13 @@ class Member:
     pairs: dict[tuple[int, int], int] = field(default_factory=dict)
     history: list[Task] = field(default_factory=list)
     changes: int = 0
+    line: int = -1
+    """Its connection; by default that of its seat."""
+    side: list[Task] = field(default_factory=list)
+    """States that it sends."""
+
+    def __post_init__(self) -> None:
+        self.line = self.seat if self.line < 0 else self.line
 
     @property
     def finished(self) -> bool:
@@ -82,7 +109,7 @@ class Member:
         """What it can push a slice of now."""
         while not self.tasks and not self.finished:
             self.begin(self.cluster.program[self.at])
-        return [task for task in self.tasks if not task.done and task.sent < task.layout.count]
+        return [task for task in (*self.tasks, *self.side) if not task.done and task.sent < task.layout.count]
 
     def begin(self, step: Step) -> None:
         world = len(self.seats)
@@ -98,7 +125,7 @@ class Member:
             else:
                 self.next()
         else:
-            self.tasks = [self.task(collective(self.collectives), self.operation(step))]
+            self.tasks = [self.task(collective(self.collectives, self.round), self.operation(step))]
             self.collectives += 1
 
     def operation(self, step: Step) -> Operation:
@@ -116,7 +143,7 @@ class Member:
 
     def task(self, key: ExchangeKey, operation: Operation) -> Task:
         weight, values = self.cluster.give(self.seat, key, operation, self.attempt)
-        epoch = self.epoch if operation.kind in WORLD_BOUND else 0
+        epoch = self.epoch if operation.kind in WORLD_BOUND or operation.kind is Kind.TRANSFER else 0
         task = Task(key, operation, layout_of(operation, len(self.seats)), values, weight, epoch)
         self.history.append(task)
         return task
@@ -125,24 +152,26 @@ class Member:
         """A message from the coordinator."""
         match message:
             case Result(key, index, weight):
-                (task,) = [task for task in self.tasks if task.key == key]
+                (task,) = [task for task in (*self.tasks, *self.side) if task.key == key]
                 assert index not in task.answers, "a second result for one slice"
                 assert index < task.sent, "a result before the contribution"
                 assert task.error is None, "a result after the failure"
                 task.answers[index] = weight, payload
             case Failure(key=key):
                 assert key is not None, message
-                (task,) = [task for task in self.tasks if task.key == key]
+                (task,) = [task for task in (*self.tasks, *self.side) if task.key == key]
                 assert not task.done, "a failure of what has ended"
                 task.error = message.exception()
             case Membership():
                 assert self.seat in message.seats
                 self.announced[message.epoch] = message
-            case RoundDone(number, epoch):
+            case RoundDone(number, epoch, transfers):
                 assert number == self.round, "the end of another round"
                 assert all(task.done for task in self.tasks), "over before its results are here"
                 self.over = number
                 self.adopt(epoch)
+                self.side = [task for task in self.side if not task.done]
+                self.side += [state(one, number + 1, self.seat) for one in transfers if one.donor == self.seat]
                 self.boundaries[number] = self.epoch, self.seats
             case _:
                 raise AssertionError(message)
@@ -156,7 +185,7 @@ class Member:
         if self.cluster.program[self.at].kind is None:
             assert not errors, errors
             if self.over == self.round:
-                self.round += 1
+                self.round, self.collectives = self.round + 1, 0
                 self.next()
         elif errors and isinstance(errors[0], MembershipChangedError):
             self.changes += 1
@@ -171,22 +200,137 @@ class Member:
 
     def adopt(self, epoch: int) -> None:
         if epoch > self.epoch:
+            new = set(self.announced[epoch].seats).difference(self.seats)
+            self.pairs = {pair: number for pair, number in self.pairs.items() if not new.intersection(pair)}
             self.epoch, self.seats = epoch, self.announced[epoch].seats
+
+
+def state(transfer: Transfer, number: int, seat: int) -> Task:
+    """The transfer of a state, which is the number of the next round."""
+    key = ExchangeKey(2, 0, STATE_TAG + transfer.number, transfer.donor, transfer.joiner)
+    operation = Operation(Kind.TRANSFER, Op.NONE, FLOAT32, 6)
+    values = floats(*[number] * 6) if seat == transfer.donor else None
+    return Task(key, operation, layout_of(operation, 2), values, 1.0, 0)
+
+
+@dataclass
+class Newcomer(Member):
+    """One that joins while the others follow the program, and then does so, too."""
+
+    name: str = ""
+    inside: bool = False
+    """Whether it contributes."""
+    refused: str = ""
+    entered: int = -1
+    number: int = 0
+    listens: bool = False
+    begins: int = -1
+    """The round that follows its state; -1 while it has none."""
+    over: int = -1
+    heard: dict[tuple[ExchangeKey, int], Outcome] = field(default_factory=dict)
+    """What came unasked."""
+
+    def ready(self) -> list[Task]:
+        if self.inside:
+            return super().ready()
+        return [task for task in self.tasks if not task.done and task.sent < task.layout.count]
+
+    def take(self, message: Message, payload: bytes | None) -> None:
+        plan = self.cluster.plan
+        match message:
+            case Failure(scope=Scope.CONNECTION):
+                self.refused = message.text
+            case Welcome(seats=seats) if not self.inside:
+                assert message.joins
+                self.seat, self.seats, self.epoch = seats[message.rank], seats, message.epoch
+                self.cluster.harness.receive(SEATS + self.line, Propose(plan.hash), plan.encoded)
+            case Agreed():
+                self.cluster.harness.receive(SEATS + self.line, Enter())
+            case RoundDone(number, _, transfers) if not self.inside:
+                self.over = number
+                for transfer in transfers:
+                    if transfer.joiner == self.seat:
+                        self.tasks = [state(transfer, number + 1, self.seat)]
+                        self.number, self.listens, self.begins = transfer.number, not transfer.waits, -1
+                self.catch_up()
+            case Entered(number):
+                self.entered = number
+                if not self.listens:
+                    self.enter(number)
+            case Result(key=key, slice=index, weight=weight) if not self.inside and key.stream == Stream.BUCKET:
+                assert self.listens
+                assert (key, index) not in self.heard, "a result came twice"
+                self.heard[key, index] = weight, payload
+            case Result(key=key) | Failure(key=key) if not self.inside and all(t.key != key for t in self.tasks):
+                pass  # of a transfer that it has given up
+            case _:
+                super().take(message, payload)
+
+    def catch_up(self) -> None:
+        """It has the state, and results: those of all rounds that are over, as members got them."""
+        if self.begins < 0 or not self.listens:
+            return
+        while self.begins <= self.over:
+            for part, size in enumerate(self.cluster.buckets):
+                for index in range(layout_of(all_reduce(size), 2).count):
+                    outcome = self.heard[bucket(self.begins, part), index]
+                    assert outcome == self.cluster.expected(bucket(self.begins, part), index, all_reduce(size))
+            self.begins += 1
+        if self.entered == self.begins:
+            self.enter(self.entered)
+        elif self.entered < 0:
+            self.say(Ready(self.number))
+
+    def say(self, message: Ready | Enter) -> None:
+        self.cluster.harness.receive(SEATS + self.line, message)
+
+    def enter(self, number: int) -> None:
+        rounds = [at for at, step in enumerate(self.cluster.program) if step.kind is None]
+        self.tasks, self.inside, self.round, self.entered = [], True, number, number
+        self.at = rounds[number] if number < len(rounds) else len(self.cluster.program)
+        self.cluster.joined(self)
+
+    def go_on(self) -> None:
+        if self.inside:
+            super().go_on()
+        elif self.tasks and self.tasks[0].done:
+            (task,), self.tasks = self.tasks, []
+            if task.error is not None:
+                self.say(Enter(self.number))
+                return
+            _, data = task.answers[0]
+            assert data is not None
+            self.begins = int(np.frombuffer(data, np.float32)[0])
+            if self.listens:
+                self.catch_up()
+            else:
+                self.say(Ready(self.number))
 
 
 class Cluster:
     """An elastic group of ``world`` members who follow ``program``; ``seed`` decides who does what when."""
 
     def __init__(
-        self, world: int, buckets: Sequence[int], program: Sequence[Step], seed: int, give: Giver | None = None
+        self,
+        world: int,
+        buckets: Sequence[int],
+        program: Sequence[Step],
+        seed: int,
+        give: Giver | None = None,
+        backlog: int = BACKLOG_BYTES,
     ) -> None:
         self.buckets, self.program = tuple(buckets), tuple(program)
         self.give = give or partial(contribution, seed)
-        self.harness = Harness({"default": Policy(1, 8)}, lazy=True)
-        self.harness.assemble(world, plan_of(*buckets))
+        self.plan = plan_of(*buckets)
+        self.harness = Harness({"default": Policy(1, 8, backlog=backlog)}, lazy=True)
+        self.harness.assemble(world, self.plan)
         self.random = random.Random(seed)
         self.members = {seat: Member(seat, self, 1, tuple(range(world))) for seat in range(world)}
         self.gone: dict[int, Member] = {}
+        self.newcomers: list[Newcomer] = []
+        """Those that do not contribute yet."""
+        self.past: list[Member] = []
+        """All that are gone."""
         self.at: dict[int, Callable[[], object]] = {}
         """What happens besides, by step."""
         self.pushed: dict[tuple[ExchangeKey, int], dict[int, Task]] = {}
@@ -199,7 +343,8 @@ class Cluster:
             self.at.pop(steps, lambda: None)()
             self.deliver()
             choices: list[tuple[Member, Task] | Reduce] = list(self.harness.reduces)
-            choices += [(member, task) for member in self.members.values() for task in member.ready()]
+            everybody = [*self.members.values(), *self.newcomers]
+            choices += [(member, task) for member in everybody for task in member.ready()]
             if not choices:
                 break
             choice = self.random.choice(choices)
@@ -222,29 +367,72 @@ class Cluster:
             payload = task.values[start:stop].tobytes()
         begins = task.key.stream and not index
         operation, epoch = (task.operation, task.epoch) if begins else (None, 0)
-        self.pushed.setdefault((task.key, index), {})[member.seat] = task
+        by = self.pushed.get((task.key, index))
+        if by is None or (task.key.stream == 2 and all(other.done for other in by.values())):
+            by = self.pushed[task.key, index] = {}  # transfers count anew when somebody else has the seat
+        by[member.seat] = task
+        task.mates[index] = by
         push = Push(task.key, index, task.weight, payload is not None, operation, epoch=epoch)
-        self.harness.receive(SEATS + member.seat, push, *([] if payload is None else [payload]))
+        self.harness.receive(SEATS + member.line, push, *([] if payload is None else [payload]))
 
     def deliver(self) -> None:
-        for seat, member in list(self.members.items()):
-            for message, payloads in self.harness.sent(seat):
-                member.take(message, bytes(payloads[0]) if payloads else None)
+        busy = True
+        while busy:
+            busy = False
+            for member in [*self.members.values(), *self.newcomers]:
+                for message, payloads in self.harness.sent(member.line):
+                    member.take(message, bytes(payloads[0]) if payloads else None)
+                    busy = True
+
+    def serve(self) -> None:
+        """All members can send their state."""
+        for member in self.members.values():
+            self.harness.receive(SEATS + member.line, Serve())
+
+    def join(self, name: str = "") -> None:
+        """One more wants in; by a name of somebody who was there before, or a new one."""
+        line = 20 + len(self.newcomers) + len(self.past) + len(self.members)
+        while any(other.line == line for other in (*self.newcomers, *self.past, *self.members.values())):
+            line += 1
+        newcomer = Newcomer(-1, self, 0, (), line=line, name=name or f"n{line}")
+        self.newcomers.append(newcomer)
+        self.harness.join(SEATS + line, newcomer.name)
+
+    def joined(self, newcomer: Newcomer) -> None:
+        self.newcomers.remove(newcomer)
+        self.members[newcomer.seat] = newcomer
+        self.harness.receive(SEATS + newcomer.line, Serve())
+
+    def give_up(self, index: int) -> None:
+        """One that wants in dies."""
+        if self.newcomers:
+            self.deliver()
+        if self.newcomers:
+            newcomer = self.newcomers.pop(index % len(self.newcomers))
+            self.past.append(newcomer)
+            self.harness.lose(newcomer.line)
+            self.harness.inbox.pop(SEATS + newcomer.line, None)
 
     def remove(self, seat: int, politely: bool = False) -> None:
         """One dies or leaves, unless it is the last."""
         if seat in self.members and len(self.members) > 1:
             self.deliver()
-            self.gone[seat] = self.members.pop(seat)
+        if seat in self.members and len(self.members) > 1:
+            gone = self.gone[seat] = self.members.pop(seat)
+            self.past.append(gone)
             if politely:
-                self.harness.leave(seat)
+                self.harness.leave(gone.line)
             else:
-                self.harness.lose(seat)
-            self.harness.inbox.pop(SEATS + seat, None)
+                self.harness.lose(gone.line)
+            self.harness.inbox.pop(SEATS + gone.line, None)
 
     def expected(self, key: ExchangeKey, index: int, operation: Operation) -> tuple[float, bytes | None]:
         """Weight and bytes of a slice, from who had pushed it, in the order of their seats."""
-        tasks = dict(sorted(self.pushed[key, index].items()))
+        return self.outcome(self.pushed[key, index], index, operation)
+
+    def outcome(self, pushed: dict[int, Task], index: int, operation: Operation) -> tuple[float, bytes | None]:
+        """The same, if these had pushed it."""
+        tasks = dict(sorted(pushed.items()))
         total = sum(task.weight for task in tasks.values())
         gave = {seat: task for seat, task in tasks.items() if task.values is not None}
         if operation.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):

@@ -61,6 +61,8 @@ class Task:
     sent: int = 0
     answers: dict[int, Outcome] = field(default_factory=dict)
     error: GradServerError | None = None
+    mates: dict[int, dict[int, Task]] = field(default_factory=dict)
+    """By slice, who has pushed it, with this one."""
 
     @property
     def done(self) -> bool:
@@ -301,8 +303,8 @@ def bucket(number: int, part: int = 0) -> ExchangeKey:
     return ExchangeKey(Stream.BUCKET, number, part)
 
 
-def collective(number: int) -> ExchangeKey:
-    return ExchangeKey(Stream.COLLECTIVE, number)
+def collective(number: int, part: int = 0) -> ExchangeKey:
+    return ExchangeKey(Stream.COLLECTIVE, number, part)
 
 
 def transfer(number: int, source: int, target: int, tag: int = 0) -> ExchangeKey:

@@ -191,7 +191,7 @@ def test_an_all_gather_that_is_shared_among_shards_fails_at_everybody_and_can_be
     begin(2, 0, 1, 3)
     for rank in (0, 2):
         failures = [message for message, _ in harness.sent(rank) if isinstance(message, Failure)]
-        assert {str(failure.exception())[:13] for failure in failures} == {"collective 0,"}
+        assert {str(failure.exception())[:24] for failure in failures} == {"collective 0 of round 0,"}
         assert {failure.exception().fields["epoch"] for failure in failures} == {2}
         assert all(isinstance(failure.exception(), MembershipChangedError) for failure in failures)
 

@@ -197,5 +197,5 @@ def test_a_round_is_not_over_before_all_who_counted_have_said_what_they_used(die
         harness.told(0, Membership)
     else:
         use(harness, 1, 0, ((4, 6),))
-    assert [type(message) for message, _ in harness.inbox[SEATS]] == [RoundDone, Claimed]
+    assert {type(message) for message, _ in harness.inbox[SEATS]} == {RoundDone, Claimed}
     assert count(harness.engine.control.groups["default"].positions.use("data").done) == (4 if dies else 6)

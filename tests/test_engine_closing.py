@@ -249,7 +249,7 @@ def test_what_depends_on_the_world_size_fails_once_at_everybody(operation: Opera
     harness.lose(1)
     error = changed(harness, 0, collective(0))
     assert error.epoch == 2
-    assert "collective 0, " in str(error)
+    assert "collective 0 of round 0, " in str(error)
     assert "'w1' (rank 1) was lost in round 0 (connection reset)" in str(error)
 
     harness.receive(SEATS + 2, Push(collective(0), 0, 1.0, True, operation, epoch=1), payload[:1].tobytes())

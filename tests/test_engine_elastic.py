@@ -8,7 +8,6 @@ from gradserver.engine.policy import Policy
 from protocol.errors import (
     DeadlineError,
     InvalidWorldSizeError,
-    JoinRefusedError,
     JoinTimeoutError,
     WorkerLeftError,
     WorkerLostError,
@@ -143,15 +142,6 @@ def test_too_few_who_came_are_told_how_many_are_missing() -> None:
     error = driven.refusal(SEATS)
     assert isinstance(error, JoinTimeoutError)
     assert str(error) == "group 'default' has 1 of 3 or more workers after 10 s: 'w' came; missing: 2 more, of any rank"
-
-
-def test_a_group_that_has_begun_takes_nobody_in_yet() -> None:
-    driven = active(1, 2, 4)
-    driven.join(7, "late")
-
-    error = driven.refusal(7)
-    assert isinstance(error, JoinRefusedError)
-    assert "group 'default' is elastic, has begun and it is in round 0; 'late' cannot be added" in str(error)
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 2), (3, 2), (1, MAX_WORLD_SIZE + 1)])

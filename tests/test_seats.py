@@ -40,8 +40,8 @@ def test_what_is_no_seat_is_its_own_rank() -> None:
 
 
 def test_who_asks_for_a_rank_sits_in_that_order_and_the_others_fill_the_gaps_as_they_came() -> None:
-    assert in_order([join(-1), join(3), join(0), join(-1)], 4) == [2, 0, 3, 1]
+    assert in_order([join(-1), join(3), join(0), join(-1)], 4) == {0: 2, 1: 0, 2: 3, 3: 1}
 
 
-def test_ranks_that_nobody_took_leave_no_gap() -> None:
-    assert in_order([join(7), join(-1), join(2)], 8) == [1, 2, 0]
+def test_ranks_that_nobody_took_are_left_to_who_comes_later() -> None:
+    assert in_order([join(7), join(-1), join(2)], 8) == {0: 1, 2: 2, 7: 0}

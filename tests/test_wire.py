@@ -48,6 +48,8 @@ from protocol.messages import (
     Attended,
     Enlist,
     Enlisted,
+    Enter,
+    Entered,
     Failure,
     Inquire,
     Join,
@@ -61,14 +63,18 @@ from protocol.messages import (
     Place,
     Propose,
     Push,
+    Ready,
     Reported,
     Result,
     RoundDone,
     Scope,
+    Serve,
     ShareMemory,
+    StateFailed,
     Status,
     StatusRequest,
     Taken,
+    Transfer,
     Welcome,
 )
 from protocol.positions import Claim, Claimed, Located, Register, Used
@@ -101,6 +107,8 @@ operations = st.builds(
 rates = st.lists(st.floats(0, MAX_RATE), max_size=MAX_SHARDS).map(tuple)
 short_lists = st.lists(st.text(max_size=20), max_size=5).map(tuple) | st.just(("worker",) * MAX_LIST)
 seats = st.lists(st.integers(0, MAX_WORLD_SIZE - 1), max_size=8).map(tuple)
+a_seat = st.integers(0, MAX_WORLD_SIZE - 1)
+transfers = st.lists(st.builds(Transfer, counters, a_seat, a_seat, st.booleans()), max_size=4).map(tuple)
 fields = st.dictionaries(
     st.text(max_size=10), st.text(max_size=20) | st.integers(-(2**63), 2**63 - 1) | short_lists, max_size=5
 )
@@ -118,7 +126,11 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.builds(Welcome, names, ranks, counters, counters, short_lists), none),
         (st.builds(Welcome, names, ranks, counters, counters, short_lists, short_lists, rates, names), none),
         (
-            st.builds(Welcome, names, ranks, counters, counters, short_lists, short_lists, rates, names, seats),
+            st.builds(
+                Welcome,
+                *(names, ranks, counters, counters, short_lists, short_lists, rates, names, seats),
+                *(st.booleans(), counters, counters, st.booleans()),
+            ),
             none,
         ),
         (
@@ -130,7 +142,12 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
             none,
         ),
         (st.builds(Membership, counters, seats, short_lists, names, st.booleans()), none),
-        (st.builds(RoundDone, counters, counters), none),
+        (st.builds(RoundDone, counters, counters, transfers), none),
+        (st.builds(Serve), none),
+        (st.builds(Enter, counters, st.booleans()), none),
+        (st.builds(Ready, counters), none),
+        (st.builds(Entered, counters), none),
+        (st.builds(StateFailed, counters, names), none),
         (st.builds(Propose, names, counters), one),
         (st.builds(Agreed, names, counters), none),
         (
@@ -216,7 +233,12 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Welcome("default", 1, 5, 1 << 24, ("w0", "w1")), []),
     (Welcome("default", 1, 5, 1 << 24, ("w0", "w1"), seats=(0, 2)), []),
     (Membership(6, (0, 2), ("w0", "w2"), "'w1' (rank 1) was lost in round 3 (it died); 2 workers go on", True), []),
-    (RoundDone(211, 6), []),
+    (RoundDone(211, 6, (Transfer(3, 0, 2),)), []),
+    (Serve(), []),
+    (Enter(3), []),
+    (Ready(3), []),
+    (Entered(212), []),
+    (StateFailed(3, "no room"), []),
     (Propose("ab" * 32), [b"plan"]),
     (Agreed("ab" * 32, 12), []),
     (Push(KEY, 3, 2.5, True, None), [b"1234"]),

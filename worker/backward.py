@@ -53,12 +53,16 @@ class Backward:
         rounds: the exchange.
         syncs: whether gradients are exchanged (not inside `no_sync`).
         training: whether the wrapper is in training mode.
+        anybody: whether anybody took part in the last exchange with a batch.
+        ended: in how many exchanges nobody did since `DistributedDataParallel.join` began: each ends one such block.
     """
 
     def __init__(self, module: nn.Module, worker: Worker, options: Options, rounds: Rounds) -> None:
         self.rounds = rounds
         self.syncs = True
         self.training = True
+        self.anybody = True
+        self.ended = 0
         self._worker = worker
         self._options = options
         self._state = State.IDLE
@@ -190,7 +194,8 @@ class Backward:
                 self._finish()
 
     def _finish(self) -> bool:
-        took_part = self.rounds.finish()
+        took_part = self.anybody = self.rounds.finish()
+        self.ended += not took_part
         self._pending = 0
         for slot in self.rounds.slots:
             slot.touched = False

@@ -7,9 +7,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-import numpy as np
-
-from protocol.buffer import Buffer
 from protocol.codecs import codec_of
 from protocol.dtypes import FLOAT32, UINT8
 from protocol.errors import (
@@ -20,14 +17,18 @@ from protocol.errors import (
     SizeMismatchError,
     UsageError,
 )
-from protocol.exchange import EXACT, Kind, Op, Operation, operation_of
-from protocol.limits import MAX_COUNTER, MAX_WEIGHT
+from protocol.exchange import EXACT, STATE_TAG, Kind, Op, Operation, operation_of
+from protocol.limits import MAX_WEIGHT
 from protocol.messages import Membership
 from protocol.plan import EXEMPT_BYTES, Plan, with_codec
+from worker.entry import enter
 from worker.handle import Handle
-from worker.outbox import Destination, Writer
+from worker.outbox import Destination
 from worker.session import Session
+from worker.stages import Stage
 from worker.tensors import Binding, Bytes, bind, empty, like
+from worker.tree import Tree
+from worker.writers import into_part, into_rows
 
 _OPS = {op.name.lower(): op for op in (Op.MEAN, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT)}
 
@@ -91,6 +92,58 @@ class Worker:
         """Have ``listener`` called with the new membership whenever it has changed, in the thread that waits for it."""
         self._session.on_membership(listener)
 
+    # ── joining a group that trains already ───────────────────────────────────────────────────────────
+
+    @property
+    def joins(self) -> bool:
+        """Whether this worker joins an elastic group that trains already, and has yet to `enter` it.
+
+        Until then it can only `agree` on the plan; rank and names are what they would be if it were a member.
+        """
+        return self._session.stage is Stage.JOINING
+
+    @property
+    def observes(self) -> bool:
+        """Whether this worker has entered, and nothing that it gives counts yet: it catches up with the others."""
+        return self._session.stage is Stage.OBSERVING
+
+    @property
+    def has_next(self) -> bool:
+        """Whether this worker `observes`, and all results of its round are here already."""
+        return self._session.has_next
+
+    def serve_state(self, snapshot: Callable[[], Tree]) -> None:
+        """Let workers join: one that does gets what ``snapshot()`` returns. `gradserver.Job` calls this.
+
+        It is called between two rounds, before the first push of the next one at the latest, and must return all that
+        has state: plain values and tensors, which are copied and then sent while training goes on.
+        """
+        if self._session.membership.seats:
+            self._session.donor.serve(snapshot)
+
+    def boundary(self) -> None:
+        """This worker's state is now that at a boundary between two rounds. Without this call its next push says so."""
+        self._session.donor.give()
+
+    def enter(self, install: Callable[[Tree], object], waits: bool = False) -> int:
+        """Come into the group that this worker joins: ``install`` gets a member's state. `gradserver.Job` calls this.
+
+        Args:
+            install: is called with the state, as a tree of the same kind; more than once if a member is lost meanwhile.
+            waits: the others are to wait, so that what this worker pushes counts at once. They also do if it cannot
+                keep up with them.
+
+        Returns:
+            The first round that this worker takes part in. Without ``waits`` others do not wait for it: while it
+            `observes`, it gets the results of rounds, and what it pushes does not count. It is a member after the
+            first round in which it does.
+
+        Raises:
+            DeadlineError: no round of the group was over for as long as this worker's timeout.
+            UsageError: no member can send its state.
+        """
+        return enter(self._session, install, waits)
+
     # ── collectives ───────────────────────────────────────────────────────────────────────────────────
 
     @overload
@@ -134,7 +187,7 @@ class Worker:
         if self.world_size == 1:
             bound.data[:] = source.data
         rows = bound.data.reshape(self.world_size, -1)
-        return self._collective(operation, source.data, _into_rows(rows), bound, gathered, async_op)
+        return self._collective(operation, source.data, into_rows(rows), bound, gathered, async_op)
 
     def reduce_scatter(self, tensor: Any, op: str = "mean", weight: float = 1.0, *, async_op: bool = False) -> Any:
         """Combine ``tensor`` over all members, and get this rank's part of the result.
@@ -153,7 +206,7 @@ class Worker:
         if self.world_size == 1:
             bound.data[:] = source.data
         given = source.data if check_weight(weight) > 0 else None
-        destination = _into_part(bound.data, self.rank * bound.data.size)
+        destination = into_part(bound.data, self.rank * bound.data.size)
         return self._collective(operation, given, destination, bound, part, async_op, weight)
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -326,8 +379,8 @@ class Worker:
         self._check_rank(rank, what)
         if rank == self.rank:
             raise SendToSelfError(f"{what} is this worker's own rank, {rank}: there is nothing to send")
-        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag <= MAX_COUNTER:
-            raise InvalidArgumentError(f"a tag is a number from 0 to {MAX_COUNTER}, not {tag!r}")
+        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < STATE_TAG:
+            raise InvalidArgumentError(f"a tag is a number from 0 to {STATE_TAG - 1}, not {tag!r}")
 
 
 def check_weight(weight: float) -> float:
@@ -356,24 +409,3 @@ def _op(name: str) -> Op:
         return _OPS[name]
     except (KeyError, TypeError):
         raise InvalidArgumentError(f"op is {name!r}, and must be one of {', '.join(_OPS)}") from None
-
-
-def _into_rows(rows: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Writer:
-    """A slice of an all_gather holds that slice of every rank, one behind the other."""
-
-    def write(start: int, stop: int, payload: Buffer | None) -> None:
-        if payload is not None:
-            rows[:, start:stop] = np.frombuffer(payload, np.uint8).reshape(len(rows), stop - start)
-
-    return write
-
-
-def _into_part(part: Bytes, offset: int) -> Writer:
-    """Slices of this rank's chunk go where they lie in the chunk; those of others are not for us."""
-
-    def write_own(start: int, stop: int, payload: Buffer | None) -> None:
-        if offset <= start < offset + part.size:
-            values = 0 if payload is None else np.frombuffer(payload, np.uint8)
-            part[start - offset : stop - offset] = values
-
-    return write_own

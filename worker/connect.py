@@ -34,6 +34,7 @@ log = logging.getLogger("gradserver")
 _CHANNELS = ("auto", "shm", "tcp")
 _SHARING_SECONDS = 5.0
 """How long the coordinator may take for an answer when memory is shared. It is about 50 µs if it is not busy."""
+_LOCAL_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 _WORLD_VARIABLES = ("WORLD_SIZE", "SLURM_NTASKS")
 
@@ -63,7 +64,8 @@ def connect(
         rank: the rank to have, 0 … world_size - 1.
         world_size: number of workers that the group must have.
         group: the group to join; a coordinator serves many.
-        name: what to call this worker in messages; host and process id if not given.
+        name: what to call this worker in messages, and what it is known by when it comes back to an elastic group. If
+            it is not given: GRADSERVER_NAME, else the host's with LOCAL_RANK, SLURM_LOCALID or the process id.
         timeout: seconds to wait for the coordinator and the other workers, and later for any one exchange.
         channel: how gradients reach the coordinator: ``"shm"``, memory shared with a coordinator of the same
             host; ``"tcp"``, the connection; or ``"auto"``, shared memory if that is possible.
@@ -97,7 +99,7 @@ def connect(
     _check(rank, world_size)
     join = Join(
         group=_text("group", group),
-        name=_text("name", name or f"{socket.gethostname()}:{os.getpid()}"),
+        name=_text("name", name or _default_name()),
         rank=-1 if rank is None else rank,
         world_size=world_size or 0,
         timeout=float(timeout),
@@ -178,6 +180,14 @@ def _from_environment(names: tuple[str, ...], environment: Mapping[str, str] = o
             except ValueError:
                 raise InvalidArgumentError(f"{name} is {value!r} in the environment, and must be a number") from None
     return None
+
+
+def _default_name(environment: Mapping[str, str] = os.environ) -> str:
+    """A name that outlives this process, if somebody tells processes of a host apart; so it can come back by it."""
+    if environment.get("GRADSERVER_NAME"):
+        return environment["GRADSERVER_NAME"]
+    local = next((environment[name] for name in _LOCAL_VARIABLES if environment.get(name)), str(os.getpid()))
+    return f"{socket.gethostname()}:{local}"
 
 
 def _check(rank: int | None, world_size: int | None) -> None:

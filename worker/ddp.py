@@ -122,7 +122,8 @@ class DistributedDataParallel(nn.Module):
         self._rounds = Rounds(module, worker, options, blocks, bucket_cap_mb)
         self._backward = Backward(module, worker, options, self._rounds)
         tensors = [*module.parameters(), *(module.buffers() if broadcast_buffers else ())]
-        broadcast_tensors(worker, tensors, int(bucket_cap_mb * MIB))
+        if not worker.joins:  # who joins a group that trains already gets them with all the other state
+            broadcast_tensors(worker, tensors, int(bucket_cap_mb * MIB))
         self.train(module.training)
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────────
@@ -137,6 +138,7 @@ class DistributedDataParallel(nn.Module):
             return self.module(*args, **kwargs)
         self._backward.check()
         self._rounds.before_forward()
+        self.worker.boundary()
         output = self.module(*args, **kwargs)
         self._backward.watch(_tensors_in(output))
         return output
@@ -185,13 +187,31 @@ class DistributedDataParallel(nn.Module):
                 function that steps optimizers, schedulers and so on, or several of these.
         """
         steps = list(step) if isinstance(step, Sequence) else [step]
+        self._backward.ended = max(self._backward.ended - 1, 0)
         yield
-        while self._backward.shadow():
+        while not self._backward.ended and self._backward.shadow():
             for one in steps:
                 if isinstance(one, Optimizer):
                     one.step()
                 else:
                     one()
+
+    def replay(self) -> bool:
+        """Take the gradients of a round in which this worker has no part, as it has just joined; False if it had none.
+
+        Then all others have come to the end of a block of `join`, and so has this worker.
+        """
+        return self._backward.shadow()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the others have come to the end of the present block of `join`."""
+        return self._backward.ended > 0
+
+    @property
+    def has_update(self) -> bool:
+        """Whether there were gradients in the last exchange: always, but for who has just joined."""
+        return self._backward.anybody
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from protocol.errors import GradServerError, InvalidArgumentError, StateError, UsageError, WorkerLeftError
 from worker import __version__
 from worker.alike import check_same_start, check_weights, digest_of, gather
-from worker.checkpoint import Directory, Loaded, Writing, read, write
+from worker.checkpoint import Directory, Writing, read, write
 from worker.ddp import DistributedDataParallel
 from worker.handle import Handle
 from worker.position import Position, RangesPosition, chance, set_chance
@@ -96,6 +96,8 @@ class Job:
     Attributes:
         model, optimizer, scheduler: as given.
         round: how many updates the weights have had since the job was first started.
+        entered: the value of ``round`` at which this worker joined, or has come to so far; 0 if it was there from the
+            start.
         resumed: the checkpoint that it went on from; None for a new job.
 
     Raises:
@@ -117,19 +119,24 @@ class Job:
     ) -> None:
         _check(model, data, checkpoint, every)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self.round = 0
+        self.round = self.entered = 0
         self.resumed: Path | None = None
         self._worker = model.worker
         self._state = dict(state or {})
-        self._position = None if data is None else _position_of(data)
+        self._position = None if data is None else _position_of(data, self._place_of(data))
         self._directory = None if checkpoint is None else Directory(Path(checkpoint), keep)
         self._every = every
         self._writing: Writing | None = None
         self._stopping = False
         self._plain_steps = False
-        if self._directory is not None:
+        if self._worker.joins:
+            # What the coordinator hands out to a worker is to count: then the others wait for it.
+            self._worker.enter(self._take_over, waits=isinstance(data, DataRanges))
+        elif self._directory is not None:
             self._load(self._directory.latest)
+        if self._directory is not None:
             stop_on_sigterm(self)
+        self._worker.serve_state(self._for_who_joins)
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -147,6 +154,21 @@ class Job:
         """
         self._check_step(before, after)
         stopping = self._ask_who_stops()
+        if self.model.has_update:
+            self._update(before, after)
+        else:
+            self.optimizer.zero_grad()
+        self._catch_up(before, after)
+        self._worker.boundary()
+        if stopping is None:
+            return
+        leaving = np.flatnonzero(stopping.wait()).tolist()
+        if leaving:
+            self._save_and_part(leaving)
+        elif self._every is not None and self.round % self._every == 0:
+            self._save_beside()
+
+    def _update(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
         if before is not None:
             before()
         self.optimizer.step()
@@ -156,13 +178,14 @@ class Job:
         if after is not None:
             after()
         self.optimizer.zero_grad()
-        if stopping is None:
-            return
-        leaving = np.flatnonzero(stopping.wait()).tolist()
-        if leaving:
-            self._save_and_part(leaving)
-        elif self._every is not None and self.round % self._every == 0:
-            self._save_beside()
+
+    def _catch_up(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
+        """Who has just joined does all that the others have done meanwhile."""
+        while self._worker.has_next:
+            if self.model.replay():
+                self._update(before, after)
+        if self._worker.observes:
+            self.entered = self.round
 
     def batches(
         self,
@@ -194,7 +217,10 @@ class Job:
         for _ in self._position.epochs(epochs):
             with self.model.join(self.step if step is None else step):
                 self._position.running = True
-                yield from self._position.batches(loader)
+                for batch in self._position.batches(loader):
+                    if self.model.ended:
+                        break
+                    yield batch
             self._position.running = False
 
     def stop(self) -> None:
@@ -314,7 +340,9 @@ class Job:
         loaded, failure = None, ""
         try:
             path = find()
-            loaded = None if path is None else _of_a_job(read(path))
+            loaded = None if path is None else read(path)
+            if loaded is not None:
+                _of_a_job(loaded.tree, str(loaded.path))
         except StateError as error:
             failure = error.message
         mine = {"error": failure, "path": "", "round": 0, "digest": b""}
@@ -325,11 +353,25 @@ class Job:
             return False
         try:
             self._install(loaded.tree)
-        except (GradServerError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except _DOES_NOT_FIT as error:
             raise StateError(f"the checkpoint {loaded.path} does not fit this job: {error}") from error
         self.resumed = loaded.path
         log.info("the job goes on from round %d (%s)", self.round, loaded.path)
         return True
+
+    def _for_who_joins(self) -> Tree:
+        """What a worker that joins needs to be like this one."""
+        position = None if self._position is None else self._position.for_who_joins()
+        return self._tree([{"chance": None, "weights": digest_of(self.model.module)}], position)
+
+    def _take_over(self, tree: Tree) -> None:
+        """Be like the member whose state this is."""
+        try:
+            self._install(_of_a_job(tree, "the state that a member sent"))
+        except _DOES_NOT_FIT as error:
+            raise StateError(f"this job is not like the one that it joins: {error}") from error
+        self.entered = self.round
+        log.info("the job joined the others after round %d", self.round)
 
     def _install(self, tree: Tree) -> None:
         for what, here in (("scheduler", self.scheduler), ("data", self._position)):
@@ -338,7 +380,7 @@ class Job:
         if tree["state"].keys() != self._state.keys():
             raise StateError(f"it has state= {sorted(tree['state'])}, and this job {sorted(self._state)}")
         if self._position is not None:
-            self._position.resume(tree["data"])
+            (self._position.join if self._worker.joins else self._position.resume)(tree["data"])
         self.model.module.load_state_dict(tree["model"])
         if digest_of(self.model.module) != tree["weights"]:
             raise StateError("its weights are others when they are loaded: this model's are of another type, or order")
@@ -347,13 +389,21 @@ class Job:
             self.scheduler.load_state_dict(tree["scheduler"])
         for name, one in self._state.items():
             one.load_state_dict(tree["state"][name])
-        if len(tree["chance"]) == self._worker.world_size:
+        if not self._worker.joins and len(tree["chance"]) == self._worker.world_size:
             set_chance(tree["chance"][self._worker.rank])
         if tree["versions"] != _VERSIONS:
-            log.warning("the checkpoint was saved with %s, and this is %s", tree["versions"], _VERSIONS)
+            log.warning("this state was made with %s, and here is %s", tree["versions"], _VERSIONS)
         self.round = tree["round"]
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _place_of(self, data: ShardSampler | DataRanges) -> Callable[[], tuple[int, int]] | None:
+        """By what epochs are dealt in an elastic group, if this sampler is of the worker's own rank."""
+        worker = self._worker
+        if isinstance(data, DataRanges):
+            return None
+        own = (data.rank, data.world_size) == (worker.rank, worker.world_size)
+        return (lambda: (worker.rank, worker.world_size)) if worker._session.membership.seats and own else None
 
     def _check_step(self, before: object, after: object) -> None:
         if self._position is None:
@@ -370,23 +420,29 @@ class Job:
 
     def _ask_who_stops(self) -> Handle | None:
         """Tell the others whether this worker is to stop. On its way while the optimizer steps, so it costs little."""
-        if self._directory is None:
+        if self._directory is None or self._worker.observes:
             return None
         stopping = np.zeros(self._worker.world_size, np.uint8)
         stopping[self._worker.rank] = self._stopping
         return self._worker.all_reduce(stopping, op="max", async_op=True)
 
 
-def _of_a_job(loaded: Loaded) -> Loaded:
-    """``loaded``, if it has what `Job.save` writes."""
+_DOES_NOT_FIT: Final = (GradServerError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
+"""What is raised by what cannot be loaded."""
+
+
+def _of_a_job(tree: Tree, what: str) -> Tree:
+    """``tree``, if it has what `Job.save` writes."""
     parts = ("round", "model", "optimizer", "scheduler", "state", "data", "chance", "weights", "versions")
-    if type(loaded.tree) is not dict or any(part not in loaded.tree for part in parts):
-        raise StateError(f"{loaded.path} is not the checkpoint of a job")
-    return loaded
+    if type(tree) is not dict or any(part not in tree for part in parts):
+        raise StateError(f"{what} is not the checkpoint of a job")
+    return tree
 
 
-def _position_of(data: ShardSampler | DataRanges) -> Position | RangesPosition:
-    return RangesPosition(data) if isinstance(data, DataRanges) else Position(data)
+def _position_of(
+    data: ShardSampler | DataRanges, place: Callable[[], tuple[int, int]] | None
+) -> Position | RangesPosition:
+    return RangesPosition(data) if isinstance(data, DataRanges) else Position(data, place)
 
 
 def _check(model: object, data: object, checkpoint: object, every: object) -> None:

@@ -32,6 +32,10 @@ class Announced:
         self._memberships = {later: news for later, news in self._memberships.items() if later > epoch}
         return found
 
+    def awaits(self, number: int) -> bool:
+        """Whether round ``number`` waits for somebody who joins."""
+        return self._done.round == number - 1 and any(transfer.waits for transfer in self._done.transfers)
+
     def round_done(self, done: RoundDone) -> list[Handle]:
         """A round is over; gives who waits for that."""
         self._done = done

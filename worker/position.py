@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,12 @@ class Position:
 
     Args:
         sampler: the job's; the same on every worker, but for its rank.
+        place: the rank and world size by which each epoch is dealt; None: always those of the sampler.
     """
 
-    def __init__(self, sampler: ShardSampler) -> None:
+    def __init__(self, sampler: ShardSampler, place: Callable[[], tuple[int, int]] | None = None) -> None:
         self.sampler = sampler
+        self._place = place
         self.running = False
         """Whether a loop goes over the data now."""
         self._used: int | None = None
@@ -44,6 +46,8 @@ class Position:
         """Each epoch from the present one on, up to ``stop``."""
         while self.sampler.epoch < stop:
             yield self.sampler.epoch
+            if self._place is not None:
+                self.sampler.rank, self.sampler.world_size = self._place()
             self.sampler.set_epoch(self.sampler.epoch + 1)
             self._used, self._counts = None, []
 
@@ -59,13 +63,34 @@ class Position:
 
     def own(self) -> Tree:
         """What this worker tells the others."""
-        return {"rank": self.sampler.rank, "used": self._used}
+        return {"rank": self.sampler.rank, "of": self.sampler.world_size, "used": self._used}
+
+    def for_who_joins(self) -> Tree:
+        """Where this worker is."""
+        sampler = self.sampler
+        return {
+            "order": sampler.order,
+            "epoch": sampler.epoch,
+            "begun": self._used is not None,
+            "start": self._used or 0,
+        }
+
+    def join(self, there: Tree) -> None:
+        """Begin where a member is: in the present epoch, as far in this worker's own shard as that one is in its own.
+
+        Some of these samples are others' in this epoch; the next one is dealt among all. Raises StateError.
+        """
+        self._check_order(there)
+        self.sampler.set_epoch(there["epoch"])
+        self.sampler.set_epoch(there["epoch"], start=min(there["start"], len(self.sampler)))
+        self._resumed, self._used = there["begun"], self.sampler.start if there["begun"] else None
 
     def of_all(self, told: Sequence[Tree]) -> Tree:
         """The position for a checkpoint, from what all workers told."""
         sampler, counts = self.sampler, self._counts or [0] * self.sampler.world_size
         for one in told:
-            counts[one["rank"]] = one["used"] or 0
+            if one["of"] == sampler.world_size:  # who joined in this epoch has a shard of its own
+                counts[one["rank"]] = one["used"] or 0
         begun = any(one["used"] is not None for one in told)
         self._counts = counts if begun else []
         done = [*sampler.done, tuple(counts)] if begun else list(sampler.done)
@@ -73,13 +98,16 @@ class Position:
 
     def resume(self, saved: Tree) -> None:
         """Go on where a checkpoint says. Raises StateError if it is about other data."""
-        if saved["order"] != self.sampler.order:
-            raise StateError(f"its data is {saved['order']}, and this job's is {self.sampler.order}")
+        self._check_order(saved)
         self.sampler.set_epoch(saved["epoch"], done=saved["done"])
         self._resumed = saved["begun"]
         self._used = self.sampler.start if saved["begun"] else None
         same_workers = len(saved["done"]) > len(self.sampler.done)
         self._counts = list(saved["done"][-1]) if same_workers else []
+
+    def _check_order(self, saved: Tree) -> None:
+        if saved["order"] != self.sampler.order:
+            raise StateError(f"its data is {saved['order']}, and this job's is {self.sampler.order}")
 
     def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Begin an epoch. A loader draws a seed then; in an epoch that is resumed that was done before."""
@@ -138,6 +166,15 @@ class RangesPosition:
         if saved["order"] != self.data.order:
             raise StateError(f"its data is {saved['order']}, and this job's is {self.data.order}")
         self.data.go_on(saved["epoch"], unpack(saved["done"]))
+
+    def for_who_joins(self) -> Tree:
+        """What the coordinator does not know."""
+        return {"order": self.data.order}
+
+    def join(self, there: Tree) -> None:
+        """Begin where the others are, which the coordinator knows. Raises StateError if that is other data."""
+        if there["order"] != self.data.order:
+            raise StateError(f"its data is {there['order']}, and this job's is {self.data.order}")
 
 
 # ── chance ────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,10 +24,13 @@ from protocol.errors import (
     OutOfStepError,
     UsageError,
 )
+from protocol.exchange import Stream
 from protocol.messages import (
     Agreed,
     Attend,
     Attended,
+    Enter,
+    Entered,
     Failure,
     Join,
     Leave,
@@ -35,9 +38,11 @@ from protocol.messages import (
     Message,
     Missing,
     Propose,
+    Ready,
     Result,
     RoundDone,
     Scope,
+    Transfer,
     Welcome,
 )
 from protocol.plan import Plan
@@ -48,6 +53,7 @@ from worker.claims import Claims
 from worker.handle import Handle
 from worker.outbox import ShardTraffic
 from worker.slots import Slots
+from worker.stages import Stage
 from worker.tensors import Bytes
 from worker.traffic import Traffic
 
@@ -84,9 +90,9 @@ class Session(Traffic):
 
     def join(self, join: Join) -> Handle:
         """Ask to be let in; the handle is done when the group is complete."""
-        self._joining = Handle(join.timeout, self._channel)
+        joining = self._joining = Handle(join.timeout, self._channel)
         self._channel.send(join)
-        return self._joining
+        return joining
 
     def agree(self, plan: Plan, timeout: float | None) -> None:
         """Agree with all members to exchange by ``plan``. After a wait that ran out, calling again waits on."""
@@ -189,13 +195,26 @@ class Session(Traffic):
             self.check_open()
             raise OutOfStepError(f"round {self.round} cannot be finished: these buckets were not pushed: {missing[:8]}")
         for handle in self._pushed.values():
-            handle.wait(timeout)
+            self._await(handle, timeout)
         if self.membership.seats and any(bucket.numel for bucket in self.plan.buckets):
             self._await_boundary(timeout)
         with self._state:
             self._pushed.clear()
             self.round += 1
             self._backlog.forget(self.round)
+            if self.membership.seats:
+                self._numbers.pop((Stream.COLLECTIVE,), None)
+        self._say_if_caught_up()
+
+    def _await(self, handle: Handle, timeout: float | None) -> None:
+        """Wait for a bucket: as long as the coordinator does, if somebody joins whom the round waits for."""
+        while True:
+            try:
+                handle.wait(timeout)
+                return
+            except DeadlineError as error:
+                if handle.done() or timeout is not None or not (error.missing and self._announced.awaits(self.round)):
+                    raise
 
     def _await_boundary(self, timeout: float | None) -> None:
         """Wait until the round is over for all members of an elastic group, and go by what that changes."""
@@ -219,8 +238,15 @@ class Session(Traffic):
             if news is None:
                 return
             rank = news.seats.index(welcome.seats[welcome.rank])
+            new = set(news.seats).difference(() if self.stage is Stage.ENTERED else welcome.seats)
             self.welcome = replace(welcome, rank=rank, epoch=epoch, names=news.names, seats=news.seats)
+            self.stage = Stage.MEMBER
             self._table.world_size = len(news.seats)
+            self._numbers = {
+                sequence: number
+                for sequence, number in self._numbers.items()
+                if sequence[0] != Stream.TRANSFER or not new.intersection(sequence[1:3])
+            }
         for listener in self._listeners:
             listener(news)
 
@@ -235,6 +261,49 @@ class Session(Traffic):
         if waiting is not None:
             waiting.wait()
         self.adopt(error.epoch)
+
+    def next_instruction(self, seen: int) -> tuple[Transfer, int | None]:
+        """For who joins: the next transfer after number ``seen``; or the round from which on it contributes."""
+        while True:
+            with self._state:
+                self.check_open()
+                transfer, number = self.entry.transfer, self.entry.round
+                if number is not None and transfer is not None:
+                    self.stage, self.round = Stage.ENTERED, number
+                    return transfer, number
+                if transfer is not None and transfer.number > seen:
+                    return transfer, None
+                handle = self.entry.wait(Handle(self.timeout, self._channel, None, _no_entry))
+            handle.wait()
+
+    def observe(self, transfer: Transfer, install: Callable[[], object]) -> bool:
+        """For who joins: begin with the state of ``transfer``, while the others go on. False if that is too old."""
+        self._channel.watch(self.idle)  # results come while this thread is busy
+        if not self._outgrown(transfer):
+            install()
+        if self._outgrown(transfer):
+            self.tell(Enter(transfer.number, True))
+            return False
+        with self._state:
+            self.stage, self.round = Stage.OBSERVING, self.entry.begins
+            self._backlog.forget(self.round)
+        self._say_if_caught_up()
+        return True
+
+    def _outgrown(self, transfer: Transfer) -> bool:
+        return self.entry.behind or self.entry.transfer is not transfer
+
+    @property
+    def has_next(self) -> bool:
+        """Whether this worker has yet to catch up with a round that is over."""
+        with self._state:
+            return self.stage is Stage.OBSERVING and self._backlog.has(self.round)
+
+    def _say_if_caught_up(self) -> None:
+        entry = self.entry
+        if self.stage is Stage.OBSERVING and not entry.ready and not self.has_next and entry.transfer is not None:
+            entry.ready = True
+            self.tell(Ready(entry.transfer.number))
 
     def _no_boundary(self, seconds: float) -> DeadlineError:
         return DeadlineError(
@@ -273,6 +342,7 @@ class Session(Traffic):
                     )
                 with self._state:
                     self.welcome = message
+                    self.stage = Stage.JOINING if message.joins else Stage.MEMBER
                     self._table = Table(len(message.names), message.rates)
                     self._shards = [ShardTraffic(number) for number in range(len(message.shards) + 1)]
                     joining, self._joining = self._joining, None
@@ -283,8 +353,15 @@ class Session(Traffic):
             case Membership():
                 self._take_membership(message)
             case RoundDone():
+                seat = self.seat_of(self.membership.rank)
                 with self._state:
-                    waiting = self._announced.round_done(message)
+                    waiting = self._announced.round_done(message) + self.entry.heard(message, seat)
+                    self.donor.asked(message, seat)
+                for handle in waiting:
+                    handle._complete()
+            case Entered(number):
+                with self._state:
+                    waiting = self.entry.entered(number)
                 for handle in waiting:
                     handle._complete()
             case Agreed(_, first_round):
@@ -331,7 +408,8 @@ class Session(Traffic):
         welcome = self.membership
         handle = self._attending[shard] = Handle(timeout, self._channel)
         self._visited.append(shard)
-        self._channel.send(Attend(welcome.group, welcome.epoch, welcome.rank, welcome.token), (), shard)
+        founded, seat = welcome.founded or welcome.epoch, self.seat_of(welcome.rank)
+        self._channel.send(Attend(welcome.group, founded, seat, welcome.token), (), shard)
         return handle
 
     def _take_membership(self, news: Membership) -> None:
@@ -371,6 +449,8 @@ class Session(Traffic):
             if self._proposal is None or self._proposal[1].done():
                 return
             self.plan, handle = self._proposal
+            if first_round != self.round:
+                self._numbers.pop((Stream.COLLECTIVE,), None)
             self.round = first_round
             self._pushed.clear()
             self._feedback.clear()
@@ -382,7 +462,7 @@ class Session(Traffic):
 
     def _fail_everything(self, error: GradServerError) -> None:
         with self._state:
-            handles = self._give_up()
+            handles = self._give_up() + self.entry.give_up()
             handles += self._attending.values()
             handles += [self._joining] if self._joining is not None else []
             handles += [self._proposal[1]] if self._proposal is not None else []
@@ -411,3 +491,7 @@ class ShardReceiver:
 
 def _not_agreed(seconds: float) -> DeadlineError:
     return DeadlineError(f"the plan is not agreed on after {seconds:g} s: not every member has proposed it")
+
+
+def _no_entry(seconds: float) -> DeadlineError:
+    return DeadlineError(f"no round of the group that this worker joins was over for {seconds:g} s")

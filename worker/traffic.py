@@ -15,6 +15,7 @@ import numpy as np
 from protocol.buffer import Buffer
 from protocol.channel import Channel
 from protocol.codecs import Feedback
+from protocol.dtypes import UINT8
 from protocol.errors import (
     AbandonedError,
     ClosedError,
@@ -24,16 +25,29 @@ from protocol.errors import (
     OutOfStepError,
     UsageError,
 )
-from protocol.exchange import WORLD_BOUND, ExchangeKey, Operation, Stream, pool_of
-from protocol.messages import Inquire, Leave, Push, Result, Taken, Welcome
+from protocol.exchange import (
+    STATE_TAG,
+    WORLD_BOUND,
+    ExchangeKey,
+    Kind,
+    Op,
+    Operation,
+    Stream,
+    operation_of,
+    pool_of,
+)
+from protocol.messages import Inquire, Leave, Message, Push, Result, Taken, Transfer, Welcome
 from protocol.plan import Plan
 from protocol.shards import Table
 from worker.backlog import Backlog, Unasked, room_for
 from worker.coder import Coder
+from worker.donor import Donor
+from worker.entry import Entry
 from worker.handle import VERDICT_SECONDS, Handle
 from worker.membership import Announced
 from worker.outbox import Destination, Exchange, ShardTraffic, Siblings
 from worker.slots import Slots
+from worker.stages import Stage
 from worker.standing import Books
 from worker.tensors import Bytes
 from worker.unasked import Read, lacks, overrun
@@ -46,6 +60,7 @@ class Traffic:
         welcome: what the coordinator said when the group was complete; in an elastic one, who is there now.
         plan: what a round exchanges, once members have agreed.
         round: the one that is open or next.
+        stage: whether this worker is a member yet.
     """
 
     def __init__(self, channel: Channel, timeout: float) -> None:
@@ -53,6 +68,7 @@ class Traffic:
         self.welcome: Welcome | None = None
         self.plan: Plan | None = None
         self.round = 0
+        self.stage = Stage.MEMBER
         self._channel = channel
         self._state = threading.Lock()
         self._pumping = threading.Lock()
@@ -78,6 +94,8 @@ class Traffic:
         """What this member keeps of results; None unless the group is durable."""
         self._weight = 0.0
         """Of this worker in the present round."""
+        self.donor = Donor(self)
+        self.entry = Entry()
 
     @property
     def membership(self) -> Welcome:
@@ -104,6 +122,11 @@ class Traffic:
         """Before the first push of a round."""
         raise NotImplementedError
 
+    def tell(self, message: Message) -> None:
+        """Say something to the coordinator."""
+        self.check_open()
+        self._channel.send(message)
+
     def _heed(self, error: GradServerError) -> None:
         """A collective of an elastic group has failed, and whoever waits for it is about to raise ``error``."""
         raise NotImplementedError
@@ -112,10 +135,19 @@ class Traffic:
 
     def push_bucket(self, index: int, data: Bytes, weight: float, present: bool) -> Handle:
         """Contribute to bucket ``index`` of the present round; the result goes into ``data``."""
+        if self.donor.due:
+            self.donor.give()
         if not self._pushed:
             self.begin_round(self.round)
         with self._state:
             self.check_open()
+            if self.stage is Stage.JOINING:
+                raise self._not_yet("exchange gradients")
+            if self.stage is Stage.OBSERVING:
+                if self.entry.round is not None and self.round >= self.entry.round:
+                    self.stage = Stage.ENTERED
+                else:
+                    self._late = self.round  # so nothing of it is sent
             assert self.plan is not None
             if (before := self._pushed.get(index)) is not None:
                 before.raise_error()
@@ -167,7 +199,10 @@ class Traffic:
         """Take part in the group's next collective; ``background`` if the caller does not wait for it at once."""
         with self._state:
             self.check_open()
-            key = ExchangeKey(Stream.COLLECTIVE, self._next_number(Stream.COLLECTIVE))
+            if self.stage is not Stage.MEMBER:
+                raise self._not_yet("call collectives")
+            part = self.round if self.membership.seats else 0
+            key = ExchangeKey(Stream.COLLECTIVE, self._next_number(Stream.COLLECTIVE), part)
             handle = self._begin(key, operation, source, destination, weight, value)
             if self.membership.seats:
                 handle.on_error(self._heed)
@@ -188,6 +223,8 @@ class Traffic:
         """Send or receive: ``ends`` is (source rank, target rank, tag)."""
         with self._state:
             self.check_open()
+            if self.stage is not Stage.MEMBER:
+                raise self._not_yet("send and receive")
             giver, taker, tag = self.seat_of(ends[0]), self.seat_of(ends[1]), ends[2]
             number = self._next_number(Stream.TRANSFER, giver, taker, tag)
             key = ExchangeKey(Stream.TRANSFER, number, tag, giver, taker)
@@ -196,6 +233,26 @@ class Traffic:
         if background:
             self._channel.watch(self.idle)
         return handle
+
+    def state_part(self, transfer: Transfer, index: int, memory: Bytes) -> Handle:
+        """Send, or receive into ``memory``, part ``index`` of a state."""
+        with self._state:
+            self.check_open()
+            key = ExchangeKey(Stream.TRANSFER, index, STATE_TAG + transfer.number, transfer.donor, transfer.joiner)
+            operation = operation_of(Kind.TRANSFER, Op.NONE, UINT8, memory.size)
+            gives = self.seat_of(self.membership.rank) == transfer.donor
+            handle = self._begin(key, operation, memory if gives else None, None if gives else memory, 1.0)
+        self._pump()
+        self._channel.watch(self.idle)
+        return handle
+
+    def _not_yet(self, what: str) -> UsageError:
+        if self.stage is Stage.JOINING:
+            return UsageError(
+                f"this worker {self.stage.value}, and cannot {what} before it has the state of the others: wrap model "
+                f"and optimizer in gradserver.Job, or call Worker.enter"
+            )
+        return UsageError(f"this worker {self.stage.value}: it can {what} when that round is over")
 
     def _next_number(self, *sequence: int) -> int:
         number = self._numbers.get(sequence, 0)
@@ -225,7 +282,8 @@ class Traffic:
             assert isinstance(destination, np.ndarray)
             coder = Coder(key, layout, source, destination, feedback)
         what = key, pool, operation, layout, source, destination, weight, handle, self._channel, self._slots, coder
-        epoch = welcome.epoch if welcome.seats and operation.kind in WORLD_BOUND else 0
+        named = operation.kind in WORLD_BOUND or key.stream == Stream.TRANSFER
+        epoch = welcome.epoch if welcome.seats and named else 0
         if len(bounds) == 2:
             exchange = Exchange(*what, epoch=epoch, regions=self.books.regions if self.books is not None else None)
             if self.books is not None and self.books.begun(exchange, self._came(key)):
@@ -299,7 +357,9 @@ class Traffic:
         return start < stop
 
     def idle(self) -> bool:
-        """Whether no results are due."""
+        """Whether no results are due, and none come unasked."""
+        if self.stage is Stage.OBSERVING or (self.stage is Stage.JOINING and self.entry.transfer is not None):
+            return False
         return not any(shard.exchanges for shard in self._shards)
 
     # ── what became of it ─────────────────────────────────────────────────────────────────────────────
@@ -395,6 +455,12 @@ class Traffic:
 
     def _overrun(self, number: int) -> None:
         """There is no room for a result of round ``number``."""
+        if self.stage is Stage.JOINING:
+            with self._state:
+                self.entry.behind = True
+                if self.plan is not None:
+                    self._expect(self.plan)  # what has come is of no use, and takes room
+            return
         error = overrun(self._backlog, self.round, number, self.membership.rank)
         with suppress(ClosedError, ConnectionError):
             self._channel.send(Leave(error.message, True))

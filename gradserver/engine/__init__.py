@@ -120,7 +120,7 @@ class Engine:
         """Raise AssertionError if the engine's own invariants do not hold. For tests."""
         self.control.validate()
         self.data.validate()
-        active = {name for name, group in self.control.groups.items() if group.members}
+        active = {name for name, group in self.control.groups.items() if group.begun}
         assert active == set(self.data.groups), (active, set(self.data.groups))
 
 

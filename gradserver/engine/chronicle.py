@@ -85,7 +85,7 @@ def closed(group: Group, reason: str, commands: list[Command]) -> None:
 def stopped(groups: dict[str, Group], error: GradServerError, commands: list[Command]) -> None:
     """The coordinator stops, and what it serves ends with it; unless it is durable."""
     for group in groups.values():
-        if group.members and not group.secret:
+        if group.begun and not group.secret:
             closed(group, error.message, commands)
 
 

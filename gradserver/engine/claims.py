@@ -20,7 +20,6 @@ from dataclasses import replace
 
 from gradserver.engine import chronicle
 from gradserver.engine.data_records import Claim as HandedOut, Order
-from gradserver.engine.elastic import boundary
 from gradserver.engine.events import Command, Send
 from gradserver.engine.membership import Group, check_name
 from gradserver.engine.records import RoundRecord
@@ -74,7 +73,7 @@ def _check(group: Group, seat: int, message: Question, ranges: Ranges) -> None:
 
 
 def _answer(group: Group, seat: int, message: Question, ranges: Ranges, commands: list[Command]) -> None:
-    connection = group.members[seat].connection
+    connection = group.connection_of(seat)
     try:
         if isinstance(message, Register):
             located, used = _register(group, seat, message, ranges, commands)
@@ -141,7 +140,7 @@ def _settle(group: Group, commands: list[Command]) -> None:
     """Rounds are over, in their order, when all who counted have said what they used."""
     while group.unsettled:
         record = group.unsettled[0]
-        counted = [seat for seat in group.members if record.weights[seat] > 0] if group.shards else ()
+        counted = [seat for seat in group.contributors if record.weights[seat] > 0] if group.shards else ()
         if group.positions.awaits(record.round, counted):
             return
         group.unsettled.popleft()
@@ -150,7 +149,7 @@ def _settle(group: Group, commands: list[Command]) -> None:
 
 def _over(group: Group, record: RoundRecord, commands: list[Command]) -> None:
     weights = dict(enumerate(record.weights))
-    used_up = group.positions.commit(record.round, group.members.keys(), weights, _counted_partly(group, record))
+    used_up = group.positions.commit(record.round, group.contributors, weights, _counted_partly(group, record))
     chronicle.completed(group, record, used_up, commands)
     _told(group, record, commands)
 
@@ -158,7 +157,7 @@ def _over(group: Group, record: RoundRecord, commands: list[Command]) -> None:
 def _told(group: Group, record: RoundRecord, commands: list[Command]) -> None:
     group.rounds = record.round + 1
     if group.policy is not None:
-        boundary(group, record, commands)
+        group.held = record  # until all shards know who takes part in the next one
     for (name, seat), (message, ranges) in list(group.asked.items()):
         if message.round <= group.rounds:
             del group.asked[name, seat]

@@ -36,10 +36,14 @@ def depart(group: Group, order: Depart, now: float, commands: list[Command]) -> 
     """Go on without a member, in all that is open."""
     seat = order.rank
     group.departed[seat] = order.error
+    group.entered.pop(seat, None)
+    group.change = order.error.message
     group.seats.depart(seat)
     group.listening.pop(seat, None)
     group.unread.pop(seat, None)
-    group.epoch = order.epoch
+    if order.epoch != group.epoch:
+        group.epoch = order.epoch
+        group.before = (group.before[0], order.epoch)
     group.table.world_size = len(group.seats.present)
     for number, current in group.rounds.items():
         _note_what_counted(group, number, current, seat)
@@ -48,16 +52,19 @@ def depart(group: Group, order: Depart, now: float, commands: list[Command]) -> 
         if seat not in exchange.participants:
             continue
         if exchange.failure is not None:
+            exchange.participants = tuple(other for other in exchange.participants if other != seat)
             forget_if_over(group, exchange)
         elif (error := _why_not(group, exchange, order)) is not None:
             fail(group, exchange, error, commands)
+            exchange.participants = tuple(other for other in exchange.participants if other != seat)
             forget_if_over(group, exchange)
         else:
-            reports += _cut(group, exchange, seat, now, commands)
+            reports += cut(group, exchange, seat, now, commands)
     return reports
 
 
-def _cut(group: Group, exchange: Exchange, seat: int, now: float, commands: list[Command]) -> list[Report]:
+def cut(group: Group, exchange: Exchange, seat: int, now: float, commands: list[Command]) -> list[Report]:
+    """Go on with ``exchange`` without ``seat``."""
     exchange.leave_out(seat)
     reports: list[Report] = []
     for piece in exchange.ready():
@@ -87,9 +94,8 @@ def _why_not(group: Group, exchange: Exchange, order: Depart) -> GradServerError
 
 
 def _changed(group: Group, key: ExchangeKey, operation: Operation) -> MembershipChangedError:
-    latest = list(group.departed.values())[-1]
     return MembershipChangedError(
-        f"{group.describe(key, operation)} was called in a membership that has ended: {latest.message}. "
+        f"{group.describe(key, operation)} was called in a membership that has ended: {group.change}. "
         f"Rank and world size are new: call it again",
         epoch=group.epoch,
     )
@@ -99,10 +105,11 @@ def outdated(
     group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float
 ) -> Exchange | None:
     """The failed exchange, if ``rank`` begins one that it sees in the membership ``epoch``, which has ended."""
-    gone = operation.kind is Kind.BROADCAST and operation.root in group.departed
-    if not gone and (operation.kind not in WORLD_BOUND or epoch == group.epoch):
+    participants = group.participants(key)
+    gone = operation.kind is Kind.BROADCAST and operation.root not in participants
+    due = group.before[1] if key.part <= group.before[0] else group.epoch
+    if not gone and (operation.kind not in WORLD_BOUND or epoch == due):
         return None
-    participants = group.seats.present
     exchange = Exchange(key, operation, _NOTHING, 0, 1, participants, rank, now, now, 0)
     exchange.failure = _changed(group, key, operation)
     remember(group, exchange)
@@ -114,7 +121,7 @@ def do_without(
 ) -> list[Report]:
     """Reduce ``piece`` again, without what ``rank`` has given to it, and go on without it: it is about to depart."""
     exchange.spoil(rank, piece.stop - piece.start)
-    reports = _cut(group, exchange, rank, now, commands)
+    reports = cut(group, exchange, rank, now, commands)
     given = {other: run for other, run in piece.given.items() if other != rank}
     return reports + complete(group, exchange, piece._replace(given=given), now, commands)
 
@@ -127,6 +134,10 @@ def overdue_seats(group: Group, exchange: Exchange, now: float) -> list[Report] 
     missing = exchange.missing()
     if exchange.key.stream != Stream.BUCKET or not missing:
         return None
+    receiving = max((group.heard.get(seat, 0.0) for seat in missing if group.since.get(seat) == -1), default=0.0)
+    if receiving > exchange.touched:
+        exchange.touched = receiving
+        return []
     exchange.touched = now
     what = f"{group.describe(exchange.key)} waited {group.order.timeout:g} s for it"
     return [

@@ -32,8 +32,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from gradserver.engine import chronicle, claims, resuming
-from gradserver.engine.elastic import behind, depart, departed, give_up, may_begin
+from gradserver.engine import chronicle, claims, joining, resuming
+from gradserver.engine.elastic import behind, depart, give_up, go_on, heeded, may_begin
 from gradserver.engine.events import (
     Absent,
     Behind,
@@ -42,9 +42,9 @@ from gradserver.engine.events import (
     CloseGroup,
     Command,
     Depart,
-    Departed,
     Halt,
     Halted,
+    Heeded,
     Log,
     OpenGroup,
     Order,
@@ -93,21 +93,26 @@ from protocol.limits import BACKLOG_BYTES, MAX_NAME_BYTES, MIN_CREDIT_BYTES
 from protocol.messages import (
     Agreed,
     Enlist,
+    Enter,
     Failure,
     Join,
     Leave,
     Message,
     Ordered,
     Propose,
+    Ready,
     Reported,
     Scope,
+    Serve,
+    StateFailed,
     Welcome,
 )
-from protocol.plan import decode_plan
+from protocol.plan import Plan, decode_plan
 from protocol.positions import Claim, Register, Used
 from protocol.resuming import Resume
 from protocol.shards import Table
 
+_NOBODY = Seat(-1, "")
 _HERE = 0
 """Where the coordinator's own data half reports from; connections have larger numbers."""
 
@@ -158,7 +163,10 @@ class Control:
                 case Register() | Claim() | Used():
                     group, seat = self._seat(connection)
                     claims.receive(group, seat, message, payloads, commands)
-                    return []
+                    return self._order_all(group, [], commands)
+                case Serve() | Enter() | Ready() | StateFailed():
+                    group, seat = self._seat(connection)
+                    return self._order_all(group, joining.hear(group, seat, message, now, commands), commands)
                 case Reported() if connection in self.roster.shards:
                     return self._heed_elsewhere(connection, payloads[0], now, commands)
                 case Resume():
@@ -203,7 +211,10 @@ class Control:
         self._places.pop(group.members[message.seat].connection, None)
         self._places[connection] = group.name
         self._epochs += 1
-        return resuming.resume(group, message, connection, self._incarnation, self._epochs, now, commands)
+        orders: list[Order] = []
+        if not group.recovering:
+            orders += self._refuse_all(joining.disturbed(group), commands)
+        return orders + resuming.resume(group, message, connection, self._incarnation, self._epochs, now, commands)
 
     def heed(self, report: Report, commands: list[Command], source: int = _HERE) -> list[Order]:
         """Take a report from a data half: the coordinator's own, or the one with connection ``source``."""
@@ -218,6 +229,8 @@ class Control:
                 done = count_round(group, source, record) if group.shards else record
                 if done is not None:
                     claims.completed(group, done, adopted and group.told[0] == done.round, commands)
+                    orders = self._order_all(group, [], commands)
+                    return orders + self._refuse_all(joining.hopeless(group), commands)
             case Halted(name, error, buckets_only):
                 group = self.groups[name]
                 self._break(group, error, commands)
@@ -225,18 +238,33 @@ class Control:
                 return [] if source == _HERE else orders
             case Violation(connection, error):
                 return self._refuse(connection, error, commands)
-            case Departed(name, epoch):
-                departed(self.groups[name], source, epoch, commands)
+            case Heeded(name):
+                heeded(self.groups[name], source)
+                return self._order_all(self.groups[name], [], commands)
             case Planned(name, digest):
                 confirm(self.groups[name], source, digest, commands)
+                joining.compare_plans(self.groups[name], commands)
+                return self._refuse_all(joining.outdated(self.groups[name]), commands)
             case Absent(name, rank, error):
-                seat = self.groups[name].members.get(rank)
+                group = self.groups[name]
+                seat = group.members.get(rank) or group.joiners.get(rank)
                 return [] if seat is None else self._refuse(seat.connection, error, commands)
             case Behind(name, rank, number):
-                seat = self.groups[name].members.get(rank)
-                if seat is not None:
-                    return self._refuse(seat.connection, behind(self.groups[name], rank, number), commands)
+                group = self.groups[name]
+                if rank in group.joiners and (excused := joining.fell_behind(group, rank)) is not None:
+                    return self._order_all(group, excused, commands)
+                seat = group.members.get(rank) or group.joiners.get(rank)
+                return [] if seat is None else self._refuse(seat.connection, behind(group, rank, number), commands)
         return []
+
+    def _order_all(self, group: Group, orders: Sequence[RemoteOrder], commands: list[Command]) -> list[Order]:
+        """Have ``orders`` concerning the membership carried out, and whatever may follow when shards go by them."""
+        orders = [*orders, *go_on(group, self._next_epoch, self._credit, self._incarnation, commands)]
+        return [order for one in orders for order in self._order(group, one, commands)]
+
+    def _next_epoch(self) -> int:
+        self._epochs += 1
+        return self._epochs
 
     # ── data shards elsewhere ─────────────────────────────────────────────────────────────────────────
 
@@ -276,18 +304,26 @@ class Control:
             group = new_group(join, self._worlds.get(join.group, 0), len(self.groups))
         check_applicant(group, join, now)
         self.groups[join.group] = group
-        group.applicants.append(Applicant(connection, join, now))
+        applicant = Applicant(connection, join, now)
+        if group.begun:
+            orders = joining.arrive(group, applicant, self.roster.token, commands)
+            self._places[connection] = group.name
+            return self._order_all(group, orders, commands)
+        group.applicants.append(applicant)
         self._places[connection] = group.name
         commands.append(Log(f"group {group.name!r}: {join.name!r} joined ({len(group.applicants)} of {group.size})"))
         return self._activate(group, commands) if may_begin(group, now) else []
 
     def _activate(self, group: Group, commands: list[Command]) -> list[Order]:
         """All are here: give those without a rank one, in the order in which they came, and welcome everybody."""
-        chosen = [group.applicants[i] for i in in_order([a.join for a in group.applicants], group.world)]
-        self._epochs += 1
-        group.epoch, group.founded, group.world, group.opens = self._epochs, self._epochs, len(chosen), None
-        group.members = {rank: Seat(one.connection, one.join.name) for rank, one in enumerate(chosen)}
-        group.seats, group.table = Seats(one.join.name for one in chosen), Table(len(chosen))
+        places = in_order([a.join for a in group.applicants], group.world)
+        chosen = {place: group.applicants[index] for place, index in places.items()}
+        group.epoch = group.founded = self._next_epoch()
+        group.world = group.founders = max(chosen) + 1
+        group.opens = None
+        group.members = {place: Seat(one.connection, one.join.name) for place, one in chosen.items()}
+        seats = tuple(group.members.get(place, _NOBODY) for place in range(group.world))
+        group.seats, group.table = Seats(seat.name for seat in seats), Table(len(chosen))
         group.timeout = max(applicant.join.timeout for applicant in group.applicants)
         group.applicants.clear()
         elastic = group.policy is not None
@@ -295,24 +331,25 @@ class Control:
         if elastic and self._incarnation and self._entropy is not None and not group.shards:
             group.secret = self._entropy()
         rates, tokens = group.table.rates, group.tokens
-        opened = group.name, group.epoch, tuple(group.members.values()), self._credit, group.timeout
+        opened = group.name, group.epoch, seats, self._credit, group.timeout
         backlog = BACKLOG_BYTES if group.policy is None else group.policy.backlog
         order = OpenGroup(*opened, rates, 0, tokens, elastic, self._digests, backlog)
         chronicle.founded(group, commands)
         for shard, connection in enumerate(group.shards, 1):
             commands.append(Send(connection, Ordered(), (encode_order(replace(order, shard=shard)),)))
-        for rank, seat in group.members.items():
-            welcome = Welcome(group.name, rank, group.epoch, self._credit, group.seats.names)
+        names = group.seats.present_names()
+        for rank, (place, seat) in enumerate(group.members.items()):
+            welcome = Welcome(group.name, rank, group.epoch, self._credit, names)
             if elastic:
                 welcome = replace(welcome, seats=group.seats.present)
             if tokens:
-                welcome = replace(welcome, shards=group.urls, rates=rates, token=tokens[rank])
+                welcome = replace(welcome, shards=group.urls, rates=rates, token=tokens[place])
             if group.secret:
-                token = resuming.token_of(group, rank)
+                token = resuming.token_of(group, place)
                 welcome = replace(welcome, token=token, durable=True, incarnation=self._incarnation)
             commands.append(Send(seat.connection, welcome))
         shards = f", {len(rates)} data shards" if rates else ""
-        commands.append(Log(f"group {group.name!r}: complete with {group.world} workers, epoch {group.epoch}{shards}"))
+        commands.append(Log(f"group {group.name!r}: complete with {len(chosen)} workers, epoch {group.epoch}{shards}"))
         return [order]
 
     # ── the plan ──────────────────────────────────────────────────────────────────────────────────────
@@ -321,14 +358,15 @@ class Control:
         self, connection: int, propose: Propose, data: Buffer, now: float, commands: list[Command]
     ) -> list[Order]:
         group, rank = self._seat(connection)
+        if rank in group.joiners:
+            joining.propose(group, rank, _plan_of(propose, data), now, commands)
+            return []
         if group.broken is not None:
             fail_proposal(group, rank, group.broken, commands)
             return []
         if rank in group.proposals:
             raise UnexpectedMessageError(f"{group.call(rank)} proposed a second plan before the first was settled")
-        plan = decode_plan(memoryview(data))
-        if plan.hash != propose.hash:
-            raise MalformedMessageError(f"a plan whose hash is {plan.hash}, announced as {propose.hash[:64]}")
+        plan = _plan_of(propose, data)
         if rank in group.unaware and group.plan is not None and plan.hash == group.plan.hash:
             group.unaware.discard(rank)
             commands.append(Send(connection, Agreed(plan.hash, group.planned)))
@@ -349,7 +387,9 @@ class Control:
             return []
         if not group.shards:
             agree(group, plan, commands)
-            return [SetPlan(group.name, plan, group.rounds)]
+            joining.compare_plans(group, commands)
+            orders: list[Order] = [SetPlan(group.name, plan, group.rounds)]
+            return orders + self._refuse_all(joining.outdated(group), commands)
         # A round may be over for its members, and not for us yet: what other shards report takes its time.
         group.rounds = max(group.rounds, *(proposal.round for proposal in group.proposals.values()))
         group.unconfirmed = set(group.shards)
@@ -363,7 +403,7 @@ class Control:
             shard = self.roster.shards.pop(connection, None)
             return [] if shard is None else self._shard_gone(connection, shard, reason, commands)
         group = self.groups[name]
-        if not group.members:
+        if not group.begun:
             group.applicants = [a for a in group.applicants if a.connection != connection]
             if group.policy is not None and len(group.applicants) < group.policy.minimum:
                 group.opens = None
@@ -371,29 +411,42 @@ class Control:
             if not group.applicants:
                 del self.groups[name]
             return []
-        rank = next(rank for rank, seat in group.members.items() if seat.connection == connection)
-        return self._vacate(group, rank, reason, politely, commands)
+        if any(applicant.connection == connection for applicant in group.queue):
+            group.queue = [a for a in group.queue if a.connection != connection]
+            return []
+        return self._vacate(group, group.seat_of(connection), reason, politely, commands)
 
     def _vacate(self, group: Group, rank: int, reason: str, politely: bool, commands: list[Command]) -> list[Order]:
-        """A member is gone."""
+        """A member is gone, or somebody who joins."""
         name = group.name
-        del group.members[rank]
+        if rank in group.joiners:
+            claims.departed(group, rank, commands)
+            departures = joining.gone(group, rank, reason, politely, commands)
+            if group.begun:
+                departures += joining.seat_the_next(group, self.roster.token, commands)
+                return self._order_all(group, departures, commands)
+        group.members.pop(rank, None)
         group.proposals.pop(rank, None)
         group.away.pop(rank, None)
         group.unaware.discard(rank)
         claims.departed(group, rank, commands)
-        if group.policy is not None and group.members:
-            self._epochs += 1
-            departure = depart(group, rank, reason, politely, self._epochs, commands)
+        if group.policy is not None and group.begun:
+            departure, others = depart(group, rank, reason, politely, self._next_epoch, commands)
             chronicle.departed(group, departure.error.message, commands)
-            return self._order(group, departure, commands) + self._settle(group, commands)
+            changes = [departure, *others, *joining.seat_the_next(group, self.roster.token, commands)]
+            return self._order_all(group, changes, commands) + self._settle(group, commands)
+        bereft: joining.Refusals = [] if group.begun else joining.bereft(group)
         kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
         commands.append(Log(f"group {name!r}: {group.call(rank)} {verb} ({reason})"))
-        if not group.members:
+        if not group.begun:
             del self.groups[name]
             chronicle.closed(group, f"{group.call(rank)} {verb} ({reason}), the last worker", commands)
             commands.append(Log(f"group {name!r}: that was the last worker, after {group.rounds} rounds"))
-            return self._order(group, CloseGroup(name), commands)
+            orders = self._order(group, CloseGroup(name), commands)
+            for other, error in bereft:
+                self._places.pop(other)
+                self._refuse(other, error, commands)
+            return orders
         chronicle.departed(group, f"{group.call(rank)} {verb} ({reason})", commands)
         when = f" after round {group.rounds - 1}" if group.rounds else ""
         what = f"{group.call(rank)} {verb}{when} and is needed to go on: {reason}"
@@ -419,6 +472,9 @@ class Control:
         late = isinstance(error, LeftOutError)
         return self._gone(connection, "it did not come in time" if late else f"{blame}{error.message}", False, commands)
 
+    def _refuse_all(self, refusals: joining.Refusals, commands: list[Command]) -> list[Order]:
+        return [order for connection, error in refusals for order in self._refuse(connection, error, commands)]
+
     def stop(self, reason: str, commands: list[Command]) -> None:
         """Tell everybody that the coordinator stops."""
         error = CoordinatorStoppedError(f"the coordinator was stopped ({reason})")
@@ -430,7 +486,8 @@ class Control:
 
     def next_deadline(self) -> float | None:
         """When the next applicant or proposal runs out of time."""
-        waiting = [g for g in self.groups.values() if g.applicants or g.proposals or g.away or g.paused is not None]
+        groups = self.groups.values()
+        waiting = [g for g in groups if g.applicants or g.proposals or g.away or g.joiners or g.queue or g.paused]
         return min((at for group in waiting for at in deadlines(group)), default=None) if waiting else None
 
     def tick(self, now: float, commands: list[Command]) -> list[Order]:
@@ -442,8 +499,8 @@ class Control:
             if group.paused is not None and group.paused + group.timeout <= now:
                 give_up(group, commands)
                 chronicle.closed(group, "too few workers were left", commands)
-                for member in group.members.values():
-                    self._places.pop(member.connection, None)
+                for connection in group.connections:
+                    self._places.pop(connection, None)
                 del self.groups[group.name]
                 orders += self._order(group, CloseGroup(group.name), commands)
             for applicant in [a for a in group.applicants if a.deadline <= now]:
@@ -451,6 +508,7 @@ class Control:
                 commands.append(Send(applicant.connection, Failure.of(error, Scope.CONNECTION)))
                 commands.append(Close(applicant.connection))
                 orders += self._gone(applicant.connection, "waited too long", False, commands)
+            orders += self._refuse_all(joining.overdue(group, now), commands)
             for seat in [seat for seat, until in group.away.items() if until <= now]:
                 orders += self._vacate(group, seat, resuming.NOT_BACK, False, commands)
             overdue = [p for p in group.proposals.values() if p.since + group.timeout <= now]
@@ -461,11 +519,12 @@ class Control:
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
     def _seat(self, connection: int) -> tuple[Group, int]:
+        """Where a member sits, or who joins a running group."""
         name = self._places.get(connection)
         if name is not None:
-            for rank, seat in self.groups[name].members.items():
-                if seat.connection == connection:
-                    return self.groups[name], rank
+            group = self.groups[name]
+            if (rank := group.seat_of(connection)) >= 0:
+                return group, rank
         raise UnexpectedMessageError("this message is for members of a group: join first")
 
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:
@@ -477,5 +536,12 @@ class Control:
         for name, group in self.groups.items():
             for connection in group.validate():
                 assert self._places[connection] == name, f"{connection} is in two groups"
-        seated = sum(len(g.members) - len(g.away) + len(g.applicants) for g in self.groups.values())
+        seated = sum(len(group.connections) for group in self.groups.values())
         assert seated == len(self._places), "a connection without a place"
+
+
+def _plan_of(propose: Propose, data: Buffer) -> Plan:
+    plan = decode_plan(memoryview(data))
+    if plan.hash != propose.hash:
+        raise MalformedMessageError(f"a plan whose hash is {plan.hash}, announced as {propose.hash[:64]}")
+    return plan

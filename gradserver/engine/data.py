@@ -32,11 +32,14 @@ from collections.abc import Iterator, Sequence
 from gradserver.engine import recovery, unasked
 from gradserver.engine.closing import depart, do_without, outdated, overdue_seats
 from gradserver.engine.events import (
+    Admit,
     Attach,
     CloseGroup,
     Command,
     Depart,
     Detach,
+    Excuse,
+    Expect,
     Halt,
     Halted,
     NonFinite,
@@ -46,6 +49,7 @@ from gradserver.engine.events import (
     Recover,
     Reduced,
     Report,
+    Reseat,
     Send,
     SetPlan,
     Undecodable,
@@ -53,6 +57,7 @@ from gradserver.engine.events import (
 )
 from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Run
 from gradserver.engine.failures import fail, forget_if_over, halt_all, tell, tell_all
+from gradserver.engine.reseating import admit, check_may_begin, excuse, expect, is_stale, reseat, turn_away
 from gradserver.engine.results import answer, complete, refund
 from gradserver.engine.rounds import Round
 from gradserver.engine.seats import Seats
@@ -89,10 +94,21 @@ class Data:
             case OpenGroup(name, epoch, seats):
                 connections = [seat.connection for seat in seats]
                 table, places = Table(len(seats), order.rates), Seats(seat.name for seat in seats)
-                group = self.groups[name] = Group(order, table, connections, places, epoch)
+                group = self.groups[name] = Group(order, table, connections, places, epoch, list(order.tokens))
                 for rank, connection in enumerate(connections):
                     if connection >= 0:
                         self._seats[connection] = (group, rank)
+            case Admit(name, seat, occupant):
+                group = self.groups[name]
+                admit(group, order)
+                if occupant.connection >= 0:
+                    self._seats[occupant.connection] = (group, seat)
+            case Expect(name):
+                expect(self.groups[name], order)
+            case Excuse(name):
+                return excuse(self.groups[name], order, now, commands)
+            case Reseat(name):
+                reseat(self.groups[name], order)
             case SetPlan(name, plan, first_round):
                 return self._set_plan(self.groups[name], plan, first_round, commands)
             case Depart(name, rank, error):
@@ -184,6 +200,8 @@ class Data:
         except GradServerError as violation:
             return [Violation(connection, violation)]
         exchange.touched = now
+        if group.entered and push.key.stream == Stream.TRANSFER:
+            group.heard[push.key.source] = group.heard[push.key.target] = now
         if push.key.stream == Stream.BUCKET and (run.start == exchange.start or run.stop == exchange.stop):
             group.rounds[push.key.number].arrived(rank, now)
         reports: list[Report] = []
@@ -198,6 +216,11 @@ class Data:
         exchange = group.exchanges.get(key)
         begins = group.begins(push) if group.table.rates or group.recovered else push.slice == 0
         if begins:
+            if group.entered:
+                if is_stale(group, rank, push):
+                    turn_away(group, rank, push, commands)
+                    return None
+                check_may_begin(group, rank, key)
             for earlier in group.take_number(rank, key):
                 fail(group, earlier, abandoned(group, earlier, rank, key), commands)
             operation = self._operation(group, rank, push)
@@ -210,8 +233,8 @@ class Data:
                 return None
             exchange.join(rank, push.weight)
         elif exchange is None:
-            if group.is_past(rank, key):
-                return None  # the tail of an exchange that failed meanwhile
+            if group.is_past(rank, key) or (group.entered and key.stream == Stream.TRANSFER):
+                return None  # the tail of an exchange that failed meanwhile, or of one that never began
             raise UnexpectedMessageError(f"slice {push.slice} of an exchange that did not begin with its first slice")
         if exchange.failure is not None:
             if begins:
@@ -235,7 +258,7 @@ class Data:
     def _open(
         self, group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float
     ) -> Exchange:
-        _check_operation(key, operation, group.world)
+        _check_operation(key, operation, group.world, group.order.elastic)
         if group.order.elastic and (failed := outdated(group, rank, key, operation, epoch, now)) is not None:
             return failed
         layout, start, stop = group.share(key, operation)
@@ -244,9 +267,7 @@ class Data:
             raise UnexpectedMessageError(
                 "empty tensors are not exchanged" if empty else f"{group.describe(key, operation)} has no slice here"
             )
-        transfer = key.stream == Stream.TRANSFER
-        everybody = group.seats.present
-        participants = tuple(sorted((key.source, key.target))) if transfer else everybody
+        participants = group.participants(key)
         exchange = Exchange(key, operation, layout, start, stop, participants, rank, now, now, start)
         halted = group.halted or (group.buckets_halted if key.stream == Stream.BUCKET else None)
         first_to_depart = next((rank for rank in group.departed if rank in participants), None)
@@ -438,10 +459,10 @@ class Data:
             group.validate()
 
 
-def _check_operation(key: ExchangeKey, operation: Operation, world: int) -> None:
+def _check_operation(key: ExchangeKey, operation: Operation, world: int, elastic: bool) -> None:
     """Refuse what no correct client says."""
     transfer = key.stream == Stream.TRANSFER
-    part = key.part if key.stream == Stream.BUCKET else 0
+    part = key.part if key.stream == Stream.BUCKET or elastic else 0
     if not transfer and key != (key.stream, key.number, part, -1, -1):
         raise UnexpectedMessageError(f"no exchange has the key {tuple(key)}")
     if transfer != (operation.kind is Kind.TRANSFER):

@@ -13,19 +13,23 @@ What differs from the table in `gradserver.engine.control`:
     ACTIVE    a round is complete at all shards       ACTIVE    RoundDone to everybody: the epoch is in force
     ACTIVE    … and a shard has yet to cut somebody   ACTIVE    RoundDone when it has
     ACTIVE    … and fewer than the minimum are left   PAUSED    RoundDone is held back
+    PAUSED    enough can contribute, with joiners     ACTIVE    RoundDone
     PAUSED    the group's timeout                     (none)    DeadlineError to everybody
     PAUSED    the last member leaves or is lost       (none)
 
-What becomes of members of a durable group whose connection breaks is in `gradserver.engine.resuming`.
+What becomes of members of a durable group whose connection breaks is in `gradserver.engine.resuming`; how others come
+in, in `gradserver.engine.joining`.
 
 A member's rank, world size and epoch change at RoundDone, or when a collective fails because of a departure.
 """
 
 from __future__ import annotations
 
-from gradserver.engine import chronicle
-from gradserver.engine.events import Close, Command, Depart, Log, Send
-from gradserver.engine.membership import Group
+from collections.abc import Callable
+
+from gradserver.engine import chronicle, joining
+from gradserver.engine.events import Close, Command, Depart, Log, RemoteOrder, Send
+from gradserver.engine.membership import Group, Unheeded
 from gradserver.engine.records import RoundRecord
 from protocol.errors import DeadlineError, LeftOutError, WorkerLeftError, WorkerLostError
 from protocol.limits import MIB
@@ -51,8 +55,10 @@ def may_begin(group: Group, now: float) -> bool:
     return group.opens <= now
 
 
-def depart(group: Group, seat: int, reason: str, politely: bool, epoch: int, commands: list[Command]) -> Depart:
-    """``seat`` is vacant, and ``reason`` says why: the others go on, as ``epoch``."""
+def depart(
+    group: Group, seat: int, reason: str, politely: bool, number: Callable[[], int], commands: list[Command]
+) -> tuple[Depart, list[RemoteOrder]]:
+    """``seat`` is vacant, and ``reason`` says why: the others go on, as a new epoch. What else is to be ordered."""
     kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
     error = kind(
         f"{group.call(seat)} {verb} in round {group.rounds} ({reason[:_MAX_REASON]})",
@@ -60,54 +66,65 @@ def depart(group: Group, seat: int, reason: str, politely: bool, epoch: int, com
         rank=group.seats.rank(seat),
     )
     group.seats.depart(seat)
-    group.epoch = epoch
+    group.epoch = epoch = number()
     what = f"{error.message}; {_count(len(group.members))} on"
     news = Membership(epoch, group.seats.present, group.seats.present_names(), what, not politely)
     commands.append(Log(f"group {group.name!r}: {what}, epoch {epoch}", warning=not politely))
-    group.unannounced.append((news, set(group.shards)))
+    group.unheeded.append(Unheeded(set(group.shards), news))
     group.news.append(news)
-    announce(group, commands)
-    return Depart(group.name, seat, error, epoch)
+    return Depart(group.name, seat, error, epoch), joining.lost_donor(group, seat)
 
 
-def departed(group: Group, shard: int, epoch: int, commands: list[Command]) -> None:
-    """A shard elsewhere goes by the membership ``epoch``."""
-    for news, waiting in group.unannounced:
-        if news.epoch <= epoch:
-            waiting.discard(shard)
-    announce(group, commands)
+def heeded(group: Group, shard: int) -> None:
+    """A shard elsewhere goes by the first order of those that it had not heeded yet."""
+    for order in group.unheeded:
+        if shard in order.waiting:
+            order.waiting.discard(shard)
+            return
 
 
-def announce(group: Group, commands: list[Command]) -> None:
-    """Tell members of memberships that all shards know, and of a round that waited for that.
+def go_on(
+    group: Group, number: Callable[[], int], credit: int, incarnation: int, commands: list[Command]
+) -> list[RemoteOrder]:
+    """Tell members and joiners of what all shards know, and end a round that waited for that.
 
     A member that goes by an epoch may thus say so to any shard.
     """
-    while group.unannounced and not group.unannounced[0][1]:
-        news, _ = group.unannounced.popleft()
-        commands += [Send(member.connection, news) for member in group.members.values()]
-    if group.held is not None and not group.unannounced:
-        record, group.held = group.held, None
-        boundary(group, record, commands)
+    while group.unheeded and not group.unheeded[0].waiting:
+        order = group.unheeded.popleft()
+        if order.news is not None:
+            commands += [Send(member.connection, order.news) for member in group.members.values()]
+        joining.welcome(group, order.seat, credit, incarnation, commands)
+    if group.held is None or group.unheeded:
+        return []
+    record = group.held
+    orders = joining.let_in(group, record, number, commands) or joining.expect(group, record)
+    if orders:
+        return orders + go_on(group, number, credit, incarnation, commands)
+    _end_round(group, record, commands)
+    return []
 
 
-def boundary(group: Group, record: RoundRecord, commands: list[Command]) -> None:
+def _end_round(group: Group, record: RoundRecord, commands: list[Command]) -> None:
     """A round is complete: the next one may begin, with whoever is there, if they are enough."""
-    if group.unannounced:
-        group.held = record
-        return
-    least, count = group.policy.minimum if group.policy else 0, len(group.members)
+    least, count = group.policy.minimum if group.policy else 0, len(group.members) + joining.coming(group)
     if count < least:
-        group.paused = record.completed
-        commands.append(
-            Log(f"waiting for workers: group {group.name!r} has {count}, at least {least} are needed", warning=True)
-        )
+        if group.paused is None:
+            group.paused = record.completed
+            commands.append(
+                Log(f"waiting for workers: group {group.name!r} has {count}, at least {least} are needed", warning=True)
+            )
         return
+    group.held = group.paused = None
     chronicle.boundary(group, record.round, commands)
     while group.news and group.news[0].epoch < group.epoch:
         group.news.popleft()
-    done = RoundDone(record.round, group.epoch)
+    joining.enter(group, record.round + 1, commands)
+    done = RoundDone(record.round, group.epoch, joining.transfers(group, record.round + 1))
     commands += [Send(member.connection, done) for member in group.members.values()]
+    for joiner in joining.waiting(group):
+        joiner.since = record.completed
+        commands.append(Send(joiner.connection, done))
 
 
 def behind(group: Group, seat: int, number: int) -> LeftOutError:
@@ -130,8 +147,8 @@ def give_up(group: Group, commands: list[Command]) -> None:
         missing=(f"{least - len(group.members)} more, of any rank",),
         round=group.rounds,
     )
-    for seat in group.members.values():
-        commands += [Send(seat.connection, Failure.of(error, Scope.CONNECTION)), Close(seat.connection)]
+    for connection in group.connections:
+        commands += [Send(connection, Failure.of(error, Scope.CONNECTION)), Close(connection)]
     commands.append(Log(error.message, warning=True))
 
 

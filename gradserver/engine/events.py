@@ -207,8 +207,9 @@ class OpenGroup:
 
     ``rates`` are those of its data shards (none if there is one only), and ``shard`` is the place of this one among
     them. To a shard elsewhere workers come by themselves, and show ``tokens``, which are by rank too. An ``elastic``
-    group goes on without those who depart; then what is called a rank here is a seat. With ``digests`` rounds are
-    hashed for the ledger. Who listens may leave as many bytes unread as its ``backlog``.
+    group goes on without those who depart; then what is called a rank here is a seat, and seats without a name are
+    nobody's yet. With ``digests`` rounds are hashed for the ledger. Who listens may leave as many bytes unread as its
+    ``backlog``.
     """
 
     group: str
@@ -297,7 +298,44 @@ class Proceed:
     group: str
 
 
-RemoteOrder = OpenGroup | SetPlan | Depart | CloseGroup | Halt
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Somebody is to join: ``seat`` is its own, ``token`` what it shows a shard elsewhere. It may take transfers."""
+
+    group: str
+    seat: int
+    occupant: Seat
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Those who are to join with these seats contribute from ``round`` on, which has not begun; or they ``listen``."""
+
+    group: str
+    seats: tuple[int, ...]
+    round: int
+    listen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Excuse:
+    """Who is to join with this seat does not contribute after all: it has not got the state."""
+
+    group: str
+    seat: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reseat:
+    """From ``epoch`` on ``seats`` are the members: those who have joined take part in all, from the next round on."""
+
+    group: str
+    epoch: int
+    seats: tuple[int, ...]
+
+
+RemoteOrder = OpenGroup | SetPlan | Depart | CloseGroup | Halt | Admit | Expect | Excuse | Reseat
 """What data halves elsewhere are told. Groups that use them are not durable."""
 Order = RemoteOrder | Attach | Detach | Recover | Proceed
 
@@ -349,11 +387,10 @@ class Absent:
 
 
 @dataclass(frozen=True, slots=True)
-class Departed:
-    """A shard elsewhere goes on without whoever departed, by the membership ``epoch``."""
+class Heeded:
+    """A shard elsewhere goes by the next of the orders that concern who is in an elastic group."""
 
     group: str
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,4 +419,4 @@ class Recovered:
     round: int
 
 
-Report = RoundCompleted | Halted | Violation | Planned | Absent | Departed | Behind | CaughtUp | Recovered
+Report = RoundCompleted | Halted | Violation | Planned | Absent | Heeded | Behind | CaughtUp | Recovered

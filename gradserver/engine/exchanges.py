@@ -19,11 +19,11 @@ from protocol.errors import (
     LimitExceededError,
     OutOfStepError,
 )
-from protocol.exchange import ExchangeKey, Kind, Layout, Operation, Pool, Stream, pool_of
+from protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Layout, Operation, Pool, Stream, pool_of
 from protocol.limits import MAX_TRANSFERS, SLICE_BYTES
 from protocol.messages import Push
 from protocol.plan import Plan
-from protocol.shards import Table
+from protocol.shards import Table, share_of
 
 if TYPE_CHECKING:
     from gradserver.engine.recovery import Recovery
@@ -219,6 +219,8 @@ class Group:
     """By rank; -1 for whoever has yet to come to this shard."""
     seats: Seats
     epoch: int
+    tokens: list[str] = field(default_factory=list)
+    """What members show here, by rank."""
     """That of the latest membership."""
     exchanges: dict[ExchangeKey, Exchange] = field(default_factory=dict)
     due: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -240,6 +242,16 @@ class Group:
     """Seats that are sent results of buckets unasked, and from which round on."""
     unread: Counter[int] = field(default_factory=Counter)
     """Bytes of these that each seat has not read."""
+    change: str = ""
+    """What has changed in the membership last."""
+    entered: dict[int, int] = field(default_factory=dict)
+    """Of those who joined later, the first round that each contributes to; -1 for who does not yet."""
+    since: dict[int, int] = field(default_factory=dict)
+    """Of those, the epoch as of which each is a member; -1 for who is not yet."""
+    before: tuple[int, int] = (-1, 0)
+    """The latest round in which somebody joined, and the epoch of the membership without him."""
+    heard: dict[int, float] = field(default_factory=dict)
+    """When a transfer went on, by its ends."""
     transfers: Counter[int] = field(default_factory=Counter)
     """Sequences of transfers that each rank takes part in."""
     failed: deque[ExchangeKey] = field(default_factory=deque)
@@ -261,8 +273,8 @@ class Group:
 
     @property
     def world(self) -> int:
-        """Number of workers when the group was complete."""
-        return len(self.order.seats)
+        """Number of workers when the group was complete; in an elastic one, of seats that were ever taken."""
+        return len(self.connections)
 
     def call(self, rank: int) -> str:
         """How to speak of a member."""
@@ -282,7 +294,8 @@ class Group:
         if key.stream == Stream.TRANSFER:
             source, target = self.seats.rank(key.source), self.seats.rank(key.target)
             return f"transfer {key.number} from rank {source} to rank {target} (tag {key.part})"
-        return f"collective {key.number}" + (f", {operation}," if operation else "")
+        of = f" of round {key.part}" if self.order.elastic else ""
+        return f"collective {key.number}{of}" + (f", {operation}," if operation else "")
 
     def bucket_name(self, key: ExchangeKey) -> str:
         """The bucket's name in the plan; empty for what is no bucket."""
@@ -315,7 +328,10 @@ class Group:
 
     def share(self, key: ExchangeKey, operation: Operation) -> tuple[Layout, int, int]:
         """How an exchange is cut, and the slices that this shard has to do with."""
-        layout, bounds = self.table.share(key, operation)
+        if self.entered and operation.kind in WORLD_BOUND:
+            layout, bounds = share_of(operation, len(self.participants(key)), self.table.rates)
+        else:
+            layout, bounds = self.table.share(key, operation)
         shard = self.order.shard
         return layout, bounds[shard], bounds[shard + 1]
 
@@ -326,6 +342,21 @@ class Group:
         shares = [self.share(key, bucket.operation) for key, bucket in zip(keys, plan.buckets, strict=True)]
         load = sum(layout.run_bytes(start, stop) for layout, start, stop in shares)
         self.hashing = Hashing.of(load * (self.world + 1), self.full_buckets * (self.world + 1))
+
+    def participants(self, key: ExchangeKey) -> tuple[int, ...]:
+        """Who has to contribute to an exchange that begins now, in rank order.
+
+        Who joins contributes to buckets first, and is a member when that round is over.
+        """
+        if key.stream == Stream.TRANSFER:
+            return (key.source, key.target) if key.source < key.target else (key.target, key.source)
+        present, entered = self.seats.present, self.entered
+        if not entered:
+            return present
+        if key.stream == Stream.BUCKET:
+            expected = {seat for seat, first in entered.items() if 0 <= first <= key.number}
+            return tuple(sorted(expected.union(seat for seat in present if seat not in entered)))
+        return tuple(seat for seat in present if entered.get(seat, -1) < key.part)
 
     def take_number(self, rank: int, key: ExchangeKey) -> list[Exchange]:
         """Numbers of a sequence come without gaps; that is how members' exchanges are matched.
@@ -338,23 +369,30 @@ class Group:
         due = self.due.get(sequence)
         if due is None:
             due = self._first_due(rank, key)
-        if key.number != due and not (self.table.rates and key.number > due and key.stream != Stream.BUCKET):
+        place = _place(key)
+        begins_round = key.stream == Stream.COLLECTIVE and key.number == 0
+        skips = begins_round or (self.table.rates and key.stream != Stream.BUCKET)
+        if place != due and not (skips and place > due):
             what = "round" if key.stream == Stream.BUCKET else "number"
-            raise OutOfStepError(f"{self.describe(key)} from {self.call(rank)}: {what} {due} is due, {key.number} came")
-        self.due[sequence] = key.number + 1
+            number = due % _NUMBERS if key.stream == Stream.COLLECTIVE else due
+            raise OutOfStepError(
+                f"{self.describe(key)} from {self.call(rank)}: {what} {number} is due, {key.number} came"
+            )
+        self.due[sequence] = place + 1
         return self._abandoned(rank, key, due) if self.table.rates and key.stream != Stream.BUCKET else []
 
     def pass_over(self, rank: int, key: ExchangeKey) -> None:
         """``rank`` has done with ``key``, which was settled before anybody began it here."""
-        self.due[_sequence(rank, key)] = key.number + 1
+        self.due[_sequence(rank, key)] = _place(key) + 1
 
     def _abandoned(self, rank: int, key: ExchangeKey, due: int) -> list[Exchange]:
         """Open exchanges that ``rank`` has not contributed to in full, and never will, as it has begun ``key``."""
-        last = due - 1
-        if key.number - last <= len(self.exchanges):
-            keys = [key._replace(number=number) for number in range(last, key.number)]
+        last, place = due - 1, _place(key)
+        if key.stream == Stream.TRANSFER and place - last <= len(self.exchanges):
+            keys = [key._replace(number=number) for number in range(last, place)]
         else:
-            keys = [k for k in self.exchanges if last <= k.number < key.number and k._replace(number=key.number) == key]
+            sequence = _sequence(0, key)
+            keys = [k for k in self.exchanges if last <= _place(k) < place and _sequence(0, k) == sequence]
         found = [self.exchanges.get(earlier) for earlier in keys]
         return [
             exchange
@@ -370,12 +408,12 @@ class Group:
                     f"{self.call(rank)} has used {MAX_TRANSFERS} different pairs of peer and tag: use old ones again"
                 )
         if key.stream == Stream.BUCKET:
-            return self.first_round
-        return key.number if self.recovered else 0
+            return max(self.first_round, self.entered.get(rank, 0))
+        return _place(key) if self.recovered else 0
 
     def is_past(self, rank: int, key: ExchangeKey) -> bool:
         """Whether ``rank`` has begun ``key`` before."""
-        return key.number < self.due.get(_sequence(rank, key), 0)
+        return _place(key) < self.due.get(_sequence(rank, key), 0)
 
     def has_heard(self, exchange: Exchange, rank: int) -> bool:
         """Whether ``rank`` was told that ``exchange`` has failed, or has gone on without it."""
@@ -432,6 +470,15 @@ class Group:
             or self.next_check is not None
             or all(exchange.failure for exchange in self.exchanges.values())
         ), "an exchange without a deadline"
+
+
+_NUMBERS: Final = 1 << 62
+"""Of collectives in one round."""
+
+
+def _place(key: ExchangeKey) -> int:
+    """Where in its sequence an exchange is. Collectives count from 0 in each round."""
+    return key.part * _NUMBERS + key.number if key.stream == Stream.COLLECTIVE else key.number
 
 
 def _sequence(rank: int, key: ExchangeKey) -> tuple[int, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gradserver.engine.events import Seat
+from gradserver.engine.joiners import Joiner, Stage
 from gradserver.engine.policy import Policy
 from gradserver.engine.positions import Positions
 from gradserver.engine.records import MAX_EPOCHS, RoundRecord
@@ -59,6 +60,15 @@ class Proposal:
 
 
 @dataclass(slots=True)
+class Unheeded:
+    """An order that ``waiting`` shards do not go by yet. Then members hear ``news``, and ``seat``'s is let in."""
+
+    waiting: set[int]
+    news: Membership | None = None
+    seat: int = -1
+
+
+@dataclass(slots=True)
 class Group:
     """What control knows of one group. ``members`` is empty while it forms. In elastic groups ranks here are seats."""
 
@@ -74,10 +84,22 @@ class Group:
     epoch: int = 0
     founded: int = 0
     """The first epoch, by which data halves know the group."""
-    unannounced: deque[tuple[Membership, set[int]]] = field(default_factory=deque)
-    """Memberships that members have yet to hear of, with the shards that have yet to go by each."""
+    founders: int = 0
+    """How many seats there were then."""
+    unheeded: deque[Unheeded] = field(default_factory=deque)
+    """What shards elsewhere were told of who is there, and do not all go by yet."""
     held: RoundRecord | None = None
-    """A round that is complete, and not over for members while there are such."""
+    """A round that is complete, and not over for members: while there is such, or too few are left."""
+    joiners: dict[int, Joiner] = field(default_factory=dict)
+    """Those who join the running group, by seat."""
+    queue: list[Applicant] = field(default_factory=list)
+    """Those who would, if there were a seat for them."""
+    transfers: int = 0
+    """States that were asked for so far."""
+    vacant: dict[int, int] = field(default_factory=dict)
+    """Since which epoch seats are vacant."""
+    donors: Counter[int] = field(default_factory=Counter)
+    """Members that can send their state, and how often they have."""
     opens: float | None = None
     """When an elastic group begins, if no more come."""
     paused: float | None = None
@@ -131,7 +153,7 @@ class Group:
     @property
     def state(self) -> str:
         """As the table of states calls it."""
-        if not self.members:
+        if not self.begun:
             return "forming"
         if self.broken:
             return "broken"
@@ -146,16 +168,49 @@ class Group:
         """How many workers it is to have."""
         return str(self.world if self.policy is None else self.policy)
 
+    @property
+    def begun(self) -> bool:
+        """Whether somebody has what it came to: a member, or who has just joined and contributes already."""
+        return bool(self.contributors)
+
+    @property
+    def connections(self) -> list[int]:
+        """Of all who are here."""
+        here = [seat.connection for seat in self.members.values() if seat.connection >= 0]
+        inside = here + [j.connection for j in self.joiners.values()]
+        return inside + [applicant.connection for applicant in (*self.applicants, *self.queue)]
+
+    @property
+    def contributors(self) -> list[int]:
+        """Seats of members, and of those who have just joined and contribute already."""
+        return [*self.members, *(seat for seat, one in self.joiners.items() if one.stage is Stage.ENTERED)]
+
+    def connection_of(self, seat: int) -> int:
+        """That of a member, or of who joins the running group."""
+        occupant = self.members.get(seat) or self.joiners[seat]
+        return occupant.connection
+
+    def seat_of(self, connection: int) -> int:
+        """The seat of a member, or of who joins the running group; -1 if it has none."""
+        for seats in (self.members, self.joiners):
+            for seat, occupant in seats.items():
+                if occupant.connection == connection:
+                    return seat
+        return -1
+
     def validate(self) -> list[int]:
         """Raise AssertionError if an invariant does not hold. The connections of all who are here."""
-        assert bool(self.members) != bool(self.applicants), f"{self.name} is neither forming nor active"
+        assert self.begun != bool(self.applicants), f"{self.name} is neither forming nor active"
         assert len(self.applicants) < self.world, f"{self.name} is complete and not active"
         assert set(self.proposals) <= set(self.members), f"{self.name} holds proposals of strangers"
         assert not (self.broken and self.proposals), f"{self.name} is broken and still collects proposals"
         assert self.away.keys() <= self.members.keys(), f"{self.name} waits for strangers"
-        here = [seat.connection for rank, seat in self.members.items() if rank not in self.away]
         assert all(self.members[rank].connection < 0 for rank in self.away), f"{self.name} waits for who is here"
-        connections = here + [a.connection for a in self.applicants]
+        connections = self.connections
+        assert not self.joiners.keys() & self.members.keys(), f"{self.name} has a member that joins"
+        assert set(self.donors) <= set(self.members), f"{self.name} has donors that are no members"
+        for joiner in self.joiners.values():
+            assert joiner.donor in {-1, *self.members}, f"{self.name} waits for a donor that is gone"
         assert len(set(connections)) == len(connections), f"{self.name} seats a connection twice"
         self.positions.validate()
         return connections
@@ -213,9 +268,9 @@ def check_applicant(group: Group, join: Join, now: float) -> None:
         raise InvalidWorldSizeError(
             f"{join.name!r} wants a world size of {join.world_size}, group {group.name!r} has {group.size}"
         )
-    if group.members:
+    if group.begun and (group.policy is None or group.broken is not None):
         why = f"it broke ({group.broken.message})" if group.broken else f"it is in round {group.rounds}"
-        state = "complete" if group.policy is None else "elastic, has begun"
+        state = "complete" if group.policy is None else "elastic, has begun,"
         raise JoinRefusedError(
             f"group {group.name!r} is {state} and {why}; {join.name!r} cannot be added. "
             f"A new group can form under this name when these have left: {group.calls(group.members)}"
@@ -275,20 +330,27 @@ def deadlines(group: Group) -> Iterable[float]:
         yield applicant.deadline
     for proposal in group.proposals.values():
         yield proposal.since + group.timeout
+    for applicant in group.queue:
+        yield applicant.deadline
+    for joiner in group.joiners.values():
+        if joiner.deadline is not None:
+            yield joiner.deadline
 
 
 def describe(group: Group, now: float) -> dict[str, object]:
     """The group, as plain JSON values. Ages in seconds."""
-    waiting = [{"name": a.join.name, "rank": a.join.rank, "waits": round(now - a.since, 3)} for a in group.applicants]
+    applicants = [*group.applicants, *group.queue]
+    waiting = [{"name": a.join.name, "rank": a.join.rank, "waits": round(now - a.since, 3)} for a in applicants]
     return {
         "state": group.state,
-        "world_size": group.world if group.policy is None or not group.members else len(group.members),
+        "world_size": group.world if group.policy is None or not group.begun else len(group.members),
         "elastic": None if group.policy is None else [group.policy.minimum, group.policy.maximum],
         "epoch": group.epoch,
         "round": group.rounds,
         "plan": None if group.plan is None else {"buckets": len(group.plan.buckets), "bytes": group.plan.nbytes},
         "members": [_member(group, seat) for seat in group.members],
         "waiting": waiting,
+        "joining": [joiner.describe(group.seats.rank(seat)) for seat, joiner in group.joiners.items()],
         "broken": group.broken.message if group.broken else None,
         "data": group.positions.snapshot(),
         "last_round": _record(group, group.ledger[-1]) if group.ledger else None,

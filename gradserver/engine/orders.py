@@ -13,15 +13,19 @@ import msgpack
 
 from gradserver.engine.events import (
     Absent,
+    Admit,
     Behind,
     CloseGroup,
     Depart,
-    Departed,
+    Excuse,
+    Expect,
     Halt,
     Halted,
+    Heeded,
     OpenGroup,
     Planned,
     RemoteOrder,
+    Reseat,
     RoundCompleted,
     Seat,
     SetPlan,
@@ -46,7 +50,7 @@ from protocol.limits import (
 from protocol.messages import Failure, Scope
 from protocol.plan import decode_plan
 
-RemoteReport = RoundCompleted | Halted | Planned | Absent | Departed | Behind
+RemoteReport = RoundCompleted | Halted | Planned | Absent | Heeded | Behind
 
 _name = text(MAX_NAME_BYTES)
 _names = listed(_name, MAX_WORLD_SIZE)
@@ -55,6 +59,7 @@ _token = text(MAX_TOKEN)
 _tokens = listed(_token, MAX_WORLD_SIZE)
 _count = integer(0, MAX_COUNTER)
 _rank = integer(0, MAX_WORLD_SIZE - 1)
+_ranks = listed(_rank, MAX_WORLD_SIZE)
 _further_shard = integer(1, MAX_SHARDS - 1)
 _seconds = number(0.0, MAX_TIMEOUT)
 _rates = listed(number(0.0, MAX_RATE), MAX_SHARDS)
@@ -74,6 +79,14 @@ def encode_order(order: RemoteOrder) -> bytes:
             return _pack("close", group)
         case Halt(group, error, buckets_only):
             return _pack("halt", group, _pack_error(error), buckets_only)
+        case Admit(group, seat, occupant, token):
+            return _pack("admit", group, seat, occupant.name, token)
+        case Expect(group, joiners, first_round, listen):
+            return _pack("expect", group, joiners, first_round, listen)
+        case Excuse(group, seat):
+            return _pack("excuse", group, seat)
+        case Reseat(group, epoch, present):
+            return _pack("reseat", group, epoch, present)
 
 
 def decode_order(data: Buffer) -> RemoteOrder:
@@ -96,6 +109,14 @@ def decode_order(data: Buffer) -> RemoteOrder:
             return CloseGroup(_name(group))
         case ["halt", group, error, bool(buckets_only)]:
             return Halt(_name(group), _error(error), buckets_only)
+        case ["admit", group, seat, name, token]:
+            return Admit(_name(group), _rank(seat), Seat(-1, _name(name)), _token(token))
+        case ["expect", group, joiners, first_round, bool(listen)]:
+            return Expect(_name(group), _ranks(joiners), _count(first_round), listen)
+        case ["excuse", group, seat]:
+            return Excuse(_name(group), _rank(seat))
+        case ["reseat", group, epoch, present]:
+            return Reseat(_name(group), _count(epoch), _ranks(present))
     raise MalformedMessageError("an order that is unknown, or has not the fields that it should have")
 
 
@@ -110,8 +131,8 @@ def encode_report(epoch: int, report: RemoteReport) -> bytes:
             return _pack("planned", epoch, group, digest)
         case Absent(group, rank, error):
             return _pack("absent", epoch, group, rank, _pack_error(error))
-        case Departed(group, latest):
-            return _pack("departed", epoch, group, latest)
+        case Heeded(group):
+            return _pack("heeded", epoch, group)
         case Behind(group, rank, number):
             return _pack("behind", epoch, group, rank, number)
 
@@ -130,8 +151,8 @@ def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
             return _count(epoch), Planned(_name(group), _token(digest))
         case ["absent", epoch, group, rank, error]:
             return _count(epoch), Absent(_name(group), _rank(rank), _error(error))
-        case ["departed", epoch, group, latest]:
-            return _count(epoch), Departed(_name(group), _count(latest))
+        case ["heeded", epoch, group]:
+            return _count(epoch), Heeded(_name(group))
         case ["behind", epoch, group, rank, number]:
             return _count(epoch), Behind(_name(group), _rank(rank), _count(number))
     raise MalformedMessageError("a report that is unknown, or has not the fields that it should have")

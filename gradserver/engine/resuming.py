@@ -214,11 +214,11 @@ class Past:
     def group(self, policy: Policy, now: float) -> Group:
         """The group as it was, with everybody away."""
         latest = self.epochs[-1]
-        names = dict.fromkeys(range(self.founded.world), "?")
-        for epoch in self.epochs:
-            names.update(epoch.members)
-        group = Group(self.founded.group, self.founded.world, policy)
-        group.seats, group.table = Seats(names[seat] for seat in sorted(names)), Table(self.founded.world)
+        names = {seat: name for epoch in self.epochs for seat, name in epoch.members}
+        world = max(names) + 1
+        group = Group(self.founded.group, world, policy)
+        group.seats = Seats(names.get(seat, "") for seat in range(world))  # some were nobody's yet
+        group.table, group.founders = Table(len(latest.members)), world
         group.members = {seat: Seat(-1, name) for seat, name in latest.members}
         for seat in names:
             if seat not in group.members:
@@ -275,7 +275,7 @@ def reopen(group: Group, credit: int, digests: bool) -> Iterable[Order]:
     seats = tuple(Seat(-1, name) for name in group.seats.names)
     yield OpenGroup(group.name, group.epoch, seats, credit, group.timeout, elastic=True, digests=digests)
     for seat, name in enumerate(group.seats.names):
-        if seat not in group.members:
+        if name and seat not in group.members:
             yield Depart(group.name, seat, WorkerLostError(f"{name!r} had departed before"), group.epoch)
     if group.plan is not None:
         yield SetPlan(group.name, group.plan, group.planned)

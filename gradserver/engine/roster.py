@@ -69,8 +69,12 @@ class Roster:
             stated = [self._rate, *(shard.rate for shard in self.shards.values())]
             group.shards = tuple(self.shards)
             group.urls = tuple(shard.url for shard in self.shards.values())
-            group.table = Table(group.world, comparable(stated))
+            group.table = Table(len(group.members), comparable(stated))
             group.tokens = tuple(self._entropy() for _ in range(group.world))
+
+    def token(self) -> str:
+        """What one more member of a group that uses shards shows them."""
+        return "" if self._entropy is None else self._entropy()
 
     def snapshot(self) -> list[dict[str, object]]:
         """The shards, the coordinator's own first, as plain JSON values."""
@@ -81,6 +85,8 @@ class Roster:
 def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord | None:
     """Note that shard ``source`` is done with a round; the round's record, if all are that have to do with it."""
     buckets = 0 if group.plan is None else len(group.plan.buckets)
+    if len(record.weights) >= group.founders:
+        record = _widened(record, group.world)  # somebody has got a seat since
     fits = len(record.weights) == len(record.arrivals) == group.world and len(record.results) in (0, buckets)
     spoken_of = {record.last, *(seat for seat, _, _ in record.cut)}
     if not fits or not all(0 <= seat < group.world for seat in spoken_of):
@@ -94,6 +100,19 @@ def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord |
     del group.partial[record.round]
     done = _whole(list(reported.values()), group.world)
     return done if group.policy is None else _merged(group, done, reported)
+
+
+def _widened(record: RoundRecord, world: int) -> RoundRecord:
+    """``record``, with places for as many seats as there are now."""
+    more = world - len(record.weights)
+    if more <= 0 or len(record.arrivals) != len(record.weights):
+        return record
+    return replace(
+        record,
+        weights=record.weights + (0.0,) * more,
+        arrivals=record.arrivals + ((record.opened, record.opened),) * more,
+        inputs=record.inputs + (0,) * more if record.inputs else (),
+    )
 
 
 def _merged(group: Group, done: RoundRecord, reported: dict[int, RoundRecord]) -> RoundRecord:

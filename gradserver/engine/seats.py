@@ -6,7 +6,7 @@ seats: so they are dense, and who leaves never changes the order of the others. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from protocol.messages import Join
 
@@ -15,7 +15,7 @@ class Seats:
     """Who sits where, and who is still there. In a group whose membership is fixed seats are ranks.
 
     Attributes:
-        names: of all who ever sat here, by seat.
+        names: of those who sat there last, by seat; empty where nobody ever did.
         present: the seats of those who are there, by rank.
     """
 
@@ -23,13 +23,26 @@ class Seats:
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
-        self.present = tuple(range(len(self.names)))
-        self._ranks = list(self.present)
+        self.present = tuple(seat for seat, name in enumerate(self.names) if name)
+        self._ranks = list(range(len(self.names)))
+        self.reseat(self.present)
 
     def depart(self, seat: int) -> None:
         """``seat`` is vacant from now on; its occupant goes on to be spoken of with its last rank."""
-        self.present = tuple(other for other in self.present if other != seat)
-        for rank, other in enumerate(self.present):
+        self.reseat(tuple(other for other in self.present if other != seat))
+
+    def admit(self, seat: int, name: str) -> None:
+        """``seat`` is that of ``name`` from now on, who is not there yet: its rank is the one that it would have."""
+        names = [*self.names, *[""] * (seat + 1 - len(self.names))]
+        self._ranks += [0] * (len(names) - len(self._ranks))
+        names[seat] = name
+        self.names = tuple(names)
+        self._ranks[seat] = sum(other < seat for other in self.present)
+
+    def reseat(self, present: tuple[int, ...]) -> None:
+        """These seats, in order, are those of who is there."""
+        self.present = present
+        for rank, other in enumerate(present):
             self._ranks[other] = rank
 
     def rank(self, seat: int) -> int:
@@ -45,8 +58,8 @@ class Seats:
         return f"{self.names[seat]!r} (rank {self._ranks[seat]})"
 
 
-def in_order(joins: Sequence[Join], places: int) -> list[int]:
-    """The order in which applicants sit down, as indices of ``joins``: by the rank that each asked for.
+def in_order(joins: Sequence[Join], places: int) -> dict[int, int]:
+    """Which of ``joins`` gets which place, in order: the rank that it asked for.
 
     Those without a wish get the lowest of ``places`` that are left, in the order in which they came.
     """
@@ -55,4 +68,20 @@ def in_order(joins: Sequence[Join], places: int) -> list[int]:
     for index, join in enumerate(joins):
         if join.rank < 0:
             taken[next(free)] = index
-    return [taken[place] for place in sorted(taken)]
+    return dict(sorted(taken.items()))
+
+
+def seat_for(join: Join, names: Sequence[str], taken: Container[int], away: Mapping[int, int], places: int) -> int:
+    """Which of ``places`` somebody gets who joins a running group; -1 if all are ``taken``.
+
+    Its own, if this name had one; the rank that it asks for, if that was nobody's yet; the lowest that was nobody's;
+    or that of whoever is ``away`` longest, by the epoch since which it is.
+    """
+    own = [seat for seat, name in enumerate(names) if name == join.name and seat not in taken]
+    if own:
+        return own[0]
+    fresh = [seat for seat in range(places) if seat not in taken and (seat >= len(names) or not names[seat])]
+    if fresh:
+        return join.rank if join.rank in fresh else fresh[0]
+    vacant = [seat for seat in range(places) if seat not in taken]
+    return min(vacant, key=lambda seat: away.get(seat, 0), default=-1)

@@ -23,15 +23,18 @@ from typing import Final
 from gradserver.engine.data import Data
 from gradserver.engine.events import (
     Absent,
+    Admit,
     CaughtUp,
     Close,
     CloseGroup,
     Command,
     Depart,
-    Departed,
     Disconnected,
     Event,
+    Excuse,
+    Expect,
     Garbled,
+    Heeded,
     Log,
     OpenGroup,
     Planned,
@@ -39,6 +42,7 @@ from gradserver.engine.events import (
     Recovered,
     Reduced,
     Report,
+    Reseat,
     Send,
     SetPlan,
     Stop,
@@ -171,8 +175,8 @@ class ShardEngine:
                     reports += self._seat_or_refuse(connection, attend, commands)
         elif isinstance(order, SetPlan):
             reports.append(Planned(order.group, order.plan.hash))
-        elif isinstance(order, Depart) and order.epoch:
-            reports.append(Departed(order.group, order.epoch))
+        elif isinstance(order, Admit | Expect | Excuse | Reseat) or (isinstance(order, Depart) and order.epoch):
+            reports.append(Heeded(order.group))
         return reports
 
     # ── workers ───────────────────────────────────────────────────────────────────────────────────────
@@ -220,8 +224,9 @@ class ShardEngine:
         group = self.data.groups.get(attend.group)
         if group is None or group.order.epoch != attend.epoch:
             raise UnexpectedMessageError(f"membership {attend.epoch} of group {attend.group[:128]!r} is over")
-        tokens, rank = group.order.tokens, attend.rank
-        if not 0 <= rank < len(tokens) or not hmac.compare_digest(tokens[rank].encode(), attend.token.encode()):
+        tokens, rank = group.tokens, attend.rank
+        token = tokens[rank] if 0 <= rank < len(tokens) else ""
+        if not token or not hmac.compare_digest(token.encode(), attend.token.encode()):
             raise UnexpectedMessageError(f"this is not the token of rank {rank} in group {attend.group!r}")
         if rank in group.departed:
             raise group.departed[rank].again()

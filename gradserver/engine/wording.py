@@ -40,7 +40,7 @@ def non_finite(group: Group, exchange: Exchange, element: int, found: NonFinite)
     if found.rank < 0:
         who, name = "the mean overflowed, though every contribution was finite:", ""
     else:
-        who, name = f"{group.call(found.rank)} contributed", group.order.seats[found.rank].name
+        who, name = f"{group.call(found.rank)} contributed", group.seats.names[found.rank]
     return NonFiniteError(
         f"{who} {found.value} in {where} of {group.describe(key, exchange.operation)}; the group is halted "
         f"and nothing of this slice was handed out. Look at that worker's data, loss and learning rate",

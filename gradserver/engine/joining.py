@@ -1,0 +1,400 @@
+"""What control does about workers that join a running elastic group.
+
+    stage      event                                     next       what happens
+    ─────────  ────────────────────────────────────────  ─────────  ──────────────────────────────────────────────────
+    (none)     Join, the group trains and has no donor   (none)     UsageError: its members cannot send their state
+    (none)     Join, all seats are taken, or its name    (queue)    it waits until one is free
+    (none)     Join                                      ADMITTED   a seat by its name; all shards hear of it
+    (queue)    a member departs                          ADMITTED   the same; else its patience ends: JoinTimeoutError
+    ADMITTED   all shards know                           WELCOME    Welcome
+    WELCOME    Propose, the group's plan                 WELCOME    Agreed; other plans: PlanMismatchError
+    WELCOME    Enter                                     WAITING
+    WAITING    a round is complete, a donor is free      RECEIVING  it listens from the next round on; RoundDone says
+                                                                    who sends it the state, to all
+    WAITING    … and it could not keep up, or says so    RECEIVING  the same, but shards expect it in the next round
+    WAITING    … and no member can be a donor any more   (none)     UsageError
+    WAITING    no round is over for too long             (none)     DeadlineError; READY: the same
+    RECEIVING  Ready, it is expected                     ENTERED    Entered: it contributes from that round on
+    RECEIVING  Ready, it listens                         READY      it has caught up with the others
+    RECEIVING  it has not read what it was sent          WAITING    it gets the state anew
+    READY      the same                                  (none)     LeftOutError
+    READY      a round is complete                       ENTERED    shards expect it in the next round; Entered
+    RECEIVING  its donor departs, or says StateFailed    WAITING    the round goes on without it; the next donor
+    RECEIVING  Enter                                     WAITING    the same: it did not get the state
+    ENTERED    the round is complete                     (member)   a new epoch
+    any        it leaves, is lost or left out            (none)     the round goes on without it
+    any        the last member goes                      (none)     WorkerLostError: nobody has the state any more
+
+So nothing that happens to a joiner, or to its donor, changes a membership or costs the others more than a wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from gradserver.engine import chronicle, resuming
+from gradserver.engine.events import Admit, Command, Depart, Excuse, Expect, Log, RemoteOrder, Reseat, Seat, Send
+from gradserver.engine.joiners import Joiner, Stage
+from gradserver.engine.membership import Applicant, Group, Unheeded
+from gradserver.engine.records import RoundRecord
+from gradserver.engine.seats import seat_for
+from protocol.errors import (
+    DeadlineError,
+    GradServerError,
+    JoinTimeoutError,
+    LeftOutError,
+    PlanMismatchError,
+    UnexpectedMessageError,
+    UsageError,
+    WorkerLeftError,
+    WorkerLostError,
+)
+from protocol.messages import (
+    Agreed,
+    Enter,
+    Entered,
+    Failure,
+    Membership,
+    Ready,
+    Scope,
+    Serve,
+    StateFailed,
+    Transfer,
+    Welcome,
+)
+from protocol.plan import Plan, first_difference
+
+Refusals = list[tuple[int, GradServerError]]
+"""Connections that are to be closed, and why."""
+
+# ── coming ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def arrive(
+    group: Group, applicant: Applicant, entropy: Callable[[], str], commands: list[Command]
+) -> list[RemoteOrder]:
+    """Somebody wants to join a group that has begun: give it a seat, or let it wait for one."""
+    check_can_serve(group, applicant.join.name)
+    group.queue.append(applicant)
+    orders = seat_the_next(group, entropy, commands)
+    if applicant in group.queue:
+        commands.append(Log(f"group {group.name!r}: {applicant.join.name!r} waits: {_why_waits(group, applicant)}"))
+    return orders
+
+
+def check_can_serve(group: Group, name: str) -> None:
+    """Raise UsageError if nobody could send its state to ``name``, or what broke the group."""
+    if group.broken is not None:
+        raise group.broken.again()
+    if group.rounds and not group.donors:
+        raise UsageError(
+            f"{name!r} joins group {group.name!r} in round {group.rounds}, and needs the model's and the optimizer's "
+            f"state, which no member can send: wrap model and optimizer in gradserver.Job, at every worker, or give "
+            f"Worker.serve_state what to send"
+        )
+
+
+def seat_the_next(group: Group, entropy: Callable[[], str], commands: list[Command]) -> list[RemoteOrder]:
+    """Give free seats to those who have waited longest."""
+    orders: list[RemoteOrder] = []
+    for applicant in list(group.queue):
+        taken = {*group.members, *group.joiners}
+        names = {group.seats.names[seat] for seat in taken}
+        places = group.policy.maximum if group.policy is not None else 0
+        if applicant.join.name in names or len(taken) >= places:
+            continue
+        seat = seat_for(applicant.join, group.seats.names, taken, group.vacant, places)
+        group.queue.remove(applicant)
+        group.seats.admit(seat, applicant.join.name)
+        group.vacant.pop(seat, None)
+        group.world = len(group.seats.names)
+        token = entropy() if group.shards else ""
+        joiner = Joiner(applicant.connection, applicant.join, token, applicant.since)
+        group.joiners[seat] = joiner
+        group.unheeded.append(Unheeded(set(group.shards), seat=seat))
+        orders.append(Admit(group.name, seat, Seat(applicant.connection, applicant.join.name), token))
+        commands.append(Log(f"group {group.name!r}: {group.call(seat)} joins in round {group.rounds}"))
+    return orders
+
+
+def _why_waits(group: Group, applicant: Applicant) -> str:
+    taken = [*group.members, *group.joiners]
+    same = [seat for seat in taken if group.seats.names[seat] == applicant.join.name]
+    if same:
+        return f"{group.call(same[0])} is a member already, and a name is one worker's"
+    return f"group {group.name!r} has {len(taken)} workers, {group.calls(taken)}, and {group.size} is the most"
+
+
+def welcome(group: Group, seat: int, credit: int, incarnation: int, commands: list[Command]) -> None:
+    """All shards know of it."""
+    joiner = group.joiners.get(seat)
+    if joiner is None or joiner.stage is not Stage.ADMITTED:
+        return
+    joiner.stage = Stage.WELCOME
+    present = sorted([*group.seats.present, seat])
+    names = tuple(group.seats.names[other] for other in present)
+    known = Welcome(group.name, present.index(seat), group.epoch, credit, names, group.urls, group.table.rates)
+    shards = (known.shards, known.rates) if group.shards else ((), ())
+    message = Welcome(
+        *(known.group, known.rank, known.epoch, known.credit, names, *shards, joiner.token),
+        seats=tuple(present),
+        founded=group.founded,
+        joins=True,
+    )
+    if group.secret:
+        token = resuming.token_of(group, seat)
+        message = replace(message, token=token, durable=True, incarnation=incarnation)
+    commands.append(Send(joiner.connection, message))
+
+
+# ── what they say ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def propose(group: Group, seat: int, plan: Plan, now: float, commands: list[Command]) -> None:
+    """A joiner has made its plan."""
+    joiner = group.joiners[seat]
+    if joiner.plan is not None or joiner.stage is not Stage.WELCOME:
+        raise UnexpectedMessageError(f"{group.call(seat)} proposes a plan when it should not")
+    joiner.plan, joiner.since = plan, now
+    compare_plans(group, commands)
+
+
+def compare_plans(group: Group, commands: list[Command]) -> None:
+    """Tell those who have proposed a plan whether it is the group's, if it has one."""
+    for seat, joiner in group.joiners.items():
+        if joiner.plan is None or group.plan is None:
+            continue
+        plan, joiner.plan = joiner.plan, None
+        difference = first_difference(group.plan, plan)
+        if difference is None:
+            joiner.agreed = plan.hash
+            commands.append(Send(joiner.connection, Agreed(plan.hash, group.rounds)))
+            continue
+        theirs, own = difference
+        error = PlanMismatchError(
+            f"the plan of group {group.name!r} is another one, first here: {group.calls(group.members)} have "
+            f"{theirs}; {group.call(seat)}, who wants to join, has {own}. Every worker must wrap the same module in "
+            f"the same way"
+        )
+        commands.append(Send(joiner.connection, Failure.of(error, Scope.PROPOSAL)))
+        commands.append(Log(error.message, warning=True))
+
+
+def outdated(group: Group) -> Refusals:
+    """Joiners that agreed to a plan which the group has not any more."""
+    here = "" if group.plan is None else group.plan.hash
+    error = PlanMismatchError(f"group {group.name!r} has agreed on another plan meanwhile: start again with that one")
+    return [(j.connection, error) for j in group.joiners.values() if j.agreed not in ("", here)]
+
+
+def hear(
+    group: Group, seat: int, message: Serve | Enter | Ready | StateFailed, now: float, commands: list[Command]
+) -> list[RemoteOrder]:
+    """What members and joiners say of states."""
+    match message:
+        case Serve() if seat in group.members:
+            group.donors[seat] += 0
+        case Serve():
+            group.joiners[seat].serves = True
+        case StateFailed(number, reason) if seat in group.members:
+            group.donors.pop(seat, None)
+            commands.append(Log(f"{group.call(seat)} cannot send its state: {reason}", warning=True))
+            return _excuse_all(group, lambda joiner: joiner.number == number and joiner.donor == seat)
+        case Enter(failed, waits) if (joiner := group.joiners.get(seat)) is not None and joiner.agreed:
+            check_can_serve(group, joiner.join.name)
+            joiner.since = now
+            joiner.waits |= waits
+            if joiner.stage is Stage.WELCOME:
+                joiner.stage = Stage.WAITING
+            return _excuse_all(group, lambda other: other is joiner and other.number == failed)
+        case Ready(number) if (joiner := group.joiners.get(seat)) is not None:
+            if joiner.stage is Stage.RECEIVING and joiner.number == number:
+                group.donors[joiner.donor] += 1
+                joiner.donor = -1
+                joiner.stage = Stage.READY if joiner.listens else Stage.ENTERED
+                if not joiner.listens:
+                    commands.append(Send(joiner.connection, Entered(joiner.round)))
+        case _:
+            raise UnexpectedMessageError(f"a {type(message).__name__} from {group.call(seat)}, who may not say it now")
+    return []
+
+
+def _excuse_all(group: Group, which: Callable[[Joiner], bool]) -> list[RemoteOrder]:
+    """Those who do not get the state now wait for the next donor, and nobody for them."""
+    orders: list[RemoteOrder] = []
+    for seat, joiner in group.joiners.items():
+        if joiner.stage is Stage.RECEIVING and which(joiner):
+            joiner.stage, joiner.donor, joiner.round = Stage.WAITING, -1, -1
+            group.unheeded.append(Unheeded(set(group.shards)))
+            orders.append(Excuse(group.name, seat))
+    return orders
+
+
+# ── boundaries ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def expect(group: Group, record: RoundRecord) -> list[RemoteOrder]:
+    """Those who have caught up contribute to the next round; those who wait, and for whom there is a donor, listen.
+
+    Or they contribute to it as well, which then has to wait for them: if they could not read as fast as results
+    came, if there is to be no backlog, or if there are too few others.
+    """
+    expected = [seat for seat, joiner in group.joiners.items() if joiner.stage is Stage.READY]
+    for seat in expected:
+        group.joiners[seat].stage, group.joiners[seat].round = Stage.ENTERED, record.round + 1
+    listen: list[int] = []
+    policy = group.policy
+    few = policy is None or len(group.members) + coming(group) < policy.minimum
+    free = sorted(group.donors, key=lambda seat: (group.donors[seat], seat))
+    busy = {joiner.donor for joiner in group.joiners.values()}
+    free = [seat for seat in free if seat not in busy]
+    for seat, joiner in group.joiners.items():
+        if joiner.stage is Stage.WAITING and free:
+            group.transfers += 1
+            joiner.stage, joiner.donor, joiner.number = Stage.RECEIVING, free.pop(0), group.transfers
+            joiner.round = record.round + 1
+            joiner.listens = not (few or joiner.waits or policy is None or not policy.backlog)
+            (listen if joiner.listens else expected).append(seat)
+    orders: list[RemoteOrder] = []
+    for seats, listens in ((expected, False), (listen, True)):
+        if seats:
+            group.unheeded.append(Unheeded(set(group.shards)))
+            orders.append(Expect(group.name, tuple(seats), record.round + 1, listens))
+    return orders
+
+
+def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
+    """Of the state at the boundary before round ``number``."""
+    return tuple(
+        joiner.transfer(seat)
+        for seat, joiner in group.joiners.items()
+        if joiner.stage is Stage.RECEIVING and joiner.round == number
+    )
+
+
+def coming(group: Group) -> int:
+    """How many contribute to the next round, and are not members."""
+    return sum(
+        joiner.stage is Stage.ENTERED or (joiner.stage is Stage.RECEIVING and not joiner.listens)
+        for joiner in group.joiners.values()
+    )
+
+
+def let_in(group: Group, record: RoundRecord, epoch: Callable[[], int], commands: list[Command]) -> list[RemoteOrder]:
+    """Those who have contributed to a round that is complete are members from now on."""
+    entered = [s for s, j in group.joiners.items() if j.stage is Stage.ENTERED and j.round <= record.round]
+    if not entered:
+        return []
+    for seat in entered:
+        joiner = group.joiners.pop(seat)
+        group.members[seat] = Seat(joiner.connection, joiner.join.name)
+        if joiner.serves:
+            group.donors[seat] = max(group.donors.values(), default=0)
+    group.members = dict(sorted(group.members.items()))
+    group.seats.reseat(tuple(group.members))
+    group.epoch = epoch()
+    what = f"{group.calls(entered)} joined in round {record.round}; {len(group.members)} workers go on"
+    commands.append(Log(f"group {group.name!r}: {what}, epoch {group.epoch}"))
+    chronicle.departed(group, what, commands)
+    news = Membership(group.epoch, group.seats.present, group.seats.present_names(), what, False)
+    group.unheeded.append(Unheeded(set(group.shards), news))
+    return [Reseat(group.name, group.epoch, group.seats.present)]
+
+
+def waiting(group: Group) -> Iterable[Joiner]:
+    """Those who hear of each boundary, with which their patience begins anew."""
+    return [j for j in group.joiners.values() if j.stage not in (Stage.ADMITTED, Stage.WELCOME)]
+
+
+def enter(group: Group, number: int, commands: list[Command]) -> None:
+    """Tell those who have caught up that they contribute to round ``number``, which is about to begin."""
+    for joiner in group.joiners.values():
+        if joiner.stage is Stage.ENTERED and joiner.round == number:
+            commands.append(Send(joiner.connection, Entered(number)))
+
+
+def fell_behind(group: Group, seat: int) -> list[RemoteOrder] | None:
+    """A joiner has not read what it was sent: it gets the state anew. None if it trains with that already."""
+    joiner = group.joiners[seat]
+    if joiner.stage is not Stage.RECEIVING:
+        return None
+    joiner.waits = True
+    return _excuse_all(group, lambda other: other is joiner)
+
+
+def hopeless(group: Group) -> Refusals:
+    """Joiners to whom nobody can send the state."""
+    found: Refusals = []
+    for joiner in waiting(group):
+        try:
+            check_can_serve(group, joiner.join.name)
+        except UsageError as error:
+            found.append((joiner.connection, error))
+    return found
+
+
+# ── going ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lost_donor(group: Group, seat: int) -> list[RemoteOrder]:
+    """A member is gone: whoever was to have its state takes that of another one."""
+    group.donors.pop(seat, None)
+    group.vacant[seat] = group.epoch
+    return _excuse_all(group, lambda joiner: joiner.donor == seat)
+
+
+def gone(group: Group, seat: int, reason: str, politely: bool, commands: list[Command]) -> list[RemoteOrder]:
+    """A joiner is gone. Nobody hears of it but its donor."""
+    kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
+    error = kind(
+        f"{group.call(seat)} {verb} when it was about to join ({reason[:300]})",
+        worker=group.seats.names[seat],
+        rank=group.seats.rank(seat),
+    )
+    del group.joiners[seat]
+    group.vacant[seat] = group.epoch
+    group.unheeded.append(Unheeded(set(group.shards)))
+    commands.append(Log(f"group {group.name!r}: {error.message}", warning=not politely))
+    return [Depart(group.name, seat, error, group.epoch)]
+
+
+def bereft(group: Group) -> Refusals:
+    """All who wait to join, when the last member is gone."""
+    error = WorkerLostError(
+        f"the last member of group {group.name!r} is gone after {group.rounds} rounds, and with it the state: start "
+        f"again from a checkpoint"
+    )
+    return [(connection, error) for connection in group.connections]
+
+
+def disturbed(group: Group) -> Refusals:
+    """Those who cannot go on when what is open is void, since a member has come back: they have to join again."""
+    error = LeftOutError(
+        f"group {group.name!r} finds out who has what, as a member has come back to it: whoever was about to join has "
+        f"to begin anew"
+    )
+    return [(joiner.connection, error) for joiner in waiting(group) if joiner.stage is not Stage.WAITING]
+
+
+def overdue(group: Group, now: float) -> Refusals:
+    """Those whose patience has ended."""
+    found: Refusals = []
+    for applicant in group.queue:
+        if applicant.deadline <= now:
+            what = f"{applicant.join.name!r} waited {applicant.join.timeout:g} s for a seat: "
+            found.append((applicant.connection, JoinTimeoutError(what + _why_waits(group, applicant))))
+    for joiner in group.joiners.values():
+        if joiner.deadline is not None and joiner.deadline <= now:
+            what = (
+                f"to agree on a plan ({group.calls(group.members)})"
+                if joiner.plan is not None
+                else (f"to end round {group.rounds}, so that it can join ({group.calls(group.members)})")
+            )
+            error = DeadlineError(
+                f"{joiner.join.name!r} waited {joiner.join.timeout:g} s for the members of group {group.name!r} {what}",
+                missing=tuple(group.call(seat) for seat in group.members),
+                round=group.rounds,
+            )
+            found.append((joiner.connection, error))
+    return found

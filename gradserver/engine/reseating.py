@@ -1,0 +1,111 @@
+"""How the data half of an elastic group takes somebody in.
+
+    order    what changes
+    ───────  ────────────────────────────────────────────────────────────────────────────────────────────────────
+    Admit    the seat is somebody's; only the state's transfers have to do with him
+    Expect   from a round on, which nobody has begun, its buckets wait for him too; or he listens: he is sent their
+             results, unasked
+    Excuse   they do not: what was open goes on without him
+    Reseat   he is a member: collectives and transfers, too, from the round after his first one on
+    Depart   as for members; what he gave before counts
+
+An exchange has the participants that it had when it began, and who comes later has no part in it: which those are
+follows from the round in which it was called. A seat can have been somebody else's before. Whoever sends something to
+him, as he does not know yet that he is gone, names the membership that he goes by, and is told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from gradserver.engine.closing import cut
+from gradserver.engine.events import Admit, Command, Excuse, Expect, Report, Reseat, Send
+from gradserver.engine.exchanges import Group
+from protocol.errors import OutOfStepError, WorkerLostError
+from protocol.exchange import STATE_TAG, ExchangeKey, Stream, pool_of
+from protocol.messages import Failure, Push, Scope
+
+NOT_YET = -1
+
+
+def admit(group: Group, order: Admit) -> None:
+    """Somebody has a seat, which may have been somebody else's."""
+    seat = order.seat
+    group.seats.admit(seat, order.occupant.name)
+    group.connections += [-1] * (seat + 1 - len(group.connections))
+    group.tokens += [""] * (seat + 1 - len(group.tokens))
+    group.connections[seat], group.tokens[seat] = order.occupant.connection, order.token
+    group.departed.pop(seat, None)
+    group.entered[seat] = group.since[seat] = NOT_YET
+    group.heard.pop(seat, None)
+    group.due = {sequence: due for sequence, due in group.due.items() if not _concerns(sequence, seat)}
+    group.transfers = Counter(sequence[0] for sequence in group.due if sequence[1] == Stream.TRANSFER)
+    for account in [account for account in group.outstanding if account[0] == seat]:
+        del group.outstanding[account]
+    for exchange in group.exchanges.values():  # what counts of his predecessor is not answered yet
+        for rank, run in exchange.unanswered() if exchange.failure is None else ():
+            if rank == seat:
+                group.outstanding[seat, pool_of(exchange.key, seat)] += exchange.cost(run)
+
+
+def _concerns(sequence: tuple[int, ...], seat: int) -> bool:
+    rank, stream, _, source, target = sequence
+    return rank == seat or (stream == Stream.TRANSFER and seat in (source, target))
+
+
+def expect(group: Group, order: Expect) -> None:
+    """They contribute from a round on, or are sent its results unasked."""
+    for seat in order.seats:
+        group.listening.pop(seat, None)
+        if order.listen:
+            group.listening[seat] = order.round
+        else:
+            group.entered[seat] = order.round
+
+
+def excuse(group: Group, order: Excuse, now: float, commands: list[Command]) -> list[Report]:
+    """He contributes to nothing, and nothing waits for him any more."""
+    group.entered[order.seat] = NOT_YET
+    group.listening.pop(order.seat, None)
+    group.unread.pop(order.seat, None)
+    reports: list[Report] = []
+    for exchange in list(group.exchanges.values()):
+        if exchange.key.stream == Stream.BUCKET and order.seat in exchange.participants and exchange.failure is None:
+            reports += cut(group, exchange, order.seat, now, commands)
+    return reports
+
+
+def reseat(group: Group, order: Reseat) -> None:
+    """Who is there from now on."""
+    new = [seat for seat in order.seats if group.since.get(seat) == NOT_YET]
+    group.before = max((group.entered[seat] for seat in new), default=group.before[0]), group.epoch
+    group.since.update(dict.fromkeys(new, order.epoch))
+    group.seats.reseat(order.seats)
+    group.epoch, group.change = order.epoch, f"{group.calls(new)} joined"
+    group.table.world_size = len(order.seats)
+
+
+def check_may_begin(group: Group, rank: int, key: ExchangeKey) -> None:
+    """Raise OutOfStepError if ``rank`` begins what it has no part in, because it joined later."""
+    entered = group.entered.get(rank)
+    if entered is None or key.stream == Stream.TRANSFER:
+        return
+    part = key.number if key.stream == Stream.BUCKET else key.part - 1
+    if entered == NOT_YET or part < entered or (key.stream == Stream.COLLECTIVE and group.since[rank] == NOT_YET):
+        raise OutOfStepError(f"{group.call(rank)} has no part in {group.describe(key)}: it was not a member then")
+
+
+def is_stale(group: Group, rank: int, push: Push) -> bool:
+    """Whether this is for whoever had somebody's seat before."""
+    key = push.key
+    if key.stream != Stream.TRANSFER or key.part >= STATE_TAG:
+        return False
+    other = key.target if key.source == rank else key.source
+    since = group.since.get(other, 0)
+    return since == NOT_YET or push.epoch < since
+
+
+def turn_away(group: Group, rank: int, push: Push, commands: list[Command]) -> None:
+    """Tell ``rank`` that whom it means is gone."""
+    error = WorkerLostError(f"{group.describe(push.key)}: who had that rank is gone, and somebody else has joined")
+    commands.append(Send(group.connections[rank], Failure.of(error, Scope.EXCHANGE, push.key)))

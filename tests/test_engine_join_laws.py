@@ -1,0 +1,160 @@
+"""The laws of elastic groups when others join, while members and joiners die or leave, at whatever point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from protocol.errors import MembershipChangedError, WorkerLeftError, WorkerLostError
+from protocol.exchange import WORLD_BOUND, Kind, Stream, gets
+from protocol.limits import BACKLOG_BYTES
+from tests.elastic_harness import Cluster, Newcomer, Step
+from tests.engine_harness import TIMEOUT, small_slices
+from tests.test_engine_elastic_laws import SLICE, collectives, seeds, sizes
+
+Events = list[tuple[int, str, int]]
+"""What happens at which step: somebody joins, comes back, leaves, dies; who."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_slices() -> Iterator[None]:
+    with small_slices(SLICE):
+        yield
+
+
+programs = st.lists(st.one_of(st.just(Step()), st.just(Step()), collectives), min_size=3, max_size=12)
+happenings = st.sampled_from(["join", "join", "return", "leave", "die", "give up"])
+events = st.lists(st.tuples(st.integers(0, 150), happenings, st.integers(0, 6)), max_size=8)
+
+
+def happen(cluster: Cluster, what: str, who: int) -> None:
+    match what:
+        case "join":
+            cluster.join()
+        case "return" if cluster.gone:
+            seat = sorted(cluster.gone)[who % len(cluster.gone)]
+            cluster.join(cluster.harness.engine.control.groups["default"].seats.names[seat])
+        case "leave" | "die":
+            seats = sorted(cluster.members)
+            cluster.remove(seats[who % len(seats)], what == "leave")
+        case "give up":
+            cluster.give_up(who)
+
+
+def run(world: int, buckets: list[int], program: list[Step], happens: Events, seed: int) -> Cluster:
+    """With a backlog joiners listen and catch up; without one the others wait for them."""
+    cluster = Cluster(world, buckets, program, seed, backlog=BACKLOG_BYTES if seed % 3 else 0)
+    cluster.serve()
+    for step, what, who in happens:
+        before = cluster.at.get(step, lambda: None)
+        cluster.at[step] = partial(_both, before, partial(happen, cluster, what, who))
+    cluster.run()
+    cluster.run()  # what the last happenings lead to
+    return cluster
+
+
+def _both(one: object, other: object) -> None:
+    assert callable(one)
+    assert callable(other)
+    one()
+    other()
+
+
+@given(st.integers(1, 4), sizes, programs, events, seeds)
+@settings(max_examples=300)
+def test_whoever_comes_and_goes_all_get_the_same_bytes_the_exact_mean_of_those_who_counted(
+    world: int, buckets: list[int], program: list[Step], happens: Events, seed: int
+) -> None:
+    cluster = run(world, buckets, program, happens, seed)
+
+    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    for member in (*cluster.members.values(), *cluster.past):
+        for task in member.history:
+            for index, (total, payload) in task.answers.items():
+                weight, expected = cluster.outcome(task.mates[index], index, task.operation)
+                assert total == weight
+                owner = 0
+                if task.operation.kind in WORLD_BOUND:
+                    owner = sorted(task.mates[index])[task.layout.owner(index)]
+                assert payload == (expected if gets(task.operation, member.seat, task.key, owner) else None)
+
+
+@given(st.integers(1, 4), sizes, programs, events, seeds)
+def test_only_departures_make_anything_fail(
+    world: int, buckets: list[int], program: list[Step], happens: Events, seed: int
+) -> None:
+    cluster = run(world, buckets, program, happens, seed)
+
+    for member in cluster.members.values():
+        for task in member.history:
+            if task.error is None:
+                continue
+            assert task.key.stream != Stream.BUCKET
+            if task.operation.kind is Kind.TRANSFER:
+                assert isinstance(task.error, WorkerLostError | WorkerLeftError)
+            else:
+                assert isinstance(task.error, MembershipChangedError)
+            assert cluster.gone, "nobody departed"
+
+
+@given(st.integers(1, 4), sizes, programs, events, seeds)
+def test_ranks_are_dense_and_change_at_the_same_boundary_for_everybody(
+    world: int, buckets: list[int], program: list[Step], happens: Events, seed: int
+) -> None:
+    cluster = run(world, buckets, program, happens, seed)
+
+    for number in range(sum(step.kind is None for step in program)):
+        there = {m.boundaries[number] for m in cluster.members.values() if number in m.boundaries}
+        assert len(there) <= 1
+        for _, seats in there:
+            assert list(seats) == sorted(seats)
+    group = cluster.harness.group()
+    rounds = sum(step.kind is None for step in program)
+    members = {
+        seat: member
+        for seat, member in cluster.members.items()
+        if not isinstance(member, Newcomer) or member.entered < rounds  # else it waits for a round that nobody begins
+    }
+    assert [member["rank"] for member in group["members"]] == list(range(len(members)))
+    assert [member["seat"] for member in group["members"]] == sorted(members)
+    for place, seat in enumerate(sorted(members)):
+        member = members[seat]
+        if isinstance(member, Newcomer):
+            assert group["members"][place]["name"] == member.name
+
+
+@given(st.integers(1, 4), sizes, st.integers(2, 6), events, seeds)
+def test_no_round_is_lost_and_the_ledger_knows_who_counted(
+    world: int, buckets: list[int], rounds: int, happens: Events, seed: int
+) -> None:
+    cluster = run(world, buckets, [Step()] * rounds, happens, seed)
+
+    ledger = cluster.harness.engine.control.groups["default"].ledger
+    assert [record.round for record in ledger] == list(range(rounds))
+    for record in ledger:
+        pushed = [by for (key, _), by in cluster.pushed.items() if key.stream == 0 and key.number == record.round]
+        for seat, counted in enumerate(record.weights):
+            weights = [by[seat].weight for by in pushed if seat in by]
+            assert counted in (weights or [0.0])
+
+
+@given(st.integers(1, 4), sizes, programs, events, seeds)
+def test_nobody_who_wants_in_waits_for_ever_and_nothing_is_left_behind(
+    world: int, buckets: list[int], program: list[Step], happens: Events, seed: int
+) -> None:
+    cluster = run(world, buckets, program, happens, seed)
+
+    group = cluster.harness.engine.data.groups["default"]
+    assert not any(owed for (seat, _), owed in group.outstanding.items() if seat in cluster.members)
+    cluster.harness.wait(TIMEOUT)
+    cluster.deliver()
+    waiting = [newcomer for newcomer in cluster.newcomers if not newcomer.refused]
+    assert waiting == []
+    for seat in list(cluster.members):
+        cluster.harness.leave(cluster.members[seat].line)
+    assert cluster.harness.engine.data.groups == {}
+    cluster.harness.wait(TIMEOUT)
+    assert cluster.harness.engine.next_deadline() is None

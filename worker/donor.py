@@ -1,0 +1,141 @@
+"""A member that sends its state to who joins: a copy of it, in parts, while it goes on training.
+
+The state of a transfer is that at one boundary between two rounds. `Donor.give` is called there: by `gradserver.Job`
+when it has stepped, and at the latest before anything of the next round begins.
+
+    what is sent    bytes
+    ──────────────  ───────────────────────────────────────────────────────────────────────
+    the head        lengths of manifest and buffers (`worker.tree`), little-endian, 8 each
+    parts           of manifest and buffers, one behind the other: `PART_BYTES` each
+    the digest      of the parts (`protocol.digest`), 8
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from protocol.digest import MODULUS, digest
+from protocol.errors import GradServerError
+from protocol.limits import MIB
+from protocol.messages import RoundDone, Serve, StateFailed, Transfer
+from worker.handle import Handle
+from worker.tensors import Bytes
+from worker.tree import Packed, Tree, pack
+
+if TYPE_CHECKING:
+    from worker.traffic import Traffic
+
+log = logging.getLogger("gradserver")
+
+HEAD: Final = struct.Struct("<QQ")
+TAIL: Final = struct.Struct("<Q")
+PART_BYTES: Final = 1 * MIB
+IN_FLIGHT: Final = 2
+"""Parts that are under way: gradients wait behind no more."""
+_MAX_REASON: Final = 500
+
+
+class Donor:
+    """What one member has to send, and when.
+
+    Attributes:
+        due: what it was asked for, and has yet to begin with: the round behind which, and the transfer.
+    """
+
+    def __init__(self, session: Traffic) -> None:
+        self.due: list[tuple[int, Transfer]] = []
+        self._session = session
+        self._snapshot: Callable[[], Tree] | None = None
+
+    def serve(self, snapshot: Callable[[], Tree]) -> None:
+        """Say that this member can send what ``snapshot`` returns."""
+        first, self._snapshot = self._snapshot is None, snapshot
+        if first:
+            self._session.tell(Serve())
+
+    def asked(self, done: RoundDone, seat: int) -> None:
+        """The coordinator has told what is to be sent at a boundary."""
+        self.due += [(done.round, transfer) for transfer in done.transfers if transfer.donor == seat]
+
+    def give(self) -> None:
+        """The state is that at the present boundary: copy it, if it is asked for, and begin to send it."""
+        here = self._session.round - 1
+        for one in [one for one in self.due if one[0] <= here]:
+            self.due.remove(one)
+            number, transfer = one
+            if number == here:
+                self._give(transfer)
+            else:
+                self._fail(transfer, f"its state is that after round {here}, and that after round {number} is wanted")
+
+    def _give(self, transfer: Transfer) -> None:
+        if self._snapshot is None:
+            self._fail(transfer, "it has never said what its state is")
+            return
+        try:
+            packed = pack(self._snapshot(), copy=True)
+        except Exception as error:
+            log.warning("this worker's state cannot be sent to who joins: %s", error)
+            self._fail(transfer, f"{type(error).__name__}: {error}")
+            return
+        threading.Thread(target=self._send, args=(transfer, packed), name="gradserver-donor", daemon=True).start()
+
+    def _fail(self, transfer: Transfer, reason: str) -> None:
+        self._session.tell(StateFailed(transfer.number, reason[:_MAX_REASON]))
+
+    def _send(self, transfer: Transfer, packed: Packed) -> None:
+        began = time.monotonic()
+        under_way: deque[Handle] = deque()
+        try:
+            for index, part in enumerate(parts(packed)):
+                if len(under_way) == IN_FLIGHT:
+                    under_way.popleft().wait()
+                under_way.append(self._session.state_part(transfer, index, part))
+            for handle in under_way:
+                handle.wait()
+        except (GradServerError, ConnectionError) as error:
+            log.info("the state that was on its way to who joins did not arrive: %s", error)
+        else:
+            log.info("the state was sent to who joins: %d bytes in %.1f s", packed.nbytes, time.monotonic() - began)
+
+
+def parts(packed: Packed) -> Iterator[Bytes]:
+    """All that is sent, in order."""
+    head = HEAD.pack(len(packed.manifest), packed.nbytes - len(packed.manifest))
+    yield np.frombuffer(head, np.uint8)
+    total = at = 0
+    for part in _windows([np.frombuffer(packed.manifest, np.uint8), *packed.buffers]):
+        total += digest(part, at)
+        at += part.size
+        yield part
+    yield np.frombuffer(TAIL.pack(total % MODULUS), np.uint8)
+
+
+def _windows(buffers: list[Bytes]) -> Iterator[Bytes]:
+    """All bytes, in pieces of `PART_BYTES`: where they lie in one buffer, without a copy."""
+    begun: list[Bytes] = []
+    room = PART_BYTES
+    for buffer in buffers:
+        at = 0
+        while at < buffer.size:
+            piece = buffer[at : at + room]
+            at += piece.size
+            room -= piece.size
+            begun.append(piece)
+            if not room:
+                yield _joined(begun)
+                begun, room = [], PART_BYTES
+    if begun:
+        yield _joined(begun)
+
+
+def _joined(pieces: list[Bytes]) -> Bytes:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
