@@ -111,8 +111,8 @@ class Model:
         self.positions.not_counted(seat, self.round, keep)
         self.written += [use.state("g") for use in self.positions.unwritten()]
         said = self.said.pop(seat, ())
-        if keep:
-            self.carried[seat] = said
+        if keep:  # also if it is late with nothing, behind a round that it was late in already
+            self.carried[seat] = union(self.carried.get(seat, ()), said)
 
     def die(self, seat: int) -> None:
         if len(self.present) > 1 and seat in self.present:
