@@ -54,6 +54,15 @@ def workers(text: str) -> int | Policy:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def quorum(text: str) -> int | str:
+    """A number of workers, or a share of them."""
+    if not text.endswith("%"):
+        return number(int, 1, MAX_WORLD_SIZE, "a number of workers, or a share such as 75%", "{} to {}")(text)
+    share = number(float, 1.0, 100.0, "a share in percent", "{:g} to {:g}")
+    share(text[:-1])
+    return text
+
+
 _UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": 1024 * MIB, "TiB": 1024 * 1024 * MIB}
 
 

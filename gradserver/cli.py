@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradserver
-from gradserver.arguments import number, size, sync, workers
+from gradserver.arguments import number, quorum, size, sync, workers
 from protocol.errors import GradServerError, InvalidArgumentError
-from protocol.limits import MAX_COUNTER, MAX_RATE, MAX_SHARDS, MIB
+from protocol.limits import MAX_COUNTER, MAX_RATE, MAX_SHARDS, MAX_WORLD_SIZE, MIB
 
 if TYPE_CHECKING:
     from gradserver.engine.policy import Policy
 
 DEFAULT_BIND = "tcp://127.0.0.1:7411"
+_OF_THE_LATE = ("quorum", "grace", "backup", "late")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,6 +96,31 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         type=number(float, 0, 3600, "a number of seconds", "{:g} to {:g}"),
         metavar="S",
         help="seconds that an elastic group waits for more than MIN before it begins (default 2)",
+    )
+    parser.add_argument(
+        "--quorum",
+        type=quorum,
+        metavar="Q|P%",
+        help="close a round when so many workers have given everything, or so many percent of those who are there, "
+        "and the others had time enough (default: all)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=number(float, 0, 3600, "a number of seconds", "{:g} to {:g}"),
+        metavar="S",
+        help="with --quorum: seconds that the others have at least (default 0.5)",
+    )
+    parser.add_argument(
+        "--backup",
+        type=number(int, 1, MAX_WORLD_SIZE - 1, "a number of workers"),
+        metavar="B",
+        help="instead of --quorum: close a round when all but B have given everything, whoever these are",
+    )
+    parser.add_argument(
+        "--late",
+        choices=("keep", "drop"),
+        help="with --quorum or --backup: whether a worker adds what came too late to what it gives next, or forgets it "
+        "(default keep)",
     )
     parser.add_argument(
         "--backlog",
@@ -218,7 +244,7 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
     from gradserver.daemon import Ledger, serve, serve_shard
 
     if arguments.join is not None:
-        for option in ("workers", "gather", "backlog", "credit", "state_dir"):
+        for option in ("workers", "gather", *_OF_THE_LATE, "backlog", "credit", "state_dir"):
             if getattr(arguments, option) is not None:
                 raise InvalidArgumentError(
                     f"--{option.replace('_', '-')} is the coordinator's to say, not a data shard's (--join)"
@@ -245,15 +271,22 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
 
 def _worlds(arguments: argparse.Namespace) -> dict[str, int | Policy]:
     """The size of the group that --workers speaks of."""
+    from gradserver.engine.policy import Policy, lateness_of
+
     size = arguments.workers
+    lateness = lateness_of(arguments.quorum, arguments.backup or 0, arguments.grace, arguments.late)
+    if isinstance(size, int) and lateness is not None:
+        size = Policy(size, size)
     if size is None or isinstance(size, int):
+        if lateness is not None:
+            raise InvalidArgumentError("--quorum and --backup need to know how many workers there are: --workers")
         for option in ("gather", "backlog"):
             if getattr(arguments, option) is not None:
                 raise InvalidArgumentError(f"--{option} is for elastic groups: --workers MIN:MAX")
         return {} if size is None else {arguments.group: size}
     gather = size.gather if arguments.gather is None else arguments.gather
     backlog = size.backlog if arguments.backlog is None else arguments.backlog * MIB
-    return {arguments.group: dataclasses.replace(size, gather=gather, backlog=backlog)}
+    return {arguments.group: dataclasses.replace(size, gather=gather, backlog=backlog, lateness=lateness)}
 
 
 def _status(arguments: argparse.Namespace) -> int:

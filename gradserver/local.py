@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import Policy, lateness_of
 from protocol.buffer import Buffer
 from protocol.channel import Channel, Outlet, memory_pair
 from protocol.errors import (
@@ -48,6 +48,11 @@ class LocalCluster:
     Args:
         world_size: number of workers.
         elastic: the least and the most workers that the group can go on with; None if all are needed.
+        quorum: in an elastic group, how many a round waits for (or which share of them: ``"75%"``); None for all.
+        backup: instead, how many it does not wait for.
+        grace: seconds that the others have when a quorum has given everything; 0.5 if nothing is said.
+        late: whether what comes too late is added to what its worker gives next (``"keep"``, if nothing is said), or
+            forgotten (``"drop"``).
         timeout: seconds that any one exchange may wait for the others.
         credit: bytes that one worker may have in flight.
         wire: what gradients travel as, see `gradserver.connect`: to try out what a codec does to a training.
@@ -59,6 +64,10 @@ class LocalCluster:
         world_size: int,
         *,
         elastic: tuple[int, int] | None = None,
+        quorum: int | str | None = None,
+        backup: int = 0,
+        grace: float | None = None,
+        late: str | None = None,
         timeout: float = 60.0,
         credit: int = CREDIT_BYTES,
         wire: str = "fp32",
@@ -66,7 +75,10 @@ class LocalCluster:
     ) -> None:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidArgumentError(f"world_size is a number of workers, not {world_size!r}")
-        policy = None if elastic is None else Policy(*elastic, backlog=backlog)
+        lateness = lateness_of(quorum, backup, grace, late)
+        if lateness is not None and elastic is None:
+            elastic = world_size, world_size
+        policy = None if elastic is None else Policy(*elastic, backlog=backlog, lateness=lateness)
         if policy is not None and not policy.minimum <= world_size <= policy.maximum:
             raise InvalidWorldSizeError(f"a world size of {world_size} for a group of {policy}")
         self._timeout, self._wire = timeout, wire

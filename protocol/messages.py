@@ -87,7 +87,8 @@ class Welcome:
     ``durable`` one survives broken connections, and the coordinator, which has begun as often as ``incarnation`` says
     (`protocol.resuming`); the token is then also what a Resume shows.
     ``founded`` is the epoch by which shards know the group, if that is another one. Who ``joins`` a group that has
-    begun is not a member yet: seats, names and its rank are what they would be if it were.
+    begun is not a member yet: seats, names and its rank are what they would be if it were. What a member
+    gives ``late`` is to be kept for the next round ("keep"), or forgotten ("drop"); if empty, all are waited for.
     """
 
     group: str
@@ -103,6 +104,7 @@ class Welcome:
     incarnation: int = 0
     founded: int = 0
     joins: bool = False
+    late: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 
 from gradserver import daemon
 from gradserver.cli import main
+from gradserver.engine.policy import Lateness, Policy
 from tests.cluster import PATIENCE, Daemon, Program, joined, wait_until
 from tests.elastic_training import FATAL, STEPS, VICTIM, WORLD, alone
 from tests.replicas import distance, same
@@ -94,6 +95,9 @@ def test_status_shows_seats_and_the_epoch(capsys: pytest.CaptureFixture[str]) ->
         (["--workers", "0:2"], "0 is out of range: a number of workers is 1 to 1024"),
         (["--workers", "2:x"], "'x' is not a number of workers"),
         (["--workers", ":2"], "'' is not a number of workers"),
+        (["--workers", "2:4", "--quorum", "0"], "0 is out of range"),
+        (["--workers", "2:4", "--quorum", "120%"], "120 is out of range: a share in percent is 1 to 100"),
+        (["--workers", "2:4", "--quorum", "most"], "'most' is not a number of workers, or a share such as 75%"),
     ],
 )
 def test_sizes_that_cannot_be_are_told_with_the_usage(
@@ -109,6 +113,11 @@ def test_sizes_that_cannot_be_are_told_with_the_usage(
     [
         (["--workers", "2", "--gather", "1"], "--gather is for elastic groups: --workers MIN:MAX"),
         (["--join", "tcp://127.0.0.1:1", "--gather", "1"], "--gather is the coordinator's to say"),
+        (["--join", "tcp://127.0.0.1:1", "--quorum", "1"], "--quorum is the coordinator's to say"),
+        (["--workers", "2", "--backlog", "8"], "--backlog is for elastic groups: --workers MIN:MAX"),
+        (["--quorum", "2"], "--quorum and --backup need to know how many workers there are: --workers"),
+        (["--workers", "2:4", "--grace", "1"], "need a quorum or backups"),
+        (["--workers", "2:4", "--quorum", "2", "--backup", "1"], "there is a quorum or there are backups"),
     ],
 )
 def test_options_that_do_not_go_together(
@@ -117,3 +126,25 @@ def test_options_that_do_not_go_together(
     monkeypatch.setattr(daemon, "serve", lambda *_, **__: pytest.fail("it served"))
     assert main(["serve", *arguments]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policy"),
+    [
+        ("2:4 --quorum 75% --late drop", Policy(2, 4, lateness=Lateness(percent=75.0, keeps=False))),
+        ("4 --quorum 3 --grace 2", Policy(4, 4, lateness=Lateness(quorum=3, grace=2.0))),
+        ("4 --backup 1 --backlog 8", Policy(4, 4, backlog=8 << 20, lateness=Lateness(backup=1, grace=0.0))),
+    ],
+)
+def test_what_is_said_of_late_workers_is_the_groups_policy(
+    arguments: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worlds: list[dict[str, Policy]] = []
+
+    def serve(_bind: str, told: dict[str, Policy], *_: object, **__: object) -> int:
+        worlds.append(told)
+        return 0
+
+    monkeypatch.setattr(daemon, "serve", serve)
+    assert main(["serve", "--workers", *arguments.split()]) == 0
+    assert worlds == [{"default": policy}]

@@ -14,12 +14,14 @@ from gradserver.engine.events import (
     Behind,
     Close,
     CloseGroup,
+    CutRound,
     Depart,
     Disconnected,
     Garbled,
     Halt,
     Halted,
     Heeded,
+    Late,
     OpenGroup,
     Planned,
     Received,
@@ -32,6 +34,7 @@ from gradserver.engine.events import (
     Tick,
 )
 from gradserver.engine.orders import RemoteReport, decode_order, decode_report, encode_order, encode_report
+from gradserver.engine.policy import Lateness
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.shard import ATTENDING_SECONDS, MAX_ATTENDING, ShardEngine
 from protocol.errors import (
@@ -360,6 +363,9 @@ ERROR = NonFiniteError("w1 contributed NaN", worker="w1", rank=1, bucket="b", pa
 ORDERS: list[RemoteOrder] = [
     OpenGroup("g", 3, (Seat(-1, "w0"), Seat(-1, "ü")), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32, "b" * 32)),
     OpenGroup("g", 3, (Seat(-1, "w0"),), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, True, 1 << 22),
+    OpenGroup("g", 3, (Seat(-1, "w0"),), 1, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, lateness=Lateness(backup=2)),
+    OpenGroup("g", 3, (Seat(-1, "w0"),), 1, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, lateness=Lateness(0, 75.0)),
+    CutRound("g", 7, (1, 3)),
     SetPlan("g", plan_of(3, 0, 100), 7),
     Depart("g", 1, WorkerLostError("it died", worker="w1", rank=1)),
     Depart("g", 1, WorkerLeftError("it left", worker="w1", rank=1), 12),
@@ -371,6 +377,7 @@ REPORTS: list[RemoteReport] = [
     RoundCompleted("g", RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1, cut=((0, 2, 5), (1, 0, 1)))),
     Heeded("g"),
     Behind("g", 1, 4),
+    Late("g", 4, (1, 1023), "after 2 s", True),
     Halted("g", ERROR, False),
     Planned("g", "ab" * 32),
     Absent("g", 1, ERROR),

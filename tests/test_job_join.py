@@ -446,3 +446,56 @@ def test_the_others_go_on_while_somebody_joins_and_it_does_their_rounds_when_it_
     for number in later:
         one, other = seen[number].values()
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), number
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_who_joins_a_group_with_a_quorum_can_be_late_from_its_first_round_on(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops before that round, which the others close without it, and three more.
+
+    Before that they may have waited until it had the state, as they do for who claims samples.
+    """
+    enter = Worker.enter
+    monkeypatch.setattr(Worker, "enter", lambda worker, install, **_: enter(worker, install, waits))
+    holding, released = threading.Event(), threading.Event()
+    seen: dict[int, dict[str, list[Tensor]]] = {}
+    lock = threading.Lock()
+    end = first = 0
+    with LocalCluster(2, elastic=(1, 4), timeout=20.0, quorum=2, grace=0.0) as cluster:
+
+        def train(worker: Worker) -> None:
+            nonlocal end, first
+            model = DistributedDataParallel(Convolutional(), worker)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+            job = Job(model, optimizer)
+            entry = worker._session.entry
+            while not end or job.round < end:
+                if entry.round is not None and job.round >= entry.round and not holding.is_set():
+                    first = entry.round
+                    holding.set()
+                    assert released.wait(20.0)
+                loss_of(model, *images(job.round, 4)).backward()
+                job.step()
+                with lock:
+                    everything = [*state_of(model.module).values(), *optimizer_state(optimizer)]
+                    seen.setdefault(job.round, {})[worker.name] = [value.clone() for value in everything]
+                if worker.name != "worker-0":
+                    continue
+                if job.round == 2:
+                    cluster.add()
+                    wait_until(lambda: stages(cluster) == ["waiting"], "it waits to come in")
+                elif not end and job.round > 2 and holding.is_set():
+                    end = job.round + 8
+                elif end and job.round == end - 4:
+                    released.set()
+
+        cluster.run(train)
+
+    assert released.is_set()
+    assert first < end - 4
+    assert len(seen[end]) == 3
+    for number, there in seen.items():
+        one, *others = there.values()
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), number

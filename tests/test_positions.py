@@ -77,6 +77,8 @@ class Model:
         self.held: dict[int, Ranges] = dict.fromkeys(self.present, ())
         self.carried: dict[int, Ranges] = dict.fromkeys(self.present, ())
         self.said: dict[int, Ranges] = {}
+        self.cut: set[int] = set()
+        """Those whom the open round was closed without."""
         self.committed: list[Committed] = []
         self.note_members()
         self.positions.register("data", ORDER, 0, (), "w0")
@@ -100,6 +102,8 @@ class Model:
 
     def say(self, seat: int, wanted: int) -> None:
         """``seat`` says what is in its contribution to the open round: some of what it holds, and what it carries."""
+        if seat in self.cut:
+            return  # nothing that it says of this round would count
         if seat in self.said:
             self.held[seat] = union(self.held[seat], self.said[seat])
         used, self.held[seat] = lowest(self.held[seat], wanted)
@@ -108,6 +112,7 @@ class Model:
         self.positions.used("data", self.epoch, seat, self.round, self.said[seat], self.round)
 
     def late(self, seat: int, keep: bool) -> None:
+        self.cut.add(seat)
         self.positions.not_counted(seat, self.round, keep)
         self.written += [use.state("g") for use in self.positions.unwritten()]
         said = self.said.pop(seat, ())
@@ -139,7 +144,7 @@ class Model:
             assert self.said[seat] == union(*(one.ranges for one in found if one.seat == seat))
         self.committed += found
         self.written.append(Round("g", 1, RoundRecord(self.round, (1.0,) * 8, 0.0, 0.0, 0), found))
-        self.said = {}
+        self.said, self.cut = {}, set()
         self.round += 1
 
     def restart(self, restated: bool) -> None:
@@ -242,17 +247,19 @@ def test_what_a_dead_worker_gave_in_part_is_used_up_and_marked(positions: Positi
     assert positions.use("data").done == ((0, 2),)
 
 
-@pytest.mark.parametrize("told_before", [True, False])
+@pytest.mark.parametrize("told", ["before", "meanwhile", "afterwards"])
 @pytest.mark.parametrize("keep", [True, False])
-def test_who_is_late_keeps_it_or_gives_it_back(positions: Positions, keep: bool, told_before: bool) -> None:
-    """It may say what it used before the round closes without it, or later."""
+def test_who_is_late_keeps_it_or_gives_it_back(positions: Positions, keep: bool, told: str) -> None:
+    """It may say what it used before the round closes without it, or before it is over, or later."""
     use = positions.use("data")
     use.claim(0, 1, 0, 4)
-    if told_before:
+    if told == "before":
         positions.used("data", 0, 0, 7, ((0, 2),), 7)
     positions.not_counted(0, 7, keep)
+    if told == "meanwhile":
+        positions.used("data", 0, 0, 7, ((0, 2),), 7)
     assert positions.commit(7, {0, 1}, {1: 1.0}, ()) == ()
-    if not told_before:
+    if told == "afterwards":
         positions.used("data", 0, 0, 7, ((0, 2),), 8)
     assert use.claim(1, 1, 0, 2).ranges == (((4, 6),) if keep else ((0, 2),))
     if keep:

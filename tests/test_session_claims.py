@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocol.errors import ClosedError, DeadlineError, DisagreementError
-from protocol.messages import Failure, Push, Scope
+from protocol.messages import Failure, Push, Result, RoundDone, Scope
 from protocol.positions import Claim, Claimed, Located, Register, Used
 from protocol.ranges import pack
 from tests.cluster import Task
@@ -74,6 +74,23 @@ def test_what_a_round_that_closed_without_this_worker_used_is_used_in_the_next(s
     assert data.use(0) == ((0, 4),), "the same for the same round"
     data.carry()
     assert data.use(1) == ((0, 4),)
+    assert data.use(2) == ()
+
+
+def test_what_a_worker_gave_too_late_it_says_to_have_used_when_it_counts(tape: Tape) -> None:
+    session = joined_session(tape, seats=(0, 1, 2), late="keep")
+    agree(session, tape, plan_of(1))
+    data = ranges_of(session, tape)
+    push(session, 0)
+    assert tape.take()[0] == Used("data", 0, 0)
+    session.receive(Result(bucket(0, 0), 0, 1.0, True, without=(1,)), (memory(1).data,))
+    session.receive(RoundDone(0, 7), ())
+    session.finish_round(1.0)
+    push(session, 0)
+    assert (Used("data", 0, 1), (pack(((0, 4),)),)) in tape.sent
+    answer(session, bucket(1, 0), 0, memory(1).data)
+    session.receive(RoundDone(1, 7), ())
+    session.finish_round(1.0)
     assert data.use(2) == ()
 
 

@@ -129,7 +129,7 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
             st.builds(
                 Welcome,
                 *(names, ranks, counters, counters, short_lists, short_lists, rates, names, seats),
-                *(st.booleans(), counters, counters, st.booleans()),
+                *(st.booleans(), counters, counters, st.booleans(), names),
             ),
             none,
         ),

@@ -46,6 +46,22 @@ def rounds(worker: Worker, count: int, buckets: int, numel: int, ready: bool = F
     say("ok")
 
 
+def rounds_as_told(worker: Worker, numel: int) -> None:
+    """For each line that says how many: as many rounds in which a worker gives its rank; say what came of each."""
+    worker.agree(simple_plan([("b0", numel), ("b1", 1)], FLOAT32))
+    large, small = worker.empty(numel, "float32"), worker.empty(1, "float32")
+    say("ready")
+    for line in sys.stdin:
+        for _ in range(int(line)):
+            for index, data in enumerate((large, small)):
+                data.fill(worker.rank)
+                worker.push(index, data)
+            worker.finish_round()
+            assert (large == large[0]).all()
+            say(f"result {large[0]:.6g} {small[0]:.6g}")
+    say("ok")
+
+
 def exchange_until_error(worker: Worker, numel: int = 1000) -> None:
     """Exchange round after round until something goes wrong; say what, and when by the machine's clock."""
     worker.agree(simple_plan([("b0", numel), ("b1", 1)], FLOAT32))

@@ -34,6 +34,9 @@ class Source(Protocol):
     def use(self, round_number: int) -> Ranges:
         """What this worker used since the last round, and so in this one; once more the same for the same round."""
 
+    def carry(self) -> None:
+        """The last round closed without this worker, and what it gave is kept: it is used in the next one instead."""
+
 
 class Asked(NamedTuple):
     """A question that has no answer yet."""
@@ -108,6 +111,12 @@ class Claims:
         for message, payload in said:
             with suppress(ClosedError, ConnectionError):  # the push will say it
                 self._session.send(message, (payload,))
+
+    def carry(self) -> None:
+        """The last round closed without this worker, and what it gave counts in a later one."""
+        with self._lock:
+            for source in self._sources.values():
+                source.carry()
 
     def say_again(self, channel: Channel) -> None:
         """On a new connection: what is used in the round that is open, and all that has no answer."""

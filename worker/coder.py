@@ -54,6 +54,16 @@ class Coder:
             return codec.encode(values, room, seed, _scratch())
         return self._feedback.encode(codec, start, stop, values, room, seed, _scratch())
 
+    def given(self, index: int) -> Bytes:
+        """What was contributed to slice ``index``, as it would have been read; what was not yet, as it is."""
+        assert self._source is not None
+        start, stop = self._layout.span(index)
+        if (room := self._rooms.get(index)) is None:
+            return self._source[start:stop].copy().view(np.uint8)
+        values, seed = np.empty(stop - start, np.float32), seed_of(self._key.number, self._key.part, start)
+        self._layout.codec.decode(room.data, stop - start, values, seed, _scratch())
+        return values.view(np.uint8)
+
     def decode(self, index: int, payload: Buffer | None) -> None:
         """Put the result of slice ``index`` where it belongs; None stands for zeros."""
         start, stop = self._layout.span(index)

@@ -18,6 +18,8 @@ class Announced:
         self._memberships: dict[int, Membership] = {}
         self._latest = 0
         self._done = RoundDone(-1, 0)
+        self._epochs: dict[int, int] = {}
+        """Those in force after rounds that are over for the others, and not for this worker."""
         self._waiting: list[tuple[Callable[[], bool], Handle]] = []
 
     def add(self, membership: Membership) -> list[Handle]:
@@ -39,6 +41,7 @@ class Announced:
     def round_done(self, done: RoundDone) -> list[Handle]:
         """A round is over; gives who waits for that."""
         self._done = done
+        self._epochs[done.round] = done.epoch
         return self._satisfied()
 
     def wait_for_round(self, number: int, handle: Handle) -> Handle | None:
@@ -64,10 +67,11 @@ class Announced:
         self._waiting = [(there, handle) for there, handle in self._waiting if handle not in done]
         return done
 
-    @property
-    def epoch(self) -> int:
-        """The one in force after the round that was over last."""
-        return self._done.epoch
+    def epoch_after(self, number: int) -> int:
+        """The one in force after round ``number``, which is over, and of which nobody will ask again."""
+        epoch = self._epochs.pop(number, self._done.epoch)
+        self._epochs = {later: known for later, known in self._epochs.items() if later > number}
+        return epoch
 
     @property
     def latest(self) -> int:

@@ -10,8 +10,9 @@ the first unfinished slice of all is everybody's frontier, so something can alwa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,9 +24,12 @@ from protocol.limits import MAX_SLICES
 from protocol.messages import HERE, Place, Push, Result
 from worker.coder import Coder
 from worker.handle import Handle
+from worker.kept import Contribution
 from worker.regions import Regions
 from worker.slots import SLOT_BYTES, SMALLEST_BYTES, Slot, Slots
 from worker.tensors import Bytes
+
+NO_SLICES: Final[Mapping[int, float]] = MappingProxyType({})
 
 
 class Writer(Protocol):
@@ -75,6 +79,7 @@ class Exchange:
         place: where in shared memory contribution and result lie; None if they travel.
         sent: slices that were pushed.
         epoch: the membership on which it depends; 0 if it depends on none.
+        heavier: slices that weigh more than the others, because what did not count before was added to them.
         answered: slices whose result is here.
         settled: slices that are not sent: they had their result before all was begun again.
         first: the first slice that is sent.
@@ -96,6 +101,7 @@ class Exchange:
         "epoch",
         "first",
         "handle",
+        "heavier",
         "held_back",
         "key",
         "layout",
@@ -129,6 +135,7 @@ class Exchange:
         siblings: Siblings | None = None,
         epoch: int = 0,
         regions: Regions | None = None,
+        heavier: Mapping[int, float] = NO_SLICES,
     ) -> None:
         self.key = key
         self.pool = pool
@@ -137,6 +144,7 @@ class Exchange:
         self._source = source
         self._destination = destination
         self.weight = weight
+        self.heavier = heavier
         self.handle = handle
         self.shard = shard
         self.start, self.stop = (0, layout.count) if interval is None else interval
@@ -191,25 +199,26 @@ class Exchange:
                 return None
         self.sent += 1
         if self._source is None:
-            return Push(self.key, index, self.weight, False, operation), ()
+            return Push(self.key, index, self._weight_of(index), False, operation), ()
         if self._coder is not None:
-            return Push(self.key, index, self.weight, True, operation), (self._coder.encode(index),)
+            return Push(self.key, index, self._weight_of(index), True, operation), (self._coder.encode(index),)
         if layout.count == 1:
-            return Push(self.key, index, self.weight, True, operation), (self._source.data,)
-        return Push(self.key, index, self.weight, True, operation), (self._part(self._source, index, index + 1).data,)
+            return Push(self.key, index, self._weight_of(index), True, operation), (self._source.data,)
+        given = self._part(self._source, index, index + 1).data
+        return Push(self.key, index, self._weight_of(index), True, operation), (given,)
 
     def _push_place(self, index: int, place: Place, operation: Operation | None) -> tuple[Push, Sequence[Buffer]]:
         count = min(self._run_stop(index) - index, MAX_SLICES)
         self.sent += count
         skipped = self.layout.run_bytes(0, index)
-        present = self._source is not None
+        present, weight = self._source is not None, self._weight_of(index)
         if place is HERE:
             assert self._memory is not None
-            return Push(self.key, index, self.weight, present, operation, count, HERE), (self._memory[skipped:].data,)
+            return Push(self.key, index, weight, present, operation, count, HERE), (self._memory[skipped:].data,)
         there, target = Place(place.segment, place.offset + skipped), None
         if self._region is not None:
             target = Place(self._region.place.segment, self._region.place.offset + skipped)
-        return Push(self.key, index, self.weight, present, operation, count, there, 0, target), ()
+        return Push(self.key, index, weight, present, operation, count, there, 0, target), ()
 
     def _push_slot(self, index: int, slot: Slot, operation: Operation | None) -> Push:
         layout, count = self.layout, 1
@@ -221,7 +230,8 @@ class Exchange:
             slot.memory[: given.size] = given
         self.sent = stop
         self._staged.update(dict.fromkeys(range(index, stop), Staged(slot, index, stop)))
-        return Push(self.key, index, self.weight, self._source is not None, operation, count, slot.place)
+        weight, present = self._weight_of(index), self._source is not None
+        return Push(self.key, index, weight, present, operation, count, slot.place)
 
     def _part(self, memory: Bytes, start: int, stop: int) -> Bytes:
         """What belongs to the slices from ``start`` up to ``stop`` in memory as long as the exchange."""
@@ -240,9 +250,25 @@ class Exchange:
 
     def _run_stop(self, start: int) -> int:
         """Where the slices end that follow ``start`` and have to be sent."""
-        if not self.settled:
-            return self.stop
-        return min((index for index in self.settled if index >= start), default=self.stop)
+        stop = self.stop
+        if self.settled:
+            stop = min((index for index in self.settled if index >= start), default=stop)
+        if self.heavier:  # one message has one weight
+            weight = self._weight_of(start)
+            stop = next((index for index in range(start, stop) if self._weight_of(index) != weight), stop)
+        return stop
+
+    def _weight_of(self, index: int) -> float:
+        return self.heavier.get(index, self.weight) if self.heavier else self.weight
+
+    def given(self, index: int) -> Contribution:
+        """A copy of what is, or would have been, contributed to slice ``index``."""
+        weight = self._weight_of(index)
+        if self._source is None:
+            return Contribution(weight, None)
+        if self._coder is not None:
+            return Contribution(weight, self._coder.given(index))
+        return Contribution(weight, self._part(self._source, index, index + 1).copy())
 
     def _pass_settled(self) -> None:
         while self.sent < self.stop and self.sent in self.settled:

@@ -200,10 +200,13 @@ class Session(Traffic):
             self._await_boundary(timeout)
         with self._state:
             self._pushed.clear()
+            is_kept = self._note_lateness()
             self.round += 1
             self._backlog.forget(self.round)
             if self.membership.seats:
                 self._numbers.pop((Stream.COLLECTIVE,), None)
+        if is_kept:
+            self.claims.carry()
         self._say_if_caught_up()
 
     def _await(self, handle: Handle, timeout: float | None) -> None:
@@ -225,7 +228,9 @@ class Session(Traffic):
                 self.check_open()
         if waiting is not None:
             waiting.wait(timeout)
-        self.adopt(self._announced.epoch)
+        with self._state:
+            epoch = self._announced.epoch_after(self.round)
+        self.adopt(epoch)
 
     def on_membership(self, listener: Callable[[Membership], None]) -> None:
         """Have ``listener`` called whenever another membership is in force."""

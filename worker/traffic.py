@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -36,24 +34,23 @@ from protocol.exchange import (
     operation_of,
     pool_of,
 )
-from protocol.messages import Inquire, Leave, Message, Push, Result, Taken, Transfer, Welcome
+from protocol.messages import Inquire, Message, Push, Result, Transfer, Welcome
 from protocol.plan import Plan
 from protocol.shards import Table
-from worker.backlog import Backlog, Unasked, room_for
 from worker.coder import Coder
 from worker.donor import Donor
 from worker.entry import Entry
 from worker.handle import VERDICT_SECONDS, Handle
+from worker.late import Latecomer
 from worker.membership import Announced
-from worker.outbox import Destination, Exchange, ShardTraffic, Siblings
+from worker.outbox import NO_SLICES, Destination, Exchange, ShardTraffic, Siblings
 from worker.slots import Slots
 from worker.stages import Stage
 from worker.standing import Books
 from worker.tensors import Bytes
-from worker.unasked import Read, lacks, overrun
 
 
-class Traffic:
+class Traffic(Latecomer):
     """A member's exchanges, with each of the group's data shards.
 
     Attributes:
@@ -85,10 +82,7 @@ class Traffic:
         self._feedback: dict[int, Feedback] = {}
         """What lossy codecs have kept back, by bucket."""
         self._announced = Announced()
-        self._backlog = Backlog()
-        self._read = Read()
-        self._late = -1
-        """The last round in which something of this worker did not count."""
+        self._expect_nothing()
         self._closed: GradServerError | None = None
         self.books: Books | None = None
         """What this member keeps of results; None unless the group is durable."""
@@ -157,9 +151,19 @@ class Traffic:
                 )
             key = ExchangeKey(Stream.BUCKET, self.round, index)
             operation = self.plan.buckets[index].operation
+            if (failure := self._failures.get(self.round)) is not None:
+                handle = self._pushed[index] = Handle(self.timeout)
+                handle._complete(failure)
+                return handle
+            heavier = NO_SLICES
+            if weight > 0 and self._kept.has(index):
+                if not present:
+                    data[:], present = 0, True
+                layout, _ = self._table.share(key, operation)
+                heavier = self._kept.add_to(index, data, weight, layout, operation.dtype)
             feedback = self._feedback_of(index, operation) if present and weight > 0 else None
             source = data if present and weight > 0 else None
-            handle = self._begin(key, operation, source, data, weight, feedback=feedback)
+            handle = self._begin(key, operation, source, data, weight, feedback=feedback, heavier=heavier)
             self._pushed[index], self._weight = handle, weight
             came = self._came(key)
         for (result, payload), shard in zip(came, self._shards_of(came, key, operation), strict=True):
@@ -167,17 +171,6 @@ class Traffic:
         self._pump()
         self._channel.watch(self.idle)
         return handle
-
-    def _came(self, key: ExchangeKey) -> list[Unasked]:
-        """What has come of a bucket before it has begun."""
-        return self._backlog.take(key.number, key.part) if key.stream == Stream.BUCKET else []
-
-    def _shards_of(self, came: Sequence[Unasked], key: ExchangeKey, operation: Operation) -> list[int]:
-        """Which data shard each of these results of a bucket is from."""
-        if not came:
-            return []
-        _, bounds = self._table.share(key, operation)
-        return [bisect_right(bounds, result.slice) - 1 for result, _ in came]
 
     def _feedback_of(self, index: int, operation: Operation) -> Feedback | None:
         if not operation.is_lossy:
@@ -268,6 +261,7 @@ class Traffic:
         weight: float,
         value: Any = None,
         feedback: Feedback | None = None,
+        heavier: Mapping[int, float] = NO_SLICES,
     ) -> Handle:
         welcome = self.membership
         layout, bounds = self._table.share(key, operation)
@@ -285,7 +279,8 @@ class Traffic:
         named = operation.kind in WORLD_BOUND or key.stream == Stream.TRANSFER
         epoch = welcome.epoch if welcome.seats and named else 0
         if len(bounds) == 2:
-            exchange = Exchange(*what, epoch=epoch, regions=self.books.regions if self.books is not None else None)
+            regions = self.books.regions if self.books is not None else None
+            exchange = Exchange(*what, epoch=epoch, regions=regions, heavier=heavier)
             if self.books is not None and self.books.begun(exchange, self._came(key)):
                 handle._complete()
             else:
@@ -294,12 +289,8 @@ class Traffic:
         parts = [(shard, run) for shard, run in enumerate(pairwise(bounds)) if run[0] < run[1]]
         siblings = Siblings(len(parts))
         for shard, run in parts:
-            self._shards[shard].add(Exchange(*what, shard, run, siblings, epoch), self._is_over(key))
+            self._shards[shard].add(Exchange(*what, shard, run, siblings, epoch, None, heavier), self._is_over(key))
         return handle
-
-    def _is_over(self, key: ExchangeKey) -> bool:
-        """Whether nothing that is sent for ``key`` would count any more."""
-        return key.stream == Stream.BUCKET and key.number == self._late
 
     # ── sending, as credit allows ─────────────────────────────────────────────────────────────────────
 
@@ -357,10 +348,10 @@ class Traffic:
         return start < stop
 
     def idle(self) -> bool:
-        """Whether no results are due, and none come unasked."""
+        """Whether no results are due, and none come unasked: who may be late reads them whatever else it does."""
         if self.stage is Stage.OBSERVING or (self.stage is Stage.JOINING and self.entry.transfer is not None):
             return False
-        return not any(shard.exchanges for shard in self._shards)
+        return not self.membership.late and not any(shard.exchanges for shard in self._shards)
 
     # ── what became of it ─────────────────────────────────────────────────────────────────────────────
 
@@ -400,6 +391,8 @@ class Traffic:
                 f"slice {start} of {exchange.operation} came with {len(payload)} bytes, "
                 f"{layout.run_bytes(start, stop) * layout.replies} are due"
             )
+        if self._lacks_us(result):
+            self._keep_own(exchange, start, stop)
         exchange.write(result, payload)
         with self._state:
             if there.exchanges.get(result.key) is not exchange:
@@ -420,64 +413,22 @@ class Traffic:
         if more:
             self._pump()
 
-    # ── what comes unasked ────────────────────────────────────────────────────────────────────────────
-
-    def _lacks_us(self, result: Result) -> bool:
-        return lacks(result, self.seat_of(self.membership.rank))
-
-    def _keep(self, result: Result, payload: Buffer | None) -> bool:
-        """Keep a result for what has not begun; False if there is no room. What has ended is nobody's any more."""
-        key = result.key
-        to_come = key.number > self.round or (key.number == self.round and key.part not in self._pushed)
-        if key.stream != Stream.BUCKET or not self.membership.seats or not to_come:
-            return True
-        return self._backlog.put(result, payload)
-
-    def _expect(self, plan: Plan) -> None:
-        """What comes unasked is for ``plan`` from now on. With the lock held."""
-        keys = (ExchangeKey(Stream.BUCKET, 0, part) for part in range(len(plan.buckets)))
-        shares = (self._table.share(key, bucket.operation) for key, bucket in zip(keys, plan.buckets, strict=True))
-        self._backlog = Backlog(room_for(plan.nbytes), [layout.count for layout, _ in shares])
-
-    def _send_no_more(self) -> None:
-        """Of the round for which this worker is late: it would not count. With the lock held."""
-        for shard in self._shards:
-            for exchange in shard.exchanges.values():
-                if exchange.key.stream == Stream.BUCKET and exchange.key.number == self._late:
-                    shard.outbox.hold_back(exchange)
-
-    def _read_unasked(self, payload: Buffer | None, shard: int) -> None:
-        with self._state:
-            told = self._read.more(shard, payload)
-        if told:
-            with suppress(ClosedError, ConnectionError):
-                self._channel.send(Taken(told), (), shard)
-
-    def _overrun(self, number: int) -> None:
-        """There is no room for a result of round ``number``."""
-        if self.stage is Stage.JOINING:
-            with self._state:
-                self.entry.behind = True
-                if self.plan is not None:
-                    self._expect(self.plan)  # what has come is of no use, and takes room
-            return
-        error = overrun(self._backlog, self.round, number, self.membership.rank)
-        with suppress(ClosedError, ConnectionError):
-            self._channel.send(Leave(error.message, True))
-        self.lost(error)
-
     def _take_exchange_failure(self, key: ExchangeKey, error: GradServerError, shard: int) -> None:
         there, reason = self._shards[shard], error
         with self._state:
             exchange, done = there.exchanges.pop(key, None), True
-            if exchange is None:
-                return
-            there.outbox.write_off(exchange)
-            if self.books is not None:
-                self.books.retained.failed(key)
-            if exchange.siblings is not None:
-                done, verdict = self._part_over(exchange, exchange.siblings, error)
-                reason = verdict or error
+            held_back = self._fail_held_back(key, error)
+            if exchange is not None:
+                there.outbox.write_off(exchange)
+                if self.books is not None:
+                    self.books.retained.failed(key)
+                if exchange.siblings is not None:
+                    done, verdict = self._part_over(exchange, exchange.siblings, error)
+                    reason = verdict or error
+        for handle in held_back:
+            handle._complete(error)
+        if exchange is None:
+            return
         if done:
             exchange.handle._complete(reason)
         self._pump()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gradserver.engine.data_records import Claim, Committed
@@ -11,6 +12,7 @@ from gradserver.engine.positions import Use
 from gradserver.engine.records import (
     Boundary,
     Closed,
+    Cut,
     Durable,
     Epoch,
     Group as Founded,
@@ -70,6 +72,11 @@ def boundary(group: Group, number: int, commands: list[Command]) -> None:
 def reset(group: Group, commands: list[Command]) -> None:
     """What lossy codecs had kept back is lost."""
     _first(commands, Reset(group.name, group.rounds))
+
+
+def cut(group: Group, number: int, seats: Sequence[int], reason: str, commands: list[Command]) -> None:
+    """A round is closed without some members."""
+    _first(commands, Cut(group.name, group.epoch, number, tuple(seats), reason))
 
 
 def halted(group: Group, error: GradServerError, commands: list[Command]) -> None:

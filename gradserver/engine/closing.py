@@ -24,8 +24,8 @@ from __future__ import annotations
 from gradserver.engine.events import Absent, Command, Depart, Report
 from gradserver.engine.exchanges import Exchange, Group, Piece
 from gradserver.engine.failures import fail, forget_if_over, remember
+from gradserver.engine.lateness import note_what_counted
 from gradserver.engine.results import complete
-from gradserver.engine.rounds import Round
 from protocol.errors import GradServerError, LeftOutError, MembershipChangedError
 from protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Layout, Operation, Stream
 
@@ -46,10 +46,13 @@ def depart(group: Group, order: Depart, now: float, commands: list[Command]) -> 
         group.before = (group.before[0], order.epoch)
     group.table.world_size = len(group.seats.present)
     for number, current in group.rounds.items():
-        _note_what_counted(group, number, current, seat)
+        note_what_counted(group, number, current, seat)
     reports: list[Report] = []
+    group.pace.changed()
+    group.pace.forget(seat)
     for exchange in list(group.exchanges.values()):
         if seat not in exchange.participants:
+            exchange.withdraw(seat)
             continue
         if exchange.failure is not None:
             exchange.participants = tuple(other for other in exchange.participants if other != seat)
@@ -71,15 +74,6 @@ def cut(group: Group, exchange: Exchange, seat: int, now: float, commands: list[
         exchange.last = seat
         reports += complete(group, exchange, piece, now, commands)
     return reports
-
-
-def _note_what_counted(group: Group, number: int, current: Round, seat: int) -> None:
-    """Of the buckets of a round that are done, all that ``seat`` gave counted."""
-    if group.plan is None or seat not in current.weights:
-        return
-    for part in current.done:
-        _, start, stop = group.share(ExchangeKey(Stream.BUCKET, number, part), group.plan.buckets[part].operation)
-        current.cut.setdefault((seat, part), stop - start)
 
 
 def _why_not(group: Group, exchange: Exchange, order: Depart) -> GradServerError | None:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from gradserver.engine import chronicle, claims, joining, resuming
-from gradserver.engine.elastic import behind, depart, give_up, go_on, heeded, may_begin
+from gradserver.engine.elastic import behind, close_round, depart, give_up, go_on, heeded, may_begin
 from gradserver.engine.events import (
     Absent,
     Behind,
@@ -45,6 +45,7 @@ from gradserver.engine.events import (
     Halt,
     Halted,
     Heeded,
+    Late,
     Log,
     OpenGroup,
     Order,
@@ -249,6 +250,14 @@ class Control:
                 group = self.groups[name]
                 seat = group.members.get(rank) or group.joiners.get(rank)
                 return [] if seat is None else self._refuse(seat.connection, error, commands)
+            case Late(name):
+                group = self.groups[name]
+                order = close_round(group, report, commands)
+                if order is None:
+                    return []
+                for late in order.seats:
+                    claims.not_counted(group, late, order.round, group.late_are == "keep", commands)
+                return self._order(group, order, commands)
             case Behind(name, rank, number):
                 group = self.groups[name]
                 if rank in group.joiners and (excused := joining.fell_behind(group, rank)) is not None:
@@ -328,12 +337,14 @@ class Control:
         group.applicants.clear()
         elastic = group.policy is not None
         self.roster.staff(group)
-        if elastic and self._incarnation and self._entropy is not None and not group.shards:
+        waits_for_all = group.policy is not None and group.policy.lateness is None
+        if waits_for_all and self._incarnation and self._entropy is not None and not group.shards:
             group.secret = self._entropy()
         rates, tokens = group.table.rates, group.tokens
         opened = group.name, group.epoch, seats, self._credit, group.timeout
         backlog = BACKLOG_BYTES if group.policy is None else group.policy.backlog
-        order = OpenGroup(*opened, rates, 0, tokens, elastic, self._digests, backlog)
+        lateness = None if group.policy is None else group.policy.lateness
+        order = OpenGroup(*opened, rates, 0, tokens, elastic, self._digests, backlog, lateness)
         chronicle.founded(group, commands)
         for shard, connection in enumerate(group.shards, 1):
             commands.append(Send(connection, Ordered(), (encode_order(replace(order, shard=shard)),)))
@@ -341,7 +352,7 @@ class Control:
         for rank, (place, seat) in enumerate(group.members.items()):
             welcome = Welcome(group.name, rank, group.epoch, self._credit, names)
             if elastic:
-                welcome = replace(welcome, seats=group.seats.present)
+                welcome = replace(welcome, seats=group.seats.present, late=group.late_are)
             if tokens:
                 welcome = replace(welcome, shards=group.urls, rates=rates, token=tokens[place])
             if group.secret:

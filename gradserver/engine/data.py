@@ -36,6 +36,7 @@ from gradserver.engine.events import (
     Attach,
     CloseGroup,
     Command,
+    CutRound,
     Depart,
     Detach,
     Excuse,
@@ -57,6 +58,7 @@ from gradserver.engine.events import (
 )
 from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Run
 from gradserver.engine.failures import fail, forget_if_over, halt_all, tell, tell_all
+from gradserver.engine.lateness import close, contributed, is_closed, look, next_look
 from gradserver.engine.reseating import admit, check_may_begin, excuse, expect, is_stale, reseat, turn_away
 from gradserver.engine.results import answer, complete, refund
 from gradserver.engine.rounds import Round
@@ -72,7 +74,7 @@ from protocol.errors import (
     UnexpectedMessageError,
 )
 from protocol.exchange import IN_PLACE, ExchangeKey, Kind, Op, Operation, Stream, check_reducible, gives
-from protocol.messages import Inquire, Missing, Push, Taken
+from protocol.messages import Failure, Inquire, Missing, Push, Scope, Taken
 from protocol.plan import Plan
 from protocol.resuming import Held, Holding
 from protocol.shards import Table
@@ -95,6 +97,8 @@ class Data:
                 connections = [seat.connection for seat in seats]
                 table, places = Table(len(seats), order.rates), Seats(seat.name for seat in seats)
                 group = self.groups[name] = Group(order, table, connections, places, epoch, list(order.tokens))
+                if order.lateness is not None:  # whoever turns out to be late is sent what it cannot ask for
+                    group.listening = dict.fromkeys(places.present, 0)
                 for rank, connection in enumerate(connections):
                     if connection >= 0:
                         self._seats[connection] = (group, rank)
@@ -136,6 +140,8 @@ class Data:
                 self._check_in(self.groups[name], now + self.groups[name].order.timeout)
             case Proceed(name):
                 return recovery.proceed(self.groups[name], now, commands)
+            case CutRound(name):
+                return close(self.groups[name], order, now, commands)
         return []
 
     def seat(self, name: str, rank: int, connection: int) -> None:
@@ -168,6 +174,7 @@ class Data:
             group.hash(plan)
         group.due = {key: due for key, due in group.due.items() if key[1] != Stream.BUCKET}
         group.rounds.clear()
+        group.pace.changed()
         return reports
 
     def _depart(self, group: Group, rank: int, error: GradServerError, commands: list[Command]) -> None:
@@ -208,12 +215,25 @@ class Data:
         for piece in exchange.take(rank, run):
             exchange.last = rank
             reports += complete(group, exchange, piece, now, commands)
+        if group.order.elastic and push.key.stream == Stream.BUCKET:
+            reports += self._look_who_is_late(group, push.key.number, rank, run.stop == exchange.stop, now)
+        return reports
+
+    def _look_who_is_late(self, group: Group, number: int, rank: int, ended: bool, now: float) -> list[Report]:
+        reports = contributed(group, number, rank, ended, now)
+        look_at = next_look(group)
+        if look_at is not None and (group.next_check is None or look_at < group.next_check):
+            group.next_check = look_at
+            self._plan_next_check()
         return reports
 
     def _admit(self, group: Group, rank: int, push: Push, now: float, commands: list[Command]) -> Exchange | None:
         """The exchange that ``push`` is for, opened if need be; None if there is nothing more to do."""
         key = push.key
         exchange = group.exchanges.get(key)
+        if is_closed(group, rank, key):
+            self._refuse_late(group, rank, key, commands)
+            return None
         begins = group.begins(push) if group.table.rates or group.recovered else push.slice == 0
         if begins:
             if group.entered:
@@ -243,6 +263,12 @@ class Data:
             return None
         return exchange
 
+    def _refuse_late(self, group: Group, rank: int, key: ExchangeKey, commands: list[Command]) -> None:
+        """A push for a round that was closed without ``rank``, whose results come to it unasked, if there are any."""
+        error = group.halted or group.buckets_halted
+        if error is not None:
+            commands.append(Send(group.connections[rank], Failure.of(error, Scope.EXCHANGE, key)))
+
     def _operation(self, group: Group, rank: int, push: Push) -> Operation:
         key, operation = push.key, push.operation
         if key.stream == Stream.BUCKET:
@@ -267,8 +293,12 @@ class Data:
             raise UnexpectedMessageError(
                 "empty tensors are not exchanged" if empty else f"{group.describe(key, operation)} has no slice here"
             )
-        participants = group.participants(key)
-        exchange = Exchange(key, operation, layout, start, stop, participants, rank, now, now, start)
+        participants: tuple[int, ...] = group.participants(key)
+        late: tuple[int, ...] = ()
+        if group.closed and key.stream == Stream.BUCKET:
+            late = tuple(seat for seat in participants if is_closed(group, seat, key))
+            participants = tuple(seat for seat in participants if seat not in late)
+        exchange = Exchange(key, operation, layout, start, stop, participants, rank, now, now, start, absent=late)
         halted = group.halted or (group.buckets_halted if key.stream == Stream.BUCKET else None)
         first_to_depart = next((rank for rank in group.departed if rank in participants), None)
         exchange.failure = halted or (None if first_to_depart is None else group.departed[first_to_depart])
@@ -323,7 +353,11 @@ class Data:
             )
         if push.present:
             group.bytes_in += expected
-        return Run(start, stop, payload, push.present, shared, target)
+        weight = exchange.weights[rank]
+        if group.order.lateness is not None:  # slices to which something was added weigh more
+            weight = push.weight
+            exchange.weights[rank] = max(exchange.weights[rank], weight)
+        return Run(start, stop, payload, push.present, shared, target, weight)
 
     # ── who holds what ────────────────────────────────────────────────────────────────────────────────
 
@@ -424,8 +458,10 @@ class Data:
                 fail(group, exchange, error, commands)
                 if exchange.key.stream == Stream.BUCKET:
                     yield Halted(group.order.group, error, True)
+        yield from look(group, now)
         waiting = [e.touched + timeout for e in group.exchanges.values() if e.failure is None]
-        group.next_check = min(waiting, default=None)
+        look_at = next_look(group)
+        group.next_check = min([*waiting, *([] if look_at is None else [look_at])], default=None)
 
     def inquire(self, connection: int, inquire: Inquire, commands: list[Command]) -> list[Report]:
         """Say who is missing from an exchange."""

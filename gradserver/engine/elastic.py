@@ -14,6 +14,7 @@ What differs from the table in `gradserver.engine.control`:
     ACTIVE    … and a shard has yet to cut somebody   ACTIVE    RoundDone when it has
     ACTIVE    … and fewer than the minimum are left   PAUSED    RoundDone is held back
     PAUSED    enough can contribute, with joiners     ACTIVE    RoundDone
+    ACTIVE    a shard says who is late for a round    ACTIVE    if the policy lets them go: CutRound to all shards
     PAUSED    the group's timeout                     (none)    DeadlineError to everybody
     PAUSED    the last member leaves or is lost       (none)
 
@@ -28,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradserver.engine import chronicle, joining
-from gradserver.engine.events import Close, Command, Depart, Log, RemoteOrder, Send
+from gradserver.engine.events import Close, Command, CutRound, Depart, Late, Log, RemoteOrder, Send
 from gradserver.engine.membership import Group, Unheeded
 from gradserver.engine.records import RoundRecord
 from protocol.errors import DeadlineError, LeftOutError, WorkerLeftError, WorkerLostError
@@ -107,6 +108,7 @@ def go_on(
 
 def _end_round(group: Group, record: RoundRecord, commands: list[Command]) -> None:
     """A round is complete: the next one may begin, with whoever is there, if they are enough."""
+    group.late.pop(record.round, None)
     least, count = group.policy.minimum if group.policy else 0, len(group.members) + joining.coming(group)
     if count < least:
         if group.paused is None:
@@ -125,6 +127,31 @@ def _end_round(group: Group, record: RoundRecord, commands: list[Command]) -> No
     for joiner in joining.waiting(group):
         joiner.since = record.completed
         commands.append(Send(joiner.connection, done))
+
+
+def close_round(group: Group, late: Late, commands: list[Command]) -> CutRound | None:
+    """Decide that a round is closed without those who are late, as many as the policy lets go; None if it is not."""
+    there = {*group.contributors}
+    who = [seat for seat in late.seats if seat in there]
+    if late.round != group.rounds or not who or joining.awaits_state(group, late.seats):
+        return None
+    lateness = group.policy.lateness if group.policy is not None else None
+    if lateness is None:
+        text = f"round {late.round} of group {group.name!r} waits for {group.calls(who)} {late.why}"
+        commands.append(Log(text, warning=True))
+        return None
+    gone = group.late.setdefault(late.round, set())
+    count = len(group.members) + joining.coming(group)
+    spared = count - lateness.needed(count) - len(gone & there)
+    who = [seat for seat in who if seat not in gone][: max(spared, 0)]
+    if not who:
+        return None
+    gone.update(who)
+    text = f"round {late.round} of group {group.name!r} closed without {group.calls(who)} {late.why}"
+    chronicle.cut(group, late.round, who, text, commands)
+    if late.tell:
+        commands.append(Log(text, warning=True))
+    return CutRound(group.name, late.round, tuple(who))
 
 
 def behind(group: Group, seat: int, number: int) -> LeftOutError:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gradserver.engine.policy import Lateness
 from gradserver.engine.records import Kind, RoundRecord
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError
@@ -209,7 +210,7 @@ class OpenGroup:
     them. To a shard elsewhere workers come by themselves, and show ``tokens``, which are by rank too. An ``elastic``
     group goes on without those who depart; then what is called a rank here is a seat, and seats without a name are
     nobody's yet. With ``digests`` rounds are hashed for the ledger. Who listens may leave as many bytes unread as its
-    ``backlog``.
+    ``backlog``; ``lateness`` says when a round is closed without those who are late.
     """
 
     group: str
@@ -223,6 +224,7 @@ class OpenGroup:
     elastic: bool = False
     digests: bool = False
     backlog: int = BACKLOG_BYTES
+    lateness: Lateness | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +263,15 @@ class Halt:
     group: str
     error: GradServerError
     buckets_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CutRound:
+    """Round ``round`` goes on without what these seats have not given to it yet. From the next one on they are in."""
+
+    group: str
+    round: int
+    seats: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +346,7 @@ class Reseat:
     seats: tuple[int, ...]
 
 
-RemoteOrder = OpenGroup | SetPlan | Depart | CloseGroup | Halt | Admit | Expect | Excuse | Reseat
+RemoteOrder = OpenGroup | SetPlan | Depart | CloseGroup | Halt | CutRound | Admit | Expect | Excuse | Reseat
 """What data halves elsewhere are told. Groups that use them are not durable."""
 Order = RemoteOrder | Attach | Detach | Recover | Proceed
 
@@ -403,6 +414,20 @@ class Behind:
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """These seats keep a quorum waiting in ``round``; ``why`` says how long, and what is usual.
+
+    ``tell`` is whether people are to hear of it: not of every round.
+    """
+
+    group: str
+    round: int
+    seats: tuple[int, ...]
+    why: str
+    tell: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CaughtUp:
     """In recovery: these ``seats`` have all of the round before ``round``, and have not heard that it is over."""
 
@@ -419,4 +444,4 @@ class Recovered:
     round: int
 
 
-Report = RoundCompleted | Halted | Violation | Planned | Absent | Heeded | Behind | CaughtUp | Recovered
+Report = RoundCompleted | Halted | Violation | Planned | Absent | Heeded | Behind | Late | CaughtUp | Recovered

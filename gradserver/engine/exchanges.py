@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gradserver.engine.events import OpenGroup
+from gradserver.engine.pace import Pace
 from gradserver.engine.rounds import Hashing, Round
 from gradserver.engine.seats import Seats
 from protocol.buffer import Buffer
@@ -49,6 +51,7 @@ class Run(NamedTuple):
     present: bool
     shared: bool
     target: Buffer | None = None
+    weight: float = 1.0
 
 
 class Piece(NamedTuple):
@@ -86,11 +89,13 @@ class Exchange:
     runs: dict[int, deque[Run]] = field(default_factory=dict)
     """Contributions that wait for others, by rank."""
     cut: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
-    """Those who have departed: up to which slice their contributions count."""
+    """Those who have departed, or are late: up to which slice their contributions count."""
     spoiled: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
     """Slices of each that did not count, because they said nothing."""
     absent: tuple[int, ...] = ()
     """Those who were to contribute when it began, and are waited for no more, in seat order."""
+    late: frozenset[int] = frozenset()
+    """Those of them who are still there: what they gave in time counts, and its results are theirs."""
     settled: frozenset[int] = frozenset()
     """Slices that everybody has the result of, from before the group's books were opened."""
     reducing: dict[int, Piece] = field(default_factory=dict)
@@ -149,14 +154,31 @@ class Exchange:
         return kept if rank in self.pushed else self.start
 
     def leave_out(self, rank: int) -> None:
-        """Go on without ``rank``, whose contributions count as far as `kept_of` says."""
+        """Go on without ``rank``, which departs: its contributions count as far as `kept_of` says."""
+        self._stop_waiting(rank, self.kept_of(rank))
+
+    def pass_over(self, rank: int) -> None:
+        """Go on without ``rank``, which is late: all that it has contributed counts."""
+        self.late |= {rank}
+        self._stop_waiting(rank, self.pushed.get(rank, self.start))
+
+    def _stop_waiting(self, rank: int, kept: int) -> None:
         self.participants = tuple(other for other in self.participants if other != rank)
         self.absent = tuple(sorted({*self.absent, rank}))
-        if rank not in self.pushed:
-            return
-        kept = self.kept_of(rank)
+        if rank in self.pushed:
+            del self.pushed[rank]
+            self._keep(rank, kept)
+
+    def withdraw(self, rank: int) -> None:
+        """``rank``, which was passed over, departs."""
+        self.late -= {rank}
+        if rank in self.runs:
+            shared = (run.start for run in self.runs[rank] if run.shared)
+            self._keep(rank, max(self.complete, next(shared, self.cut[rank])))
+
+    def _keep(self, rank: int, kept: int) -> None:
+        """Contributions of ``rank``, which is waited for no more, count up to slice ``kept``."""
         self.cut = {**self.cut, rank: kept}
-        del self.pushed[rank]
         self.runs[rank] = deque(run for run in self.runs[rank] if run.stop <= kept)
         if not self.runs[rank]:
             del self.runs[rank]
@@ -238,6 +260,11 @@ class Group:
     outstanding: Counter[tuple[int, Pool]] = field(default_factory=Counter)
     """Bytes in flight, by rank and pool."""
     departed: dict[int, GradServerError] = field(default_factory=dict)
+    closed: dict[int, int] = field(default_factory=dict)
+    """The last round that was closed without it, by seat."""
+    pace: Pace = field(default_factory=Pace)
+    quiet_until: float = -math.inf
+    """When people may be told again of somebody who is late."""
     listening: dict[int, int] = field(default_factory=dict)
     """Seats that are sent results of buckets unasked, and from which round on."""
     unread: Counter[int] = field(default_factory=Counter)
@@ -369,6 +396,8 @@ class Group:
         due = self.due.get(sequence)
         if due is None:
             due = self._first_due(rank, key)
+        if key.stream == Stream.BUCKET and rank in self.closed:
+            due = max(due, self.closed[rank] + 1)
         place = _place(key)
         begins_round = key.stream == Stream.COLLECTIVE and key.number == 0
         skips = begins_round or (self.table.rates and key.stream != Stream.BUCKET)
@@ -450,7 +479,8 @@ class Group:
                 position = exchange.complete
                 for run in runs:
                     assert run.start <= position < run.stop, "contributions with a gap"
-                    assert not (run.shared and rank in exchange.cut), "memory of someone who was cut"
+                    gone = rank in exchange.cut and rank not in exchange.late
+                    assert not (run.shared and gone), "memory of someone who has departed"
                     assert not exchange.crosses(run.start, run.stop), "a settled slice, given again"
                     position = exchange.open_from(run.stop)
                 due = exchange.pushed[rank] if rank in exchange.pushed else exchange.cut[rank]

@@ -51,7 +51,7 @@ def remember(group: Group, exchange: Exchange) -> None:
 def tell_all(group: Group, exchange: Exchange, commands: list[Command]) -> None:
     """Tell those who contributed, unless something is still being written to their memory: then later."""
     if not exchange.reducing:
-        for rank in exchange.pushed:
+        for rank in (*exchange.pushed, *exchange.absent):  # those who are absent and have not departed are late
             tell(group, exchange, rank, commands)
         forget_if_over(group, exchange)
 

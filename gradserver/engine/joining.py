@@ -139,6 +139,7 @@ def welcome(group: Group, seat: int, credit: int, incarnation: int, commands: li
     message = Welcome(
         *(known.group, known.rank, known.epoch, known.credit, names, *shards, joiner.token),
         seats=tuple(present),
+        late=group.late_are,
         founded=group.founded,
         joins=True,
     )
@@ -279,6 +280,11 @@ def coming(group: Group) -> int:
         joiner.stage is Stage.ENTERED or (joiner.stage is Stage.RECEIVING and not joiner.listens)
         for joiner in group.joiners.values()
     )
+
+
+def awaits_state(group: Group, seats: Iterable[int]) -> bool:
+    """Whether one of ``seats`` is waited for while it gets the state: that is not being late."""
+    return any(seat in group.joiners and group.joiners[seat].stage is Stage.RECEIVING for seat in seats)
 
 
 def let_in(group: Group, record: RoundRecord, epoch: Callable[[], int], commands: list[Command]) -> list[RemoteOrder]:

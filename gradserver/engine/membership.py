@@ -102,6 +102,8 @@ class Group:
     """Members that can send their state, and how often they have."""
     opens: float | None = None
     """When an elastic group begins, if no more come."""
+    late: dict[int, set[int]] = field(default_factory=dict)
+    """Those whom the open round was closed without, by its number."""
     paused: float | None = None
     """Since when too few are left."""
     owed_nothing: bool = False
@@ -162,6 +164,12 @@ class Group:
         if self.recovering:
             return "recovering"
         return "active" if self.paused is None else "paused"
+
+    @property
+    def late_are(self) -> str:
+        """What becomes of what members give too late, in a Welcome's words; empty if all are waited for."""
+        lateness = self.policy.lateness if self.policy is not None else None
+        return "" if lateness is None else "keep" if lateness.keeps else "drop"
 
     @property
     def size(self) -> str:

@@ -16,12 +16,14 @@ from gradserver.engine.events import (
     Admit,
     Behind,
     CloseGroup,
+    CutRound,
     Depart,
     Excuse,
     Expect,
     Halt,
     Halted,
     Heeded,
+    Late,
     OpenGroup,
     Planned,
     RemoteOrder,
@@ -30,10 +32,11 @@ from gradserver.engine.events import (
     Seat,
     SetPlan,
 )
+from gradserver.engine.policy import Lateness
 from gradserver.engine.records import pack_round, unpack_round
 from protocol.buffer import Buffer
 from protocol.checks import brief, facts, integer, listed, number, text, unpack
-from protocol.errors import GradServerError, MalformedMessageError
+from protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError
 from protocol.limits import (
     MAX_COUNTER,
     MAX_LIST,
@@ -50,7 +53,7 @@ from protocol.limits import (
 from protocol.messages import Failure, Scope
 from protocol.plan import decode_plan
 
-RemoteReport = RoundCompleted | Halted | Planned | Absent | Heeded | Behind
+RemoteReport = RoundCompleted | Halted | Planned | Absent | Heeded | Behind | Late
 
 _name = text(MAX_NAME_BYTES)
 _names = listed(_name, MAX_WORLD_SIZE)
@@ -68,9 +71,9 @@ _rates = listed(number(0.0, MAX_RATE), MAX_SHARDS)
 def encode_order(order: RemoteOrder) -> bytes:
     """``order`` as it goes to a data shard elsewhere, whose seats nobody has taken yet."""
     match order:
-        case OpenGroup(group, epoch, seats, credit, timeout, rates, shard, tokens, elastic, digests, backlog):
-            names = [seat.name for seat in seats]
-            return _pack("open", group, epoch, names, credit, timeout, rates, shard, tokens, elastic, digests, backlog)
+        case OpenGroup(group, epoch, seats, credit, timeout, rates, shard, tokens, elastic, digests, backlog, late):
+            known = group, epoch, [seat.name for seat in seats], credit, timeout, rates, shard, tokens
+            return _pack("open", *known, elastic, digests, backlog, None if late is None else _pack_lateness(late))
         case SetPlan(group, plan, first_round):
             return _pack("plan", group, plan.encoded, first_round)
         case Depart(group, rank, error, epoch):
@@ -87,12 +90,28 @@ def encode_order(order: RemoteOrder) -> bytes:
             return _pack("excuse", group, seat)
         case Reseat(group, epoch, present):
             return _pack("reseat", group, epoch, present)
+        case CutRound(group, number, late):
+            return _pack("cut", group, number, late)
 
 
 def decode_order(data: Buffer) -> RemoteOrder:
     """The order in ``data``; a ProtocolError says why there is none."""
     match _unpack(data, MAX_ORDER_BYTES):
-        case ["open", group, epoch, names, credit, timeout, rates, shard, tokens, bool(elastic), bool(digests), unread]:
+        case [
+            "open",
+            group,
+            epoch,
+            names,
+            credit,
+            timeout,
+            rates,
+            shard,
+            tokens,
+            bool(elastic),
+            bool(digests),
+            unread,
+            late,
+        ]:
             seats = tuple(Seat(-1, name) for name in _names(names))
             compared = _rates(rates)
             shown = _tokens(tokens)
@@ -100,7 +119,7 @@ def decode_order(data: Buffer) -> RemoteOrder:
             if not seats or len(shown) != len(seats) or place >= len(compared) or not any(compared):
                 raise MalformedMessageError("an order to open a group that does not fit together")
             known = _name(group), _count(epoch), seats, _count(credit), _seconds(timeout)
-            return OpenGroup(*known, compared, place, shown, elastic, digests, _count(unread))
+            return OpenGroup(*known, compared, place, shown, elastic, digests, _count(unread), _lateness(late))
         case ["plan", group, bytes(plan), first_round]:
             return SetPlan(_name(group), decode_plan(plan), _count(first_round))
         case ["depart", group, rank, error, epoch]:
@@ -117,6 +136,8 @@ def decode_order(data: Buffer) -> RemoteOrder:
             return Excuse(_name(group), _rank(seat))
         case ["reseat", group, epoch, present]:
             return Reseat(_name(group), _count(epoch), _ranks(present))
+        case ["cut", group, number, late]:
+            return CutRound(_name(group), _count(number), _ranks(late))
     raise MalformedMessageError("an order that is unknown, or has not the fields that it should have")
 
 
@@ -135,6 +156,8 @@ def encode_report(epoch: int, report: RemoteReport) -> bytes:
             return _pack("heeded", epoch, group)
         case Behind(group, rank, number):
             return _pack("behind", epoch, group, rank, number)
+        case Late(group, number, late, why, tell):
+            return _pack("late", epoch, group, number, late, why, tell)
 
 
 def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
@@ -155,6 +178,8 @@ def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
             return _count(epoch), Heeded(_name(group))
         case ["behind", epoch, group, rank, number]:
             return _count(epoch), Behind(_name(group), _rank(rank), _count(number))
+        case ["late", epoch, group, number, late, why, bool(tell)]:
+            return _count(epoch), Late(_name(group), _count(number), _ranks(late), _text(why), tell)
     raise MalformedMessageError("a report that is unknown, or has not the fields that it should have")
 
 
@@ -167,6 +192,22 @@ def _unpack(data: Buffer, limit: int) -> list[Any]:
     if len(data) > limit:
         raise MalformedMessageError(f"{len(data)} bytes between control and data, the limit is {limit}")
     return unpack(data, "neither an order nor a report", MAX_LIST, maps=True)
+
+
+def _pack_lateness(late: Lateness) -> list[Any]:
+    return [late.quorum, late.percent, late.backup, late.grace, late.keeps]
+
+
+def _lateness(value: Any) -> Lateness | None:
+    match value:
+        case None:
+            return None
+        case [quorum, percent, backup, grace, bool(keeps)]:
+            try:
+                return Lateness(_count(quorum), number(0.0, 100.0)(percent), _count(backup), _seconds(grace), keeps)
+            except InvalidArgumentError as error:
+                raise MalformedMessageError(f"no word of who is late: {error.message}") from error
+    raise MalformedMessageError(f"expected when somebody is late, got {brief(value)}")
 
 
 def _pack_error(error: GradServerError) -> list[Any]:

@@ -2,16 +2,92 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 
-from protocol.errors import InvalidWorldSizeError
-from protocol.limits import BACKLOG_BYTES, MAX_WORLD_SIZE
+from protocol.errors import InvalidArgumentError, InvalidWorldSizeError
+from protocol.limits import BACKLOG_BYTES, MAX_TIMEOUT, MAX_WORLD_SIZE
 
 GATHER_SECONDS = 2.0
 """How long an elastic group that could begin waits for more, if nobody says otherwise."""
 DEAD_AFTER_SECONDS = 1.0
 RECONNECT_SECONDS = 60.0
 MISSING_SECONDS = 2.0
+GRACE_SECONDS = 0.5
+"""How long those have who are not of the quorum, if nobody says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """When a round is closed without those who are late. One of the first three says how many are waited for.
+
+    Attributes:
+        quorum: so many.
+        percent: as many of those who are there.
+        backup: all but so many, who may be any; then nothing else is waited for.
+        grace: seconds that the others have when a quorum has given everything.
+        keeps: whether a late member adds what did not count to what it gives next, or forgets it.
+    """
+
+    quorum: int = 0
+    percent: float = 0.0
+    backup: int = 0
+    grace: float = GRACE_SECONDS
+    keeps: bool = True
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.quorum, self.percent, self.backup))) != 1:
+            raise InvalidArgumentError(
+                "a round is closed by a quorum of so many, or of so many percent, or with backups"
+            )
+        if not (0 <= self.quorum <= MAX_WORLD_SIZE and 0 <= self.backup < MAX_WORLD_SIZE and 0 <= self.percent <= 100):
+            raise InvalidArgumentError(
+                f"a quorum is 1 to {MAX_WORLD_SIZE} workers or 1 % to 100 %, backups are 1 to {MAX_WORLD_SIZE - 1}"
+            )
+        if not 0 <= self.grace <= MAX_TIMEOUT:
+            raise InvalidArgumentError(f"a grace is 0 to {MAX_TIMEOUT:g} seconds, not {self.grace!r}")
+
+    def needed(self, present: int) -> int:
+        """How many a round waits for."""
+        if self.backup:
+            return max(1, present - self.backup)
+        if self.quorum:
+            return min(self.quorum, present)
+        return max(1, math.ceil(self.percent / 100 * present - 1e-9))
+
+
+def lateness_of(
+    quorum: int | str | None = None, backup: int = 0, grace: float | None = None, late: str | None = None
+) -> Lateness | None:
+    """What people say of those who are late; None if nothing.
+
+    Args:
+        quorum: a number of workers, or a share as ``"75%"``.
+        backup: how many are not waited for.
+        grace: seconds; None for the default, which is none with backups.
+        late: ``keep`` or ``drop``; None for ``keep``.
+    """
+    if late not in (None, "keep", "drop"):
+        raise InvalidArgumentError(f"late contributions are to keep or to drop, not {late!r}")
+    if quorum is None and not backup:
+        if grace is not None or late is not None:
+            raise InvalidArgumentError("a grace, and what becomes of late contributions, need a quorum or backups")
+        return None
+    if quorum is not None and backup:
+        raise InvalidArgumentError("there is a quorum or there are backups: both say how many are waited for")
+    keeps = late != "drop"
+    if backup:
+        if grace is not None:
+            raise InvalidArgumentError("with backups nobody is waited for, so there is no grace: a quorum has one")
+        return Lateness(backup=backup, grace=0.0, keeps=keeps)
+    seconds = GRACE_SECONDS if grace is None else grace
+    if isinstance(quorum, int):
+        return Lateness(quorum=quorum, grace=seconds, keeps=keeps)
+    match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,3})?) ?%", str(quorum))
+    if match is None:
+        raise InvalidArgumentError(f"a quorum is a number of workers, or a share such as 75%, not {quorum!r}")
+    return Lateness(percent=float(match[1]), grace=seconds, keeps=keeps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +103,7 @@ class Policy:
             of them to come back.
         reconnect: seconds that a durable group waits for somebody to come back, when nobody is left.
         missing: seconds that those who have come back then wait for the others.
+        lateness: when a round is closed without those who are late; None for never.
     """
 
     minimum: int
@@ -36,12 +113,17 @@ class Policy:
     dead_after: float = DEAD_AFTER_SECONDS
     reconnect: float = RECONNECT_SECONDS
     missing: float = MISSING_SECONDS
+    lateness: Lateness | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.maximum <= MAX_WORLD_SIZE:
             raise InvalidWorldSizeError(
                 f"an elastic group has MIN to MAX workers, 1 ≤ MIN ≤ MAX ≤ {MAX_WORLD_SIZE}, "
                 f"not {self.minimum} to {self.maximum}"
+            )
+        if self.lateness is not None and not self.backlog:
+            raise InvalidArgumentError(
+                "a backlog of 0 leaves out whoever is late, whose results come unasked: a quorum, or backups, need one"
             )
 
     def __str__(self) -> str:

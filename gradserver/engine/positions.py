@@ -163,6 +163,8 @@ class Positions:
         """The last round that each seat has said so of."""
         self._dropped: dict[int, int] = {}
         """The last round of each seat that does not count, and never will."""
+        self._kept: dict[int, int] = {}
+        """The last round of each seat that does not count, but later will."""
         self._unwritten: set[str] = set()
         """What is to be written down anew: something was given back, and no other record says so."""
 
@@ -202,14 +204,15 @@ class Positions:
         """``seat`` says what is in its contribution to a round; those before ``over`` are over."""
         use = self.use(name)
         self._said[name, seat] = max(round_number, self._said.get((name, seat), -1))
-        if round_number >= over:
+        if round_number <= self._dropped.get(seat, -1):
+            if epoch == use.epoch:
+                use.give_back(seat, ranges)
+                self._unwritten.add(name)
+        elif round_number >= over and round_number > self._kept.get(seat, -1):
             if epoch == use.epoch:
                 use.say_used(seat, round_number, ranges)
             elif ranges:
                 raise MalformedMessageError(f"it used ranges of epoch {epoch}, and {use.epoch} is the present one")
-        elif round_number <= self._dropped.get(seat, -1) and epoch == use.epoch:
-            use.give_back(seat, ranges)
-            self._unwritten.add(name)
 
     def awaits(self, round_number: int, counted: Collection[int]) -> bool:
         """Whether one of those who ``counted`` in a round has yet to say what it used in it."""
@@ -221,8 +224,7 @@ class Positions:
 
     def not_counted(self, seat: int, round_number: int, keep: bool) -> None:
         """A round closes without ``seat``, which is late. ``keep``: what it gave will count later."""
-        if not keep:
-            self._dropped[seat] = round_number
+        (self._kept if keep else self._dropped)[seat] = round_number
         for use in self.uses.values():
             ranges = use.used.pop((round_number, seat), ())
             _set(use.held, seat, union(use.held.get(seat, ()), ranges))
@@ -254,6 +256,7 @@ class Positions:
     def depart(self, seat: int) -> None:
         """``seat`` is vacant: what it held is for the others, but for what it used in rounds that are not over."""
         self._dropped.pop(seat, None)
+        self._kept.pop(seat, None)
         for name, use in self.uses.items():
             use.answers.pop(seat, None)
             use.give_back(seat, use.held.get(seat, ()))

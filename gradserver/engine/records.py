@@ -20,7 +20,7 @@ from gradserver.engine import data_records
 from gradserver.engine.data_records import Claim, Committed, Data
 from gradserver.engine.positions import Positions
 from protocol.buffer import Buffer
-from protocol.checks import brief, integer, number, text, unpack
+from protocol.checks import brief, integer, listed, number, text, unpack
 from protocol.errors import LimitExceededError, MalformedMessageError
 from protocol.limits import (
     MAX_BUCKETS,
@@ -140,6 +140,17 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """A round goes on without what these have not given to it yet, because they are late. ``reason`` says how much."""
+
+    group: str
+    epoch: int
+    round: int
+    seats: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Halt:
     """In ``round`` the group broke, and exchanges no bucket any more. ``error`` is a class's name."""
 
@@ -185,7 +196,23 @@ class Reset:
     round: int
 
 
-Kind = Start | Snapshot | Gap | Group | Epoch | Plan | Round | Halt | Closed | Data | Claim | Durable | Boundary | Reset
+Kind = (
+    Start
+    | Snapshot
+    | Gap
+    | Group
+    | Epoch
+    | Plan
+    | Round
+    | Cut
+    | Halt
+    | Closed
+    | Data
+    | Claim
+    | Durable
+    | Boundary
+    | Reset
+)
 
 # ── fields ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -290,6 +317,7 @@ _TABLE: Final[tuple[tuple[int, type[Any], tuple[Callable[[Any], Any], ...]], ...
     (12, Durable, (_name, text(MAX_TOKEN))),
     (13, Boundary, (_name, _count, _count)),
     (14, Reset, (_name, _count)),
+    (15, Cut, (_name, _count, _count, listed(_rank, MAX_WORLD_SIZE), _text)),
 )
 _ROUND: Final = 7
 CODES: Final = {kind: code for code, kind, _ in _TABLE}

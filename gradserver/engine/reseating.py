@@ -36,6 +36,7 @@ def admit(group: Group, order: Admit) -> None:
     group.tokens += [""] * (seat + 1 - len(group.tokens))
     group.connections[seat], group.tokens[seat] = order.occupant.connection, order.token
     group.departed.pop(seat, None)
+    group.closed.pop(seat, None)
     group.entered[seat] = group.since[seat] = NOT_YET
     group.heard.pop(seat, None)
     group.due = {sequence: due for sequence, due in group.due.items() if not _concerns(sequence, seat)}
@@ -57,9 +58,9 @@ def expect(group: Group, order: Expect) -> None:
     """They contribute from a round on, or are sent its results unasked."""
     for seat in order.seats:
         group.listening.pop(seat, None)
-        if order.listen:
+        if order.listen or group.order.lateness is not None:  # who contributes can be late from then on
             group.listening[seat] = order.round
-        else:
+        if not order.listen:
             group.entered[seat] = order.round
 
 
@@ -83,6 +84,7 @@ def reseat(group: Group, order: Reseat) -> None:
     group.seats.reseat(order.seats)
     group.epoch, group.change = order.epoch, f"{group.calls(new)} joined"
     group.table.world_size = len(order.seats)
+    group.pace.changed()
 
 
 def check_may_begin(group: Group, rank: int, key: ExchangeKey) -> None:

@@ -14,9 +14,9 @@ from protocol.messages import Result
 
 def complete(group: Group, exchange: Exchange, piece: Piece, now: float, commands: list[Command]) -> list[Report]:
     """All contributions to some slices are in."""
-    operation, weights = exchange.operation, exchange.weights
+    operation = exchange.operation
     contributions = [
-        Contribution(rank, weights[rank], run.payload if run.present else None) for rank, run in piece.given.items()
+        Contribution(rank, run.weight, run.payload if run.present else None) for rank, run in piece.given.items()
     ]
     if operation.kind in WEIGHED:
         contributions = [contribution for contribution in contributions if contribution.weight > 0]
@@ -28,7 +28,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
         return answer(group, exchange, piece, None, now, commands)
     getters = [
         piece.given[rank]
-        for rank in exchange.participants
+        for rank in _receivers(exchange, piece)
         if gets(operation, rank, exchange.key, exchange.owner(piece))
     ]
     targets = [run.target or run.payload for run in getters if run.shared and run.payload is not None]
@@ -60,7 +60,7 @@ def answer(
     """Send everybody the result of some slices: ``payload``, or None for zeros. To shared memory it was written."""
     key, operation, layout = exchange.key, exchange.operation, exchange.layout
     start, stop, given = piece
-    weight = sum(exchange.weights[rank] for rank in given)
+    weight = sum(run.weight for run in given.values())
     owner = exchange.owner(piece)
     lacking = without(exchange, piece)
     placed = Result(key, start, weight, True, stop - start, True, lacking)
@@ -69,7 +69,7 @@ def answer(
     acknowledged: list[Command] = []
     connections, departed = group.connections, group.departed
     refund(group, exchange, piece)
-    for rank in exchange.participants:
+    for rank in _receivers(exchange, piece):
         if rank in departed:
             continue
         connection = connections[rank]
@@ -97,6 +97,13 @@ def answer(
     return reports + (_bucket_done(group, exchange, now) if key.stream == Stream.BUCKET else [])
 
 
+def _receivers(exchange: Exchange, piece: Piece) -> Sequence[int]:
+    """Who waits for ``piece``: also those who have given to it and were late afterwards."""
+    if not exchange.late:
+        return exchange.participants
+    return sorted(exchange.late.intersection(piece.given).union(exchange.participants))
+
+
 def refund(group: Group, exchange: Exchange, piece: Piece) -> None:
     """What was given for ``piece`` is nobody's debt any more."""
     for rank, run in piece.given.items():
@@ -114,6 +121,10 @@ def _bucket_done(group: Group, exchange: Exchange, now: float) -> list[Report]:
     if len(current.done) < group.full_buckets:
         return []
     del group.rounds[number]
+    if group.order.elastic:
+        took = now - current.opened - current.waited
+        finished = {rank: last for rank, (_, last) in current.arrivals.items()}
+        group.pace.completed(took if current.quorum_at is None else current.quorum_at - current.opened, finished)
     if group.hashing is not None:
         group.hashing.completed(now)
     buckets = len(group.plan.buckets) if group.plan is not None else 0

@@ -70,6 +70,14 @@ class Round:
     """How many slices counted of those who have departed, by rank and bucket."""
     arrivals: dict[int, tuple[float, float]] = field(default_factory=dict)
     """When the first slice came, and the latest one that ended a bucket, by rank."""
+    given: Counter[int] = field(default_factory=Counter)
+    """To how many buckets each has given everything, by rank."""
+    quorum_at: float | None = None
+    """Since when a quorum waits for the others."""
+    look_at: float | None = None
+    """When it has waited long enough."""
+    waited: float = 0.0
+    """How long it has until the round was closed."""
     inputs: Counter[int] = field(default_factory=Counter)
     """Digests of what was summed so far, by rank."""
     results: Counter[int] = field(default_factory=Counter)

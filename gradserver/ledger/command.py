@@ -13,6 +13,7 @@ from gradserver.engine.data_records import Claim, Data
 from gradserver.engine.records import (
     Boundary,
     Closed,
+    Cut,
     Durable,
     Epoch,
     Gap,
@@ -33,7 +34,7 @@ from protocol.errors import StateError, reason_of
 from protocol.exchange import EXACT
 from protocol.limits import KIB, MIB
 
-_OF_GROUP: Final = Group | Epoch | Plan | Round | Halt | Closed | Data | Claim | Durable | Boundary | Reset
+_OF_GROUP: Final = Group | Epoch | Plan | Round | Cut | Halt | Closed | Data | Claim | Durable | Boundary | Reset
 
 
 class Selection(NamedTuple):

@@ -12,6 +12,7 @@ from textwrap import wrap
 from gradserver.engine.data_records import Data
 from gradserver.engine.records import (
     Closed,
+    Cut,
     Durable,
     Epoch,
     Group,
@@ -85,6 +86,9 @@ class Story:
         self.given: Counter[int] = Counter()
         self.late: Counter[tuple[int, str]] = Counter()
         self.came_last: Counter[int] = Counter()
+        self.closed: dict[int, list[Cut]] = {}
+        """Rounds that were closed without somebody."""
+        self.missed: Counter[int] = Counter()
 
     def take(self, record: Kind, clock: float) -> None:
         """What was written next."""
@@ -104,6 +108,11 @@ class Story:
             case Closed(_, _, rounds, reason):
                 self.ended = True
                 self._note(clock, f"after {rounds} rounds: {plain(reason)}")
+            case Cut(_, _, number, seats, reason):
+                if number not in self.closed:
+                    self._note(clock, plain(reason))
+                self.closed.setdefault(number, []).append(record)
+                self.missed.update(seats)
             case Round(_, _, found):
                 self._count(found)
             case Data(_, name, order):
@@ -174,7 +183,11 @@ def summary(story: Story) -> list[str]:
             ]
             for rank in sorted(story.names)
         ]
-        lines += table(["rank", "worker", "rounds", "came last", "behind", "began late", "sent slowly"], rows)
+        heads = ["rank", "worker", "rounds", "came last", "behind", "began late", "sent slowly"]
+        if story.missed:
+            heads.append("too late")
+            rows = [[*row, story.missed[rank]] for row, rank in zip(rows, sorted(story.names), strict=True)]
+        lines += table(heads, rows)
     lines += [
         line for event in story.events for line in wrap(event, 98, initial_indent="  ", subsequent_indent=" " * 23)
     ]
@@ -202,7 +215,7 @@ def _rows(story: Story, records: Sequence[RoundRecord]) -> list[str]:
                 f"{sum(weight > 0 for weight in record.weights)} of {_present(record)}",
                 story.call(record.last),
                 "-" if lag is None else _seconds(lag.ended),
-                "" if lag is None else lag.why(record),
+                "too late" if record.round in story.closed else "" if lag is None else lag.why(record),
                 hexadecimal(sum(record.results) % MODULUS) if record.results else "-",
             ]
         )
@@ -233,6 +246,8 @@ def one_round(story: Story, found: Round) -> list[str]:
             ]
         )
     lines += table(["rank", "worker", "weight", "share", "began", "ended", "", "digest of what counted"], rows)
+    for closing in story.closed.get(record.round, []):
+        lines += wrap(plain(closing.reason), 98, initial_indent="  ", subsequent_indent="    ")
     if story.plan is not None and record.results:
         buckets = [
             [_cut(bucket.key), bucket.numel, bucket.dtype.name, (bucket.codec or EXACT).name, hexadecimal(found)]

@@ -1,0 +1,97 @@
+"""How long rounds take, and who lags behind: from what the last ones took follows when somebody is late."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Final
+
+_ROUNDS: Final = 64
+"""What is gone by; older rounds may have been quicker."""
+_FEWEST: Final = 8
+"""Rounds before which nothing can be said."""
+_UNCOUNTED: Final = 3
+"""First rounds after a change: who is new compiles, and caches are cold."""
+_SIGMA: Final = 1.4826
+"""Spread of a normal distribution, in median deviations."""
+_SPREADS, _LEAST_FACTOR = 6.0, 1.5
+"""Somebody is late if a round takes as many spreads longer than usual, and by this factor at least."""
+
+
+class Pace:
+    """Of one group. A round takes as long as a quorum of its members does, so stragglers do not stretch it.
+
+    Members' lags are how much later than the median member each has given all it had.
+    """
+
+    def __init__(self) -> None:
+        self._took: deque[float] = deque(maxlen=_ROUNDS)
+        self._lags: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_ROUNDS))
+        self._uncounted = _UNCOUNTED
+
+    def changed(self) -> None:
+        """Members, or what they exchange, have changed: the next rounds do not count."""
+        self._uncounted = _UNCOUNTED
+
+    def completed(self, took: float, ended: Mapping[int, float]) -> None:
+        """A round ``took`` so long; by member, when each had given all."""
+        if self._uncounted:
+            self._uncounted -= 1
+            return
+        self._took.append(took)
+        if ended:
+            usual = median(ended.values())
+            for member, at in ended.items():
+                self._lags[member].append(at - usual)
+
+    def forget(self, member: int) -> None:
+        """One is gone."""
+        self._lags.pop(member, None)
+
+    @property
+    def rounds(self) -> int:
+        """How many have counted, of those that still do."""
+        return len(self._took)
+
+    @property
+    def known(self) -> bool:
+        """Whether there were enough."""
+        return self.rounds >= _FEWEST
+
+    @property
+    def usual(self) -> float:
+        """Seconds that a round takes, the median; 0 if there was none."""
+        return median(self._took) if self._took else 0.0
+
+    @property
+    def spread(self) -> float:
+        """How much rounds differ, in seconds: robust, so that a few slow ones do not show."""
+        usual = self.usual
+        return _SIGMA * median(abs(took - usual) for took in self._took) if self._took else 0.0
+
+    def lag(self, member: int) -> float:
+        """Seconds that one is behind the median member, usually."""
+        lags = self._lags.get(member)
+        return median(lags) if lags else 0.0
+
+    def deadline(self, grace: float, timeout: float, took: float | None = None) -> float | None:
+        """Seconds from a round's beginning to when who is missing is late; None if that cannot be said.
+
+        Before enough rounds are known it goes by ``took``: what this one has taken a quorum, if it has.
+        """
+        if self.known:
+            usual = self.usual
+            margin = max(_SPREADS * self.spread, (_LEAST_FACTOR - 1) * usual)
+        elif took is not None:
+            usual, margin = took, (_LEAST_FACTOR - 1) * took
+        else:
+            return None
+        return min(usual + margin + grace, timeout)
+
+    def explain(self, came: int, members: int) -> str:
+        """Why somebody is taken for late, as a clause."""
+        if not self.known:
+            return f"{came} of {members} had come"
+        how = f"rounds take {self.usual:.2g} s (median of {self.rounds}, spread {self.spread:.2g} s)"
+        return f"{how}, and {came} of {members} had come"

@@ -1,0 +1,219 @@
+"""Members of a group that does not wait for everybody: real sessions around real engines, and a test decides who moves.
+
+What a member gives to a slice is its weight at a place of its own, for each round: so what came out of a slice says
+whose gradients of which rounds are in it, and with which weight.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradserver.engine.events import Reduce
+from gradserver.engine.policy import Lateness, Policy
+from gradserver.reducer import reduce
+from protocol.buffer import Buffer
+from protocol.channel import Lock, Receiver
+from protocol.dtypes import dtype_of
+from protocol.messages import Join, Message, Place, Result
+from protocol.plan import Plan, simple_plan
+from tests.engine_harness import SEATS, Harness
+from tests.sharded_harness import ShardedHarness
+from worker.handle import Handle
+from worker.session import Session, ShardReceiver
+
+Doubles = npt.NDArray[np.float64]
+
+
+class Wire:
+    """A session's channel. What it says arrives at once, what comes for it when the test says so."""
+
+    def __init__(self, cluster: LateCluster, seat: int) -> None:
+        self._cluster, self._seat = cluster, seat
+        self.receivers: dict[int, Receiver] = {}
+        self.broken = False
+
+    def attach(self, receiver: Receiver) -> None:
+        self.receivers[0] = receiver
+
+    def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0) -> None:
+        if not self.broken:
+            sent = [bytes(payload) for payload in payloads]
+            harness = self._cluster.harness
+            if isinstance(harness, ShardedHarness):
+                harness.receive_at(shard, SEATS + self._seat, message, *sent)
+            else:
+                harness.receive(SEATS + self._seat, message, *sent)
+
+    def close(self) -> None:
+        self.broken = True
+
+    def wait(self, done: Lock, timeout: float) -> bool:
+        return done.acquire(timeout=timeout)
+
+    def watch(self, enough: Callable[[], bool]) -> None:
+        pass
+
+    def empty(self, _nbytes: int) -> Any:
+        return None
+
+    def place_of(self, _data: Any, _shard: int = 0) -> Place | None:
+        return None
+
+
+@dataclass
+class LateMember:
+    """One of them."""
+
+    seat: int
+    session: Session
+    wire: Wire
+    weights: list[float]
+    """By round."""
+    handles: dict[int, Handle] = field(default_factory=dict)
+    data: dict[int, Doubles] = field(default_factory=dict)
+    results: dict[tuple[int, int], tuple[float, bytes]] = field(default_factory=dict)
+    """Weight and bytes of each bucket, by round."""
+    without: set[tuple[int, int, int]] = field(default_factory=set)
+    """Slices in which what it gave did not count: round, bucket, index."""
+
+
+class LateCluster:
+    """``world`` members who exchange ``rounds`` rounds of buckets of so many slices each."""
+
+    def __init__(
+        self,
+        world: int,
+        buckets: Sequence[int],
+        rounds: int,
+        lateness: Lateness,
+        seed: int,
+        rates: tuple[float, ...] = (),
+    ) -> None:
+        self.world, self.buckets, self.rounds = world, tuple(buckets), rounds
+        self.random = random.Random(seed)
+        policy = Policy(1, 8, lateness=lateness)
+        if rates:
+            self.harness: Harness = ShardedHarness({"default": policy}, lazy=True, rates=rates)
+        else:
+            self.harness = Harness({"default": policy}, lazy=True)
+        self.members: dict[int, LateMember] = {}
+        self.gone: dict[int, LateMember] = {}
+        self.reductions: list[Reduce] = []
+        self.numel = world * rounds
+        """Elements of a slice."""
+        self.plan: Plan = simple_plan(
+            [(f"b{part}", size * self.numel) for part, size in enumerate(buckets)], dtype_of("float64")
+        )
+        self._assemble(len(rates))
+
+    def _assemble(self, shards: int) -> None:
+        for seat in range(self.world):
+            wire = Wire(self, seat)
+            session = Session(wire, 10.0)
+            session.join(Join("default", f"w{seat}", seat, self.world, 10.0))
+            weights = [self.random.choice([0.5, 1.0, 2.0]) for _ in range(self.rounds)]
+            self.members[seat] = LateMember(seat, session, wire, weights)
+        self.deliver_all()
+        for seat, member in self.members.items():
+            for shard in range(1, shards):
+                member.wire.receivers[shard] = ShardReceiver(member.session, shard)
+                if isinstance(self.harness, ShardedHarness):
+                    self.harness.welcomes[seat] = member.session.membership
+                member.session.attend(shard, 10.0)
+        self.deliver_all()
+        for member in self.members.values():
+            member.session._propose(self.plan)
+        self.deliver_all()
+        for member in self.members.values():
+            member.session.agree(self.plan, 0.0)
+        if isinstance(self.harness, ShardedHarness):
+            self.harness.slow = True
+
+    # ── what can happen ───────────────────────────────────────────────────────────────────────────────
+
+    def deliver(self, seat: int) -> bool:
+        """Hand a member the first message that waits for it."""
+        waiting = self.harness.inbox.get(SEATS + seat)
+        if not waiting:
+            return False
+        message, payloads = waiting.pop(0)
+        member, shard = self.members[seat], 0
+        if isinstance(self.harness, ShardedHarness):
+            shard = self.harness.origins.get((id(message), SEATS + seat), 0)
+        if isinstance(message, Result) and seat in message.without:
+            slices = range(message.slice, message.slice + message.slices)
+            member.without.update((message.key.number, message.key.part, index) for index in slices)
+        member.wire.receivers[shard].receive(message, payloads)
+        return True
+
+    def step(self, seat: int) -> bool:
+        """A member pushes its next bucket, or goes on to the next round."""
+        member = self.members[seat]
+        session = member.session
+        if session.round == self.rounds:
+            return False
+        left = [part for part in range(len(self.buckets)) if part not in member.handles]
+        if left:
+            part = self.random.choice(left)
+            data = np.zeros(self.buckets[part] * self.numel)
+            data[seat * self.rounds + session.round :: self.numel] = 1.0
+            member.data[part] = data
+            weight = member.weights[session.round]
+            member.handles[part] = session.push_bucket(part, data.view(np.uint8), weight, True)
+            return True
+        if not all(handle.done() for handle in member.handles.values()):
+            return False
+        if session._announced.rounds <= session.round:
+            return False
+        for part, handle in member.handles.items():
+            handle.wait(0.0)
+            member.results[session.round, part] = handle.weight, member.data[part].tobytes()
+        session.finish_round(0.0)
+        member.handles.clear()
+        return True
+
+    def reduce(self) -> bool:
+        """Carry out one reduction that waits."""
+        if not self.harness.reduces:
+            return False
+        command = self.harness.reduces.pop(self.random.randrange(len(self.harness.reduces)))
+        self.reductions.append(command)
+        outcome = reduce(command)
+        assert outcome is None or isinstance(outcome, Buffer)
+        self.harness.answer(command, outcome)
+        return True
+
+    def pass_on(self) -> bool:
+        """Deliver one message between control and a data shard."""
+        if not isinstance(self.harness, ShardedHarness) or not (busy := self.harness.busy_links()):
+            return False
+        self.harness.pass_on(self.random.choice(busy))
+        return True
+
+    def kill(self, seat: int) -> None:
+        """A member dies, unless it is the last."""
+        if seat in self.members and len(self.members) > 1:
+            member = self.gone[seat] = self.members.pop(seat)
+            member.wire.broken = True
+            self.harness.lose(seat)
+
+    def deliver_all(self) -> None:
+        """Until nothing is on its way."""
+        while any([self.pass_on(), *[self.deliver(seat) for seat in list(self.members)]]):
+            pass
+
+    def finish(self) -> None:
+        """Let everybody come to the end."""
+        while any([self.reduce(), self.pass_on(), *[self.deliver(s) or self.step(s) for s in list(self.members)]]):
+            pass
+
+    @property
+    def finished(self) -> bool:
+        """Whether all who are left have come to the end."""
+        return all(member.session.round == self.rounds for member in self.members.values())

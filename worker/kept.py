@@ -1,0 +1,74 @@
+"""What of a late worker's gradients did not count: kept, and added to what it gives to the same slices next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from protocol.dtypes import DType, numpy_dtype
+from protocol.exchange import Layout
+from protocol.limits import MAX_WEIGHT
+from worker.tensors import Bytes
+
+_WIDE = {"float64": np.float64, "complex64": np.complex64, "complex128": np.complex128}
+
+
+class Contribution(NamedTuple):
+    """One slice of what was given. ``data`` None stands for zeros."""
+
+    weight: float
+    data: Bytes | None
+
+
+class Kept:
+    """By bucket and slice. Not safe to share: the session's lock guards it.
+
+    It holds one copy of the gradients at most, and none of a worker that is in time.
+    """
+
+    def __init__(self) -> None:
+        self._slices: dict[int, dict[int, Contribution]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds."""
+        return sum(0 if c.data is None else c.data.size for there in self._slices.values() for c in there.values())
+
+    def put(self, part: int, index: int, contribution: Contribution) -> None:
+        """Slice ``index`` of bucket ``part`` did not count. ``data`` is the keeper's from now on."""
+        self._slices.setdefault(part, {})[index] = contribution
+
+    def add_to(self, part: int, data: Bytes, weight: float, layout: Layout, dtype: DType) -> Mapping[int, float]:
+        """Add what is kept of bucket ``part`` to ``data``, which is given with ``weight``; it is kept no more.
+
+        A slice becomes (w0·g0 + w1·g1) / (w0 + w1), and weighs w0 + w1. Gives these weights, by slice.
+        """
+        heavier: dict[int, float] = {}
+        for index, (kept_weight, kept) in self._slices.pop(part, {}).items():
+            start, stop = (element * layout.itemsize for element in layout.span(index))
+            _add(data[start:stop], weight, kept, kept_weight, dtype)
+            heavier[index] = min(weight + kept_weight, MAX_WEIGHT)
+        return heavier
+
+    def has(self, part: int) -> bool:
+        """Whether anything of bucket ``part`` is kept."""
+        return part in self._slices
+
+    def forget(self) -> None:
+        """Nothing of this will be exchanged any more."""
+        self._slices.clear()
+
+
+def _add(data: Bytes, weight: float, kept: Bytes | None, kept_weight: float, dtype: DType) -> None:
+    """``data`` becomes the mean of both, computed in float32 or wider. Only the ratio of the weights matters."""
+    stored = numpy_dtype(dtype)
+    wide: Any = _WIDE.get(dtype.name, np.float32)
+    own, larger = data.view(stored), max(weight, kept_weight)
+    ours, theirs = weight / larger, kept_weight / larger
+    with np.errstate(all="ignore"):  # what is not finite is found where it is summed
+        total = own.astype(wide) * ours
+        if kept is not None:
+            total += kept.view(stored).astype(wide) * theirs
+        own[:] = (total / (ours + theirs)).astype(stored)
