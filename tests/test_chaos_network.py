@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 import zmq
@@ -35,6 +36,9 @@ class Between:
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
         assert self._process.stdout.readline() == "done\n"
+
+    def descriptors(self) -> int:
+        return len(list(Path(f"/proc/{self._process.pid}/fd").iterdir()))
 
     def end(self) -> None:
         self._process.kill()
@@ -178,6 +182,22 @@ def test_whoever_tries_the_port_costs_nobody_his_connection() -> None:
                 pass
             router.send_multipart([identity, b"%d" % number])
             assert dealer.recv() == b"%d" % number
+
+
+def test_last_words_get_through_and_leave_nothing_behind() -> None:
+    with relayed() as (relay, _dealer, router):
+        router.recv_multipart()
+        before = relay.descriptors()
+        for number in range(30):
+            with router.context.socket(zmq.DEALER) as other:
+                other.setsockopt(zmq.LINGER, int(PATIENCE * 1000))
+                other.connect(f"tcp://127.0.0.1:{relay.port}")
+                other.send(b"first")
+                identity, said = router.recv_multipart()
+                assert said == b"first"
+                other.send(b"last %d" % number)
+            assert router.recv_multipart() == [identity, b"last %d" % number]
+        wait_until(lambda: relay.descriptors() <= before, "it has closed all that it opened")
 
 
 @pytest.mark.parametrize("gone", ["worker", "coordinator"])

@@ -27,6 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 _HEARTBEAT_MS, _SILENCE_MS = 700, 1800
 _UNBOUND_MS = 2000
+_FAREWELL_MS = 500
 _TOGETHER_SECONDS = 0.05
 """A message that is to be overtaken goes on after this, if none comes."""
 Frames = list[zmq.Frame]
@@ -105,8 +106,10 @@ class Connection:
         self.up, self.down = Lane(faults), Lane(faults)
 
     def close(self) -> None:
-        """Have the coordinator see that it is gone."""
-        _end(self.onward, self.monitor)
+        """Have the coordinator see that it is gone, behind what it had said."""
+        for frames in self.up.due(float("inf")):
+            _send(self.onward, frames)
+        _end(self.onward, self.monitor, _FAREWELL_MS)
 
 
 class Relay:
@@ -116,6 +119,10 @@ class Relay:
         self._context, self._target = context, target
         self.faults = Faults()
         self.connections: dict[bytes, Connection] = {}
+        self._alive: set[int] = set()
+        """Descriptors of connections to this port."""
+        self._doomed: set[bytes] = set()
+        """Connections that have ended, of which something may still be read."""
         self.port = 0
         self._listen()
 
@@ -123,7 +130,7 @@ class Relay:
         self.socket = self._context.socket(zmq.ROUTER)
         _heartbeats(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         if self.port:
             self.socket.bind(f"tcp://127.0.0.1:{self.port}")
         else:
@@ -134,28 +141,38 @@ class Relay:
         for connection in self.connections.values():
             connection.close()
         self.connections.clear()
+        self._alive.clear()
+        self._doomed.clear()
         self.socket.unbind(self.socket.getsockopt(zmq.LAST_ENDPOINT))
         while self.monitor.poll(_UNBOUND_MS) and recv_monitor_message(self.monitor)["event"] != zmq.EVENT_CLOSED:
             pass  # only then the port is free
         _end(self.socket, self.monitor)
         self._listen()
 
-    def _see_who_left(self) -> None:
-        """Close the counterparts of connections that have ended. Who only tried the port has none."""
-        while (fd := _happened(self.monitor)) is not None:
-            for identity, connection in list(self.connections.items()):
-                if connection.fd == fd:
-                    self.connections.pop(identity).close()
+    def _note(self) -> None:
+        """See who has come, and who has gone. Who only tried the port has no counterpart."""
+        while (news := _happened(self.monitor)) is not None:
+            event, fd = news
+            if event == zmq.EVENT_ACCEPTED:
+                self._alive.add(fd)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._alive.discard(fd)
+                self._doomed |= {identity for identity, one in self.connections.items() if one.fd == fd}
 
-    def take_all(self, now: float) -> None:
-        """Take what has come from either side, and send on what is due. Never waits."""
+    def _receive(self, now: float) -> None:
         while (frames := _received(self.socket)) is not None:
             identity = frames.pop(0).bytes
             if identity not in self.connections:
-                self._see_who_left()  # descriptors are used again
+                self._note()  # descriptors are used again
                 fd = int(frames[-1].get(zmq.SRCFD))
+                if fd not in self._alive:  # the last words of somebody whose counterpart is closed
+                    continue
                 self.connections[identity] = Connection(self._context, self._target, self.faults, fd)
             self.connections[identity].up.take(frames, now)
+
+    def take_all(self, now: float) -> None:
+        """Take what has come from either side, and send on what is due. Never waits."""
+        self._receive(now)
         for identity, connection in self.connections.items():
             while (frames := _received(connection.onward)) is not None:
                 connection.down.take(frames, now)
@@ -169,9 +186,14 @@ class Relay:
         moments = [lane.next() for one in self.connections.values() for lane in (one.up, one.down)]
         return min((moment for moment in moments if moment is not None), default=None)
 
-    def heed(self) -> None:
-        """See who has gone."""
-        self._see_who_left()
+    def heed(self, now: float) -> None:
+        """Close the counterparts of those who have gone."""
+        self._note()
+        if self._doomed:
+            self._receive(now)
+            for identity in self._doomed:
+                self.connections.pop(identity).close()
+            self._doomed.clear()
         if any(_happened(connection.monitor) is not None for connection in self.connections.values()):
             self.break_off()
 
@@ -184,10 +206,10 @@ def _heartbeats(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
 
 
-def _end(socket: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
+def _end(socket: zmq.Socket[Any], monitor: zmq.Socket[Any], linger: int = 0) -> None:
     socket.disable_monitor()
     monitor.close(0)
-    socket.close(0)
+    socket.close(linger)
 
 
 def _received(socket: zmq.Socket[Any]) -> Frames | None:
@@ -205,12 +227,13 @@ def _send(socket: zmq.Socket[Any], frames: list[Any]) -> None:
         return
 
 
-def _happened(monitor: zmq.Socket[Any]) -> int | None:
-    """The descriptor of a connection that has ended; None if there is no news."""
+def _happened(monitor: zmq.Socket[Any]) -> tuple[int, int] | None:
+    """What a monitor has to tell, and of which descriptor; None if there is no news."""
     try:
-        return int(recv_monitor_message(monitor, zmq.DONTWAIT)["value"])
+        news = recv_monitor_message(monitor, zmq.DONTWAIT)
     except zmq.Again:
         return None
+    return int(news["event"]), int(news["value"])
 
 
 def _obey(relays: dict[str, Relay], line: str) -> None:
@@ -236,7 +259,7 @@ def main() -> None:
     while True:
         now = time.monotonic()
         for relay in relays.values():
-            relay.heed()
+            relay.heed(now)
             relay.take_all(now)
         poller = zmq.Poller()
         poller.register(sys.stdin.fileno(), zmq.POLLIN)
