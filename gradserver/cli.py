@@ -179,6 +179,22 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="how much of the ledger a power failure may cost (default 1 second; the coordinator's own death costs "
         "nothing of it)",
     )
+    seconds = number(float, 0.5, 3600, "a number of seconds", "{:g} to {:g}")
+    parser.add_argument(
+        "--dead-after",
+        type=seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds after which the owner of a connection that broke is dead (default 1)",
+    )
+    parser.add_argument(
+        "--frozen-after",
+        type=seconds,
+        default=3.0,
+        metavar="S",
+        help="seconds of silence after which a worker is taken for frozen, or cut off (default 3; one that computes "
+        "is not silent)",
+    )
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     parser.set_defaults(run=_serve)
 
@@ -241,8 +257,10 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _serve_as_told(arguments: argparse.Namespace) -> int:
+    from gradserver.channels.attendance import Patience
     from gradserver.daemon import Ledger, serve, serve_shard
 
+    patience = Patience(arguments.dead_after, arguments.frozen_after)
     if arguments.join is not None:
         for option in ("workers", "gather", *_OF_THE_LATE, "backlog", "credit", "state_dir"):
             if getattr(arguments, option) is not None:
@@ -253,7 +271,7 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
             raise InvalidArgumentError("--shards is for a coordinator: run --join once for each further data shard")
         if arguments.rate == 0:
             raise InvalidArgumentError("a data shard of rate 0 would hold nothing")
-        return serve_shard(arguments.join, arguments.bind, arguments.rate)
+        return serve_shard(arguments.join, arguments.bind, arguments.rate, patience=patience)
     ledger = None
     if arguments.state_dir is not None:
         hashes = arguments.ledger_hashes == "on"
@@ -266,6 +284,7 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
         rate=arguments.rate,
         quiet=arguments.quiet,
         ledger=ledger,
+        patience=patience,
     )
 
 

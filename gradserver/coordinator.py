@@ -135,10 +135,15 @@ class Coordinator:
         """Something came in that is no message."""
         self._handle(Garbled(connection, error))
 
-    def lost(self, connection: int, reason: str) -> None:
-        """A connection broke."""
+    def lost(self, connection: int, reason: str, ended: bool = False) -> None:
+        """A connection broke. ``ended``: its process is known to have ended."""
         if self._channels.pop(connection, None) is not None:
-            self._handle(Disconnected(connection, reason))
+            self._handle(Disconnected(connection, reason, ended))
+
+    def silent(self, connection: int, reason: str) -> None:
+        """Nothing is heard of a connection that is there: whoever froze is to read why it is closed."""
+        if connection in self._channels:
+            self._handle(Disconnected(connection, reason, silent=True))
 
     def tick(self) -> None:
         """Time passed."""

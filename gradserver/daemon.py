@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 import gradserver
+from gradserver.channels.attendance import Patience
 from gradserver.channels.tcp import TcpServer
 from gradserver.children import Children
 from gradserver.coordinator import Coordinator, Residuals
@@ -65,6 +66,7 @@ def serve(
     rate: float | None = None,
     quiet: bool = False,
     ledger: Ledger | None = None,
+    patience: Patience | None = None,
 ) -> int:
     """Serve as a coordinator until SIGTERM or SIGINT; returns the exit status.
 
@@ -77,6 +79,7 @@ def serve(
         rate: of this host's link in Gbit/s; None if it is as fast as that of other data shards.
         quiet: whether further processes log warnings only.
         ledger: where to write down what happens; None for nowhere.
+        patience: how long workers and data shards may be away; None for the defaults.
     """
     _raise_limits()
     keep_memory()
@@ -90,7 +93,9 @@ def serve(
         if journal is not None:
             coordinator.restore(journal.restored)
             bind = _same_port(bind, journal.port()) if engine.control.groups else bind
-        server = TcpServer(coordinator, bind, share_memory)
+        patience = patience or Patience()
+        options += ["--dead-after", repr(patience.dead_after), "--frozen-after", repr(patience.frozen_after)]
+        server = TcpServer(coordinator, bind, share_memory, patience)
         if journal is not None:
             journal.keep_port(parse_url(server.url)[1])
         with _serving(server, coordinator):
@@ -117,7 +122,13 @@ def serve(
     return 0
 
 
-def serve_shard(primary: str, bind: str | None, rate: float | None = None, share_memory: bool = True) -> int:
+def serve_shard(
+    primary: str,
+    bind: str | None,
+    rate: float | None = None,
+    share_memory: bool = True,
+    patience: Patience | None = None,
+) -> int:
     """Serve as a data shard of the coordinator at ``primary`` until a signal, or until that one is gone.
 
     Args:
@@ -125,6 +136,7 @@ def serve_shard(primary: str, bind: str | None, rate: float | None = None, share
         bind: ``tcp://HOST:PORT``; None for a free port of the address from which the coordinator is reached.
         rate: of this host's link in Gbit/s; None if it is as fast as that of the others.
         share_memory: whether workers of this host may share memory instead of sending gradients.
+        patience: how long workers may be away; None for the defaults.
 
     Raises:
         CoordinatorError: the coordinator is gone, or was not there.
@@ -138,7 +150,7 @@ def serve_shard(primary: str, bind: str | None, rate: float | None = None, share
     engine = ShardEngine(primary)
     coordinator = Coordinator(engine)
     try:
-        server = TcpServer(coordinator, bind or numeric_url(link.local, 0), share_memory)
+        server = TcpServer(coordinator, bind or numeric_url(link.local, 0), share_memory, patience)
     except BaseException:
         link.end()
         raise

@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 import zmq
 
-from gradserver.channels.binding import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
+from gradserver.channels.presence import be_present
 from gradserver.coordinator import Coordinator
 from protocol.buffer import Buffer
 from protocol.errors import (
+    ConnectionLostError,
     CoordinatorError,
     CoordinatorStoppedError,
     CoordinatorUnreachableError,
@@ -27,8 +29,9 @@ from protocol.errors import (
     UnexpectedMessageError,
     reason_of,
 )
-from protocol.limits import MAX_ORDER_BYTES
-from protocol.messages import Enlist, Enlisted, Failure, Message, Ping
+from protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS, MAX_ORDER_BYTES
+from protocol.messages import BePresent, Enlist, Enlisted, Failure, Message, Ping
+from protocol.numbers import Inbox, numbered, split
 from protocol.url import numeric_url, parse_target, parse_url
 from protocol.wire import decode, encode
 
@@ -65,8 +68,14 @@ class Link:
         self.failure: GradServerError | None = None
         """Why there is no link any more."""
         address, self.local, self.on_this_host = _reach(primary, timeout)
+        self._address = address
+        self._presence: zmq.Socket[bytes] | None = None
         self._coordinator: Coordinator | None = None
         self._connection = -1
+        self._inbox: Inbox[list[Buffer]] = Inbox()
+        self._waiting: deque[list[Buffer]] = deque()
+        """Messages that are due."""
+        self._sent = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket, "[" in address)
@@ -84,14 +93,14 @@ class Link:
         while (left := until - time.monotonic()) > 0:
             ready = dict(poller.poll(int(left * 1000) + 1))
             if self._socket in ready:
-                match self._take_one()[0]:
-                    case Enlisted() as enlisted:
+                match self._take_one():
+                    case Enlisted() as enlisted, _:
                         return enlisted
-                    case Failure() as failure:
+                    case Failure() as failure, _:
                         raise failure.exception()
-                    case Ping():
+                    case None:
                         continue
-                    case other:
+                    case other, _:
                         what = f"a {type(other).__name__}"
                         raise UnexpectedMessageError(f"{self.primary} answers with {what}, as no coordinator does")
             if self._monitor in ready:
@@ -117,28 +126,46 @@ class Link:
         for taken in range(_BATCH):
             if self.failure is not None:
                 return True
-            if not int(self._socket.get(_EVENTS)) & _POLLIN:
+            if not self._waiting and not int(self._socket.get(_EVENTS)) & _POLLIN:
                 self._check_connection()
                 return taken == 0
             try:
-                message, payloads = self._take_one()
-            except ProtocolError as error:
+                match self._take_one():
+                    case Failure() as failure, _:
+                        self._break(failure.exception())
+                    case message, payloads:
+                        self._coordinator.receive(self._connection, message, payloads)
+            except (ProtocolError, ConnectionLostError) as error:
                 self._break(error)
                 return True
-            if isinstance(message, Failure):
-                self._break(message.exception())
-            elif not isinstance(message, Ping):
-                self._coordinator.receive(self._connection, message, payloads)
         return False
 
-    def _take_one(self) -> tuple[Message, Sequence[Buffer]]:
-        frames = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+    def _take_one(self) -> tuple[Message, Sequence[Buffer]] | None:
+        """The next message; None if what came is not due, or is not for the engine."""
+        if not self._waiting:
+            frames: list[Buffer] = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+            number, frames[0] = split(frames[0])
+            self._waiting.extend(self._inbox.take(number, frames, time.monotonic()))
+        if not self._waiting:
+            return None
         try:
-            return decode(frames)
+            message, payloads = decode(self._waiting.popleft())
         except ProtocolError as error:
             raise type(error)(f"{self.primary} answers, but not as a gradserver coordinator: {error}") from error
+        if isinstance(message, BePresent) and self._presence is None:
+            self._presence = be_present(self._context, self._address, message)
+        return None if isinstance(message, Ping | BePresent) else (message, payloads)
+
+    @property
+    def due(self) -> float | None:
+        """When something that is missing has to be there."""
+        return self._inbox.deadline
 
     def _check_connection(self) -> None:
+        try:
+            self._inbox.check(time.monotonic())
+        except ConnectionLostError as error:
+            self._break(error)
         if int(self._monitor.get(_EVENTS)) & _POLLIN and not int(self._socket.get(_EVENTS)) & _POLLIN:
             self._break(CoordinatorError("it died, or the network between us did"))
 
@@ -158,7 +185,8 @@ class Link:
     def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         """Queue a message."""
         try:
-            self._socket.send_multipart([encode(message), *payloads], zmq.NOBLOCK)
+            self._sent += 1
+            self._socket.send_multipart([numbered(encode(message), self._sent), *payloads], zmq.NOBLOCK)
         except zmq.Again:  # libzmq has given the connection up
             self._break(CoordinatorError("the connection is gone"))
 
@@ -170,6 +198,8 @@ class Link:
         """Let go of the connection."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
+        if self._presence is not None:
+            self._presence.close()
         self._socket.close(linger=0 if self.failure else 1000)
         self._context.term()
 
@@ -211,6 +241,6 @@ def _configure(dealer: zmq.Socket[bytes], ipv6: bool) -> None:
     dealer.setsockopt(zmq.MAXMSGSIZE, MAX_ORDER_BYTES)
     dealer.setsockopt(zmq.SNDHWM, 0)
     dealer.setsockopt(zmq.RCVHWM, 0)
-    dealer.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    dealer.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000))
+    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int((COORDINATOR_SILENCE - HEARTBEAT_SECONDS) * 1000))
     dealer.setsockopt(zmq.IPV6, int(ipv6))

@@ -71,6 +71,11 @@ MAX_SEED: Final = (1 << 64) - 1
 MAX_TIMEOUT: Final = 7 * 24 * 3600.0
 """Seconds. Every wait ends; a week is for groups that a cluster's queue fills slowly."""
 
+HEARTBEAT_SECONDS: Final = 1.0
+COORDINATOR_SILENCE: Final = 8.0
+"""After so long without a word, asked for each second, a coordinator counts as gone. It may stand still for a while,
+and the end of its process is noticed at once, so this is for machines and networks that fail."""
+
 CREDIT_BYTES: Final = 16 * MIB
 """What one worker may have in flight in one pool by default: pushed, and not yet answered."""
 BACKLOG_BYTES: Final = 64 * MIB

@@ -20,7 +20,9 @@ worker                                  coordinator
   ◄────────────────────────────────────── Missing
   Leave ─────────────────────────────────► forgets the worker
   ◄────────────────────────────────────── Leave, the same: all that was said before it was heard
+  ◄────────────────────────────────────── BePresent, when it has come: also to a data shard that comes to a coordinator
   ◄────────────────────────────────────── Failure at any time; Ping at any time, not answered
+  Ping ──────────────────────────────────► answered with a Ping, by which shows whether something was lost
   ◄────────────────────────────────────── Membership, in an elastic group, when somebody departed or came in
   ◄────────────────────────────────────── RoundDone, in an elastic group, after the last Result of a round
   (Resume, Resumed, Holding, Fetch, Held and Standing, after a connection broke, are drawn in `protocol.resuming`)
@@ -356,6 +358,17 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
+class BePresent:
+    """Connect once more, as ``identity``, and let libzmq say there that this process runs.
+
+    It may say nothing for ``silence`` seconds. No message ever passes there but the first, a Ping.
+    """
+
+    identity: str
+    silence: float
+
+
+@dataclass(frozen=True, slots=True)
 class StatusRequest:
     """What does the coordinator see? Anyone may ask."""
 
@@ -432,6 +445,7 @@ Message = (
     | Missing
     | Leave
     | Ping
+    | BePresent
     | StatusRequest
     | Status
     | Failure

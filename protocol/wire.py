@@ -44,6 +44,7 @@ from protocol.limits import (
     MAX_SLICES,
     MAX_TEXT,
     MAX_TIMEOUT,
+    MAX_TOKEN,
     MAX_WEIGHT,
     MAX_WORLD_SIZE,
     PROTOCOL_VERSION,
@@ -53,6 +54,7 @@ from protocol.messages import (
     Agreed,
     Attend,
     Attended,
+    BePresent,
     Enlist,
     Enlisted,
     Enter,
@@ -205,6 +207,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Ready, (_counter,), 0, 0, 0),
     (Entered, (_counter,), 0, 0, 0),
     (StateFailed, (_counter, _text), 0, 0, 0),
+    (BePresent, (text(MAX_TOKEN), number(0.0, MAX_TIMEOUT)), 0, 0, 0),
 )
 _SHORTER: Final = {Push: (5, 7, 8), Result: (4, 6)}
 """With so many fields they come too: what is behind concerns shared memory, and memberships that change."""

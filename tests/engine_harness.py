@@ -167,8 +167,8 @@ class Harness:
     def receive(self, connection: int, message: Message, *payloads: Buffer) -> list[Command]:
         return self.feed(Received(connection, message, payloads))
 
-    def lose(self, rank: int, reason: str = "connection reset") -> list[Command]:
-        return self.feed(Disconnected(SEATS + rank, reason))
+    def lose(self, rank: int, reason: str = "connection reset", *, ended: bool = False) -> list[Command]:
+        return self.feed(Disconnected(SEATS + rank, reason, ended))
 
     def leave(self, rank: int, reason: str = "done") -> list[Command]:
         """The answer, that it was heard, is taken out of the inbox."""

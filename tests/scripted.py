@@ -10,6 +10,7 @@ import zmq
 
 from protocol.buffer import Buffer
 from protocol.messages import Agreed, Join, Message, Ping, Propose, Welcome
+from protocol.numbers import split
 from protocol.wire import decode, encode
 from tests.cluster import PATIENCE, Task
 from worker.client import Worker
@@ -46,8 +47,8 @@ class Scripted:
         until = time.monotonic() + timeout
         while True:
             assert self._router.poll(max(int((until - time.monotonic()) * 1000), 0)), f"no {kind.__name__} came"
-            self._who, *frames = self._router.recv_multipart()
-            message, payloads = decode(frames)
+            self._who, header, *rest = self._router.recv_multipart()
+            message, payloads = decode([split(header)[1], *rest])
             if not isinstance(message, Ping):
                 self.payloads = [bytes(payload) for payload in payloads]
                 assert isinstance(message, kind), message

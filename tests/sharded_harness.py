@@ -185,9 +185,10 @@ class ShardedHarness(Harness):
             self.receive_at(shard, SEATS + rank, Leave(reason))
         return super().leave(rank, reason)
 
-    def lose(self, rank: int, reason: str = "connection reset") -> list[Command]:
+    def lose(self, rank: int, reason: str = "connection reset", *, ended: bool = False) -> list[Command]:
         """Every shard notices, the last ones first."""
-        gone = [self.feed_at(shard, Disconnected(SEATS + rank, reason)) for shard in reversed(range(len(self.shards)))]
+        what = Disconnected(SEATS + rank, reason, ended)
+        gone = [self.feed_at(shard, what) for shard in reversed(range(len(self.shards)))]
         return [command for commands in gone for command in commands]
 
     def lose_shard(self, shard: int, reason: str = "it died") -> list[Command]:

@@ -10,7 +10,8 @@ from typing import Self
 import zmq
 
 from protocol.errors import GradServerError
-from protocol.messages import Failure, Message, Ping
+from protocol.messages import BePresent, Failure, Message, Ping
+from protocol.numbers import split
 from protocol.url import parse_url
 from protocol.wire import decode, encode
 from tests.cluster import PATIENCE, Task
@@ -43,11 +44,12 @@ class Stranger:
         self.say(encode(message), *payloads)
 
     def hear(self) -> Message:
-        """The next message that comes and is no Ping."""
+        """The next message that comes and is neither a Ping nor a BePresent."""
         message: Message = Ping()
-        while isinstance(message, Ping):
+        while isinstance(message, Ping | BePresent):
             assert self._socket.poll(int(PATIENCE * 1000)), "nothing came"
-            message, _ = decode(self._socket.recv_multipart())
+            header, *payloads = self._socket.recv_multipart()
+            message, _ = decode([split(header)[1], *payloads])
         return message
 
     def error(self) -> GradServerError:
@@ -89,8 +91,8 @@ def impostor(kind: int, answer: Answer | None = None) -> Iterator[str]:
     def serve() -> None:
         while not ended:
             if listener.poll(5, zmq.POLLIN) and answer is not None:
-                identity, *frames = listener.recv_multipart()
-                listener.send_multipart([identity, *answer(frames)])
+                identity, header, *payloads = listener.recv_multipart()
+                listener.send_multipart([identity, *answer([bytes(split(header)[1]), *payloads])])
 
     task = Task(serve) if answer is not None else None
     try:

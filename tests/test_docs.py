@@ -17,12 +17,13 @@ import pytest
 
 import gradserver
 from gradserver import cli
-from gradserver.channels import binding, tcp
+from gradserver.channels import attendance, binding, tcp
 from gradserver.status import fetch
 from protocol import limits
 from protocol.dtypes import FLOAT32
 from protocol.errors import GradServerError
 from protocol.exchange import Pool
+from protocol.numbers import GAP_SECONDS
 from protocol.plan import Bucket, Component, Plan
 from tests.cluster import Daemon, Program, Task, coordinator, together, wait_until
 from tests.commands import ROOT, check, lines_of, parse
@@ -170,9 +171,14 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"(at least {limits.MIN_SLICE_COST // limits.KIB} KiB)" in architecture
     assert f"a frame above {limits.MAX_FRAME_BYTES // limits.MIB} MiB" in architecture
     assert f"open groups ({limits.MAX_GROUPS} at most)" in architecture
-    assert f"{binding.HEARTBEAT_INTERVAL_MS / 1000:g} s between them" in architecture
-    assert f"{binding.HEARTBEAT_TIMEOUT_MS / 1000:g} s until one counts as missed" in architecture
-    assert f"within {(binding.HEARTBEAT_INTERVAL_MS + binding.HEARTBEAT_TIMEOUT_MS) / 1000:g} s" in architecture
+    serve = parse("serve")
+    for option, default in (("--dead-after", serve.dead_after), ("--frozen-after", serve.frozen_after)):
+        assert f"| `{option} S` | {default:g} s |" in architecture
+    assert f"closed after {attendance._SILENT:g}·S of silence" in architecture
+    assert f"not open again {attendance._BACK:g}·S later" in architecture
+    assert f"given {(binding._HEARTBEAT_INTERVAL_MS + binding._HEARTBEAT_TIMEOUT_MS) / 1000:g} s" in architecture
+    assert f"after {limits.COORDINATOR_SILENCE:g} s of silence" in architecture
+    assert f"a receiver waits {GAP_SECONDS:g} s" in architecture
     assert f"tcp, slice of {tcp._ZERO_COPY_BYTES // limits.KIB} KiB and more" in architecture
 
 

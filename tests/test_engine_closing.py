@@ -207,6 +207,35 @@ def test_of_memory_that_was_reduced_in_part_that_part_counts() -> None:
     assert (record.weights, record.cut) == ((1.0, 1.0), ((1, 0, 1),))
 
 
+def test_memory_of_a_process_that_has_ended_counts() -> None:
+    harness = elastic(3, 6)
+    mine, theirs, others = floats(2, 2, 2, 2, 2, 2), floats(9, 9, 9, 9, 9, 9), floats(4, 4, 4, 4, 4, 4)
+    shared(harness, 1, bucket(0), theirs, 2)
+    harness.push(0, bucket(0), mine[:2])
+    harness.lose(1, ended=True)
+    harness.push(0, bucket(0), mine[2:4], index=1)
+    harness.push(0, bucket(0), mine[4:], index=2)
+    shared(harness, 2, bucket(0), others, 3)
+
+    assert others.tolist() == values(harness, 0, bucket(0)) == [5, 5, 5, 5, 3, 3]
+    assert theirs.tolist() == [9] * 6, "nobody is there to read a result"
+    (record,) = harness.engine.control.groups["default"].ledger
+    assert (record.weights, record.cut) == ((1.0, 1.0, 1.0), ((1, 0, 2),))
+
+
+def test_what_a_process_that_has_ended_gave_to_one_other_arrives() -> None:
+    harness = elastic(2)
+    theirs = floats(1, 2, 3, 4)
+    operation = Operation(Kind.TRANSFER, Op.NONE, FLOAT32, 4)
+    push = Push(transfer(0, 1, 0), 0, 1.0, True, operation, 2, HERE)
+    harness.receive(SEATS + 1, push, theirs.data.cast("B"))
+    harness.lose(1, ended=True)
+    harness.push(0, transfer(0, 1, 0), None, operation=operation)
+    harness.push(0, transfer(0, 1, 0), None, index=1)
+
+    assert values(harness, 0, transfer(0, 1, 0)) == [1, 2, 3, 4]
+
+
 def test_who_leaves_politely_takes_its_memory_along_too() -> None:
     harness = elastic(2, 2)
     shared(harness, 1, bucket(0), floats(6, 6))

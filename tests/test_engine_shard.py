@@ -369,6 +369,7 @@ ORDERS: list[RemoteOrder] = [
     SetPlan("g", plan_of(3, 0, 100), 7),
     Depart("g", 1, WorkerLostError("it died", worker="w1", rank=1)),
     Depart("g", 1, WorkerLeftError("it left", worker="w1", rank=1), 12),
+    Depart("g", 1, WorkerLostError("its process ended", worker="w1", rank=1), 12, True),
     CloseGroup("g"),
     Halt("g", ERROR, True),
 ]
@@ -381,6 +382,7 @@ REPORTS: list[RemoteReport] = [
     Halted("g", ERROR, False),
     Planned("g", "ab" * 32),
     Absent("g", 1, ERROR),
+    Absent("g", 1, ERROR, True),
 ]
 
 

@@ -585,6 +585,7 @@ def test_hostile_worker_is_told_and_hung_up_on(host: Host, what: str) -> None:
             assert isinstance(answer, Refused)
             assert re.search(why, answer.reason), answer.reason
             assert hostile.hear() is None
+        host.server.forget(b"hostile")
         assert descriptors() == before
         assert host.server.segments == 1
         worker.offer(memfd(), segment=1)  # and nobody else notices

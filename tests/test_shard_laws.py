@@ -30,7 +30,7 @@ from protocol.errors import (
     WorkerLostError,
 )
 from protocol.exchange import ExchangeKey, Kind, Layout, Operation, Stream, pool_of
-from protocol.messages import Failure, Result
+from protocol.messages import Failure, Result, Scope
 from protocol.shards import Table, share_of
 from tests.engine_harness import SEATS, TIMEOUT, Array, all_reduce, bucket, collective, plan_of, reference, small_slices
 from tests.sharded_harness import ShardedHarness, url_of
@@ -100,6 +100,8 @@ class Client:
     credit: int
     order: int = 0
     stalled: bool = False
+    lost: bool = False
+    """It was told that the group ends, and hears nothing more."""
     over: int | None = None
     """In an elastic group: the last round that it was told is over."""
 
@@ -235,7 +237,14 @@ class Cluster:
     def deliver(self) -> None:
         for rank, client in self.clients.items():
             for message, payloads in self.harness.sent(rank):
-                if isinstance(message, Failure):
+                if client.lost:
+                    continue
+                if isinstance(message, Failure) and message.scope is Scope.CONNECTION:
+                    client.lost = True
+                    for part in client.parts:
+                        if not part.done:
+                            part.error = message.exception()
+                elif isinstance(message, Failure):
                     assert message.key is not None, message
                     client.fail(self.harness.origins[id(message), SEATS + rank], message)
                 else:

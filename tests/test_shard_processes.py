@@ -231,7 +231,7 @@ def test_everybody_is_told_of_a_shard_that_ends(number: signal.Signals) -> None:
         since = time.monotonic()
         one.send_signal(number)
 
-        patience = 1.0 if number == signal.SIGSTOP else 0.0  # a frozen one is noticed after 2.5 s
+        patience = 3.0 if number == signal.SIGSTOP else 0.0  # after so long a silent one counts as frozen
         for kind, text in ends(workers, since + patience):
             assert kind in ("ConnectionLostError", "CoordinatorStoppedError")
             assert one.url in text
@@ -290,7 +290,7 @@ def test_the_others_are_told_of_a_worker_that_dies_among_shards(number: signal.S
         for kind, text in ends([workers[0], workers[2]], since):
             assert kind == "WorkerLostError"
             assert "'w1' (rank 1) was lost after round" in text
-            assert "it died, froze or lost its network" in text
+            assert ("its process ended" if number == signal.SIGKILL else "nothing was heard of it") in text
 
 
 def test_what_a_worker_said_before_it_left_counts_at_every_shard() -> None:

@@ -19,6 +19,7 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
+from protocol.limits import COORDINATOR_SILENCE
 from tests.cluster import Daemon, Program, Task, coordinator, errors, joined, together, wait_until, worker_program
 from worker.client import Worker
 
@@ -188,7 +189,7 @@ def test_survivors_of_a_killed_worker_are_told_its_name_soon(start: Start) -> No
 
     for text in told(survivors, "WorkerLostError", killed, DEATH_IS_NOTICED_WITHIN):
         assert "'w1' (rank 1) was lost after round" in text
-        assert "it died, froze or lost its network" in text
+        assert text.endswith("its process ended")
 
 
 def test_survivors_of_a_worker_killed_in_the_middle_of_a_round_are_told_its_name_soon(start: Start) -> None:
@@ -212,7 +213,7 @@ def test_survivors_of_a_frozen_worker_are_told_its_name_soon(start: Start) -> No
     for text in told(survivors, "WorkerLostError", frozen, SILENCE_IS_NOTICED_WITHIN):
         assert "'w1' (rank 1) was lost" in text
     victim.send_signal(signal.SIGCONT)
-    assert end_of(victim, frozen)[1] == "ConnectionLostError"
+    assert end_of(victim, frozen)[1] == "LeftOutError"
 
 
 def test_death_of_one_group_is_nothing_to_another(daemon: Daemon, start: Start) -> None:
@@ -306,7 +307,7 @@ def test_frozen_coordinator_is_noticed_soon(daemon: Daemon) -> None:
         assert not waiting.ended(0.05)
         daemon.send_signal(signal.SIGSTOP)
 
-        waiting.error(ConnectionLostError, timeout=6.0)
+        waiting.error(ConnectionLostError, timeout=COORDINATOR_SILENCE + 4.0)
 
 
 def test_closing_does_not_wait_for_a_coordinator_that_is_gone(daemon: Daemon) -> None:

@@ -33,6 +33,7 @@ class Host:
         """Who said what."""
         self.errors: list[tuple[bytes, GradServerError]] = []
         self.ends: list[bytes] = []
+        self.deaths: list[bytes] = []
 
     def talks(self, identity: bytes, line: Line) -> None:
         self.lines[identity] = line
@@ -45,6 +46,9 @@ class Host:
 
     def hung_up(self, identity: bytes) -> None:
         self.ends.append(identity)
+
+    def ended(self, identity: bytes) -> None:
+        self.deaths.append(identity)
 
     def pump(self) -> None:
         """See to all that has happened."""

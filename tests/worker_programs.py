@@ -5,6 +5,7 @@ They say what they have reached on stdout, and where a test decides what is next
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -17,6 +18,9 @@ import numpy as np
 from gradserver import GradServerError, Worker, connect
 from protocol.dtypes import FLOAT32
 from protocol.plan import simple_plan
+
+_SOME_BEATS = 0.5
+"""Seconds."""
 
 
 def say(what: str) -> None:
@@ -63,7 +67,11 @@ def rounds_as_told(worker: Worker, numel: int) -> None:
 
 
 def exchange_until_error(worker: Worker, numel: int = 1000) -> None:
-    """Exchange round after round until something goes wrong; say what, and when by the machine's clock."""
+    """Exchange round after round until something goes wrong; say what, and when by the machine's clock.
+
+    It says that it is ``exchanging`` when its presence had the time for some beats.
+    """
+    since, said = time.monotonic(), False
     worker.agree(simple_plan([("b0", numel), ("b1", 1)], FLOAT32))
     large, small = np.zeros(numel, np.float32), np.zeros(1, np.float32)
     try:
@@ -71,10 +79,63 @@ def exchange_until_error(worker: Worker, numel: int = 1000) -> None:
             worker.push(1, small)
             worker.push(0, large)
             worker.finish_round()
-            if worker.round == 3:
+            if worker.round >= 3 and not said and time.monotonic() - since > _SOME_BEATS:
+                said = True
                 say("exchanging")
     except GradServerError as error:
         say(f"error {json.dumps([time.monotonic(), type(error).__name__, str(error)])}")
+
+
+def exchange_with_children(worker: Worker, count: int) -> None:
+    """Fork children as a loader does, which live on whatever becomes of this process; say who they are; exchange."""
+    children = []
+    for _ in range(count):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        children.append(child)
+    say(f"children {json.dumps(children)}")
+    exchange_until_error(worker)
+
+
+def exchange_until_fewer(worker: Worker, numel: int = 1000) -> None:
+    """Exchange round after round until somebody is missing, and a round more; say when that was noticed."""
+    since, said = time.monotonic(), False
+    worker.agree(simple_plan([("b0", numel)], FLOAT32))
+    data, world = np.zeros(numel, np.float32), worker.world_size
+    try:
+        while worker.world_size == world:
+            if worker.round >= 3 and not said and time.monotonic() - since > _SOME_BEATS:
+                said = True
+                say("exchanging")
+            data.fill(1.0)
+            worker.push(0, data)
+            worker.finish_round()
+        say(f"fewer {time.monotonic()}")
+        worker.push(0, data)
+        worker.finish_round()
+        assert (data == 1.0).all()
+        say("ok")
+    except GradServerError as error:
+        say(f"error {json.dumps([time.monotonic(), type(error).__name__, str(error)])}")
+
+
+def exchange_and_tell(worker: Worker, numel: int = 1000) -> None:
+    """Exchange round after round, and say whenever fewer are there than before."""
+    worker.agree(simple_plan([("b0", numel)], FLOAT32))
+    data, world, since = np.zeros(numel, np.float32), worker.world_size, time.monotonic()
+    said = False
+    while worker.world_size > 2:
+        worker.push(0, data)
+        worker.finish_round()
+        if worker.world_size < world:
+            world = worker.world_size
+            say(f"fewer {time.monotonic()}")
+        if not said and time.monotonic() - since > _SOME_BEATS:
+            said = True
+            say("exchanging")
+        time.sleep(0.005)
 
 
 def stop_halfway(worker: Worker, numel: int = 1000) -> None:
@@ -88,6 +149,14 @@ def stop_halfway(worker: Worker, numel: int = 1000) -> None:
     worker.push(1, small)
     say("halfway")
     told()
+
+
+def hold_the_lock(worker: Worker, seconds: float) -> None:
+    """Be inside of one call that keeps Python's lock for a while, between two exchanges."""
+    worker.barrier()
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    worker.barrier()
+    say("ok")
 
 
 def compute(worker: Worker, seconds: float) -> None:

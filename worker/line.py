@@ -5,20 +5,24 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Iterable
 from typing import Final
 
 import zmq
 
+from protocol.buffer import Buffer
 from protocol.channel import Receiver
-from protocol.errors import CoordinatorUnreachableError, reason_of
-from protocol.limits import MAX_FRAME_BYTES
+from protocol.errors import ConnectionLostError, CoordinatorUnreachableError, reason_of
+from protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS, MAX_FRAME_BYTES
+from protocol.messages import BePresent
+from protocol.numbers import Inbox, numbered, split
 from protocol.url import numeric_url, parse_target, parse_url
+from worker import forking
+from worker.presence import be_present
 from worker.unix import LocalLine
 
 log = logging.getLogger("gradserver")
 
-_HEARTBEAT_INTERVAL_MS: Final = 1000
-_HEARTBEAT_TIMEOUT_MS: Final = 2500
 _RETRY_SECONDS: Final = 0.1
 _SAY_SO_AFTER: Final = 2.0
 """Seconds without a coordinator after which the log says that this worker is still trying."""
@@ -42,6 +46,9 @@ class Line:
         self.url = url
         self.what = "data shard" if number else "coordinator"
         self.number = number
+        self._address = address
+        self._context = context
+        self._presence: zmq.Socket[bytes] | None = None
         self.receiver: Receiver | None = None
         self.gone = False
         """The monitor has said that the connection ended."""
@@ -50,12 +57,50 @@ class Line:
         self.local: LocalLine | None = None
         """Where messages pass instead, if that process is of this host. Whether it lives is still said here."""
         self.sends_locally = False
+        self.inbox: Inbox[list[Buffer]] = Inbox()
+        self._sent = 0
         self.socket = context.socket(zmq.DEALER)
         _configure(self.socket, ipv6="[" in address)
         self.monitor = self.socket.get_monitor_socket(_GONE)
         self.monitor.get(_EVENTS)  # its descriptor signals nothing before this, and later this could swallow a signal
         self.monitor_fd = int(self.monitor.get(zmq.FD))
         self.socket.connect(address)
+        forking.guard(address)
+
+    def be_present(self, wanted: BePresent) -> None:
+        """Show from now on that this process runs."""
+        if self._presence is None:
+            self._presence = be_present(self._context, self._address, wanted)
+
+    def numbered(self, header: bytes) -> bytes:
+        """``header`` of the next message to be sent here."""
+        self._sent += 1
+        return numbered(header, self._sent)
+
+    def ordered(self, frames: list[Buffer]) -> Iterable[list[Buffer]]:
+        """The messages that are due, now that this one has come.
+
+        Raises:
+            ConnectionLostError: something is missing.
+        """
+        number, frames[0] = split(frames[0])
+        try:
+            return self.inbox.take(number, frames, time.monotonic())
+        except ConnectionLostError as error:
+            raise ConnectionLostError(self.lost_text(error.message)) from None
+
+    def check(self, now: float) -> None:
+        """Raise ConnectionLostError if something has been missing for too long."""
+        try:
+            self.inbox.check(now)
+        except ConnectionLostError as error:
+            raise ConnectionLostError(self.lost_text(error.message)) from None
+
+    def give_up(self) -> None:
+        """Close the connection if something is missing, so that the other side hears of it."""
+        if self.inbox.deadline is not None:
+            self.gone = True
+            self._disconnect(0)  # to disconnect it would take further calls on this socket, and nobody makes any
 
     def lost_text(self, why: str) -> str:
         """What to say when the connection is gone."""
@@ -63,12 +108,19 @@ class Line:
 
     def close(self) -> None:
         """Send what is queued, if it still can be, for a second at most."""
+        forking.unguard(self._address)
         gone = self.gone or bool(int(self.monitor.get(_EVENTS)) & _POLLIN)  # then nothing can leave any more
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
+        if self._presence is not None:
+            self._presence.close()
         if self.local is not None:
             self.local.close(0.0 if gone else _LINGER_MS / 1000)
-        self.socket.close(linger=0 if gone else _LINGER_MS)
+        self._disconnect(0 if gone else _LINGER_MS)
+
+    def _disconnect(self, linger_ms: int) -> None:
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.socket.close(linger=linger_ms)
 
 
 def beside(url: str, primary: str) -> str:
@@ -119,6 +171,6 @@ def _configure(dealer: zmq.Socket[bytes], ipv6: bool) -> None:
     option(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     option(zmq.SNDHWM, 0)  # credits bound what is queued
     option(zmq.RCVHWM, 0)
-    option(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
-    option(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    option(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000))
+    option(zmq.HEARTBEAT_TIMEOUT, int((COORDINATOR_SILENCE - HEARTBEAT_SECONDS) * 1000))
     option(zmq.IPV6, int(ipv6))

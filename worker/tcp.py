@@ -41,7 +41,7 @@ from protocol.errors import (
     GradServerError,
     ProtocolError,
 )
-from protocol.messages import MemoryAt, Message, Place, ShareMemory
+from protocol.messages import BePresent, Failure, MemoryAt, Message, Ping, Place, Scope, ShareMemory
 from protocol.wire import decode, encode
 from worker.line import Line, beside, wait_for_listener
 from worker.memory import SharedMemory
@@ -55,6 +55,9 @@ _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _ZERO_COPY_BYTES: Final = 32 * 1024
 """Below this a copy costs less than handing memory over and getting it back."""
+_LOST: Final = ConnectionLostError.__name__
+_PING_SECONDS: Final = 1.0
+"""After so long without a word, whoever waits asks for one."""
 
 
 class TcpChannel:
@@ -222,6 +225,7 @@ class TcpChannel:
                 raise ClosedError("this worker is closed")
             if line.sends_locally and self._send_locally(line, header, payloads):
                 return
+            header = line.numbered(header)
             try:  # libzmq's own thread sends
                 if payloads:
                     payload = payloads[0]
@@ -304,11 +308,11 @@ class TcpChannel:
 
         Reports a broken connection to the receiver, and then is closing. Whether anything has happened.
         """
-        happened = []
+        happened: list[tuple[int, int]] = []
         try:
             if self._take_one_of_each(self._edgy):
                 return True
-            happened = self._poller.poll(None if timeout is None else math.ceil(timeout * 1000))
+            happened = self._wait(timeout)
             for descriptor, events in happened:
                 if (line := self._locals.get(descriptor)) is not None:
                     self._take_locally(line, events)
@@ -320,11 +324,31 @@ class TcpChannel:
                     while self._take_one_of_each(self._lines):
                         pass
         except GradServerError as error:
-            self._closing = True
+            with self._lock:
+                self._closing = True
+                for line in self._lines:
+                    line.give_up()
             if self._lines[0].receiver is not None:
                 self._lines[0].receiver.lost(error)
             self._heard_of_memory(None)
         return bool(happened)
+
+    def _wait(self, timeout: float | None) -> list[tuple[int, int]]:
+        """Wait for something to happen, for a while; what did.
+
+        Now and then say Ping, which is answered: only behind a message that was lost does anything show that it was.
+        """
+        now = time.monotonic()
+        until = min(line.inbox.deadline or now + _PING_SECONDS for line in self._lines)
+        left = until - now if timeout is None else min(until - now, timeout)
+        events = self._poller.poll(max(math.ceil(left * 1000), 0))
+        if not events and time.monotonic() >= until:
+            for line in self._lines:
+                line.check(until)
+                if not line.sends_locally:
+                    with contextlib.suppress(ClosedError):
+                        self.send(Ping(), (), line.number)
+        return events
 
     def _take_one_of_each(self, lines: Sequence[Line]) -> bool:
         took = False
@@ -335,9 +359,11 @@ class TcpChannel:
     def _take(self, line: Line) -> bool:
         """Hand one message of ZeroMQ's to its receiver; whether there was any."""
         frames = self._receive(line)
-        if frames is not None:
-            self._hand_over(line, frames)
-        return frames is not None
+        if frames is None:
+            return False
+        for message in line.ordered(frames):
+            self._hand_over(line, message)
+        return True
 
     def _take_locally(self, line: Line, events: int = select.POLLIN) -> bool:
         """Take one packet from a local socket, or send what is queued there; whether there was a packet."""
@@ -381,6 +407,10 @@ class TcpChannel:
         assert line.receiver is not None
         if type(message) is MemoryAt:
             self._heard_of_memory(message)
+        elif type(message) is BePresent:
+            line.be_present(message)
+        elif type(message) is Failure and message.scope is Scope.CONNECTION and message.error == _LOST:
+            raise ConnectionLostError(message.text)  # it is the other side that has noticed it
         else:
             line.receiver.receive(message, payloads)
 

@@ -13,9 +13,10 @@ from protocol.errors import CoordinatorError, InvalidArgumentError
 from protocol.limits import MAX_FRAME_BYTES
 from protocol.url import parse_url
 
-HEARTBEAT_INTERVAL_MS: Final = 700
-HEARTBEAT_TIMEOUT_MS: Final = 1800
-"""Interval plus timeout is how long a frozen worker can go unnoticed."""
+_HEARTBEAT_INTERVAL_MS: Final = 5_000
+_HEARTBEAT_TIMEOUT_MS: Final = 30_000
+"""For those who have no presence yet (`.attendance`). Behind messages that nobody reads heartbeats are not read either,
+so a server may stand still for as long."""
 
 RECEIVE_QUEUE: Final = 16
 """Messages that libzmq reads ahead of a connection; with the largest frame, 64 MiB for a hostile one."""
@@ -49,8 +50,8 @@ def _configure(router: zmq.Socket[bytes]) -> None:
     router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
     router.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
-    router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    router.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
+    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     router.setsockopt(zmq.LINGER, 1000)
     router.setsockopt(zmq.BACKLOG, 1024)
 

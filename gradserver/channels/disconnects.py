@@ -51,9 +51,9 @@ class Disconnects:
         now = time.monotonic()
         self._probes = sorted({*self._probes, *(now + delay for delay in _PROBES)})[: 4 * len(_PROBES)]
 
-    def suspect(self) -> None:
-        """Somebody is gone: look at once."""
-        self._probes.insert(0, time.monotonic())
+    def look_at(self, moment: float) -> None:
+        """Look then, too."""
+        self._probes = sorted({*self._probes, moment})
 
     def close(self) -> None:
         """Let go of the monitor."""

@@ -35,6 +35,10 @@ class Guest:
         """Where memory is handed over."""
         self.line: Line | None = None
         """Where messages pass."""
+        self.process: int | None = None
+        """A descriptor that says when his process has ended; None if nothing can."""
+        self.ended = False
+        """It has."""
 
 
 class Line:

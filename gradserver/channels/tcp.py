@@ -5,8 +5,8 @@ a frozen or cut-off one when its heartbeats stop (they are answered by libzmq's 
 whose Python is busy is not taken for dead). Either way the socket's monitor says that *a* connection
 closed; which one shows when a Ping can no longer be routed to it.
 
-Workers of the same host may talk through a local socket (`.unix`), once they have joined here. Who is
-alive is still for this socket to say.
+Workers of the same host may talk through a local socket (`.unix`), once they have joined here. That their
+processes have ended is then known from there, within milliseconds and for certain.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import zmq
 
+from gradserver.channels.attendance import Attendance, Patience, Verdict
 from gradserver.channels.binding import RECEIVE_QUEUE, bind_router
-from gradserver.channels.disconnects import Disconnects
 from gradserver.channels.hosted import Line
+from gradserver.channels.peers import Link, Peer
 from gradserver.channels.unix import UnixServer
 from gradserver.coordinator import Coordinator
 from protocol.buffer import Buffer
 from protocol.errors import (
+    ConnectionLostError,
     GradServerError,
     MalformedMessageError,
     UnexpectedMessageError,
@@ -51,12 +53,12 @@ from protocol.messages import (
     Status,
     StatusRequest,
 )
+from protocol.numbers import numbered, split
 from protocol.resuming import Resume
 from protocol.wire import decode, encode
 
 log = logging.getLogger("gradserver")
 
-_GONE: Final = "it died, froze or lost its network"
 _NOBLOCK: Final = int(zmq.NOBLOCK)  # plain numbers: combining zmq's enumeration takes longer than sending
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
@@ -69,19 +71,6 @@ _ZERO_COPY_BYTES: Final = 32 * 1024
 """Below this a copy costs less than handing memory over and getting it back."""
 
 
-class Link(Protocol):
-    """A connection of another kind that the loop sees to: a data shard's to its coordinator."""
-
-    failure: GradServerError | None
-
-    @property
-    def descriptors(self) -> tuple[int, int]:
-        """What to wait at, once there is nothing left to take."""
-
-    def take_some(self) -> bool:
-        """Take what has come in; whether there was nothing. Sets ``failure`` when the link breaks."""
-
-
 class TcpServer:
     """Binds a ROUTER socket and runs the loop.
 
@@ -89,12 +78,15 @@ class TcpServer:
         coordinator: who is told what comes in.
         bind: ``tcp://HOST:PORT``; port 0 picks a free one.
         share_memory: whether workers of this host may share memory instead of sending gradients.
+        patience: how long somebody may be away before he counts as gone.
 
     Raises:
         CoordinatorError: the address cannot be bound; the message says why.
     """
 
-    def __init__(self, coordinator: Coordinator, bind: str, share_memory: bool = True) -> None:
+    def __init__(
+        self, coordinator: Coordinator, bind: str, share_memory: bool = True, patience: Patience | None = None
+    ) -> None:
         self._coordinator = coordinator
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -103,8 +95,7 @@ class TcpServer:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._disconnects = Disconnects(self._router)
-        self._peers: dict[bytes, _Peer] = {}
+        self._peers: dict[bytes, Peer] = {}
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -116,8 +107,12 @@ class TcpServer:
         """Whether the router may have something that its descriptor does not signal any more."""
         self._poller = select.poll()
         self._unix = UnixServer(self._poller, self) if share_memory else None
+        self._attendance = Attendance(self._router, self._unix, patience or Patience())
+        self._disconnects = self._attendance.disconnects
         self._link: Link | None = None
-        self._early: list[tuple[bytes, Sequence[Buffer]]] | None = None
+        self._early: dict[bytes, tuple[Sequence[Buffer], int]] | None = None
+        self._gaps: dict[bytes, Peer] = {}
+        """Those of whom something is missing that came before what has come."""
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -142,13 +137,13 @@ class TcpServer:
 
     def hold(self) -> None:
         """From now on let nobody join who has not yet: he waits until `release`."""
-        self._early = []
+        self._early = {}
 
     def release(self) -> None:
         """Let those join who have waited, and everybody who comes."""
-        early, self._early = self._early or [], None
-        for identity, frames in early:
-            self._take(identity, frames)
+        early, self._early = self._early or {}, None
+        for identity, (frames, number) in early.items():
+            self._take(identity, frames, number)
 
     def look(self) -> None:
         """Make `run` look whether its condition holds. Safe to call from signal handlers and threads."""
@@ -202,15 +197,20 @@ class TcpServer:
         """Let go of the port. What was said to workers has a second to leave."""
         if self._unix is not None:
             self._unix.close()
-        self._disconnects.close()
+        self._attendance.close()
         self._router.close(linger=1000)
         self._context.term()
         self._wake_in.close()
         self._wake_out.close()
 
     def _next_timer(self) -> float | None:
-        due = [at for at in (self._coordinator.next_deadline(), self._disconnects.due) if at is not None]
-        return min(due, default=None)
+        due = [self._coordinator.next_deadline(), self._disconnects.due]
+        if self._link is not None:
+            due.append(self._link.due)
+        if self._gaps:
+            self._gaps = {identity: peer for identity, peer in self._gaps.items() if peer.inbox.deadline is not None}
+            due += [peer.inbox.deadline for peer in self._gaps.values()]
+        return min((at for at in due if at is not None), default=None)
 
     def _run_timers(self) -> None:
         now = time.monotonic()
@@ -219,6 +219,11 @@ class TcpServer:
             self._coordinator.tick()
         if self._disconnects.is_time(now):
             self._probe()
+        for peer in list(self._gaps.values()):
+            try:
+                peer.inbox.check(now)
+            except ConnectionLostError as error:
+                self._break(peer, error)
 
     # ── in ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -242,9 +247,31 @@ class TcpServer:
             frame = receive(_NOBLOCK, copy=False)
             frames.append(frame.buffer)
             more = frame.more
-        self._take(identity, frames)
+        number, frames[0] = split(frames[0])
+        peer = self._peers.get(identity)
+        if peer is None:
+            if not self._attendance.has_come(identity):
+                self._take(identity, frames, number)
+            return
+        try:
+            due = peer.inbox.take(number, frames, time.monotonic())
+        except ConnectionLostError as error:
+            self._break(peer, error)
+            return
+        if peer.inbox.deadline is not None:
+            self._gaps[identity] = peer
+        for message in due:
+            self._take(identity, message)
 
-    def _take(self, identity: bytes, frames: Sequence[Buffer]) -> None:
+    def _break(self, peer: Peer, error: ConnectionLostError) -> None:
+        """Something that ``peer`` said is missing: what it says from now on is not looked at."""
+        told = ConnectionLostError(f"this worker's connection to {self.url} lost something: {error.message}")
+        self.route(peer.identity, Failure.of(told, Scope.CONNECTION), (), peer.count())
+        self.forget(peer.identity)
+        self._coordinator.lost(peer.connection, error.message)
+
+    def _take(self, identity: bytes, frames: Sequence[Buffer], number: int = 0) -> None:
+        """Take one message, which of those of a stranger has this number."""
         peer = self._peers.get(identity)
         try:
             message, payloads = decode(frames)
@@ -259,17 +286,29 @@ class TcpServer:
             self.route(identity, Status(), [status])
         elif peer is not None:
             self._take_from(peer, message, payloads)
-        elif isinstance(message, Join) and self._early is not None and len(self._early) < _MAX_EARLY:
-            self._early.append((identity, frames))
+        elif self._early is not None and self._waits(identity, message, frames, number):
+            pass
         elif isinstance(message, Join | Enlist | Attend | Resume):
-            peer = self._peers[identity] = _Peer(self, identity)
+            peer = self._peers[identity] = Peer(self, identity, number + 1)
             peer.connection = self._coordinator.connect(peer)
+            self.route(identity, self._attendance.invite(peer), (), peer.count())
             self._coordinator.receive(peer.connection, message, payloads)
         else:
             what = type(message).__name__
             self._turn_away(identity, UnexpectedMessageError(f"{what} from someone who is in no group: join first"))
 
-    def _take_from(self, peer: _Peer, message: Message, payloads: Sequence[Buffer]) -> None:
+    def _waits(self, identity: bytes, message: Message, frames: Sequence[Buffer], number: int) -> bool:
+        """Whether somebody who came before `release`, or comes now, goes on waiting for it."""
+        assert self._early is not None
+        if isinstance(message, Ping) and identity in self._early:
+            frames, _ = self._early[identity]  # it waits there, too, and asks whether something is missing
+        elif not isinstance(message, Join) or len(self._early) >= _MAX_EARLY:
+            self._early.pop(identity, None)
+            return False
+        self._early[identity] = frames, number
+        return True
+
+    def _take_from(self, peer: Peer, message: Message, payloads: Sequence[Buffer]) -> None:
         """Pass on what a worker says; a place in memory that it shares becomes that memory."""
         if type(message) is Push and message.place is not None:
             try:
@@ -279,7 +318,10 @@ class TcpServer:
                 return
         elif type(message) is ShareMemory:
             address, token = self._unix.admit(peer.identity) if self._unix is not None else ("", "")
-            self.route(peer.identity, MemoryAt(address, token), ())
+            self.route(peer.identity, MemoryAt(address, token), (), peer.count())
+            return
+        elif type(message) is Ping:  # it waits, and something of ours may have been lost
+            peer.is_connected()
             return
         elif type(message) is Leave and self._unix is not None:
             self._unix.unshare(peer.identity)  # before the answer: whoever has left has its memory for itself
@@ -315,9 +357,11 @@ class TcpServer:
             self._encoded = (message, encode(message))
         return self._encoded[1]
 
-    def route(self, identity: bytes, message: Message, payloads: Sequence[Buffer]) -> bool:
-        """Send; False if there is no connection to send on any more, or its queue is full."""
+    def route(self, identity: bytes, message: Message, payloads: Sequence[Buffer], number: int = 0) -> bool:
+        """Send, as the connection's ``number``-th; False if there is none to send on any more, or its queue is full."""
         header = self.encoded(message)
+        if number:
+            header = numbered(header, number)
         send = self._router.send
         self._unsure = True
         try:
@@ -336,7 +380,9 @@ class TcpServer:
 
     def forget(self, identity: bytes) -> None:
         """Drop a peer: what still comes from it is a stranger's."""
-        self._peers.pop(identity, None)
+        if (peer := self._peers.pop(identity, None)) is not None:
+            self._attendance.forget(peer)
+        self._gaps.pop(identity, None)
         if self._unix is not None:
             self._unix.forget(identity)
 
@@ -345,7 +391,7 @@ class TcpServer:
     def talks(self, identity: bytes, line: Line) -> None:
         """Messages to this worker go through ``line`` from now on."""
         if (peer := self._peers.get(identity)) is not None:
-            peer.line = line
+            peer.line, peer.talked = line, True
 
     def heard(self, identity: bytes, frames: Sequence[Buffer]) -> None:
         """A message came in."""
@@ -363,58 +409,39 @@ class TcpServer:
             peer.line = None
             self._disconnects.suppose()
 
+    def ended(self, identity: bytes) -> None:
+        """A worker's process has ended. What it said through its connection may be on its way."""
+        if (peer := self._peers.get(identity)) is not None:
+            if peer.talked:
+                self._lose(self._attendance.ended(peer))
+            else:
+                self._disconnects.suppose()
+
     # ── who is gone ───────────────────────────────────────────────────────────────────────────────────
 
     def suspect(self) -> None:
         """A message could not be sent: look at once who is gone."""
-        self._disconnects.suspect()
+        self._disconnects.suppose()
 
     def _probe(self) -> None:
-        gone = [peer for peer in self._peers.values() if not peer.is_connected()]
-        if not gone:
+        verdicts = self._attendance.look(self._peers.values())
+        if not verdicts:
             return
         for _ in range(2 * RECEIVE_QUEUE * len(self._peers)):  # what they said before they went counts
             if not int(self._router.get(_EVENTS)) & _POLLIN:
                 break
             self._take_one()
-        for peer in gone:
+        for verdict in verdicts:
             if self._unix is not None:
-                self._unix.drain(peer.identity)
-            if self._peers.get(peer.identity) is peer:
-                self.forget(peer.identity)
-                self._coordinator.lost(peer.connection, _GONE)
+                self._unix.drain(verdict.peer.identity)
+            self._lose(verdict)
 
-
-class _Peer:
-    """The coordinator's end of one worker's channel."""
-
-    def __init__(self, server: TcpServer, identity: bytes) -> None:
-        self._server = server
-        self._reachable = True
-        self.identity = identity
-        self.connection = -1
-        self.line: Line | None = None
-        """Where messages go, if not through the ZeroMQ connection."""
-
-    def attach(self, receiver: object) -> None:
-        """What comes in goes to the coordinator, always."""
-
-    def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
-        """Send, or find out soon that the worker is gone: it may have said more than was read so far."""
-        line = self.line
-        sent = self._reachable and (
-            line.send(self._server.encoded(message), payloads)
-            if line is not None
-            else self._server.route(self.identity, message, payloads)
-        )
-        if not sent:
-            self._reachable = False
-            self._server.suspect()
-
-    def is_connected(self) -> bool:
-        """Whether the ZeroMQ connection is still there."""
-        self._reachable = self._reachable and self._server.route(self.identity, Ping(), ())
-        return self._reachable
-
-    def close(self) -> None:
-        self._server.forget(self.identity)
+    def _lose(self, verdict: Verdict) -> None:
+        peer, reason, ended, silent = verdict
+        if self._peers.get(peer.identity) is not peer:
+            return
+        if silent:
+            self._coordinator.silent(peer.connection, reason)
+        else:
+            self.forget(peer.identity)
+            self._coordinator.lost(peer.connection, reason, ended)

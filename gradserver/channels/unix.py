@@ -2,7 +2,8 @@
 
 The socket's name belongs to a network namespace, so a worker that cannot see this host's processes finds nobody
 there, and stays with TCP. Who may speak here has a token, which the worker gets through its ZeroMQ connection. That
-one stays: it says who is alive, and takes over whenever a local connection ends.
+one stays, and takes over whenever a local connection ends. Who has come here is known by his process (`.ended`), so
+that its end is noticed at once, and for certain.
 
 Whoever is at the other end may be hostile. Nothing here waits: sockets do not block, and only one packet of each is
 taken at a time.
@@ -21,6 +22,7 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from gradserver.channels.ended import has_ended, process_of
 from gradserver.channels.hosted import Guest, Line
 from gradserver.channels.memory import Segments
 from protocol.buffer import Buffer
@@ -67,6 +69,9 @@ class Host(Protocol):
     def hung_up(self, identity: bytes) -> None:
         """The worker has closed its line, or has died."""
 
+    def ended(self, identity: bytes) -> None:
+        """The worker's process has ended, and what it said here has been heard."""
+
 
 class UnixServer:
     """Takes memory from workers and finds places in it; takes messages, and gives out lines to send others through.
@@ -83,6 +88,8 @@ class UnixServer:
         self._tokens: dict[str, Guest] = {}
         self._connections: dict[int, Line] = {}
         self._strangers: dict[int, Line] = {}
+        self._processes: dict[int, Guest] = {}
+        """Guests by descriptors of their processes."""
         self._paused = False
         self.address = ""
         """Of the socket; empty where there is none, and then nobody can come."""
@@ -140,12 +147,22 @@ class UnixServer:
         if guest is not None and guest.line is not None:
             self._drain(guest.line)
 
+    def lives(self, identity: bytes) -> bool | None:
+        """Whether the process of ``identity`` is there; None if nobody knows."""
+        guest = self._guests.get(identity)
+        if guest is None or (guest.process is None and not guest.ended):
+            return None
+        if guest.process is not None and has_ended(guest.process):
+            self._part_with(guest, ended=True)
+        return not guest.ended
+
     def forget(self, identity: bytes) -> None:
         """Let go of all that ``identity`` shared, and hang up when it has read what it was told."""
         self.unshare(identity)
         guest = self._guests.pop(identity, None)
         if guest is None:
             return
+        self._part_with(guest)
         self._tokens.pop(guest.token, None)
         if guest.line is not None:
             guest.line.guest = None
@@ -182,7 +199,11 @@ class UnixServer:
     def ready(self, descriptor: int, events: int) -> None:
         """Something happened at ``descriptor``; nothing, if it is unknown: it may be closed by now."""
         line = self._connections.get(descriptor)
-        if line is None:
+        if (guest := self._processes.get(descriptor)) is not None:
+            self._part_with(guest, ended=True)
+            self.drain(guest.identity)
+            self._host.ended(guest.identity)
+        elif line is None:
             if self._listener is not None and descriptor == self._listener.fileno():
                 self._accept(self._listener)
         elif events & select.POLLOUT:
@@ -221,6 +242,22 @@ class UnixServer:
         self._strangers.pop(line.descriptor, None)
         self._poller.unregister(line.descriptor)
         line.socket.close()
+
+    def _watch(self, line: Line, guest: Guest) -> None:
+        """Notice when the process of ``guest`` ends, who has come through ``line``."""
+        if guest.process is None and (process := process_of(line.socket)) is not None:
+            guest.process = process
+            self._processes[process] = guest
+            self._poller.register(process, select.POLLIN)
+
+    def _part_with(self, guest: Guest, ended: bool = False) -> None:
+        """Watch his process no more."""
+        guest.ended = guest.ended or ended
+        process, guest.process = guest.process, None
+        if process is not None:
+            del self._processes[process]
+            self._poller.unregister(process)
+            os.close(process)
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -284,6 +321,7 @@ class UnixServer:
         if line.guest is None:
             line.guest = guest
             self._strangers.pop(line.descriptor, None)
+            self._watch(line, guest)
         elif line.guest is not guest:
             raise UnexpectedMessageError("the token of another connection")
         return guest

@@ -86,8 +86,10 @@ class Engine:
                 orders = self.control.receive(connection, message, payloads, now, commands)
             case Garbled(connection, error):
                 reports = [Violation(connection, error)]
-            case Disconnected(connection, reason):
-                orders = self.control.disconnected(connection, reason, now, commands)
+            case Disconnected(connection, reason, ended, silent):
+                if silent:
+                    self.control.left_out(connection, reason, commands)
+                orders = self.control.disconnected(connection, reason, ended, silent, now, commands)
             case Tick():
                 reports = self.data.tick(now, commands)
                 orders = self.control.tick(now, commands)

@@ -7,6 +7,7 @@ counts, the rest does not; so each element is the mean of those who counted for 
     ────────  ────────────────────────────────────────────────  ──────  ──────────────────────────────────────────────
     OPEN      a participant departs                             OPEN    what waited for it alone is complete
     OPEN      … and its memory holds what was not reduced       OPEN    that does not count: the memory is its own
+    OPEN      … but its process is known to have ended          OPEN    it counts: nobody can change it any more
     OPEN      … and a reduction holds its bytes                 OPEN    they count; no result is sent to it
     OPEN      … from an all_gather or a reduce_scatter          FAILED  MembershipChangedError to everybody
     OPEN      … the root of a broadcast that lacks some of it   FAILED  MembershipChangedError to everybody
@@ -62,13 +63,13 @@ def depart(group: Group, order: Depart, now: float, commands: list[Command]) -> 
             exchange.participants = tuple(other for other in exchange.participants if other != seat)
             forget_if_over(group, exchange)
         else:
-            reports += cut(group, exchange, seat, now, commands)
+            reports += cut(group, exchange, seat, order.ended, now, commands)
     return reports
 
 
-def cut(group: Group, exchange: Exchange, seat: int, now: float, commands: list[Command]) -> list[Report]:
-    """Go on with ``exchange`` without ``seat``."""
-    exchange.leave_out(seat)
+def cut(group: Group, exchange: Exchange, seat: int, ended: bool, now: float, commands: list[Command]) -> list[Report]:
+    """Go on with ``exchange`` without ``seat``, whose process ``ended``, or who knows."""
+    exchange.leave_out(seat, ended)
     reports: list[Report] = []
     for piece in exchange.ready():
         exchange.last = seat
@@ -81,7 +82,7 @@ def _why_not(group: Group, exchange: Exchange, order: Depart) -> GradServerError
     if exchange.complete == exchange.stop:
         return None
     kind = exchange.operation.kind
-    lacks_some = exchange.kept_of(order.rank) < exchange.stop
+    lacks_some = exchange.kept_of(order.rank, order.ended) < exchange.stop
     if kind in WORLD_BOUND or (kind is Kind.BROADCAST and exchange.operation.root == order.rank and lacks_some):
         return _changed(group, exchange.key, exchange.operation)
     return order.error if kind is Kind.TRANSFER and lacks_some else None
@@ -115,7 +116,7 @@ def do_without(
 ) -> list[Report]:
     """Reduce ``piece`` again, without what ``rank`` has given to it, and go on without it: it is about to depart."""
     exchange.spoil(rank, piece.stop - piece.start)
-    reports = cut(group, exchange, rank, now, commands)
+    reports = cut(group, exchange, rank, False, now, commands)
     given = {other: run for other, run in piece.given.items() if other != rank}
     return reports + complete(group, exchange, piece._replace(given=given), now, commands)
 

@@ -69,6 +69,7 @@ from gradserver.engine.membership import (
     deadlines,
     describe,
     join_timeout,
+    left_out,
     new_group,
 )
 from gradserver.engine.orders import decode_report, encode_order
@@ -183,14 +184,26 @@ class Control:
         except GradServerError as error:
             return self._refuse(connection, error, commands)
 
-    def disconnected(self, connection: int, reason: str, now: float, commands: list[Command]) -> list[Order]:
-        """A connection broke."""
+    def disconnected(
+        self, connection: int, reason: str, ended: bool, final: bool, now: float, commands: list[Command]
+    ) -> list[Order]:
+        """A connection broke; its worker comes back, if it can: not if its process ``ended``, or that is ``final``."""
         group = self.groups.get(self._places.get(connection, ""))
-        if group is not None and group.members and group.secret and group.broken is None:
+        durable = group is not None and group.members and group.secret and group.broken is None
+        if group is not None and durable and not ended and not final:
             _, seat = self._seat(connection)
             del self._places[connection]
             return resuming.detach(group, seat, reason, now, commands)
-        return self._gone(connection, reason, False, commands)
+        return self._gone(connection, reason, False, commands, ended)
+
+    def left_out(self, connection: int, reason: str, commands: list[Command]) -> None:
+        """Tell somebody who is silent that he is too late, for when he can hear again."""
+        error: GradServerError = ConnectionLostError(f"the coordinator has given this connection up: {reason}")
+        group = self.groups.get(self._places.get(connection, ""))
+        if group is not None and group.members:
+            _, seat = self._seat(connection)
+            error = left_out(group, seat, reason)
+        commands += [Send(connection, Failure.of(error, Scope.CONNECTION)), Close(connection)]
 
     def restore(
         self, records: Sequence[Kind], kept: Collection[str], now: float, commands: list[Command]
@@ -246,10 +259,10 @@ class Control:
                 confirm(self.groups[name], source, digest, commands)
                 joining.compare_plans(self.groups[name], commands)
                 return self._refuse_all(joining.outdated(self.groups[name]), commands)
-            case Absent(name, rank, error):
+            case Absent(name, rank, error, ended):
                 group = self.groups[name]
                 seat = group.members.get(rank) or group.joiners.get(rank)
-                return [] if seat is None else self._refuse(seat.connection, error, commands)
+                return [] if seat is None else self._refuse(seat.connection, error, commands, ended)
             case Late(name):
                 group = self.groups[name]
                 order = close_round(group, report, commands)
@@ -300,6 +313,9 @@ class Control:
             if connection in group.shards:
                 self._break(group, error, commands)
                 orders += self._order(group, Halt(group.name, error, False), commands)
+                # Members wait for what that shard does not say, and would not hear for long that it is frozen.
+                failure = Failure.of(error, Scope.CONNECTION)
+                commands += [Send(seat.connection, failure) for seat in group.members.values()]
         return orders
 
     # ── joining ───────────────────────────────────────────────────────────────────────────────────────
@@ -408,7 +424,9 @@ class Control:
 
     # ── leaving, and being lost ───────────────────────────────────────────────────────────────────────
 
-    def _gone(self, connection: int, reason: str, politely: bool, commands: list[Command]) -> list[Order]:
+    def _gone(
+        self, connection: int, reason: str, politely: bool, commands: list[Command], ended: bool = False
+    ) -> list[Order]:
         name = self._places.pop(connection, None)
         if name is None:
             shard = self.roster.shards.pop(connection, None)
@@ -425,9 +443,11 @@ class Control:
         if any(applicant.connection == connection for applicant in group.queue):
             group.queue = [a for a in group.queue if a.connection != connection]
             return []
-        return self._vacate(group, group.seat_of(connection), reason, politely, commands)
+        return self._vacate(group, group.seat_of(connection), reason, politely, ended, commands)
 
-    def _vacate(self, group: Group, rank: int, reason: str, politely: bool, commands: list[Command]) -> list[Order]:
+    def _vacate(
+        self, group: Group, rank: int, reason: str, politely: bool, ended: bool, commands: list[Command]
+    ) -> list[Order]:
         """A member is gone, or somebody who joins."""
         name = group.name
         if rank in group.joiners:
@@ -442,7 +462,7 @@ class Control:
         group.unaware.discard(rank)
         claims.departed(group, rank, commands)
         if group.policy is not None and group.begun:
-            departure, others = depart(group, rank, reason, politely, self._next_epoch, commands)
+            departure, others = depart(group, rank, reason, politely, ended, self._next_epoch, commands)
             chronicle.departed(group, departure.error.message, commands)
             changes = [departure, *others, *joining.seat_the_next(group, self.roster.token, commands)]
             return self._order_all(group, changes, commands) + self._settle(group, commands)
@@ -474,14 +494,16 @@ class Control:
                 commands.append(Log(f"group {group.name!r} is broken: {error.message}", warning=True))
         fail_all(group, error, commands)
 
-    def _refuse(self, connection: int, error: GradServerError, commands: list[Command]) -> list[Order]:
+    def _refuse(
+        self, connection: int, error: GradServerError, commands: list[Command], ended: bool = False
+    ) -> list[Order]:
         """``error`` is this connection's own fault, and costs it the connection."""
         commands.append(Send(connection, Failure.of(error, Scope.CONNECTION)))
         commands.append(Close(connection))
         commands.append(Log(f"connection {connection} refused: {error.message}", warning=True))
         blame = "it broke the protocol: " if isinstance(error, ProtocolError) else ""
-        late = isinstance(error, LeftOutError)
-        return self._gone(connection, "it did not come in time" if late else f"{blame}{error.message}", False, commands)
+        why = "it did not come in time" if isinstance(error, LeftOutError) else f"{blame}{error.message}"
+        return self._gone(connection, why, False, commands, ended)
 
     def _refuse_all(self, refusals: joining.Refusals, commands: list[Command]) -> list[Order]:
         return [order for connection, error in refusals for order in self._refuse(connection, error, commands)]
@@ -521,7 +543,7 @@ class Control:
                 orders += self._gone(applicant.connection, "waited too long", False, commands)
             orders += self._refuse_all(joining.overdue(group, now), commands)
             for seat in [seat for seat, until in group.away.items() if until <= now]:
-                orders += self._vacate(group, seat, resuming.NOT_BACK, False, commands)
+                orders += self._vacate(group, seat, resuming.NOT_BACK, False, False, commands)
             overdue = [p for p in group.proposals.values() if p.since + group.timeout <= now]
             if overdue:
                 fail_overdue(group, commands)

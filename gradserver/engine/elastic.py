@@ -57,7 +57,13 @@ def may_begin(group: Group, now: float) -> bool:
 
 
 def depart(
-    group: Group, seat: int, reason: str, politely: bool, number: Callable[[], int], commands: list[Command]
+    group: Group,
+    seat: int,
+    reason: str,
+    politely: bool,
+    ended: bool,
+    number: Callable[[], int],
+    commands: list[Command],
 ) -> tuple[Depart, list[RemoteOrder]]:
     """``seat`` is vacant, and ``reason`` says why: the others go on, as a new epoch. What else is to be ordered."""
     kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
@@ -73,7 +79,7 @@ def depart(
     commands.append(Log(f"group {group.name!r}: {what}, epoch {epoch}", warning=not politely))
     group.unheeded.append(Unheeded(set(group.shards), news))
     group.news.append(news)
-    return Depart(group.name, seat, error, epoch), joining.lost_donor(group, seat)
+    return Depart(group.name, seat, error, epoch, ended), joining.lost_donor(group, seat)
 
 
 def heeded(group: Group, shard: int) -> None:

@@ -39,10 +39,15 @@ class Garbled:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A connection is gone; ``reason`` is for people."""
+    """A connection is gone; ``reason`` is for people. ``ended`` is known of its process, and not supposed.
+
+    A ``silent`` one is still there: its owner froze, or was cut off, and can be told that it is too late.
+    """
 
     connection: int
     reason: str
+    ended: bool = False
+    silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +245,15 @@ class SetPlan:
 class Depart:
     """A member is gone: what it has contributed counts, what still needs it fails with ``error``.
 
-    ``epoch`` is that of the membership without it, if the group is elastic.
+    ``epoch`` is that of the membership without it, if the group is elastic. If its process has ``ended``, nobody
+    writes to memory that it shared.
     """
 
     group: str
     rank: int
     error: GradServerError
     epoch: int = 0
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,11 +397,15 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """A member is not at this shard any more: its connection broke, or it broke the protocol. It is to depart."""
+    """A member is not at this shard any more: its connection broke, or it broke the protocol. It is to depart.
+
+    ``ended`` is as in `Disconnected`.
+    """
 
     group: str
     rank: int
     error: GradServerError
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,21 +141,24 @@ class Exchange:
             self.complete = self.open_from(stop)
             yield Piece(start, stop, given)
 
-    def kept_of(self, rank: int) -> int:
+    def kept_of(self, rank: int, ended: bool) -> int:
         """Up to which slice contributions of ``rank`` count if it departs now.
 
-        What lies in its memory and has not been reduced does not: it is its own again, and it may be alive.
+        What lies in its memory and has not been reduced does not: it is its own again, and it may be alive. Unless
+        its process is known to have ``ended``.
         """
         kept = self.complete
         for run in self.runs.get(rank, ()):
-            if run.shared:
+            if run.shared and not ended:
                 break
             kept = self.open_from(run.stop)
         return kept if rank in self.pushed else self.start
 
-    def leave_out(self, rank: int) -> None:
+    def leave_out(self, rank: int, ended: bool) -> None:
         """Go on without ``rank``, which departs: its contributions count as far as `kept_of` says."""
-        self._stop_waiting(rank, self.kept_of(rank))
+        self._stop_waiting(rank, self.kept_of(rank, ended))
+        if rank in self.runs:
+            self.runs[rank] = deque(self._inherited(run) for run in self.runs[rank])
 
     def pass_over(self, rank: int) -> None:
         """Go on without ``rank``, which is late: all that it has contributed counts."""
@@ -183,6 +186,15 @@ class Exchange:
         if not self.runs[rank]:
             del self.runs[rank]
 
+    def _inherited(self, run: Run) -> Run:
+        """``run`` of somebody who has departed: no result is written over it, so it is a payload like any other."""
+        if not run.shared:
+            return run
+        if run.payload is None or not run.present:
+            return run._replace(payload=None, shared=False, target=None)
+        nbytes = self.layout.run_bytes(run.start, run.stop)
+        return run._replace(payload=memoryview(run.payload)[:nbytes], shared=False, target=None)
+
     def spoil(self, rank: int, slices: int) -> None:
         """So many slices of ``rank`` do not count."""
         self.spoiled = {**self.spoiled, rank: self.spoiled.get(rank, 0) + slices}
@@ -203,8 +215,9 @@ class Exchange:
         if run.payload is None:
             return run._replace(start=start, stop=stop)
         skipped = self.layout.run_bytes(run.start, start)
+        end = None if run.shared else self.layout.run_bytes(run.start, stop)
         target = None if run.target is None else memoryview(run.target)[skipped:]
-        return run._replace(start=start, stop=stop, payload=memoryview(run.payload)[skipped:], target=target)
+        return run._replace(start=start, stop=stop, payload=memoryview(run.payload)[skipped:end], target=target)
 
     def cost(self, run: Run) -> int:
         """Credit that a contribution takes until its result, in bytes."""

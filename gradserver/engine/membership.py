@@ -19,6 +19,7 @@ from protocol.errors import (
     InvalidWorldSizeError,
     JoinRefusedError,
     JoinTimeoutError,
+    LeftOutError,
     LimitExceededError,
 )
 from protocol.limits import MAX_GROUPS, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_SHARDS, MAX_TOKEN, MAX_URL, MAX_WORLD_SIZE
@@ -324,6 +325,16 @@ def _too_few_joined(group: Group, applicant: Applicant, here: str) -> JoinTimeou
         f"group {group.name!r} has {len(group.applicants)} of {group.size} workers after "
         f"{applicant.join.timeout:g} s: {here} came; missing: {missing}",
         missing=(missing,),
+    )
+
+
+def left_out(group: Group, seat: int, reason: str) -> LeftOutError:
+    """What to tell a member that the others go on without, or cannot."""
+    return LeftOutError(
+        f"this worker, {group.call(seat)}, was left out of group {group.name!r} in round {group.rounds}: {reason}. "
+        f"It has to join again",
+        worker=group.seats.names[seat],
+        rank=group.seats.rank(seat),
     )
 
 

@@ -76,8 +76,8 @@ def encode_order(order: RemoteOrder) -> bytes:
             return _pack("open", *known, elastic, digests, backlog, None if late is None else _pack_lateness(late))
         case SetPlan(group, plan, first_round):
             return _pack("plan", group, plan.encoded, first_round)
-        case Depart(group, rank, error, epoch):
-            return _pack("depart", group, rank, _pack_error(error), epoch)
+        case Depart(group, rank, error, epoch, ended):
+            return _pack("depart", group, rank, _pack_error(error), epoch, ended)
         case CloseGroup(group):
             return _pack("close", group)
         case Halt(group, error, buckets_only):
@@ -122,8 +122,8 @@ def decode_order(data: Buffer) -> RemoteOrder:
             return OpenGroup(*known, compared, place, shown, elastic, digests, _count(unread), _lateness(late))
         case ["plan", group, bytes(plan), first_round]:
             return SetPlan(_name(group), decode_plan(plan), _count(first_round))
-        case ["depart", group, rank, error, epoch]:
-            return Depart(_name(group), _rank(rank), _error(error), _count(epoch))
+        case ["depart", group, rank, error, epoch, bool(ended)]:
+            return Depart(_name(group), _rank(rank), _error(error), _count(epoch), ended)
         case ["close", group]:
             return CloseGroup(_name(group))
         case ["halt", group, error, bool(buckets_only)]:
@@ -150,8 +150,8 @@ def encode_report(epoch: int, report: RemoteReport) -> bytes:
             return _pack("halted", epoch, group, _pack_error(error), buckets_only)
         case Planned(group, digest):
             return _pack("planned", epoch, group, digest)
-        case Absent(group, rank, error):
-            return _pack("absent", epoch, group, rank, _pack_error(error))
+        case Absent(group, rank, error, ended):
+            return _pack("absent", epoch, group, rank, _pack_error(error), ended)
         case Heeded(group):
             return _pack("heeded", epoch, group)
         case Behind(group, rank, number):
@@ -172,8 +172,8 @@ def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
             return _count(epoch), Halted(_name(group), _error(error), buckets_only)
         case ["planned", epoch, group, digest]:
             return _count(epoch), Planned(_name(group), _token(digest))
-        case ["absent", epoch, group, rank, error]:
-            return _count(epoch), Absent(_name(group), _rank(rank), _error(error))
+        case ["absent", epoch, group, rank, error, bool(ended)]:
+            return _count(epoch), Absent(_name(group), _rank(rank), _error(error), ended)
         case ["heeded", epoch, group]:
             return _count(epoch), Heeded(_name(group))
         case ["behind", epoch, group, rank, number]:

@@ -72,7 +72,7 @@ def excuse(group: Group, order: Excuse, now: float, commands: list[Command]) -> 
     reports: list[Report] = []
     for exchange in list(group.exchanges.values()):
         if exchange.key.stream == Stream.BUCKET and order.seat in exchange.participants and exchange.failure is None:
-            reports += cut(group, exchange, order.seat, now, commands)
+            reports += cut(group, exchange, order.seat, False, now, commands)
     return reports
 
 

@@ -125,9 +125,11 @@ class ShardEngine:
                     reports = [Violation(connection, error)]
             case Garbled(connection, what):
                 reports = [Violation(connection, what)]
-            case Disconnected(connection, reason):
+            case Disconnected(connection, reason, ended, silent):
                 broke = ConnectionLostError(f"its connection to the data shard at {self.url} broke: {reason}")
-                reports = self._absent(connection, broke)
+                if silent:
+                    commands += [Send(connection, Failure.of(broke, Scope.CONNECTION)), Close(connection)]
+                reports = self._absent(connection, broke, ended)
             case Tick():
                 reports = self.data.tick(now, commands)
                 self._tick(now, commands)
@@ -236,14 +238,14 @@ class ShardEngine:
         self.data.seat(attend.group, rank, connection)
         commands.append(Send(connection, Attended()))
 
-    def _absent(self, connection: int, error: GradServerError) -> list[Report]:
+    def _absent(self, connection: int, error: GradServerError, ended: bool = False) -> list[Report]:
         """A connection is gone, or about to go."""
         self._attending.pop(connection, None)
         seat = self._seats.pop(connection, None)
         if seat is None:
             return []
         self.data.unseat(connection)
-        return [Absent(*seat, error)]
+        return [Absent(*seat, error, ended)]
 
     def _refuse(self, connection: int, error: GradServerError, commands: list[Command]) -> list[Report]:
         """``error`` is this connection's own fault, and costs it the connection."""

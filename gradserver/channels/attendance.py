@@ -1,0 +1,148 @@
+"""Who of a server's peers is still there: what connections, processes and silence say of each, and what follows.
+
+Beside the connection that its messages pass through, each peer opens a second one, its *presence*, through which
+libzmq's own thread says from time to time that its process runs, and which nothing else ever passes through. So
+
+- a peer whose Python is busy for minutes is there, and one that froze is not;
+- it does not matter how much of what peers said is still unread: where heartbeats share a queue with messages, libzmq
+  reads neither when it is full, and a server that stood still for a while would take everybody for dead;
+- a server that stood still finds presences closed, and a moment later open again: peers' libzmq sees to that.
+
+    connection  process  presence                            the peer
+    ──────────  ───────  ──────────────────────────────────  ────────────────────────────────────────────────
+    there       unknown  there, or never was                 is there
+    there       lives    there, or never was                 is there
+    there       any      gone for some time                  froze or was cut off: it is told, if it still hears
+    there       ended    any                                 is dead; its children hold the connection open
+    gone        ended    any                                 is dead
+    gone        lives    any                                 is cut off, if it has not ended a moment later
+    gone        unknown  any                                 is gone
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Collection
+from typing import Final, NamedTuple
+
+import zmq
+
+from gradserver.channels.disconnects import Disconnects
+from gradserver.channels.peers import Peer
+from gradserver.channels.unix import UnixServer
+from protocol.messages import BePresent
+
+_GONE: Final = "it died, froze or lost its network"
+_ENDED: Final = "its process ended"
+_CUT_OFF: Final = "it lost its connection, and its process is there"
+
+_SILENT: Final = 0.55
+_BACK: Final = 0.3
+"""Of the time after which a peer counts as frozen: how long its presence may be silent, and then be closed."""
+_LOOK_SECONDS: Final = 0.05
+
+
+class Patience(NamedTuple):
+    """How long somebody may be away.
+
+    Attributes:
+        dead_after: seconds after which the owner of a connection that broke is dead.
+        frozen_after: seconds of silence after which somebody is taken for frozen, or cut off.
+    """
+
+    dead_after: float = 1.0
+    frozen_after: float = 3.0
+
+
+class Verdict(NamedTuple):
+    """A peer is gone. ``ended`` is certain of its process; a ``silent`` one may hear of it when it is back."""
+
+    peer: Peer
+    reason: str
+    ended: bool = False
+    silent: bool = False
+
+
+class Attendance:
+    """Knows who is there.
+
+    Args:
+        router: the socket whose peers they are.
+        unix: the local socket of those of this host.
+        patience: how long they may be away.
+    """
+
+    def __init__(self, router: zmq.Socket[bytes], unix: UnixServer | None, patience: Patience) -> None:
+        self.disconnects = Disconnects(router)
+        self._router = router
+        self._unix = unix
+        self._patience = patience
+        self._invited: dict[bytes, Peer] = {}
+        """By their presences' identities."""
+
+    def invite(self, peer: Peer) -> BePresent:
+        """What to tell somebody who has come."""
+        peer.presence = secrets.token_hex(16).encode()
+        self._invited[peer.presence] = peer
+        return BePresent(peer.presence.decode(), _SILENT * self._patience.frozen_after)
+
+    def has_come(self, identity: bytes) -> bool:
+        """Whether what came from ``identity`` is a peer's presence, which from now on is not to be missing."""
+        peer = self._invited.get(identity)
+        if peer is not None:
+            peer.is_present = True
+        return peer is not None
+
+    def forget(self, peer: Peer) -> None:
+        """It is gone."""
+        self._invited.pop(peer.presence, None)
+
+    def lives(self, peer: Peer) -> bool | None:
+        """Whether its process is there; None if nobody knows."""
+        return None if self._unix is None else self._unix.lives(peer.identity)
+
+    def ended(self, peer: Peer) -> Verdict:
+        """What is to be said of a peer whose process has ended."""
+        return Verdict(peer, _ENDED, ended=True)
+
+    def look(self, peers: Collection[Peer]) -> list[Verdict]:
+        """Who is gone now. If that is not certain of somebody yet, it will soon be time to look again."""
+        now = time.monotonic()
+        verdicts = [verdict for peer in peers if (verdict := self._judge(peer, now)) is not None]
+        if any(peer.doubtful is not None or peer.silent is not None for peer in peers):
+            self.disconnects.look_at(now + _LOOK_SECONDS)
+        return verdicts
+
+    def _judge(self, peer: Peer, now: float) -> Verdict | None:
+        lives, connected = self.lives(peer), peer.is_connected()
+        if lives is False and (peer.talked or not connected):
+            return self.ended(peer)
+        if not connected and lives is None:
+            return Verdict(peer, _GONE)
+        if not connected or lives is False:
+            peer.doubtful = now if peer.doubtful is None else peer.doubtful
+            if peer.doubtful + self._patience.dead_after / 2 <= now:
+                return self.ended(peer) if lives is False else Verdict(peer, _CUT_OFF)
+            return None
+        if not peer.is_present or self._is_present(peer):
+            peer.silent = None
+            return None
+        peer.silent = now if peer.silent is None else peer.silent
+        if peer.silent + _BACK * self._patience.frozen_after > now:
+            return None
+        return Verdict(peer, f"nothing was heard of it for {self._patience.frozen_after:g} s", silent=True)
+
+    def _is_present(self, peer: Peer) -> bool:
+        try:
+            self._router.send(peer.presence, zmq.NOBLOCK | zmq.SNDMORE)
+            self._router.send(b"", zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        """Look no more."""
+        self.disconnects.close()

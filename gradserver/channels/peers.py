@@ -1,0 +1,98 @@
+"""Who is connected to a coordinator or a data shard over TCP, as its server sees them: a `Peer` each, and a `Link`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from gradserver.channels.hosted import Line
+from protocol.buffer import Buffer
+from protocol.errors import GradServerError
+from protocol.messages import Message, Ping
+from protocol.numbers import Inbox
+
+
+class Server(Protocol):
+    """What sends for them."""
+
+    def encoded(self, message: Message) -> bytes:
+        """The header of ``message``."""
+
+    def route(self, identity: bytes, message: Message, payloads: Sequence[Buffer], number: int = 0) -> bool:
+        """Send; False if there is no connection to send on."""
+
+    def forget(self, identity: bytes) -> None:
+        """What still comes from there is a stranger's."""
+
+    def suspect(self) -> None:
+        """A message could not be sent."""
+
+
+class Link(Protocol):
+    """A connection of another kind that the loop sees to: a data shard's to its coordinator."""
+
+    failure: GradServerError | None
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """What to wait at, once there is nothing left to take."""
+
+    @property
+    def due(self) -> float | None:
+        """When to call `take_some` at the latest."""
+
+    def take_some(self) -> bool:
+        """Take what has come in; whether there was nothing. Sets ``failure`` when the link breaks."""
+
+
+class Peer:
+    """The coordinator's end of one worker's channel."""
+
+    def __init__(self, server: Server, identity: bytes, due: int) -> None:
+        self._server = server
+        self._reachable = True
+        self._sent = 0
+        self.inbox: Inbox[Sequence[Buffer]] = Inbox(due)
+        self.identity = identity
+        self.connection = -1
+        self.line: Line | None = None
+        """Where messages go, if not through the ZeroMQ connection."""
+        self.talked = False
+        """All that it says, or has said, passed there."""
+        self.presence = b""
+        """The identity of the connection that says that it is there."""
+        self.is_present = False
+        """That has been there."""
+        self.silent: float | None = None
+        """Since when it is not."""
+        self.doubtful: float | None = None
+        """Since when process and connection disagree."""
+
+    def attach(self, receiver: object) -> None:
+        """What comes in goes to the coordinator, always."""
+
+    def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        """Send, or find out soon that the worker is gone: it may have said more than was read so far."""
+        line = self.line
+        sent = self._reachable and (
+            line.send(self._server.encoded(message), payloads)
+            if line is not None
+            else self._server.route(self.identity, message, payloads, self.count())
+        )
+        if not sent:
+            self._reachable = False
+            self._server.suspect()
+
+    def count(self) -> int:
+        """The number of the next message to it through the ZeroMQ connection."""
+        self._sent += 1
+        return self._sent
+
+    def is_connected(self) -> bool:
+        """Whether the ZeroMQ connection is still there."""
+        self._reachable = self._reachable and self._server.route(self.identity, Ping(), (), self.count())
+        return self._reachable
+
+    def close(self) -> None:
+        """What it still says is a stranger's."""
+        self._server.forget(self.identity)

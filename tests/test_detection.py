@@ -1,0 +1,178 @@
+"""Who is dead, and who is not: processes that end, freeze or are busy, and a coordinator that stands still."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from tests.cluster import PATIENCE, Daemon, Program, wait_until, worker_program
+
+WORLD = 3
+VICTIM = 1
+NEVER = "600"
+"""Seconds that nobody here waits."""
+
+channels = pytest.mark.parametrize("channel", ["tcp", "shm"])
+
+
+@contextmanager
+def with_children(stack: ExitStack, url: str, channel: str) -> Iterator[list[Program]]:
+    """Workers that exchange until an error; the victim has forked two children, which outlive it."""
+    orphans: list[int] = []
+    try:
+        workers = [
+            worker_program(url, "exchange_with_children", rank, WORLD, channel, count=2)
+            if rank == VICTIM
+            else worker_program(url, "exchange_until_error", rank, WORLD, channel)
+            for rank in range(WORLD)
+        ]
+        for worker in workers:
+            stack.enter_context(worker)
+        orphans += json.loads(workers[VICTIM].expect("children "))
+        for worker in workers:
+            worker.expect("exchanging")
+        yield workers
+    finally:
+        for orphan in orphans:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(orphan, signal.SIGKILL)
+
+
+def exchanging(stack: ExitStack, daemon: Daemon, channel: str) -> list[Program]:
+    """Members of an elastic group who exchange until one of them is missing."""
+    workers = [worker_program(daemon.url, "exchange_until_fewer", rank, WORLD, channel) for rank in range(WORLD)]
+    for worker in workers:
+        stack.enter_context(worker)
+    for worker in workers:
+        worker.expect("exchanging")
+    return workers
+
+
+def error_of(worker: Program) -> tuple[str, str]:
+    """Class and text of the error that a worker ends with."""
+    _, kind, text = json.loads(worker.expect("error "))
+    return kind, text
+
+
+# ── dead ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@channels
+def test_a_killed_worker_is_noticed_at_once_though_its_children_live(channel: str) -> None:
+    with (
+        Daemon("--frozen-after", NEVER) as daemon,
+        ExitStack() as stack,
+        with_children(stack, daemon.url, channel) as workers,
+    ):
+        victim = workers.pop(VICTIM)
+        victim.send_signal(signal.SIGKILL)
+        for survivor in workers:
+            kind, text = error_of(survivor)
+            assert kind == "WorkerLostError"
+            assert "'w1' (rank 1) was lost after round" in text
+            assert text.endswith("its process ended" if channel == "shm" else "it died, froze or lost its network")
+
+
+@channels
+def test_children_of_a_worker_do_not_disturb_it(channel: str) -> None:
+    with Daemon() as daemon, ExitStack() as stack, with_children(stack, daemon.url, channel):
+        before = daemon.group()["round"]
+        wait_until(lambda: daemon.group()["round"] > before + 50, "they go on")
+
+
+@channels
+def test_a_death_in_an_elastic_group_is_told_with_its_reason(channel: str) -> None:
+    with Daemon("--workers", "2:3", "--gather", "60", "--frozen-after", NEVER) as daemon, ExitStack() as stack:
+        workers = exchanging(stack, daemon, channel)
+        workers.pop(VICTIM).send_signal(signal.SIGKILL)
+        for survivor in workers:
+            survivor.expect("ok")
+        reason = "its process ended" if channel == "shm" else "it died, froze or lost its network"
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.end() == 0
+        assert any("'w1' (rank 1) was lost in round" in line and reason in line for line in daemon.complaints())
+
+
+# ── frozen, and not ───────────────────────────────────────────────────────────────────────────────────
+
+
+@channels
+def test_a_frozen_worker_is_left_out_and_told_so_when_it_is_back(channel: str) -> None:
+    with Daemon("--workers", "2:3", "--gather", "60", "--frozen-after", "1") as daemon, ExitStack() as stack:
+        workers = exchanging(stack, daemon, channel)
+        victim = workers.pop(VICTIM)
+        victim.send_signal(signal.SIGSTOP)
+        for survivor in workers:
+            survivor.expect("fewer")
+            survivor.expect("ok")
+        victim.send_signal(signal.SIGCONT)
+
+        kind, text = error_of(victim)
+        assert kind == "LeftOutError"
+        assert "this worker, 'w1' (rank 1), was left out of group 'default' in round" in text
+        assert text.endswith("nothing was heard of it for 1 s. It has to join again")
+
+
+@channels
+def test_a_worker_that_stands_still_for_a_moment_is_not_left_out(channel: str) -> None:
+    with Daemon("--workers", "2:3", "--gather", "60") as daemon, ExitStack() as stack:
+        workers = exchanging(stack, daemon, channel)
+        for _ in range(3):
+            workers[VICTIM].send_signal(signal.SIGSTOP)
+            time.sleep(0.4)
+            workers[VICTIM].send_signal(signal.SIGCONT)
+            before = daemon.group()["round"]
+            wait_until(lambda before=before: daemon.group()["round"] > before + 5, "they go on")  # type: ignore[misc]
+        assert len(daemon.group()["members"]) == WORLD
+
+
+@pytest.mark.parametrize(
+    ("frozen_after", "seconds"), [("1", 3.0), pytest.param("3", 10.0, marks=pytest.mark.long)], ids=["short", "long"]
+)
+@channels
+def test_a_worker_inside_one_long_call_is_not_dead(channel: str, frozen_after: str, seconds: float) -> None:
+    with Daemon("--frozen-after", frozen_after) as daemon, ExitStack() as stack:
+        workers = [
+            stack.enter_context(worker_program(daemon.url, "hold_the_lock", rank, WORLD, channel, seconds=seconds))
+            for rank in range(WORLD)
+        ]
+        for worker in workers:
+            worker.expect("ok", PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("frozen_after", "seconds"), [("1", 2.0), pytest.param("3", 4.0, marks=pytest.mark.long)], ids=["short", "long"]
+)
+@pytest.mark.parametrize("shards", ["1", pytest.param("2", marks=pytest.mark.long)])
+@channels
+def test_a_coordinator_that_stands_still_loses_nobody(
+    channel: str, shards: str, frozen_after: str, seconds: float
+) -> None:
+    """While workers have sent more than libzmq reads ahead of its connections."""
+    with Daemon("--frozen-after", frozen_after, "--shards", shards) as daemon, ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                worker_program(
+                    daemon.url, "rounds", rank, WORLD, channel, count=40, buckets=60, numel=40_000, ready=True
+                )
+            )
+            for rank in range(WORLD)
+        ]
+        for worker in workers:
+            worker.expect("ready")
+        for worker in workers:
+            worker.tell()
+        wait_until(lambda: daemon.group()["round"] > 2, "they exchange")
+        daemon.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        daemon.send_signal(signal.SIGCONT)
+        for worker in workers:
+            worker.expect("ok")
+            assert worker.end() == 0

@@ -1,0 +1,85 @@
+"""What a forked child does not take along: its parent's connections to a coordinator.
+
+Processes of a `DataLoader` are forked, and so hold every connection of the worker's open. If that is killed while they
+live, the system closes nothing, and the coordinator would hear of it only when heartbeats stop. Therefore a child
+lets go of them as soon as it exists. The parent's own descriptors are not concerned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections import Counter
+
+from protocol.sharing import ADDRESS_PREFIX
+from protocol.url import parse_target
+
+_guarded: Counter[tuple[str, int]] = Counter()
+"""Where coordinators are that this process is connected to."""
+_LOCAL = b"\0" + ADDRESS_PREFIX.encode()
+_LISTS = ("/proc/self/fd", "/dev/fd")
+
+
+def guard(address: str) -> None:
+    """Children that this process forks from now on let go of connections to ``address``, and to local sockets."""
+    if not _guarded:
+        _register()
+    _guarded[_target(address)] += 1
+
+
+def unguard(address: str) -> None:
+    """One connection to ``address`` is closed."""
+    target = _target(address)
+    _guarded[target] -= 1
+    if _guarded[target] <= 0:
+        del _guarded[target]
+
+
+_registered = False
+
+
+def _register() -> None:
+    global _registered
+    if not _registered and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_let_go)
+    _registered = True
+
+
+def _target(address: str) -> tuple[str, int]:
+    host, port = parse_target(address)
+    return host, port
+
+
+def _let_go() -> None:
+    """In a child: whatever is connected to a coordinator becomes nothing.
+
+    The descriptors stay taken, since libraries that know their numbers may close them once more.
+    """
+    if not _guarded:
+        return
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in _descriptors():
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(number).st_mode) and _is_guarded(number):
+                os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
+
+
+def _descriptors() -> list[int]:
+    for path in _LISTS:
+        with contextlib.suppress(OSError):
+            return [int(name) for name in os.listdir(path)]
+    return []
+
+
+def _is_guarded(number: int) -> bool:
+    connection = socket.socket(fileno=number)
+    try:
+        peer = connection.getpeername()
+    finally:
+        connection.detach()
+    if connection.family == socket.AF_UNIX:
+        return isinstance(peer, bytes) and peer.startswith(_LOCAL)
+    return tuple(peer[:2]) in _guarded
