@@ -104,6 +104,9 @@ class Program:
 
     def _train(self, worker: gradserver.Worker) -> None:
         worker.agree(generator.plan())
+        worker.serve_state(lambda: {"weights": self._weights})
+        if worker.joins:
+            worker.enter(self._install)
         buckets = [worker.empty(size, "float32") for size in generator.SIZES]
         self._say("entered", round=worker.round, epoch=worker.epoch, channel=worker.channel)
         while not self.leaving.is_set():
@@ -117,6 +120,11 @@ class Program:
             self._step(number, worker, buckets, "round")
             if number % _COLLECTIVES_EVERY == _COLLECTIVES_EVERY - 1:
                 self._collectives(worker, number)
+
+    def _install(self, state: dict[str, Any]) -> None:
+        """The state of a member, as it was at the end of the last round."""
+        for weights, given in zip(self._weights, state["weights"], strict=True):
+            weights[:] = given
 
     def _step(self, number: int, worker: gradserver.Worker, results: list[Any], kind: str) -> None:
         for weights, result in zip(self._weights, results, strict=True):
