@@ -24,7 +24,8 @@ _SOME_BEATS = 0.5
 
 
 def say(what: str) -> None:
-    print(what, flush=True)
+    sys.stdout.write(what + "\n")  # at once: print does it in two pieces, between which other threads may write
+    sys.stdout.flush()
 
 
 def told() -> None:
