@@ -89,15 +89,19 @@ def test_coordinators_memory_does_not_grow_with_rounds() -> None:
 def test_coordinators_memory_does_not_grow_with_groups_that_come_and_go() -> None:
     with Daemon("--quiet") as daemon:
 
-        def come_and_go(count: int) -> tuple[int, int]:
+        def descriptors() -> int:
+            return len(os.listdir(f"/proc/{daemon.pid}/fd"))
+
+        def come_and_go(count: int) -> int:
             for number in range(count):
                 with joined(daemon.url, 2, group=f"group {number}") as workers:
                     together(workers, lambda worker: worker.all_reduce(np.ones(1000, np.float32)))
             wait_until(lambda: not daemon.snapshot()["groups"], "everybody has left")
-            return daemon.memory(), len(os.listdir(f"/proc/{daemon.pid}/fd"))
+            wait_until(lambda: descriptors() <= at_first + 2, "what belonged to those who have left is closed")
+            return daemon.memory()
 
-        before, descriptors = come_and_go(30)
-        after, descriptors_after = come_and_go(100)
+        at_first = descriptors()
+        before = come_and_go(30)
+        after = come_and_go(100)
 
-    assert descriptors_after <= descriptors + 2  # the last connections may still be closing
     assert after - before < 2 * MEGABYTE, f"{(after - before) / MEGABYTE:.1f} MB"
