@@ -16,7 +16,6 @@ from typing import Final
 
 import zmq
 
-from gradserver.channels.presence import be_present
 from gradserver.coordinator import Coordinator
 from protocol.buffer import Buffer
 from protocol.errors import (
@@ -32,6 +31,7 @@ from protocol.errors import (
 from protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS, MAX_ORDER_BYTES
 from protocol.messages import BePresent, Enlist, Enlisted, Failure, Message, Ping
 from protocol.numbers import Inbox, numbered, split
+from protocol.presence import presence_options
 from protocol.url import numeric_url, parse_target, parse_url
 from protocol.wire import decode, encode
 
@@ -153,8 +153,15 @@ class Link:
         except ProtocolError as error:
             raise type(error)(f"{self.primary} answers, but not as a gradserver coordinator: {error}") from error
         if isinstance(message, BePresent) and self._presence is None:
-            self._presence = be_present(self._context, self._address, message)
+            self._be_present(message)
         return None if isinstance(message, Ping | BePresent) else (message, payloads)
+
+    def _be_present(self, wanted: BePresent) -> None:
+        presence = self._presence = self._context.socket(zmq.DEALER)
+        for option, value in presence_options(wanted, self._address).items():
+            presence.setsockopt(getattr(zmq, option), value)
+        presence.connect(self._address)
+        presence.send(encode(Ping()))
 
     @property
     def due(self) -> float | None:

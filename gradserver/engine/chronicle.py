@@ -32,12 +32,13 @@ def founded(group: Group, commands: list[Command]) -> None:
     _first(commands, Founded(group.name, group.world, group.timeout))
     if group.secret:
         _first(commands, Durable(group.name, group.secret))
-    _members(group, f"complete with {group.world} workers", commands)
+    members(group, f"complete with {group.world} workers", commands)
 
 
-def departed(group: Group, reason: str, commands: list[Command]) -> None:
-    """A member is gone; others are there."""
-    _members(group, reason, commands)
+def members(group: Group, reason: str, commands: list[Command]) -> None:
+    """Who is there now, since somebody came or went."""
+    there = tuple((rank, seat.name) for rank, seat in group.members.items())
+    _first(commands, Epoch(group.name, group.epoch, group.rounds, there, reason))
 
 
 def planned(group: Group, plan: PlanTable, commands: list[Command]) -> None:
@@ -94,11 +95,6 @@ def stopped(groups: dict[str, Group], error: GradServerError, commands: list[Com
     for group in groups.values():
         if group.begun and not group.secret:
             closed(group, error.message, commands)
-
-
-def _members(group: Group, reason: str, commands: list[Command]) -> None:
-    members = tuple((rank, seat.name) for rank, seat in group.members.items())
-    _first(commands, Epoch(group.name, group.epoch, group.rounds, members, reason))
 
 
 def _first(commands: list[Command], record: Kind) -> None:

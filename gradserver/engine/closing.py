@@ -27,7 +27,7 @@ from gradserver.engine.exchanges import Exchange, Group, Piece
 from gradserver.engine.failures import fail, forget_if_over, remember
 from gradserver.engine.lateness import note_what_counted
 from gradserver.engine.results import complete
-from protocol.errors import GradServerError, LeftOutError, MembershipChangedError
+from protocol.errors import GradServerError, MembershipChangedError
 from protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Layout, Operation, Stream
 
 _NOTHING = Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsize=0, replies=1)
@@ -135,16 +135,10 @@ def overdue_seats(group: Group, exchange: Exchange, now: float) -> list[Report] 
         return []
     exchange.touched = now
     what = f"{group.describe(exchange.key)} waited {group.order.timeout:g} s for it"
-    return [
-        Absent(
-            group.order.group,
-            seat,
-            LeftOutError(
-                f"this worker, {group.call(seat)}, was left out of group {group.order.group!r}: {what}. "
-                f"It has to join again",
-                worker=group.seats.names[seat],
-                rank=group.seats.rank(seat),
-            ),
-        )
-        for seat in missing
-    ]
+    return [left_out(group, seat, what) for seat in missing]
+
+
+def left_out(group: Group, seat: int, why: str) -> Absent:
+    """Control is to go on without ``seat``."""
+    name = group.order.group
+    return Absent(name, seat, group.seats.left_out(seat, f"group {name!r}: {why}"))

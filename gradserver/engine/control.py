@@ -38,7 +38,6 @@ from gradserver.engine.events import (
     Absent,
     Behind,
     CaughtUp,
-    Close,
     CloseGroup,
     Command,
     Depart,
@@ -58,6 +57,7 @@ from gradserver.engine.events import (
     Send,
     SetPlan,
     Violation,
+    dismiss,
 )
 from gradserver.engine.membership import (
     Applicant,
@@ -78,6 +78,7 @@ from gradserver.engine.proposals import agree, confirm, fail_all, fail_overdue, 
 from gradserver.engine.records import Epoch, Kind
 from gradserver.engine.roster import DataShard, Roster, count_round
 from gradserver.engine.seats import Seats, in_order
+from gradserver.engine.welcome import welcome_to
 from protocol.buffer import Buffer
 from protocol.errors import (
     ConnectionLostError,
@@ -89,7 +90,6 @@ from protocol.errors import (
     ProtocolError,
     UnexpectedMessageError,
     WorkerLeftError,
-    WorkerLostError,
 )
 from protocol.limits import BACKLOG_BYTES, MAX_NAME_BYTES, MIN_CREDIT_BYTES
 from protocol.messages import (
@@ -107,7 +107,6 @@ from protocol.messages import (
     Scope,
     Serve,
     StateFailed,
-    Welcome,
 )
 from protocol.plan import Plan, decode_plan
 from protocol.positions import Claim, Register, Used
@@ -203,7 +202,7 @@ class Control:
         if group is not None and group.members:
             _, seat = self._seat(connection)
             error = left_out(group, seat, reason)
-        commands += [Send(connection, Failure.of(error, Scope.CONNECTION)), Close(connection)]
+        commands += dismiss(connection, error)
 
     def restore(
         self, records: Sequence[Kind], kept: Collection[str], now: float, commands: list[Command]
@@ -224,11 +223,10 @@ class Control:
         group = resuming.check(self.groups.get(message.group), message)
         self._places.pop(group.members[message.seat].connection, None)
         self._places[connection] = group.name
-        self._epochs += 1
-        orders: list[Order] = []
+        version, orders = self._next_epoch(), list[Order]()
         if not group.recovering:
             orders += self._refuse_all(joining.disturbed(group), commands)
-        return orders + resuming.resume(group, message, connection, self._incarnation, self._epochs, now, commands)
+        return orders + resuming.resume(group, message, connection, self._incarnation, version, now, commands)
 
     def heed(self, report: Report, commands: list[Command], source: int = _HERE) -> list[Order]:
         """Take a report from a data half: the coordinator's own, or the one with connection ``source``."""
@@ -364,16 +362,9 @@ class Control:
         chronicle.founded(group, commands)
         for shard, connection in enumerate(group.shards, 1):
             commands.append(Send(connection, Ordered(), (encode_order(replace(order, shard=shard)),)))
-        names = group.seats.present_names()
-        for rank, (place, seat) in enumerate(group.members.items()):
-            welcome = Welcome(group.name, rank, group.epoch, self._credit, names)
-            if elastic:
-                welcome = replace(welcome, seats=group.seats.present, late=group.late_are)
-            if tokens:
-                welcome = replace(welcome, shards=group.urls, rates=rates, token=tokens[place])
-            if group.secret:
-                token = resuming.token_of(group, place)
-                welcome = replace(welcome, token=token, durable=True, incarnation=self._incarnation)
+        for place, seat in group.members.items():
+            token = tokens[place] if tokens else ""
+            welcome = welcome_to(group, place, token, self._credit, self._incarnation)
             commands.append(Send(seat.connection, welcome))
         shards = f", {len(rates)} data shards" if rates else ""
         commands.append(Log(f"group {group.name!r}: complete with {len(chosen)} workers, epoch {group.epoch}{shards}"))
@@ -463,25 +454,24 @@ class Control:
         claims.departed(group, rank, commands)
         if group.policy is not None and group.begun:
             departure, others = depart(group, rank, reason, politely, ended, self._next_epoch, commands)
-            chronicle.departed(group, departure.error.message, commands)
+            chronicle.members(group, departure.error.message, commands)
             changes = [departure, *others, *joining.seat_the_next(group, self.roster.token, commands)]
             return self._order_all(group, changes, commands) + self._settle(group, commands)
         bereft: joining.Refusals = [] if group.begun else joining.bereft(group)
-        kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
-        commands.append(Log(f"group {name!r}: {group.call(rank)} {verb} ({reason})"))
+        gone = group.seats.departed(rank, politely, f"({reason})").message
+        commands.append(Log(f"group {name!r}: {gone}"))
         if not group.begun:
             del self.groups[name]
-            chronicle.closed(group, f"{group.call(rank)} {verb} ({reason}), the last worker", commands)
+            chronicle.closed(group, f"{gone}, the last worker", commands)
             commands.append(Log(f"group {name!r}: that was the last worker, after {group.rounds} rounds"))
             orders = self._order(group, CloseGroup(name), commands)
             for other, error in bereft:
                 self._places.pop(other)
                 self._refuse(other, error, commands)
             return orders
-        chronicle.departed(group, f"{group.call(rank)} {verb} ({reason})", commands)
-        when = f" after round {group.rounds - 1}" if group.rounds else ""
-        what = f"{group.call(rank)} {verb}{when} and is needed to go on: {reason}"
-        error = kind(what, worker=group.seats.names[rank], rank=rank)
+        chronicle.members(group, gone, commands)
+        when = f"after round {group.rounds - 1} " if group.rounds else ""
+        error = group.seats.departed(rank, politely, f"{when}and is needed to go on: {reason}")
         self._break(group, error, commands)
         return self._order(group, Depart(name, rank, error), commands)
 
@@ -498,8 +488,7 @@ class Control:
         self, connection: int, error: GradServerError, commands: list[Command], ended: bool = False
     ) -> list[Order]:
         """``error`` is this connection's own fault, and costs it the connection."""
-        commands.append(Send(connection, Failure.of(error, Scope.CONNECTION)))
-        commands.append(Close(connection))
+        commands += dismiss(connection, error)
         commands.append(Log(f"connection {connection} refused: {error.message}", warning=True))
         blame = "it broke the protocol: " if isinstance(error, ProtocolError) else ""
         why = "it did not come in time" if isinstance(error, LeftOutError) else f"{blame}{error.message}"
@@ -537,9 +526,7 @@ class Control:
                 del self.groups[group.name]
                 orders += self._order(group, CloseGroup(group.name), commands)
             for applicant in [a for a in group.applicants if a.deadline <= now]:
-                error = join_timeout(group, applicant)
-                commands.append(Send(applicant.connection, Failure.of(error, Scope.CONNECTION)))
-                commands.append(Close(applicant.connection))
+                commands += dismiss(applicant.connection, join_timeout(group, applicant))
                 orders += self._gone(applicant.connection, "waited too long", False, commands)
             orders += self._refuse_all(joining.overdue(group, now), commands)
             for seat in [seat for seat, until in group.away.items() if until <= now]:

@@ -29,15 +29,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradserver.engine import chronicle, joining
-from gradserver.engine.events import Close, Command, CutRound, Depart, Late, Log, RemoteOrder, Send
-from gradserver.engine.membership import Group, Unheeded
+from gradserver.engine.events import Command, CutRound, Depart, Late, Log, RemoteOrder, Send, dismiss
+from gradserver.engine.membership import MAX_REASON, Group, announce
 from gradserver.engine.records import RoundRecord
-from protocol.errors import DeadlineError, LeftOutError, WorkerLeftError, WorkerLostError
+from protocol.errors import DeadlineError, LeftOutError
 from protocol.limits import MIB
-from protocol.messages import Failure, Membership, RoundDone, Scope
-
-_MAX_REASON = 300
-"""Characters of why somebody departed, of those that all names leave in a header."""
+from protocol.messages import RoundDone
 
 
 def may_begin(group: Group, now: float) -> bool:
@@ -66,20 +63,11 @@ def depart(
     commands: list[Command],
 ) -> tuple[Depart, list[RemoteOrder]]:
     """``seat`` is vacant, and ``reason`` says why: the others go on, as a new epoch. What else is to be ordered."""
-    kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
-    error = kind(
-        f"{group.call(seat)} {verb} in round {group.rounds} ({reason[:_MAX_REASON]})",
-        worker=group.seats.names[seat],
-        rank=group.seats.rank(seat),
-    )
+    error = group.seats.departed(seat, politely, f"in round {group.rounds} ({reason[:MAX_REASON]})")
     group.seats.depart(seat)
-    group.epoch = epoch = number()
-    what = f"{error.message}; {_count(len(group.members))} on"
-    news = Membership(epoch, group.seats.present, group.seats.present_names(), what, not politely)
-    commands.append(Log(f"group {group.name!r}: {what}, epoch {epoch}", warning=not politely))
-    group.unheeded.append(Unheeded(set(group.shards), news))
-    group.news.append(news)
-    return Depart(group.name, seat, error, epoch, ended), joining.lost_donor(group, seat)
+    group.epoch = number()
+    announce(group, f"{error.message}; {_count(len(group.members))} on", not politely, commands)
+    return Depart(group.name, seat, error, group.epoch, ended), joining.lost_donor(group, seat)
 
 
 def heeded(group: Group, shard: int) -> None:
@@ -163,12 +151,8 @@ def close_round(group: Group, late: Late, commands: list[Command]) -> CutRound |
 def behind(group: Group, seat: int, number: int) -> LeftOutError:
     """What to tell a member that has left too much unread."""
     size = (group.policy.backlog if group.policy is not None else 0) / MIB
-    return LeftOutError(
-        f"this worker, {group.call(seat)}, was left out of group {group.name!r} in round {number}: more than {size:g} "
-        f"MiB of results, of rounds that closed without it, wait to be read (--backlog). It has to join again",
-        worker=group.seats.names[seat],
-        rank=group.seats.rank(seat),
-    )
+    what = f"more than {size:g} MiB of results, of rounds that closed without it, wait to be read (--backlog)"
+    return group.seats.left_out(seat, f"group {group.name!r} in round {number}: {what}")
 
 
 def give_up(group: Group, commands: list[Command]) -> None:
@@ -181,7 +165,7 @@ def give_up(group: Group, commands: list[Command]) -> None:
         round=group.rounds,
     )
     for connection in group.connections:
-        commands += [Send(connection, Failure.of(error, Scope.CONNECTION)), Close(connection)]
+        commands += dismiss(connection, error)
     commands.append(Log(error.message, warning=True))
 
 

@@ -15,7 +15,7 @@ from protocol.buffer import Buffer
 from protocol.errors import GradServerError
 from protocol.exchange import ExchangeKey, Operation
 from protocol.limits import BACKLOG_BYTES
-from protocol.messages import Message
+from protocol.messages import Failure, Message, Scope
 from protocol.plan import Plan
 
 # ── events: what happened ─────────────────────────────────────────────────────────────────────────────
@@ -195,6 +195,12 @@ class Record:
 
 
 Command = Send | Reduce | Close | Log | Record
+
+
+def dismiss(connection: int, error: GradServerError) -> tuple[Send, Close]:
+    """Tell whoever has ``connection`` why that is the end of it."""
+    return Send(connection, Failure.of(error, Scope.CONNECTION)), Close(connection)
+
 
 # ── orders: what control tells data ───────────────────────────────────────────────────────────────────
 

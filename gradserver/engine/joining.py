@@ -31,14 +31,14 @@ So nothing that happens to a joiner, or to its donor, changes a membership or co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
-from gradserver.engine import chronicle, resuming
+from gradserver.engine import chronicle
 from gradserver.engine.events import Admit, Command, Depart, Excuse, Expect, Log, RemoteOrder, Reseat, Seat, Send
 from gradserver.engine.joiners import Joiner, Stage
-from gradserver.engine.membership import Applicant, Group, Unheeded
+from gradserver.engine.membership import MAX_REASON, Applicant, Group, Unheeded, announce
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.seats import seat_for
+from gradserver.engine.welcome import welcome_to
 from protocol.errors import (
     DeadlineError,
     GradServerError,
@@ -47,7 +47,6 @@ from protocol.errors import (
     PlanMismatchError,
     UnexpectedMessageError,
     UsageError,
-    WorkerLeftError,
     WorkerLostError,
 )
 from protocol.messages import (
@@ -55,13 +54,11 @@ from protocol.messages import (
     Enter,
     Entered,
     Failure,
-    Membership,
     Ready,
     Scope,
     Serve,
     StateFailed,
     Transfer,
-    Welcome,
 )
 from protocol.plan import Plan, first_difference
 
@@ -132,21 +129,7 @@ def welcome(group: Group, seat: int, credit: int, incarnation: int, commands: li
     if joiner is None or joiner.stage is not Stage.ADMITTED:
         return
     joiner.stage = Stage.WELCOME
-    present = sorted([*group.seats.present, seat])
-    names = tuple(group.seats.names[other] for other in present)
-    known = Welcome(group.name, present.index(seat), group.epoch, credit, names, group.urls, group.table.rates)
-    shards = (known.shards, known.rates) if group.shards else ((), ())
-    message = Welcome(
-        *(known.group, known.rank, known.epoch, known.credit, names, *shards, joiner.token),
-        seats=tuple(present),
-        late=group.late_are,
-        founded=group.founded,
-        joins=True,
-    )
-    if group.secret:
-        token = resuming.token_of(group, seat)
-        message = replace(message, token=token, durable=True, incarnation=incarnation)
-    commands.append(Send(joiner.connection, message))
+    commands.append(Send(joiner.connection, welcome_to(group, seat, joiner.token, credit, incarnation)))
 
 
 # ── what they say ─────────────────────────────────────────────────────────────────────────────────────
@@ -301,10 +284,8 @@ def let_in(group: Group, record: RoundRecord, epoch: Callable[[], int], commands
     group.seats.reseat(tuple(group.members))
     group.epoch = epoch()
     what = f"{group.calls(entered)} joined in round {record.round}; {len(group.members)} workers go on"
-    commands.append(Log(f"group {group.name!r}: {what}, epoch {group.epoch}"))
-    chronicle.departed(group, what, commands)
-    news = Membership(group.epoch, group.seats.present, group.seats.present_names(), what, False)
-    group.unheeded.append(Unheeded(set(group.shards), news))
+    announce(group, what, False, commands)
+    chronicle.members(group, what, commands)
     return [Reseat(group.name, group.epoch, group.seats.present)]
 
 
@@ -352,12 +333,7 @@ def lost_donor(group: Group, seat: int) -> list[RemoteOrder]:
 
 def gone(group: Group, seat: int, reason: str, politely: bool, commands: list[Command]) -> list[RemoteOrder]:
     """A joiner is gone. Nobody hears of it but its donor."""
-    kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
-    error = kind(
-        f"{group.call(seat)} {verb} when it was about to join ({reason[:300]})",
-        worker=group.seats.names[seat],
-        rank=group.seats.rank(seat),
-    )
+    error = group.seats.departed(seat, politely, f"when it was about to join ({reason[:MAX_REASON]})")
     del group.joiners[seat]
     group.vacant[seat] = group.epoch
     group.unheeded.append(Unheeded(set(group.shards)))

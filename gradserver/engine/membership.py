@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gradserver.engine.events import Seat
+from gradserver.engine.events import Command, Log, Seat
 from gradserver.engine.joiners import Joiner, Stage
 from gradserver.engine.policy import Policy
 from gradserver.engine.positions import Positions
@@ -34,6 +34,10 @@ _SHOWN = ("round", "weights", "opened", "completed", "last")
 """What the status has of the last round."""
 _BESIDE_NAMES = 2 * MAX_NAME_BYTES + MAX_TOKEN + MAX_SHARDS * (MAX_URL + 12)
 """Bytes of a Welcome that are not names, at most."""
+
+
+MAX_REASON = 300
+"""Characters of why somebody departed, of those that all names leave in a header."""
 
 
 @dataclass(slots=True)
@@ -330,12 +334,15 @@ def _too_few_joined(group: Group, applicant: Applicant, here: str) -> JoinTimeou
 
 def left_out(group: Group, seat: int, reason: str) -> LeftOutError:
     """What to tell a member that the others go on without, or cannot."""
-    return LeftOutError(
-        f"this worker, {group.call(seat)}, was left out of group {group.name!r} in round {group.rounds}: {reason}. "
-        f"It has to join again",
-        worker=group.seats.names[seat],
-        rank=group.seats.rank(seat),
-    )
+    return group.seats.left_out(seat, f"group {group.name!r} in round {group.rounds}: {reason}")
+
+
+def announce(group: Group, what: str, lost: bool, commands: list[Command]) -> None:
+    """The present membership is a new one: members hear of it when all shards go by it, or when they come back."""
+    commands.append(Log(f"group {group.name!r}: {what}, epoch {group.epoch}", warning=lost))
+    news = Membership(group.epoch, group.seats.present, group.seats.present_names(), what, lost)
+    group.unheeded.append(Unheeded(set(group.shards), news))
+    group.news.append(news)
 
 
 def deadlines(group: Group) -> Iterable[float]:

@@ -34,14 +34,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from gradserver.engine.events import Absent, CaughtUp, Command, Recovered, Report, RoundCompleted, Send
+from gradserver.engine.closing import left_out
+from gradserver.engine.events import CaughtUp, Command, Recovered, Report, RoundCompleted, Send
 from gradserver.engine.exchanges import Group
 from gradserver.engine.rounds import Round
 from protocol.buffer import Buffer
 from protocol.errors import (
     ConnectionLostError,
     GradServerError,
-    LeftOutError,
     LimitExceededError,
     MembershipChangedError,
     SizeMismatchError,
@@ -241,7 +241,7 @@ def overdue(group: Group, now: float) -> Iterator[Report]:
     recovery.touched = now
     slow = [seat for seat in group.seats.present if seat not in recovery.holders]
     for seat in slow or sorted({source for source, _ in recovery.asked.values()}):
-        yield _left_out(group, seat, f"it did not say within {group.order.timeout:g} s what it holds")
+        yield left_out(group, seat, f"it did not say within {group.order.timeout:g} s what it holds")
 
 
 # ── stages ────────────────────────────────────────────────────────────────────────────────────────────
@@ -252,16 +252,14 @@ def _previous(group: Group, recovery: Recovery, now: float, commands: list[Comma
     recovery.round = max(holder.round for holder in holders.values())
     late = [seat for seat, holder in holders.items() if holder.round < recovery.round - 1]
     if late:
-        return [_left_out(group, seat, f"it is in round {holders[seat].round} of {recovery.round}") for seat in late]
+        return [left_out(group, seat, f"it is in round {holders[seat].round} of {recovery.round}") for seat in late]
     behind = [seat for seat, holder in holders.items() if holder.round < recovery.round]
     wanted: list[Wanted] = []
     for place in _places(group, recovery.round - 1) if behind and recovery.round > group.planned else ():
         lacking = tuple(seat for seat in behind if not holders[seat].has(State.HELD, place))
         holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
         if lacking and not holding:
-            return [
-                _left_out(group, seat, f"nobody has round {recovery.round - 1} for it any more") for seat in lacking
-            ]
+            return [left_out(group, seat, f"nobody has round {recovery.round - 1} for it any more") for seat in lacking]
         if lacking:
             wanted.append(Wanted(place, lacking, holding))
     recovery.stage = Stage.PREVIOUS
@@ -408,12 +406,3 @@ def _places(group: Group, number: int) -> Iterable[Place]:
 def _loose(holder: Holder) -> Iterable[Place]:
     """What it has begun of collectives and transfers, and has no result for."""
     return ((key, index) for key, found in holder.slices[State.LACKING].items() for index in found)
-
-
-def _left_out(group: Group, seat: int, why: str) -> Absent:
-    error = LeftOutError(
-        f"this worker, {group.call(seat)}, was left out of group {group.order.group!r}: {why}. It has to join again",
-        worker=group.seats.names[seat],
-        rank=group.seats.rank(seat),
-    )
-    return Absent(group.order.group, seat, error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
+from protocol.errors import LeftOutError, PeerError, WorkerLeftError, WorkerLostError
 from protocol.messages import Join
 
 
@@ -56,6 +57,19 @@ class Seats:
     def call(self, seat: int) -> str:
         """How to speak of an occupant."""
         return f"{self.names[seat]!r} (rank {self._ranks[seat]})"
+
+    def departed(self, seat: int, politely: bool, how: str) -> PeerError:
+        """What to tell the others of an occupant who left, or was lost."""
+        kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
+        return kind(f"{self.call(seat)} {verb} {how}", worker=self.names[seat], rank=self.rank(seat))
+
+    def left_out(self, seat: int, where: str) -> LeftOutError:
+        """What to tell an occupant whom the others go on without: of what it was left out, and why."""
+        return LeftOutError(
+            f"this worker, {self.call(seat)}, was left out of {where}. It has to join again",
+            worker=self.names[seat],
+            rank=self.rank(seat),
+        )
 
 
 def in_order(joins: Sequence[Join], places: int) -> dict[int, int]:

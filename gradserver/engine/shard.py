@@ -48,6 +48,7 @@ from gradserver.engine.events import (
     Stop,
     Tick,
     Violation,
+    dismiss,
 )
 from gradserver.engine.orders import decode_order, encode_report
 from protocol.buffer import Buffer
@@ -128,7 +129,7 @@ class ShardEngine:
             case Disconnected(connection, reason, ended, silent):
                 broke = ConnectionLostError(f"its connection to the data shard at {self.url} broke: {reason}")
                 if silent:
-                    commands += [Send(connection, Failure.of(broke, Scope.CONNECTION)), Close(connection)]
+                    commands += dismiss(connection, broke)
                 reports = self._absent(connection, broke, ended)
             case Tick():
                 reports = self.data.tick(now, commands)
@@ -249,8 +250,7 @@ class ShardEngine:
 
     def _refuse(self, connection: int, error: GradServerError, commands: list[Command]) -> list[Report]:
         """``error`` is this connection's own fault, and costs it the connection."""
-        commands.append(Send(connection, Failure.of(error, Scope.CONNECTION)))
-        commands.append(Close(connection))
+        commands += dismiss(connection, error)
         commands.append(Log(f"connection {connection} refused: {error.message}", warning=True))
         return self._absent(connection, error)
 

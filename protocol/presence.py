@@ -1,0 +1,33 @@
+"""What a presence is set to: a second connection, by which libzmq's own thread says that a process runs.
+
+Workers and data shards have one each. This module knows libzmq's options by name only.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from protocol.messages import BePresent
+
+_BEATS: Final = 0.09
+"""One in this part of the silence that is allowed. Silence is noticed behind the first."""
+_AGAIN_MS: Final = 100
+_MOST_MS: Final = 0xFFFF * 100
+"""More ZMTP cannot say."""
+
+
+def presence_options(wanted: BePresent, address: str) -> dict[str, int | bytes]:
+    """The options of a DEALER that is ``wanted`` at ``address``, by libzmq's names for them.
+
+    It is to say Ping once, and nothing else. If it breaks, libzmq makes it again, by itself.
+    """
+    return {
+        "ROUTING_ID": wanted.identity.encode(),
+        "IPV6": int("[" in address),
+        "CONFLATE": 1,  # nobody reads what comes
+        "LINGER": 0,
+        "RECONNECT_IVL": _AGAIN_MS,
+        "HEARTBEAT_IVL": max(int(wanted.silence * _BEATS * 1000), 1),
+        "HEARTBEAT_TTL": min(int(wanted.silence * 1000), _MOST_MS),  # after which the other side closes it
+        "HEARTBEAT_TIMEOUT": 0,  # and never this one: its successor would come before it is forgotten there
+    }
