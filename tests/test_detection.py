@@ -9,9 +9,14 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import zmq
 
+from gradserver.channels.attendance import Attendance, Patience
+from gradserver.channels.peers import Peer
 from tests.cluster import PATIENCE, Daemon, Program, wait_until, worker_program
 
 WORLD = 3
@@ -176,3 +181,25 @@ def test_a_coordinator_that_stands_still_loses_nobody(
         for worker in workers:
             worker.expect("ok")
             assert worker.end() == 0
+
+
+def test_a_server_that_stands_still_in_the_midst_of_a_look_gives_peers_time_to_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was seen before it stood still is not as old as it seems."""
+    now = 1000.0
+    monkeypatch.setattr("gradserver.channels.attendance.time.monotonic", lambda: now)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        looking = Attendance(router, None, Patience(frozen_after=1.0))
+        reachable: Any = SimpleNamespace(route=lambda *_: True)
+        peer = Peer(reachable, b"w0", 1)
+        looking.invite(peer)
+        assert looking.has_come(peer.presence)
+        looks = 0  # its presence is closed
+        while not (verdicts := looking.look([peer])):
+            looks += 1
+            now += 2.0 if looks in (1, 3) else 0.05
+        assert 6 <= looks <= 8, "it had 0.3 s of ours to open it again"
+        assert [(verdict.peer, verdict.silent) for verdict in verdicts] == [(peer, True)]
+        looking.close()

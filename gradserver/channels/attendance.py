@@ -6,7 +6,8 @@ libzmq's own thread says from time to time that its process runs, and which noth
 - a peer whose Python is busy for minutes is there, and one that froze is not;
 - it does not matter how much of what peers said is still unread: where heartbeats share a queue with messages, libzmq
   reads neither when it is full, and a server that stood still for a while would take everybody for dead;
-- a server that stood still finds presences closed, and a moment later open again: peers' libzmq sees to that.
+- a server that stood still finds presences closed, and a moment later open again: peers' libzmq sees to that. That
+  moment is counted in the server's own time, in which it does not stand still.
 
     connection  process  presence                            the peer
     ──────────  ───────  ──────────────────────────────────  ────────────────────────────────────────────────
@@ -80,6 +81,7 @@ class Attendance:
         self._patience = patience
         self._invited: dict[bytes, Peer] = {}
         """By their presences' identities."""
+        self._looked = self._lived = 0.0
 
     def invite(self, peer: Peer) -> BePresent:
         """What to tell somebody who has come."""
@@ -108,11 +110,20 @@ class Attendance:
 
     def look(self, peers: Collection[Peer]) -> list[Verdict]:
         """Who is gone now. If that is not certain of somebody yet, it will soon be time to look again."""
-        now = time.monotonic()
+        now = self._own_time()
         verdicts = [verdict for peer in peers if (verdict := self._judge(peer, now)) is not None]
         if any(peer.doubtful is not None or peer.silent is not None for peer in peers):
-            self.disconnects.look_at(now + _LOOK_SECONDS)
+            self.disconnects.look_at(self._looked + _LOOK_SECONDS)
         return verdicts
+
+    def _own_time(self) -> float:
+        """Seconds, of which those between two looks count only so far as it was time for the next one.
+
+        What is longer this server stood still itself, perhaps in the midst of a look, or there was nothing to look for.
+        """
+        before, self._looked = self._looked, time.monotonic()
+        self._lived += min(self._looked - before, _LOOK_SECONDS)
+        return self._lived
 
     def _judge(self, peer: Peer, now: float) -> Verdict | None:
         lives, connected = self.lives(peer), peer.is_connected()
