@@ -114,6 +114,38 @@ def test_the_end_of_a_round_may_come_before_anybody_waits_for_it(session: Sessio
     assert place(session) == BEFORE
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_end_of_a_round_may_overtake_the_membership_that_it_brings(
+    session: Session, tape: Tape, waits: bool
+) -> None:
+    one_round(session, tape)
+    if not waits:
+        session.receive(RoundDone(0, 8), ())
+    finishing = Task(session.finish_round, None)
+    if waits:
+        assert not finishing.ended(0.05)
+        session.receive(RoundDone(0, 8), ())
+    assert not finishing.ended(0.05)
+    assert session.round == 0
+
+    session.receive(NEWS, ())
+
+    finishing.result()
+    assert place(session) == AFTER
+    assert session.round == 1
+
+
+def test_memberships_may_overtake_one_another(session: Session, tape: Tape) -> None:
+    one_round(session, tape)
+    session.receive(Membership(9, (1,), ("w1",), "w2 left", False), ())
+    session.receive(RoundDone(0, 9), ())
+    session.finish_round(None)
+    session.receive(NEWS, ())
+    session.adopt(NEWS.epoch)
+
+    assert place(session) == (9, 0, ("w1",))
+
+
 def test_a_round_that_does_not_end_says_so_and_can_be_waited_for_again(session: Session, tape: Tape) -> None:
     one_round(session, tape)
     with pytest.raises(DeadlineError, match="round 0 is not over after 0.01 s: the group waits for more workers"):

@@ -11,25 +11,34 @@ from worker.handle import Handle
 class Announced:
     """Memberships that the coordinator has told of and this worker does not go by yet; and the last round it ended.
 
+    What is told may come in another order, where several threads say it: the end of a round before the membership that
+    is in force behind it, or before the end of an earlier one.
+
     Not safe to share: the session's lock guards it.
     """
 
     def __init__(self) -> None:
         self._memberships: dict[int, Membership] = {}
-        self._latest = 0
+        self._latest = self._in_force = 0
         self._done = RoundDone(-1, 0)
         self._epochs: dict[int, int] = {}
         """Those in force after rounds that are over for the others, and not for this worker."""
         self._waiting: list[tuple[Callable[[], bool], Handle]] = []
 
+    def welcomed(self, epoch: int) -> None:
+        """The membership that this worker came into."""
+        self._latest = self._in_force = epoch
+
     def add(self, membership: Membership) -> list[Handle]:
         """The coordinator has told of it; gives who waits for that."""
-        self._memberships[membership.epoch] = membership
-        self._latest = membership.epoch
+        if membership.epoch > self._in_force:
+            self._memberships[membership.epoch] = membership
+        self._latest = max(self._latest, membership.epoch)
         return self._satisfied()
 
     def take(self, epoch: int) -> Membership | None:
         """The one that is in force from now on; None if it is already. Earlier ones will never be."""
+        self._in_force = max(self._in_force, epoch)
         found = self._memberships.get(epoch)
         self._memberships = {later: news for later, news in self._memberships.items() if later > epoch}
         return found
@@ -40,13 +49,17 @@ class Announced:
 
     def round_done(self, done: RoundDone) -> list[Handle]:
         """A round is over; gives who waits for that."""
-        self._done = done
+        if done.round >= self._done.round:
+            self._done = done
         self._epochs[done.round] = done.epoch
         return self._satisfied()
 
-    def wait_for_round(self, number: int, handle: Handle) -> Handle | None:
-        """``handle``, which is done when round ``number`` is over; None if it is."""
-        return self._wait_until(lambda: self._done.round >= number, handle)
+    def wait_for_round(self, number: int, handle: Handle, is_told: bool = True) -> Handle | None:
+        """``handle``, which is done when round ``number`` is over; None if it is.
+
+        And when the membership that is then in force was told of, if this worker ``is_told`` of memberships.
+        """
+        return self._wait_until(lambda: self._is_over(number, is_told), handle)
 
     def wait_for_epoch(self, epoch: int, handle: Handle) -> Handle | None:
         """``handle``, which is done when the membership ``epoch`` was told of; None if it was.
@@ -55,6 +68,11 @@ class Announced:
         all shards have done so.
         """
         return self._wait_until(lambda: self._latest >= epoch, handle)
+
+    def _is_over(self, number: int, is_told: bool) -> bool:
+        if self._done.round < number:
+            return False
+        return not is_told or self._epochs.get(number, self._done.epoch) <= self._latest
 
     def _wait_until(self, there: Callable[[], bool], handle: Handle) -> Handle | None:
         if there():
@@ -75,7 +93,7 @@ class Announced:
 
     @property
     def latest(self) -> int:
-        """The epoch that was told of last; 0 if none was."""
+        """The last epoch that was told of."""
         return self._latest
 
     @property

@@ -223,7 +223,7 @@ class Session(Traffic):
         """Wait until the round is over for all members of an elastic group, and go by what that changes."""
         handle = Handle(self.timeout, self._channel, None, self._no_boundary)
         with self._state:
-            waiting = self._announced.wait_for_round(self.round, handle)
+            waiting = self._announced.wait_for_round(self.round, handle, self.stage is not Stage.OBSERVING)
             if waiting is not None:
                 self.check_open()
         if waiting is not None:
@@ -347,6 +347,7 @@ class Session(Traffic):
                     )
                 with self._state:
                     self.welcome = message
+                    self._announced.welcomed(message.epoch)
                     self.stage = Stage.JOINING if message.joins else Stage.MEMBER
                     self._table = Table(len(message.names), message.rates)
                     self._shards = [ShardTraffic(number) for number in range(len(message.shards) + 1)]

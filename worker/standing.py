@@ -78,7 +78,7 @@ class Books:
             self._silent = True
         with session._state:
             plan = session.plan.hash if session.plan is not None else ""
-            epoch = max(welcome.epoch, session._announced.latest)
+            epoch = session._announced.latest
         channel.send(Resume(welcome.group, welcome.seats[welcome.rank], welcome.token, epoch, plan))
         return handle
 
