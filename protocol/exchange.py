@@ -54,6 +54,11 @@ class ExchangeKey(NamedTuple):
     target: int = -1
 
 
+def is_state(key: ExchangeKey) -> bool:
+    """Whether it is a part of the state that a member sends to who joins."""
+    return key.stream == Stream.TRANSFER and key.part >= STATE_TAG
+
+
 class Pool(IntEnum):
     """What credit an exchange draws on. They are apart so that none can starve another into a deadlock."""
 

@@ -91,6 +91,7 @@ class Resume:
         token: what the Welcome brought.
         epoch: the latest that it has heard of.
         plan: the hash of the plan that it goes by; empty if none was agreed on.
+        serves: whether it can send its state to who joins.
     """
 
     group: str
@@ -98,6 +99,7 @@ class Resume:
     token: str
     epoch: int
     plan: str
+    serves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from protocol.digest import MODULUS, digest
-from protocol.errors import GradServerError
+from protocol.errors import GradServerError, WorkerLostError
 from protocol.limits import MIB
 from protocol.messages import RoundDone, Serve, StateFailed, Transfer
 from worker.handle import Handle
@@ -54,12 +54,19 @@ class Donor:
         self.due: list[tuple[int, Transfer]] = []
         self._session = session
         self._snapshot: Callable[[], Tree] | None = None
+        self._under_way: set[int] = set()
+        """Numbers of transfers whose parts are being sent."""
 
     def serve(self, snapshot: Callable[[], Tree]) -> None:
         """Say that this member can send what ``snapshot`` returns."""
         first, self._snapshot = self._snapshot is None, snapshot
         if first:
             self._session.tell(Serve())
+
+    @property
+    def serves(self) -> bool:
+        """Whether it has said so."""
+        return self._snapshot is not None
 
     def asked(self, done: RoundDone, seat: int) -> None:
         """The coordinator has told what is to be sent at a boundary."""
@@ -76,6 +83,16 @@ class Donor:
             else:
                 self._fail(transfer, f"its state is that after round {here}, and that after round {number} is wanted")
 
+    def forget(self) -> None:
+        """Whoever was to have a state begins anew, and nobody takes what is under way. With the session's lock held."""
+        self.due.clear()
+        self._under_way.clear()
+
+    def check(self, transfer: Transfer) -> None:
+        """Raise WorkerLostError if nobody takes that state any more. With the session's lock held."""
+        if transfer.number not in self._under_way:
+            raise WorkerLostError("whoever was to have this worker's state has to join anew")
+
     def _give(self, transfer: Transfer) -> None:
         if self._snapshot is None:
             self._fail(transfer, "it has never said what its state is")
@@ -86,6 +103,7 @@ class Donor:
             log.warning("this worker's state cannot be sent to who joins: %s", error)
             self._fail(transfer, f"{type(error).__name__}: {error}")
             return
+        self._under_way.add(transfer.number)
         threading.Thread(target=self._send, args=(transfer, packed), name="gradserver-donor", daemon=True).start()
 
     def _fail(self, transfer: Transfer, reason: str) -> None:
@@ -104,6 +122,7 @@ class Donor:
         except (GradServerError, ConnectionError) as error:
             log.info("the state that was on its way to who joins did not arrive: %s", error)
         else:
+            self._under_way.discard(transfer.number)
             log.info("the state was sent to who joins: %d bytes in %.1f s", packed.nbytes, time.monotonic() - began)
 
 

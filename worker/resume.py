@@ -3,6 +3,7 @@
     state     event                                   next      what happens
     ────────  ──────────────────────────────────────  ────────  ─────────────────────────────────────────────────────
     UP        the connection breaks                   DOWN      nothing fails; waits go on, and their clocks stop
+    UP        … of who is about to join               CLOSED    LeftOutError: it has nothing that others may need
     UP        the coordinator says that it stops      DOWN      another one may take its place
     UP        any other Failure of the connection     CLOSED    everything open fails with it
     DOWN      each 50 ms                              DOWN      somebody is looked for; each 5 s the log says so
@@ -41,6 +42,7 @@ from protocol.errors import (
     CoordinatorStoppedError,
     CoordinatorUnreachableError,
     GradServerError,
+    LeftOutError,
     reason_of,
 )
 from protocol.messages import Message, Place, Push
@@ -189,21 +191,27 @@ class Lifeline:
 
     def broke(self, channel: TcpChannel, error: GradServerError) -> None:
         """``channel`` has come to its end."""
+        session = self._session
         with self._lock:
-            if self._closing or self._session.closed:
+            if self._closing or session.closed or (channel is not self._trying and not self._is_up):
                 return
-            if channel is self._trying:
+            is_trying = channel is self._trying
+            if is_trying:
                 self._failed = error
-            elif channel is not self._channel or not self._is_up:
+            elif channel is not self._channel:
                 return
             else:
                 self._is_up = False
-                self._clock.stop()
-                self.books.suspend()
-                log.warning("%s; round %d goes on when it is back", error.message, self._session.round)
-                self._news.set()
-                return
-        self.books.interrupt(error)
+                if session.is_inside:
+                    self._clock.stop()
+                    self.books.suspend()
+                    log.warning("%s; round %d goes on when it is back", error.message, session.round)
+                    self._news.set()
+                    return
+        if is_trying:
+            self.books.interrupt(error)
+        else:
+            session.lost(_out(session, error))
 
     def stopped(self, error: CoordinatorStoppedError) -> None:
         """The coordinator has said that it stops."""
@@ -272,6 +280,8 @@ class Lifeline:
             try:
                 channel.share_again(memory, _ANSWER_SECONDS)
             except BackendUnavailableError as error:
+                if self._failed is not None:
+                    raise self._failed from error
                 log.warning("gradients go through the connection from now on: %s", error)
         with self._lock:
             self._channel = channel
@@ -302,6 +312,14 @@ class Lifeline:
                 f"{reason.message}. With `gradserver serve` there, and the same --state-dir, the group had gone on"
             )
         )
+
+
+def _out(session: Session, error: GradServerError) -> LeftOutError:
+    """Who does not contribute yet has nothing that others may need, and begins anew."""
+    welcome = session.membership
+    name = welcome.names[welcome.rank]
+    what = f"this worker, {name!r}, was about to join group {welcome.group!r}, and has to do so again"
+    return LeftOutError(f"{what}: {error.message}", worker=name, rank=welcome.rank)
 
 
 class Ears:

@@ -267,6 +267,11 @@ class Session(Traffic):
             waiting.wait()
         self.adopt(error.epoch)
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether this worker contributes, or was told that it is to."""
+        return self.entry.round is not None or self.stage in (Stage.ENTERED, Stage.MEMBER)
+
     def next_instruction(self, seen: int) -> tuple[Transfer, int | None]:
         """For who joins: the next transfer after number ``seen``; or the round from which on it contributes."""
         while True:

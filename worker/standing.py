@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from protocol.buffer import Buffer
 from protocol.channel import Channel
 from protocol.errors import GradServerError, MalformedMessageError
-from protocol.exchange import Kind, Stream, gets
+from protocol.exchange import Kind, Stream, gets, is_state
 from protocol.messages import Result
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from worker.clock import Clock
@@ -79,7 +79,8 @@ class Books:
         with session._state:
             plan = session.plan.hash if session.plan is not None else ""
             epoch = session._announced.latest
-        channel.send(Resume(welcome.group, welcome.seats[welcome.rank], welcome.token, epoch, plan))
+        seat = welcome.seats[welcome.rank]
+        channel.send(Resume(welcome.group, seat, welcome.token, epoch, plan, session.donor.serves))
         return handle
 
     def restate(self, channel: Channel) -> Handle:
@@ -118,6 +119,7 @@ class Books:
         """Everything that was pushed and is unanswered is void."""
         self.suspend()
         self._clock.stop()
+        self._session.forget_states()
         with self._lock:
             self._version = message.version
             expected, self._expected = self._expected, None
@@ -170,6 +172,8 @@ class Books:
             for index in slices:
                 self.retained.keep_slice(index, Kept(result, exchange.kept_payload(index, result, payload)))
             return
+        if is_state(result.key):
+            return  # which is void when the books are opened
         for index in slices:
             own = result._replace(slice=index, slices=1, placed=False)
             cost = exchange.layout.cost(index)

@@ -22,6 +22,7 @@ from protocol.errors import (
     MalformedMessageError,
     OutOfStepError,
     UsageError,
+    WorkerLostError,
 )
 from protocol.exchange import (
     STATE_TAG,
@@ -31,6 +32,7 @@ from protocol.exchange import (
     Op,
     Operation,
     Stream,
+    is_state,
     operation_of,
     pool_of,
 )
@@ -234,10 +236,21 @@ class Traffic(Latecomer):
             key = ExchangeKey(Stream.TRANSFER, index, STATE_TAG + transfer.number, transfer.donor, transfer.joiner)
             operation = operation_of(Kind.TRANSFER, Op.NONE, UINT8, memory.size)
             gives = self.seat_of(self.membership.rank) == transfer.donor
+            if gives:
+                self.donor.check(transfer)
             handle = self._begin(key, operation, memory if gives else None, None if gives else memory, 1.0)
         self._pump()
         self._channel.watch(self.idle)
         return handle
+
+    def forget_states(self) -> None:
+        """Whoever was to have a state begins anew: the others may go on without it, or have another coordinator."""
+        error = WorkerLostError("whoever was to have this worker's state has to join anew")
+        with self._state:
+            self.donor.forget()
+            void = [(key, shard.number) for shard in self._shards for key in shard.exchanges if is_state(key)]
+        for key, number in void:
+            self._take_exchange_failure(key, error, number)
 
     def _not_yet(self, what: str) -> UsageError:
         if self.stage is Stage.JOINING:
@@ -420,7 +433,7 @@ class Traffic(Latecomer):
             held_back = self._fail_held_back(key, error)
             if exchange is not None:
                 there.outbox.write_off(exchange)
-                if self.books is not None:
+                if self.books is not None and not is_state(key):
                     self.books.retained.failed(key)
                 if exchange.siblings is not None:
                     done, verdict = self._part_over(exchange, exchange.siblings, error)

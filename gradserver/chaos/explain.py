@@ -18,7 +18,7 @@ Row = tuple[int, float, Array]
 
 _EARLIER: Final = 3
 """Rounds that are gone back."""
-_UNKNOWN: Final = 3
+_UNKNOWN: Final = 2
 """Those who may have contributed or not."""
 
 
@@ -57,19 +57,35 @@ def explain(case: Case, givers: Sequence[Giver], cut: Mapping[int, frozenset[int
     return "wrong", f"{seen:016x}, which is not the mean of what was given"
 
 
-def search(case: Case, order: Sequence[str], sure: Sequence[int], seen: int) -> Array | None:
-    """A mean with the digest ``seen`` of those who are ``sure``, by places in ``order``, and few of the others."""
-    rows = [
-        (place, generator.weight(case.seed, name, case.number), case.given(name)) for place, name in enumerate(order)
-    ]
-    perhaps = [place for place in range(len(order)) if place not in sure]
-    for extra in range(min(_UNKNOWN, len(perhaps)) + 1):
-        for others in itertools.combinations(perhaps, extra):
-            chosen = [rows[place] for place in sorted([*sure, *others])]
-            for cut in _cuts(case.share, others):
-                if (result := case.fits(chosen, cut, seen)) is not None:
-                    return result
+Placement = tuple[tuple[int, str], ...]
+"""Who contributed as well: behind how many of those who did so for sure, and the name."""
+
+
+def search(
+    case: Case, sure: Sequence[str], perhaps: Sequence[str], seen: int, first: Placement = ()
+) -> tuple[Array, Placement] | None:
+    """A mean with the digest ``seen`` of those who are ``sure``, in the order of seats, and few of the others.
+
+    Which seats the others had nobody knows: all places are tried, ``first`` before the others.
+    """
+    rows = {name: (generator.weight(case.seed, name, case.number), case.given(name)) for name in (*sure, *perhaps)}
+    for placement in itertools.chain((first,), _placements(len(sure), perhaps)):
+        order = list(sure)
+        for place, name in reversed(placement):
+            order.insert(place, name)
+        chosen = [(seat, *rows[name]) for seat, name in enumerate(order)]
+        others = [order.index(name) for _, name in placement]
+        for cut in _cuts(case.share, others):
+            if (result := case.fits(chosen, cut, seen)) is not None:
+                return result, placement
     return None
+
+
+def _placements(sure: int, perhaps: Sequence[str]) -> Iterator[Placement]:
+    for extra in range(1, min(_UNKNOWN, len(perhaps)) + 1):
+        for places_ in itertools.combinations_with_replacement(range(sure + 1), extra):
+            for names in itertools.permutations(perhaps, extra):
+                yield tuple(zip(places_, names, strict=True))
 
 
 def _cuts(share: Share, seats: Sequence[int]) -> Iterator[dict[int, frozenset[int]]]:

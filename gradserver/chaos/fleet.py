@@ -43,6 +43,10 @@ class Use(NamedTuple):
     memory: int
 
 
+_BEGINS_ANEW: Final = frozenset({"LeftOutError", "ConnectionLostError", "CoordinatorUnreachableError"})
+"""What somebody who is about to join may meet when the coordinator is lost, or books are opened for somebody else."""
+
+
 class Fleet(Family[Child]):
     """A coordinator, workers, and what lies between them. Leaving the context ends every process.
 
@@ -79,6 +83,8 @@ class Fleet(Family[Child]):
         """Whose end is no surprise."""
         self._disturbed: dict[str, float] = {}
         """Until when it is no surprise that a worker is out of the group."""
+        self._forgetful = 0.0
+        """Until when the ledger may lack who has come."""
         self._hit: dict[str, tuple[str, float]] = {}
         """What was done to whom, and has not been followed by a round yet."""
         self._inside: set[str] = set()
@@ -206,9 +212,13 @@ class Fleet(Family[Child]):
                     self.back.append((kind, at - since))
             case "entered":
                 self._returning.discard(name)
+                if at < self._forgetful:  # then a coordinator that comes back does not know of it
+                    self._disturbed[name] = max(self._disturbed.get(name, 0.0), self._forgetful)
             case "out" | "refused":
-                self._inside.discard(name)
                 self.outs[line["error"]] += 1
+                if name not in self._inside and line["error"] in _BEGINS_ANEW:
+                    return
+                self._inside.discard(name)
                 if at > self._disturbed.get(name, 0.0) and name not in self._astray:
                     self._astray.add(name)
                     self.faults.append(f"{name} was out of the group, and nothing was done to it: {line['text']}")
@@ -252,6 +262,10 @@ class Fleet(Family[Child]):
             self._returning.add(name)
         self._disturbed[name] = now + seconds + _FORGIVEN
         self._hit[name] = kind, now + seconds
+
+    def expect_gap(self, seconds: float) -> None:
+        """For so many seconds nothing is written down; then all is, but for what is tried again only later."""
+        self._forgetful = time.monotonic() + seconds + _FORGIVEN + 2.0
 
     def restart_coordinator(self) -> None:
         """Where it was."""

@@ -104,6 +104,7 @@ class Harms:
         if child is not None:
             pid = child.process.pid
             _limit(pid, 0)
+            self._fleet.expect_gap(seconds)
             self._fleet.after(seconds, lambda: _limit(pid, resource.RLIM_INFINITY))
 
     def _kill_coordinator(self, name: str, _: float) -> None:

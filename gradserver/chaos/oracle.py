@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from gradserver.chaos import generator, recount
 from gradserver.chaos.evidence import Report
-from gradserver.chaos.explain import Case, explain, search
+from gradserver.chaos.explain import Case, Placement, explain, search
 from gradserver.chaos.recount import Giver
 from gradserver.engine.records import Closed, Dated, Epoch, Gap, Group, Halt, Round, RoundRecord, Start
 from protocol.digest import MODULUS, digest, places
@@ -165,8 +165,9 @@ class Oracle:
         self.checked += 1
         self._note_completion(book)
         results = self._agreed(number, book.reports)
-        if book.record is None:
-            means = self._search(number, book.reports)
+        done_again = book.record is not None and not book.record.results
+        if book.record is None or (done_again and self._was_full(book.reports)):
+            means = self._search(number, book.reports)  # who came back cannot know of those who came meanwhile
         else:
             givers = self._givers(number, book.record)
             self._count(number, book.record, book.reports)
@@ -306,37 +307,30 @@ class Oracle:
         spans = [self._shares[part].layout.span(index) for index in slices]
         return sum(digest(row[start:stop], at + 4 * start) for start, stop in spans)
 
+    def _was_full(self, reports: Sequence[Report]) -> bool:
+        """Whether the disk was full when a round was finished, so that not all was written down."""
+        at = min((report.at for report in reports), default=0.0)
+        return any(since - 1 < at < until + 1 for since, until in self._gaps)
+
     def _search(self, number: int, reports: Sequence[Report]) -> list[Array] | None:
         """A round that was not written down: its results must fit its members, if the disk was full just then."""
-        at = min((report.at for report in reports), default=0.0)
-        if not any(since - 1 < at < until + 1 for since, until in self._gaps):
+        if not self._was_full(reports):
             self._say("lost", f"the ledger has no round {number}")
             return None
         self.unwritten += 1
-        order, sure = self._order(number, reports)
-        means = []
+        sure = [report.name for report in sorted(reports, key=lambda report: report.rank) if report.gave]
+        perhaps = sorted({self._name(seat, number) for seat in self._seats}.difference(sure))
+        means: list[Array] = []
+        placement: Placement = ()
         for part in range(len(generator.SIZES)):
             case = Case(self._seed, number, part, self._shares[part])
-            found = search(case, order, sure, reports[0].results[part])
+            found = search(case, sure, perhaps, reports[0].results[part], placement)
             if found is None:
                 self._say("wrong", f"round {number}, bucket {part}: no set of members gives what they got")
                 return None
-            means.append(found)
+            result, placement = found
+            means.append(result)
         return means
-
-    def _order(self, number: int, reports: Sequence[Report]) -> tuple[list[str], list[int]]:
-        """Who may have contributed to a round that was not written down, in the order of seats; and who has for sure.
-
-        Those who finished it have ranks; others a seat, perhaps, that the ledger knew before or knows afterwards.
-        """
-        order = [report.name for report in sorted(reports, key=lambda report: report.rank) if report.gave]
-        finished = set(order)
-        seats = {self._name(seat, number): seat for seat in self._seats}
-        for name, seat in sorted(seats.items(), key=lambda item: item[1]):
-            if name not in finished:
-                before = [place for place, other in enumerate(order) if seats.get(other, seat) < seat]
-                order.insert(before[-1] + 1 if before else 0, name)
-        return order, [place for place, name in enumerate(order) if name in finished]
 
     def _step(self, number: int, means: Sequence[Array] | None, reports: Sequence[Report]) -> None:
         """Weights after the round."""

@@ -116,9 +116,10 @@ class Program:
             for part in reversed(range(len(buckets))):
                 generator.values(self._settings.seed, self._settings.name, number, part, buckets[part])
                 worker.push(part, buckets[part], weight=weight)
+            gave = not worker.observes
             worker.finish_round()
-            self._step(number, worker, buckets, "round")
-            if number % _COLLECTIVES_EVERY == _COLLECTIVES_EVERY - 1:
+            self._step(number, worker, buckets, "round" if gave else "replayed")
+            if number % _COLLECTIVES_EVERY == _COLLECTIVES_EVERY - 1 and not worker.observes:
                 self._collectives(worker, number)
 
     def _install(self, state: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from gradserver.engine.records import (
     Closed,
     Cut,
     Durable,
+    Entered,
     Epoch,
     Group as Founded,
     Halt,
@@ -39,6 +40,14 @@ def members(group: Group, reason: str, commands: list[Command]) -> None:
     """Who is there now, since somebody came or went."""
     there = tuple((rank, seat.name) for rank, seat in group.members.items())
     _first(commands, Epoch(group.name, group.epoch, group.rounds, there, reason))
+    if any(joiner.entered for joiner in group.joiners.values()):
+        entered(group, commands)
+
+
+def entered(group: Group, commands: list[Command]) -> None:
+    """Who contributes to the open round, and is no member before it is over."""
+    there = tuple((seat, joiner.join.name) for seat, joiner in group.joiners.items() if joiner.entered)
+    _first(commands, Entered(group.name, group.rounds, there))
 
 
 def planned(group: Group, plan: PlanTable, commands: list[Command]) -> None:

@@ -189,11 +189,12 @@ class Control:
         """A connection broke; its worker comes back, if it can: not if its process ``ended``, or that is ``final``."""
         group = self.groups.get(self._places.get(connection, ""))
         durable = group is not None and group.members and group.secret and group.broken is None
-        if group is not None and durable and not ended and not final:
-            _, seat = self._seat(connection)
-            del self._places[connection]
-            return resuming.detach(group, seat, reason, now, commands)
-        return self._gone(connection, reason, False, commands, ended)
+        seat = group.seat_of(connection) if group is not None else -1
+        if group is None or not durable or ended or final or not group.is_inside(seat):
+            return self._gone(connection, reason, False, commands, ended)
+        orders = self._let_in(group, commands)
+        del self._places[connection]
+        return orders + resuming.detach(group, seat, reason, now, commands)
 
     def left_out(self, connection: int, reason: str, commands: list[Command]) -> None:
         """Tell somebody who is silent that he is too late, for when he can hear again."""
@@ -210,7 +211,7 @@ class Control:
         """Go on where an earlier coordinator was lost. Of the groups in ``kept`` what lossy codecs owe is there."""
         orders: list[Order] = []
         self._epochs = max((record.epoch for record in records if isinstance(record, Epoch)), default=0)
-        for group in resuming.restore(records, self._worlds, now, commands):
+        for group in resuming.restore(records, self._worlds, now, self._next_epoch, commands):
             self.groups[group.name] = group
             buckets = group.plan.buckets if group.plan is not None else ()
             group.owed_nothing = group.name not in kept and any(bucket.operation.is_lossy for bucket in buckets)
@@ -221,12 +222,17 @@ class Control:
         if connection in self._places:
             raise UnexpectedMessageError(f"this connection already joined group {self._places[connection]!r}")
         group = resuming.check(self.groups.get(message.group), message)
+        orders = self._let_in(group, commands)
         self._places.pop(group.members[message.seat].connection, None)
         self._places[connection] = group.name
-        version, orders = self._next_epoch(), list[Order]()
         if not group.recovering:
             orders += self._refuse_all(joining.disturbed(group), commands)
+        version = self._next_epoch()
         return orders + resuming.resume(group, message, connection, self._incarnation, version, now, commands)
+
+    def _let_in(self, group: Group, commands: list[Command]) -> list[Order]:
+        """When books are opened, who contributes counts as a member: what it gave may be in results that some hold."""
+        return self._order_all(group, joining.let_in(group, group.rounds, self._next_epoch, commands), commands)
 
     def heed(self, report: Report, commands: list[Command], source: int = _HERE) -> list[Order]:
         """Take a report from a data half: the coordinator's own, or the one with connection ``source``."""

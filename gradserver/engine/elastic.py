@@ -93,7 +93,7 @@ def go_on(
     if group.held is None or group.unheeded:
         return []
     record = group.held
-    orders = joining.let_in(group, record, number, commands) or joining.expect(group, record)
+    orders = joining.let_in(group, record.round, number, commands) or joining.expect(group, record)
     if orders:
         return orders + go_on(group, number, credit, incarnation, commands)
     _end_round(group, record, commands)

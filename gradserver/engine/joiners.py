@@ -35,6 +35,7 @@ class Joiner:
         serves: whether it can send its state when it is a member.
         listens: whether it is sent results unasked meanwhile; otherwise the others wait for it.
         waits: whether the others have to: it asks for that, or more of them had come than it could read.
+        entered: whether it was told that it contributes.
     """
 
     connection: int
@@ -50,6 +51,7 @@ class Joiner:
     serves: bool = False
     listens: bool = False
     waits: bool = False
+    entered: bool = False
 
     @property
     def deadline(self) -> float | None:

@@ -84,7 +84,7 @@ def check_can_serve(group: Group, name: str) -> None:
     """Raise UsageError if nobody could send its state to ``name``, or what broke the group."""
     if group.broken is not None:
         raise group.broken.again()
-    if group.rounds and not group.donors:
+    if group.rounds and not group.donors and not group.away and not group.recovering:
         raise UsageError(
             f"{name!r} joins group {group.name!r} in round {group.rounds}, and needs the model's and the optimizer's "
             f"state, which no member can send: wrap model and optimizer in gradserver.Job, at every worker, or give "
@@ -198,7 +198,7 @@ def hear(
                 joiner.donor = -1
                 joiner.stage = Stage.READY if joiner.listens else Stage.ENTERED
                 if not joiner.listens:
-                    commands.append(Send(joiner.connection, Entered(joiner.round)))
+                    enter(group, joiner.round, commands)
         case _:
             raise UnexpectedMessageError(f"a {type(message).__name__} from {group.call(seat)}, who may not say it now")
     return []
@@ -270,9 +270,9 @@ def awaits_state(group: Group, seats: Iterable[int]) -> bool:
     return any(seat in group.joiners and group.joiners[seat].stage is Stage.RECEIVING for seat in seats)
 
 
-def let_in(group: Group, record: RoundRecord, epoch: Callable[[], int], commands: list[Command]) -> list[RemoteOrder]:
-    """Those who have contributed to a round that is complete are members from now on."""
-    entered = [s for s, j in group.joiners.items() if j.stage is Stage.ENTERED and j.round <= record.round]
+def let_in(group: Group, number: int, epoch: Callable[[], int], commands: list[Command]) -> list[RemoteOrder]:
+    """Those who contribute to round ``number`` are members from now on, as it is over or what they gave may count."""
+    entered = [s for s, j in group.joiners.items() if j.entered and j.round <= number]
     if not entered:
         return []
     for seat in entered:
@@ -283,7 +283,7 @@ def let_in(group: Group, record: RoundRecord, epoch: Callable[[], int], commands
     group.members = dict(sorted(group.members.items()))
     group.seats.reseat(tuple(group.members))
     group.epoch = epoch()
-    what = f"{group.calls(entered)} joined in round {record.round}; {len(group.members)} workers go on"
+    what = f"{group.calls(entered)} joined in round {number}; {len(group.members)} workers go on"
     announce(group, what, False, commands)
     chronicle.members(group, what, commands)
     return [Reseat(group.name, group.epoch, group.seats.present)]
@@ -295,10 +295,13 @@ def waiting(group: Group) -> Iterable[Joiner]:
 
 
 def enter(group: Group, number: int, commands: list[Command]) -> None:
-    """Tell those who have caught up that they contribute to round ``number``, which is about to begin."""
-    for joiner in group.joiners.values():
-        if joiner.stage is Stage.ENTERED and joiner.round == number:
-            commands.append(Send(joiner.connection, Entered(number)))
+    """Tell those who have caught up that they contribute to round ``number``; it is written down first."""
+    told = [j for j in group.joiners.values() if j.stage is Stage.ENTERED and j.round == number and not j.entered]
+    for joiner in told:
+        joiner.entered = True
+        commands.append(Send(joiner.connection, Entered(number)))
+    if told:
+        chronicle.entered(group, commands)
 
 
 def fell_behind(group: Group, seat: int) -> list[RemoteOrder] | None:
@@ -334,7 +337,8 @@ def lost_donor(group: Group, seat: int) -> list[RemoteOrder]:
 def gone(group: Group, seat: int, reason: str, politely: bool, commands: list[Command]) -> list[RemoteOrder]:
     """A joiner is gone. Nobody hears of it but its donor."""
     error = group.seats.departed(seat, politely, f"when it was about to join ({reason[:MAX_REASON]})")
-    del group.joiners[seat]
+    if group.joiners.pop(seat).entered:
+        chronicle.entered(group, commands)
     group.vacant[seat] = group.epoch
     group.unheeded.append(Unheeded(set(group.shards)))
     commands.append(Log(f"group {group.name!r}: {error.message}", warning=not politely))
@@ -356,7 +360,8 @@ def disturbed(group: Group) -> Refusals:
         f"group {group.name!r} finds out who has what, as a member has come back to it: whoever was about to join has "
         f"to begin anew"
     )
-    return [(joiner.connection, error) for joiner in waiting(group) if joiner.stage is not Stage.WAITING]
+    out = [joiner for joiner in waiting(group) if joiner.stage is not Stage.WAITING and not joiner.entered]
+    return [(joiner.connection, error) for joiner in out]
 
 
 def overdue(group: Group, now: float) -> Refusals:

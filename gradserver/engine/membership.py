@@ -198,6 +198,10 @@ class Group:
         """Seats of members, and of those who have just joined and contribute already."""
         return [*self.members, *(seat for seat, one in self.joiners.items() if one.stage is Stage.ENTERED)]
 
+    def is_inside(self, seat: int) -> bool:
+        """Whether what is there of ``seat`` may count: it is a member's, or of who was told that it contributes."""
+        return seat in self.members or (seat in self.joiners and self.joiners[seat].entered)
+
     def connection_of(self, seat: int) -> int:
         """That of a member, or of who joins the running group."""
         occupant = self.members.get(seat) or self.joiners[seat]

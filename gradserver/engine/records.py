@@ -189,6 +189,15 @@ class Boundary:
 
 
 @dataclass(frozen=True, slots=True)
+class Entered:
+    """These, by rank, contribute to ``round``, and are members when it is over; written when that changes."""
+
+    group: str
+    round: int
+    members: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Reset:
     """From ``round`` on, lossy codecs owe nothing: what they had kept back at the coordinator was lost with it."""
 
@@ -211,6 +220,7 @@ Kind = (
     | Claim
     | Durable
     | Boundary
+    | Entered
     | Reset
 )
 
@@ -318,6 +328,7 @@ _TABLE: Final[tuple[tuple[int, type[Any], tuple[Callable[[Any], Any], ...]], ...
     (13, Boundary, (_name, _count, _count)),
     (14, Reset, (_name, _count)),
     (15, Cut, (_name, _count, _count, listed(_rank, MAX_WORLD_SIZE), _text)),
+    (16, Entered, (_name, _count, _members)),
 )
 _ROUND: Final = 7
 CODES: Final = {kind: code for code, kind, _ in _TABLE}
@@ -407,6 +418,7 @@ class Books:
                 self._forget(group)
             case Epoch(group, epoch) if group in self._groups:
                 self.positions[group].keep_only(rank for rank, _ in record.members)
+                self._groups[group].pop(Entered, None)
                 known = self._epochs[group]
                 known[epoch] = dated
                 if len(known) > MAX_EPOCHS:
@@ -414,7 +426,7 @@ class Books:
             case Data(group) | Claim(group) if group in self._groups:
                 self.positions[group].restore(record)
                 self._groups[group][Data] = dated
-            case Plan(group) | Halt(group) | Durable(group) if group in self._groups:
+            case Plan(group) | Halt(group) | Durable(group) | Entered(group) if group in self._groups:
                 self._groups[group][type(record)] = dated
             case Round(group, epoch) | Boundary(group, _, epoch) if group in self._groups:
                 if type(record) is Round:
@@ -435,6 +447,6 @@ class Books:
         for group, latest in self._groups.items():
             restated += [latest[kind] for kind in (Group, Durable) if kind in latest]
             restated += self._epochs[group].values()
-            restated += [latest[kind] for kind in (Plan, Round, Boundary, Halt) if kind in latest]
+            restated += [latest[kind] for kind in (Entered, Plan, Round, Boundary, Halt) if kind in latest]
             restated += [Dated(latest[Data].clock, state) for state in self.positions[group].states(group)]
         return restated

@@ -300,7 +300,7 @@ def _fail(group: Group, recovery: Recovery, key: ExchangeKey, commands: list[Com
     """Nobody can do any more what ``key`` takes."""
     holders = recovery.holders
     error: GradServerError
-    if group.departed and any(key in holder.slices[State.FAILED] for holder in holders.values()):
+    if any(key in holder.slices[State.FAILED] for holder in holders.values()):
         error = MembershipChangedError(
             f"{group.describe(key)} was called in a membership that has ended. Rank and world size are new: "
             f"call it again",

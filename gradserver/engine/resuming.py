@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from gradserver.engine import chronicle
 from gradserver.engine.data_records import Claim, Data
@@ -60,6 +60,7 @@ from gradserver.engine.records import (
     Boundary,
     Closed,
     Durable,
+    Entered,
     Epoch,
     Group as Founded,
     Halt,
@@ -101,18 +102,19 @@ def check(group: Group | None, message: Resume) -> Group:
     """The group that somebody comes back to. Raises why he cannot."""
     if group is None or not group.secret:
         raise JoinRefusedError(f"there is no durable group {message.group[:128]!r} to come back to: join it")
-    known = message.seat < len(group.seats.names)
-    if not known or not hmac.compare_digest(token_of(group, message.seat).encode(), message.token.encode()):
+    if not hmac.compare_digest(token_of(group, message.seat).encode(), message.token.encode()):
         raise JoinRefusedError(
             f"this is not the token of seat {message.seat} in group {group.name!r}: it is not the group that was joined"
         )
     if group.broken is not None:
         raise group.broken.again()
-    if message.seat not in group.members:
-        name, rank = group.seats.names[message.seat], group.seats.rank(message.seat)
+    if not group.is_inside(message.seat):
+        known = message.seat < len(group.seats.names)
+        name, rank = (group.seats.names[message.seat], group.seats.rank(message.seat)) if known else ("", -1)
+        who = f"{name!r} (was rank {rank})" if name else f"in seat {message.seat}"
         raise LeftOutError(
-            f"this worker, {name!r} (was rank {rank}), came back to group {group.name!r} when the others had gone on "
-            f"without it, in round {group.rounds}. It has to join again",
+            f"this worker, {who}, came back to group {group.name!r} when the others had gone on without it, in round "
+            f"{group.rounds}. It has to join again",
             worker=name,
             rank=rank,
         )
@@ -141,7 +143,10 @@ def resume(
         group.away = {other: min(at, until) for other, at in group.away.items()}
     resumed = Resumed(incarnation, group.version)
     commands += [Send(group.members[other].connection, resumed) for other in told]
-    commands += [Send(connection, news) for news in group.news if news.epoch > message.epoch]
+    known = [news for news in group.news if seat in news.seats]  # of those before it had entered it never heard
+    commands += [Send(connection, news) for news in known if news.epoch > message.epoch]
+    if message.serves:
+        group.donors[seat] += 0
     group.unaware.discard(seat)
     if group.plan is not None and group.plan.hash != message.plan:
         group.unaware.add(seat)
@@ -188,6 +193,8 @@ class Past:
         self.told = -1, 0
         """The last round that is over, and the epoch that is in force behind it."""
         self.halt: Halt | None = None
+        self.entered: Entered | None = None
+        """Who contributed, and was no member yet."""
         self.positions = Positions()
 
     def take(self, record: Kind) -> None:
@@ -197,7 +204,10 @@ class Past:
                 self.secret = secret
             case Epoch():
                 self.epochs.append(record)
+                self.entered = None
                 self.positions.keep_only(seat for seat, _ in record.members)
+            case Entered():
+                self.entered = record
             case Data() | Claim():
                 self.positions.restore(record)
             case Plan():
@@ -241,9 +251,13 @@ class Past:
 
 
 def restore(
-    records: Iterable[Kind], worlds: Mapping[str, object], now: float, commands: list[Command]
+    records: Iterable[Kind],
+    worlds: Mapping[str, object],
+    now: float,
+    number: Callable[[], int],
+    commands: list[Command],
 ) -> Iterable[Group]:
-    """The durable groups that records speak of, and that have not ended."""
+    """The durable groups that records speak of, and that have not ended. ``number`` gives those of new epochs."""
     past: dict[str, Past] = {}
     for record in records:
         match record:
@@ -264,10 +278,28 @@ def restore(
             commands.append(Log(f"group {name!r} was durable: {what}", warning=True))
             continue
         group = found.group(policy, now)
+        if found.entered is not None and found.entered.members:
+            _let_in(group, found.entered, now, number, commands)
         names = ", ".join(group.seats.present_names())
         what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
         commands.append(Log(f"group {name!r}: {what}; it was in round {group.rounds}, epoch {group.epoch}"))
         yield group
+
+
+def _let_in(group: Group, entered: Entered, now: float, number: Callable[[], int], commands: list[Command]) -> None:
+    """Who contributed to the open round counts as a member: what it gave may be in results that others hold."""
+    seats = [seat for seat, _ in entered.members]
+    for seat, name in entered.members:
+        group.seats.admit(seat, name)
+        group.members[seat] = Seat(-1, name)
+    group.members = dict(sorted(group.members.items()))
+    group.seats.reseat(tuple(group.members))
+    group.world = len(group.seats.names)
+    group.away = dict.fromkeys(group.members, max(group.away.values(), default=now))
+    group.epoch = group.founded = number()
+    what = f"{group.calls(seats)} joined in round {entered.round}; {len(group.members)} workers go on"
+    chronicle.members(group, what, commands)
+    group.news.append(Membership(group.epoch, group.seats.present, group.seats.present_names(), what, False))
 
 
 def reopen(group: Group, credit: int, digests: bool) -> Iterable[Order]:
