@@ -75,13 +75,14 @@ class Donor:
     def give(self) -> None:
         """The state is that at the present boundary: copy it, if it is asked for, and begin to send it."""
         here = self._session.round - 1
-        for one in [one for one in self.due if one[0] <= here]:
-            self.due.remove(one)
-            number, transfer = one
-            if number == here:
-                self._give(transfer)
-            else:
+        asked = [one for one in self.due if one[0] <= here]
+        self.due = [one for one in self.due if one[0] > here]
+        for number, transfer in asked:
+            if number != here:
                 self._fail(transfer, f"its state is that after round {here}, and that after round {number} is wanted")
+        transfers = [transfer for number, transfer in asked if number == here]
+        if transfers:
+            self._give(transfers)
 
     def forget(self) -> None:
         """Whoever was to have a state begins anew, and nobody takes what is under way. With the session's lock held."""
@@ -93,18 +94,21 @@ class Donor:
         if transfer.number not in self._under_way:
             raise WorkerLostError("whoever was to have this worker's state has to join anew")
 
-    def _give(self, transfer: Transfer) -> None:
-        if self._snapshot is None:
-            self._fail(transfer, "it has never said what its state is")
-            return
-        try:
-            packed = pack(self._snapshot(), copy=True)
-        except Exception as error:
-            log.warning("this worker's state cannot be sent to who joins: %s", error)
-            self._fail(transfer, f"{type(error).__name__}: {error}")
-            return
-        self._under_way.add(transfer.number)
-        threading.Thread(target=self._send, args=(transfer, packed), name="gradserver-donor", daemon=True).start()
+    def _give(self, transfers: list[Transfer]) -> None:
+        """To several at once, if so many wait: of the same copy."""
+        reason, packed = "it has never said what its state is", None
+        if self._snapshot is not None:
+            try:
+                packed = pack(self._snapshot(), copy=True)
+            except Exception as error:
+                log.warning("this worker's state cannot be sent to who joins: %s", error)
+                reason = f"{type(error).__name__}: {error}"
+        for transfer in transfers:
+            if packed is None:
+                self._fail(transfer, reason)
+                continue
+            self._under_way.add(transfer.number)
+            threading.Thread(target=self._send, args=(transfer, packed), name="gradserver-donor", daemon=True).start()
 
     def _fail(self, transfer: Transfer, reason: str) -> None:
         self._session.tell(StateFailed(transfer.number, reason[:_MAX_REASON]))

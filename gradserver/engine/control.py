@@ -223,6 +223,9 @@ class Control:
             raise UnexpectedMessageError(f"this connection already joined group {self._places[connection]!r}")
         group = resuming.check(self.groups.get(message.group), message)
         orders = self._let_in(group, commands)
+        if message.epoch > group.epoch:
+            self._epochs = max(self._epochs, message.epoch)
+            orders += self._order_all(group, resuming.catch_up(group, self._next_epoch(), commands), commands)
         self._places.pop(group.members[message.seat].connection, None)
         self._places[connection] = group.name
         if not group.recovering:

@@ -31,6 +31,7 @@ So nothing that happens to a joiner, or to its donor, changes a membership or co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import cycle, islice
 
 from gradserver.engine import chronicle
 from gradserver.engine.events import Admit, Command, Depart, Excuse, Expect, Log, RemoteOrder, Reseat, Seat, Send
@@ -232,7 +233,11 @@ def expect(group: Group, record: RoundRecord) -> list[RemoteOrder]:
     few = policy is None or len(group.members) + coming(group) < policy.minimum
     free = sorted(group.donors, key=lambda seat: (group.donors[seat], seat))
     busy = {joiner.donor for joiner in group.joiners.values()}
-    free = [seat for seat in free if seat not in busy]
+    if few:  # nobody trains meanwhile
+        waiting_for = sum(joiner.stage is Stage.WAITING for joiner in group.joiners.values())
+        free = list(islice(cycle(free), waiting_for)) if free else []
+    else:
+        free = [seat for seat in free if seat not in busy]
     for seat, joiner in group.joiners.items():
         if joiner.stage is Stage.WAITING and free:
             group.transfers += 1

@@ -49,11 +49,13 @@ from gradserver.engine.events import (
     Proceed,
     Recover,
     Recovered,
+    RemoteOrder,
+    Reseat,
     Seat,
     Send,
     SetPlan,
 )
-from gradserver.engine.membership import Group
+from gradserver.engine.membership import Group, announce
 from gradserver.engine.policy import Policy
 from gradserver.engine.positions import Positions
 from gradserver.engine.records import (
@@ -80,8 +82,9 @@ NOT_BACK = "its connection broke, and it did not come back"
 
 
 def token_of(group: Group, seat: int) -> str:
-    """What the member in ``seat`` shows when it comes back."""
-    return hmac.new(group.secret.encode(), str(seat).encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
+    """What the member in ``seat`` shows when it comes back; whoever had that seat before shows something else."""
+    whose = f"{seat} {group.seats.names[seat]}"
+    return hmac.new(group.secret.encode(), whose.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
 
 
 def detach(group: Group, seat: int, reason: str, now: float, commands: list[Command]) -> list[Order]:
@@ -102,15 +105,16 @@ def check(group: Group | None, message: Resume) -> Group:
     """The group that somebody comes back to. Raises why he cannot."""
     if group is None or not group.secret:
         raise JoinRefusedError(f"there is no durable group {message.group[:128]!r} to come back to: join it")
-    if not hmac.compare_digest(token_of(group, message.seat).encode(), message.token.encode()):
+    name = group.seats.names[message.seat] if message.seat < len(group.seats.names) else ""
+    if name and not hmac.compare_digest(token_of(group, message.seat).encode(), message.token.encode()):
         raise JoinRefusedError(
-            f"this is not the token of seat {message.seat} in group {group.name!r}: it is not the group that was joined"
+            f"this is not the token of seat {message.seat} in group {group.name!r}: somebody else has it, or it is not "
+            f"the group that was joined"
         )
     if group.broken is not None:
         raise group.broken.again()
     if not group.is_inside(message.seat):
-        known = message.seat < len(group.seats.names)
-        name, rank = (group.seats.names[message.seat], group.seats.rank(message.seat)) if known else ("", -1)
+        rank = group.seats.rank(message.seat) if name else -1
         who = f"{name!r} (was rank {rank})" if name else f"in seat {message.seat}"
         raise LeftOutError(
             f"this worker, {who}, came back to group {group.name!r} when the others had gone on without it, in round "
@@ -119,6 +123,15 @@ def check(group: Group | None, message: Resume) -> Group:
             rank=rank,
         )
     return group
+
+
+def catch_up(group: Group, epoch: int, commands: list[Command]) -> list[RemoteOrder]:
+    """Members know of an epoch that was never written down, as when the disk was full; ``epoch`` is a later one."""
+    group.epoch = epoch
+    what = f"{len(group.members)} workers go on, as the coordinator that was lost had not written down who was there"
+    announce(group, what, True, commands)
+    chronicle.members(group, what, commands)
+    return [Reseat(group.name, epoch, group.seats.present)]
 
 
 def resume(
