@@ -108,7 +108,7 @@ def _lengths(plan: PlanTable) -> Iterable[tuple[tuple[int, int], int]]:
 def _map(path: Path, size: int) -> mmap.mmap:
     """So many bytes of a file, zeros if it is new; of memory, if the disk does not give them."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size)  # a disk that is full says so now, and kills nobody later
             return mmap.mmap(fd, size)

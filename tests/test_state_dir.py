@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import signal
+import stat
 import struct
 import time
 import zlib
@@ -18,11 +19,28 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradserver.engine.records import Closed, Dated, Epoch, Gap, Group, Kind, Plan, Round, RoundRecord, Snapshot, Start
+from gradserver.engine.records import (
+    Closed,
+    Dated,
+    Durable,
+    Epoch,
+    Gap,
+    Group,
+    Kind,
+    Plan,
+    Round,
+    RoundRecord,
+    Snapshot,
+    Start,
+)
 from gradserver.ledger import state
 from gradserver.ledger.journal import HEADER_BYTES, MAGIC, Entry, Fault, frame, header, number_of, scan
 from gradserver.ledger.state import EVERY_ROUND, StateDir, files_of
+from gradserver.residuals import Residuals
+from protocol.codecs import codec_of
+from protocol.dtypes import FLOAT32
 from protocol.errors import StateError
+from protocol.plan import simple_plan, with_codec
 from tests.cluster import Daemon, Program, wait_until, worker_program
 from tests.engine_harness import plan_of
 
@@ -31,6 +49,7 @@ def round_record(number: int, group: str = "g") -> Round:
     return Round(group, 1, RoundRecord(number, (1.0, 1.0), 5.0, 6.0, 1, ((5.0, 5.5), (5.0, 6.0)), (1, 2), (2**63 + 3,)))
 
 
+LOSSY = with_codec(simple_plan([("b0", 40_000)], FLOAT32), codec_of("int8"))
 FOUNDED: list[Kind] = [
     Group("g", 2, 60.0),
     Epoch("g", 1, 0, ((0, "a"), (1, "b")), "complete"),
@@ -75,6 +94,55 @@ def rounds_in(path: Path) -> list[int]:
 
 def starts_in(path: Path) -> list[int]:
     return [item.incarnation for _, file in files_of(path) for item in items(file) if isinstance(item, Start)]
+
+
+# ── who may read it ───────────────────────────────────────────────────────────────────────────────────
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def open_handed() -> Iterator[None]:
+    """A process that lets everybody read and write what it makes, if it is not told otherwise."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("open_handed")
+def test_what_has_secrets_is_its_owners_only(tmp_path: Path) -> None:
+    path = tmp_path / "in" / "state"
+    with opened(path, file_bytes=200) as found:
+        found.keep_port(7411)
+        for record in FOUNDED:
+            found.append(record)
+        for number in range(5):
+            found.append(round_record(number))
+        residuals = Residuals(path)
+        for record in (Durable("g", "secret"), Plan("g", 1, 0, LOSSY)):
+            residuals.take(record)
+
+    assert mode_of(path) == 0o700
+    names = {file.name.partition("-")[0] for file in path.iterdir()}
+    assert names == {"lock", "port", "ledger", "residuals"}
+    assert {mode_of(file) for file in path.iterdir()} == {0o600}
+
+
+def test_what_was_more_open_before_is_closed_to_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path):
+        pass
+    newest(tmp_path).chmod(0o644)
+    tmp_path.chmod(0o777)
+    with caplog.at_level(logging.WARNING), opened(tmp_path):
+        pass
+    tmp_path.chmod(0o700)
+
+    assert mode_of(newest(tmp_path)) == 0o600
+    assert caplog.messages == [
+        f"{tmp_path} may be written to by others (mode 777), who can put other files there: chmod go-w it"
+    ]
 
 
 # ── the file ──────────────────────────────────────────────────────────────────────────────────────────

@@ -6,6 +6,8 @@ One file at a time grows, `DIR/ledger-000001.gsl` and so on (`.journal` says wha
 
 A disk that is full or broken does not stop anybody's training. What was half written is cut off again, one warning
 names the file, and after a while a new file is begun, with a `Gap` that says how much is missing.
+
+Files are for their owner only: they have the secrets by which members of durable groups are known.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Sequence
@@ -35,6 +38,7 @@ _FILE_BYTES: Final = 64 * MIB
 _RESTATED_BYTES: Final = 4 * MIB
 """What is written between two snapshots within a file."""
 _RETRY_SECONDS: Final = 10.0
+_OWN: Final = 0o600
 _NAME: Final = re.compile(r"ledger-(\d{6,})\.gsl")
 
 
@@ -86,6 +90,7 @@ class StateDir:
         self._swapping = threading.Lock()
         self._lock = _lock(path)
         try:
+            _keep_to_owner(path)
             self.incarnation = self._resume() + 1
             self.restored: tuple[Kind, ...] = tuple(dated.record for dated in self._books.records())
             self._begin_or_tell()
@@ -132,6 +137,7 @@ class StateDir:
         """Members come back to ``port``, also when the next coordinator may choose one."""
         half = self.path / "port.tmp"
         try:
+            half.touch(_OWN)
             half.write_text(f"{port}\n")
             half.rename(self.path / "port")
         except OSError as error:
@@ -222,7 +228,7 @@ class StateDir:
             written.append(Dated(now, Gap(self._lost, self._lost_since, self._trouble)))
         data = header(number) + b"".join(map(frame, written))
         half = path.with_suffix(".tmp")
-        fd = os.open(half, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        fd = os.open(half, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _OWN)
         try:
             _write_all(fd, data)
             if self._sync is not None:
@@ -363,8 +369,8 @@ def _lock(path: Path) -> int:
     """Have the directory to ourselves, as long as the descriptor is open that this returns."""
     file = path / "lock"
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        path.mkdir(0o700, parents=True, exist_ok=True)
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWN)
     except OSError as error:
         raise StateError(f"cannot keep a ledger in {path}: {reason_of(error)}") from error
     try:
@@ -380,6 +386,20 @@ def _lock(path: Path) -> int:
         os.close(fd)
         raise StateError(f"cannot write {file}: {reason_of(error)}") from error
     return fd
+
+
+def _keep_to_owner(path: Path) -> None:
+    """What an earlier version wrote, or somebody copied, may be more open than what we write."""
+    if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o022:
+        log.warning(
+            "%s may be written to by others (mode %o), who can put other files there: chmod go-w it", path, mode
+        )
+    for _, file in files_of(path):
+        try:
+            if file.stat().st_mode & 0o077:
+                file.chmod(_OWN)
+        except OSError as error:
+            log.warning("%s can be read by others, and has the secrets of groups: %s", file, reason_of(error))
 
 
 def _write_all(fd: int, data: bytes) -> None:
