@@ -88,7 +88,8 @@ def serve(
     with _journal(ledger) as journal:
         digests = ledger is not None and ledger.digests
         incarnation = 0 if journal is None else journal.incarnation
-        engine = Engine(worlds, CREDIT_BYTES if credit is None else credit, entropy, own, digests, incarnation)
+        credit = CREDIT_BYTES if credit is None else credit
+        engine = Engine(worlds, credit, entropy, own, digests, incarnation, lambda who: server.is_present(who))
         coordinator = Coordinator(engine, journal=journal, residuals=_residuals(journal))
         if journal is not None:
             coordinator.restore(journal.restored)

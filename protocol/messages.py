@@ -21,6 +21,7 @@ worker                                  coordinator
   Leave ─────────────────────────────────► forgets the worker
   ◄────────────────────────────────────── Leave, the same: all that was said before it was heard
   ◄────────────────────────────────────── BePresent, when it has come: also to a data shard that comes to a coordinator
+  Present ───────────────────────────────► a moment later (from a worker)
   ◄────────────────────────────────────── Failure at any time; Ping at any time, not answered
   Ping ──────────────────────────────────► answered with a Ping, by which shows whether something was lost
   ◄────────────────────────────────────── Membership, in an elastic group, when somebody departed or came in
@@ -361,11 +362,22 @@ class Ping:
 class BePresent:
     """Connect once more, as ``identity``, and let libzmq say there that this process runs.
 
-    It may say nothing for ``silence`` seconds. No message ever passes there but the first, a Ping.
+    It may say nothing for ``silence`` seconds. No message ever passes there but the first, a Ping. Who is told so once
+    more, with another identity, is to be present as that instead.
     """
 
     identity: str
     silence: float
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """That has been done, and libzmq has said there for the first time that this process runs.
+
+    From now on it would be noticed if it froze, whoever keeps Python's lock.
+    """
+
+    identity: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,6 +458,7 @@ Message = (
     | Leave
     | Ping
     | BePresent
+    | Present
     | StatusRequest
     | Status
     | Failure

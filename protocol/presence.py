@@ -5,15 +5,28 @@ Workers and data shards have one each. This module knows libzmq's options by nam
 
 from __future__ import annotations
 
+import hashlib
 from typing import Final
 
 from protocol.messages import BePresent
 
 _BEATS: Final = 0.09
 """One in this part of the silence that is allowed. Silence is noticed behind the first."""
+_BEAT_SECONDS: Final = 0.15
+"""Between two of them, at most."""
 _AGAIN_MS: Final = 100
 _MOST_MS: Final = 0xFFFF * 100
 """More ZMTP cannot say."""
+
+
+def presence_of(token: str) -> str:
+    """The identity of the presence of whoever has this token: a coordinator that was started anew knows it, too."""
+    return hashlib.sha256(b"presence " + token.encode()).hexdigest()
+
+
+def beat_of(wanted: BePresent) -> float:
+    """Seconds between two beats of libzmq's; the first comes as long after the connection was made."""
+    return min(max(wanted.silence * _BEATS, 0.001), _BEAT_SECONDS)
 
 
 def presence_options(wanted: BePresent, address: str) -> dict[str, int | bytes]:
@@ -27,7 +40,7 @@ def presence_options(wanted: BePresent, address: str) -> dict[str, int | bytes]:
         "CONFLATE": 1,  # nobody reads what comes
         "LINGER": 0,
         "RECONNECT_IVL": _AGAIN_MS,
-        "HEARTBEAT_IVL": max(int(wanted.silence * _BEATS * 1000), 1),
+        "HEARTBEAT_IVL": int(beat_of(wanted) * 1000),
         "HEARTBEAT_TTL": min(int(wanted.silence * 1000), _MOST_MS),  # after which the other side closes it
         "HEARTBEAT_TIMEOUT": 0,  # and never this one: its successor would come before it is forgotten there
     }

@@ -70,6 +70,7 @@ from protocol.messages import (
     Ordered,
     Ping,
     Place,
+    Present,
     Propose,
     Push,
     Ready,
@@ -208,6 +209,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Entered, (_counter,), 0, 0, 0),
     (StateFailed, (_counter, _text), 0, 0, 0),
     (BePresent, (text(MAX_TOKEN), number(0.0, MAX_TIMEOUT)), 0, 0, 0),
+    (Present, (text(MAX_TOKEN),), 0, 0, 0),
 )
 _SHORTER: Final = {Push: (5, 7, 8), Result: (4, 6)}
 """With so many fields they come too: what is behind concerns shared memory, and memberships that change."""

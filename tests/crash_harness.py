@@ -38,6 +38,8 @@ class Fused(Harness):
     fuse: int = -1
     books: Books = field(default_factory=Books)
     records: list[RecordKind] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+    """Presences of those whose processes are known to run."""
     incarnation: int = 1
     check: Callable[[Reduce], None] = lambda _: None
 
@@ -47,7 +49,8 @@ class Fused(Harness):
 
     def begin(self) -> None:
         words = iter(f"secret {number}" for number in range(10**6))
-        self.engine = Engine(self.worlds, self.credit, lambda: next(words), None, False, self.incarnation)
+        words_of, runs = lambda: next(words), self.running.__contains__
+        self.engine = Engine(self.worlds, self.credit, words_of, None, False, self.incarnation, runs)
 
     def feed(self, event: Event) -> list[Command]:
         commands = self.engine.handle(event, self.now)

@@ -47,7 +47,10 @@ class Scripted:
         until = time.monotonic() + timeout
         while True:
             assert self._router.poll(max(int((until - time.monotonic()) * 1000), 0)), f"no {kind.__name__} came"
-            self._who, header, *rest = self._router.recv_multipart()
+            who, header, *rest = self._router.recv_multipart()
+            if who[:1] != b"\0":  # as those begin that ZeroMQ gives: it is a presence
+                continue
+            self._who = who
             message, payloads = decode([split(header)[1], *rest])
             if not isinstance(message, Ping):
                 self.payloads = [bytes(payload) for payload in payloads]
@@ -67,6 +70,15 @@ class Scripted:
         join = self.hear(Join)
         self.say(Welcome(join.group, 0, 1, credit, (join.name,), (), (), TOKEN, (0,), True, 1))
         return task.result()
+
+    def knows(self, presence: str) -> bool:
+        """Whether somebody with this presence is there."""
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._router.send_multipart([presence.encode(), b""], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
 
     def agree(self) -> Propose:
         """Agree to whatever is proposed."""

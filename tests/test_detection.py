@@ -17,6 +17,7 @@ import zmq
 
 from gradserver.channels.attendance import Attendance, Patience
 from gradserver.channels.peers import Peer
+from protocol.messages import Join, Present
 from tests.cluster import PATIENCE, Daemon, Program, wait_until, worker_program
 
 WORLD = 3
@@ -125,6 +126,35 @@ def test_a_frozen_worker_is_left_out_and_told_so_when_it_is_back(channel: str) -
         assert text.endswith("nothing was heard of it for 1 s. It has to join again")
 
 
+@pytest.mark.parametrize(
+    ("frozen_after", "point", "channel"),
+    [
+        ("1", "asked", "tcp"),
+        ("1", "made", "shm"),
+        ("1", "connected", "tcp"),
+        ("1", "in", "shm"),
+        ("1", "in", "tcp"),
+        *(pytest.param("3", point, "tcp", marks=pytest.mark.long) for point in ("asked", "made", "connected", "in")),
+    ],
+)
+def test_who_freezes_as_soon_as_it_has_joined_is_noticed_as_soon_as_later(
+    frozen_after: str, point: str, channel: str
+) -> None:
+    """And not behind heartbeats of another kind, 35 s later."""
+    with Daemon("--workers", "2:3", "--gather", "60", "--frozen-after", frozen_after) as daemon, ExitStack() as stack:
+        others = [stack.enter_context(worker_program(daemon.url, "exchange_until_fewer", r, WORLD)) for r in (0, 2)]
+        wait_until(lambda: len(daemon.group().get("waiting", ())) == len(others), "the others wait")
+        victim = stack.enter_context(
+            worker_program(daemon.url, "exchange_until_fewer", VICTIM, WORLD, channel, freezes_when=point)
+        )
+        frozen = float(victim.expect("freezing "))
+        times = [float(other.expect("fewer ")) - frozen for other in others]
+        assert max(times) < 10, times
+        for other in others:
+            other.expect("ok")
+    print(f"noticed after {min(times):.2f} to {max(times):.2f} s")
+
+
 @channels
 def test_a_worker_that_stands_still_for_a_moment_is_not_left_out(channel: str) -> None:
     with Daemon("--workers", "2:3", "--gather", "60") as daemon, ExitStack() as stack:
@@ -142,10 +172,14 @@ def test_a_worker_that_stands_still_for_a_moment_is_not_left_out(channel: str) -
     ("frozen_after", "seconds"), [("1", 3.0), pytest.param("3", 10.0, marks=pytest.mark.long)], ids=["short", "long"]
 )
 @channels
-def test_a_worker_inside_one_long_call_is_not_dead(channel: str, frozen_after: str, seconds: float) -> None:
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "later"])
+def test_a_worker_inside_one_long_call_is_not_dead(
+    channel: str, frozen_after: str, seconds: float, at_once: bool
+) -> None:
     with Daemon("--frozen-after", frozen_after) as daemon, ExitStack() as stack:
+        program = "hold_the_lock", {"seconds": seconds, "at_once": at_once}
         workers = [
-            stack.enter_context(worker_program(daemon.url, "hold_the_lock", rank, WORLD, channel, seconds=seconds))
+            stack.enter_context(worker_program(daemon.url, program[0], rank, WORLD, channel, **program[1]))
             for rank in range(WORLD)
         ]
         for worker in workers:
@@ -194,8 +228,7 @@ def test_a_server_that_stands_still_in_the_midst_of_a_look_gives_peers_time_to_s
         looking = Attendance(router, None, Patience(frozen_after=1.0))
         reachable: Any = SimpleNamespace(route=lambda *_: True)
         peer = Peer(reachable, b"w0", 1)
-        looking.invite(peer)
-        assert looking.has_come(peer.presence)
+        looking.beats(peer, Present(looking.invite(peer, Join("group", "w0", 0, 1, 60.0)).identity))
         looks = 0  # its presence is closed
         while not (verdicts := looking.look([peer])):
             looks += 1

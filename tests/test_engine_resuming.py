@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from gradserver.engine.events import Log
 from gradserver.engine.records import Boundary, Dated, Halt
 from protocol.errors import GradServerError, JoinRefusedError, LeftOutError, NonFiniteError, ProtocolError
 from protocol.limits import MAX_COUNTER
 from protocol.messages import Agreed, Failure, Membership, Propose, Result, RoundDone, Welcome
 from protocol.plan import Plan
 from protocol.positions import Claim, Register, Used
+from protocol.presence import presence_of
 from protocol.ranges import pack
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests.crash_harness import POLICY, Fused
-from tests.engine_harness import SEATS, bucket, floats, plan_of
+from tests.engine_harness import SEATS, TIMEOUT, bucket, floats, plan_of
 
 PLAN = plan_of(4, 4)
 BACK = SEATS + 50
@@ -105,6 +107,74 @@ def test_somebody_who_is_away_for_a_moment_keeps_its_place_and_the_others_hear_o
     group.hold(1, 0)
     assert group.told(0, SEATS) == group.told(1) == [Standing(2, 0)]
     assert group.state() == "active"
+
+
+def busy_group() -> tuple[Group, str]:
+    """Two of three have come back to another coordinator, the last one's process runs, and more it cannot say."""
+    group = Group(3)
+    presence = presence_of(group.welcomes[2].token)
+    group.harness.running.add(presence)
+    group.harness.restart()
+    group.resume(0)
+    group.resume(1)
+    return group, presence
+
+
+def test_who_is_busy_is_waited_for_when_the_others_are_back() -> None:
+    group, _ = busy_group()
+    commands = group.harness.wait(POLICY.missing)
+    assert [command.text for command in commands if isinstance(command, Log)] == [
+        f"group 'default': 'w2' (rank 2) is not back, and its process runs: it is waited for, {TIMEOUT:g} s at most"
+    ]
+    for _ in range(20):
+        assert not any(isinstance(command, Log) for command in group.harness.wait(0.25))
+    assert group.state() == "recovering"
+
+    group.resume(2)
+    for rank in range(3):
+        group.hold(rank, 0)
+
+    assert [group.told(rank)[-1] for rank in range(3)] == [Standing(2, 0)] * 3
+    assert len(group.harness.group()["members"]) == 3
+
+
+def test_who_is_busy_for_longer_than_the_timeout_is_left_out() -> None:
+    group, _ = busy_group()
+    group.hold(0, 0)
+    group.hold(1, 0)
+    group.harness.wait(POLICY.missing)
+    group.harness.wait(TIMEOUT - 0.01)
+    assert len(group.harness.group()["members"]) == 3
+    deadline = group.harness.engine.next_deadline()
+    assert deadline is not None
+
+    group.harness.wait(deadline - group.harness.now)
+
+    assert [member["name"] for member in group.harness.group()["members"]] == ["w0", "w1"]
+
+
+def test_who_was_busy_and_is_heard_of_no_more_is_left_out_at_once() -> None:
+    group, presence = busy_group()
+    group.harness.wait(POLICY.missing)
+    group.harness.running.remove(presence)
+
+    group.harness.wait(0.25)
+
+    assert [member["name"] for member in group.harness.group()["members"]] == ["w0", "w1"]
+
+
+def test_who_is_busy_is_waited_for_when_its_connection_broke() -> None:
+    group = Group(3)
+    group.harness.running.add(presence_of(group.welcomes[2].token))
+    group.harness.lose(2)
+    group.harness.wait(POLICY.dead_after / 2)
+    group.harness.wait(POLICY.dead_after)
+    assert len(group.harness.group()["members"]) == 3
+    group.harness.running.clear()
+
+    group.harness.wait(0.25)
+
+    assert len(group.harness.group()["members"]) == 2
 
 
 def test_what_some_hold_and_others_lack_is_handed_on_before_anybody_goes_on() -> None:

@@ -16,11 +16,12 @@ from gradserver.engine.records import Round
 from gradserver.ledger.journal import Entry, scan
 from gradserver.ledger.state import files_of
 from gradserver.local import LocalCluster
-from tests.cluster import Daemon, Program, wait_until
+from tests.cluster import Daemon, Program, wait_until, worker_program
 from tests.restart_training import train
 
 PROGRAM = Path(__file__).with_name("restart_training.py")
 WORLD = 3
+VICTIM = 1
 
 
 @cache
@@ -165,6 +166,52 @@ def test_a_worker_that_is_killed_too_costs_its_contribution_only(tmp_path: Path)
         assert len(group.weights(0, 2)) == 1
         assert group.recorded() == set(range(30))
         assert any("goes on" in line or "go on" in line for line in group.workers[0].complaints())
+
+
+@pytest.mark.parametrize("seconds", [5.0, pytest.param(8.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("channel", ["tcp", pytest.param("shm", marks=pytest.mark.long)])
+def test_a_worker_inside_one_long_call_stays_a_member_when_the_coordinator_is_killed(
+    channel: str, seconds: float, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        daemon, workers = holding(stack, tmp_path, channel, seconds)
+        daemon = restarted(stack, daemon, tmp_path)
+        for worker in workers:
+            worker.expect("ok")
+            assert worker.end() == 0
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.end() == 0
+    assert any("'w1' (rank 1) is not back, and its process runs" in line for line in daemon.complaints())
+
+
+def test_a_frozen_worker_is_left_out_when_the_coordinator_is_killed(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        daemon, workers = holding(stack, tmp_path, "tcp", 5.0)
+        workers[VICTIM].send_signal(signal.SIGSTOP)
+        daemon = restarted(stack, daemon, tmp_path)
+        wait_until(lambda: len(daemon.group()["members"]) == WORLD - 1, "the others go on", 10.0)
+
+
+def holding(stack: ExitStack, directory: Path, channel: str, seconds: float) -> tuple[Daemon, list[Program]]:
+    """A daemon and its workers; one of these has just begun a call in which it keeps Python's lock."""
+    daemon = stack.enter_context(Daemon("--workers", f"2:{WORLD}", "--state-dir", str(directory)))
+    workers = [
+        stack.enter_context(
+            worker_program(
+                daemon.url, "hold_the_lock_in_round", rank, WORLD, channel, seconds=seconds * (rank == VICTIM)
+            )
+        )
+        for rank in range(WORLD)
+    ]
+    workers[VICTIM].expect("holding")
+    return daemon, workers
+
+
+def restarted(stack: ExitStack, daemon: Daemon, directory: Path) -> Daemon:
+    """Its successor, when it was killed."""
+    daemon.send_signal(signal.SIGKILL)
+    daemon.end()
+    return stack.enter_context(Daemon("--workers", f"2:{WORLD}", "--state-dir", str(directory)))
 
 
 def test_a_second_coordinator_is_told_whose_directory_it_is(tmp_path: Path) -> None:

@@ -13,7 +13,19 @@ from protocol.dtypes import FLOAT32
 from protocol.errors import ConnectionLostError, CoordinatorStoppedError, DeadlineError, LeftOutError
 from protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
 from protocol.limits import SLICE_BYTES
-from protocol.messages import Failure, Inquire, Leave, Missing, Propose, Push, Result, RoundDone, Scope
+from protocol.messages import (
+    BePresent,
+    Failure,
+    Inquire,
+    Leave,
+    Missing,
+    Present,
+    Propose,
+    Push,
+    Result,
+    RoundDone,
+    Scope,
+)
 from protocol.plan import Plan, simple_plan
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, unpack_spans
 from tests.cluster import Task, wait_until
@@ -279,6 +291,27 @@ def test_who_was_left_out_is_told_so_everywhere(scene: Scene) -> None:
     scene.now.say(Failure.of(LeftOutError("the others went on"), Scope.CONNECTION))
     with pytest.raises(LeftOutError):
         handle.wait()
+    with pytest.raises(LeftOutError):
+        scene.worker.push(0, scene.data[0])
+
+
+def test_its_presence_outlives_connections_and_ends_when_it_is_out(scene: Scene) -> None:
+    """It comes back by itself, when its worker has not done so yet."""
+    name = "its presence"
+    scene.now.say(BePresent(name, 1.65))
+    assert scene.now.hear(Present) == Present(name)
+    assert scene.now.knows(name)
+
+    scene.now.die()
+    scene.now = scene._stack.enter_context(Scripted(scene.now.url))
+    wait_until(lambda: scene.now.knows(name), "it is there again, and nobody has asked for it")
+    scene.reopen(0)
+    scene.now.say(BePresent(name, 1.65))
+    scene.now.say(Standing(0, 0))
+    assert scene.now.knows(name)
+
+    scene.now.say(Failure.of(LeftOutError("the others went on"), Scope.CONNECTION))
+    wait_until(lambda: not scene.now.knows(name), "it is gone")
     with pytest.raises(LeftOutError):
         scene.worker.push(0, scene.data[0])
 

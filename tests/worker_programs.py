@@ -8,19 +8,19 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from gradserver import GradServerError, Worker, connect
 from protocol.dtypes import FLOAT32
+from protocol.messages import BePresent, Message
 from protocol.plan import simple_plan
-
-_SOME_BEATS = 0.5
-"""Seconds."""
+from worker.presence import Presence
 
 
 def say(what: str) -> None:
@@ -70,9 +70,9 @@ def rounds_as_told(worker: Worker, numel: int) -> None:
 def exchange_until_error(worker: Worker, numel: int = 1000) -> None:
     """Exchange round after round until something goes wrong; say what, and when by the machine's clock.
 
-    It says that it is ``exchanging`` when its presence had the time for some beats.
+    It says when it is ``exchanging``.
     """
-    since, said = time.monotonic(), False
+    said = False
     worker.agree(simple_plan([("b0", numel), ("b1", 1)], FLOAT32))
     large, small = np.zeros(numel, np.float32), np.zeros(1, np.float32)
     try:
@@ -80,7 +80,7 @@ def exchange_until_error(worker: Worker, numel: int = 1000) -> None:
             worker.push(1, small)
             worker.push(0, large)
             worker.finish_round()
-            if worker.round >= 3 and not said and time.monotonic() - since > _SOME_BEATS:
+            if worker.round >= 3 and not said:
                 said = True
                 say("exchanging")
     except GradServerError as error:
@@ -102,12 +102,12 @@ def exchange_with_children(worker: Worker, count: int) -> None:
 
 def exchange_until_fewer(worker: Worker, numel: int = 1000) -> None:
     """Exchange round after round until somebody is missing, and a round more; say when that was noticed."""
-    since, said = time.monotonic(), False
+    said = False
     worker.agree(simple_plan([("b0", numel)], FLOAT32))
     data, world = np.zeros(numel, np.float32), worker.world_size
     try:
         while worker.world_size == world:
-            if worker.round >= 3 and not said and time.monotonic() - since > _SOME_BEATS:
+            if worker.round >= 3 and not said:
                 said = True
                 say("exchanging")
             data.fill(1.0)
@@ -125,7 +125,7 @@ def exchange_until_fewer(worker: Worker, numel: int = 1000) -> None:
 def exchange_and_tell(worker: Worker, numel: int = 1000) -> None:
     """Exchange round after round, and say whenever fewer are there than before."""
     worker.agree(simple_plan([("b0", numel)], FLOAT32))
-    data, world, since = np.zeros(numel, np.float32), worker.world_size, time.monotonic()
+    data, world = np.zeros(numel, np.float32), worker.world_size
     said = False
     while worker.world_size > 2:
         worker.push(0, data)
@@ -133,7 +133,7 @@ def exchange_and_tell(worker: Worker, numel: int = 1000) -> None:
         if worker.world_size < world:
             world = worker.world_size
             say(f"fewer {time.monotonic()}")
-        if not said and time.monotonic() - since > _SOME_BEATS:
+        if not said and worker.round >= 3:
             said = True
             say("exchanging")
         time.sleep(0.005)
@@ -152,12 +152,55 @@ def stop_halfway(worker: Worker, numel: int = 1000) -> None:
     told()
 
 
-def hold_the_lock(worker: Worker, seconds: float) -> None:
-    """Be inside of one call that keeps Python's lock for a while, between two exchanges."""
-    worker.barrier()
+def hold_the_lock(worker: Worker, seconds: float, at_once: bool = False) -> None:
+    """Be inside of one call that keeps Python's lock for a while, between two exchanges, or ``at_once``."""
+    if not at_once:
+        worker.barrier()
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
     worker.barrier()
     say("ok")
+
+
+def hold_the_lock_in_round(worker: Worker, seconds: float, number: int = 3) -> None:
+    """Exchange some rounds, and be inside of such a call before one of them."""
+    worker.agree(simple_plan([("b0", 1000)], FLOAT32))
+    data, world = np.zeros(1000, np.float32), worker.world_size
+    for _ in range(2 * number):
+        if worker.round == number and seconds:
+            say("holding")
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        data.fill(worker.rank)
+        worker.push(0, data)
+        worker.finish_round()
+        assert (data == (world - 1) / 2).all()
+    say("ok")
+
+
+def freeze() -> NoReturn:
+    """Stop this process, all of its threads at once; say when."""
+    say(f"freezing {time.monotonic()}")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    raise AssertionError("nobody lets it go on")
+
+
+def freeze_when(point: str) -> None:
+    """Have this process stop itself while it joins: when its presence is ``asked`` for, ``made``, or ``connected``."""
+    make = Presence.__init__
+
+    def made(self: Presence, address: str, wanted: BePresent, tell: Callable[[Message], None]) -> None:
+        if point == "made":
+            make(self, address, wanted, tell)
+        freeze()
+
+    def connected(self: Presence) -> None:
+        while not self._monitor.poll(10):
+            pass
+        freeze()
+
+    if point in ("asked", "made"):
+        Presence.__init__ = made  # type: ignore[method-assign]
+    elif point == "connected":
+        Presence._show = connected  # type: ignore[method-assign]
 
 
 def compute(worker: Worker, seconds: float) -> None:
@@ -204,7 +247,11 @@ def main() -> None:
     name, url, rank, world_size, arguments = sys.argv[1:]
     program: Callable[..., None] = globals()[name]
     options: dict[str, Any] = json.loads(arguments)
+    point = options.pop("freezes_when", "")
+    freeze_when(point)
     worker = connect(url, int(rank), int(world_size), name=f"w{rank}", timeout=20.0)
+    if point == "in":
+        freeze()
     program(worker, **options)
     worker.close()
 

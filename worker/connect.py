@@ -34,6 +34,8 @@ log = logging.getLogger("gradserver")
 _CHANNELS = ("auto", "shm", "tcp")
 _SHARING_SECONDS = 5.0
 """How long the coordinator may take for an answer when memory is shared. It is about 50 µs if it is not busy."""
+_SETTLING_SECONDS = 2.0
+"""How long it may take until the coordinator would notice if this process froze. It is 0.2 s if nobody is busy."""
 _LOCAL_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 _WORLD_VARIABLES = ("WORLD_SIZE", "SLURM_NTASKS")
@@ -114,6 +116,7 @@ def connect(
         _attend_shards(connection, session, started + timeout)
         if channel != "tcp":
             _share_memory(connection, channel == "shm", session.books is not None)
+        connection.settle(_SETTLING_SECONDS)  # from now on Python's lock may be kept for long
         worker = Worker(session, connection.kind, wire)
     except BaseException:
         session.close("it could not join")

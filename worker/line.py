@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import zmq
@@ -14,11 +14,11 @@ from protocol.buffer import Buffer
 from protocol.channel import Receiver
 from protocol.errors import ConnectionLostError, CoordinatorUnreachableError, reason_of
 from protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS, MAX_FRAME_BYTES
-from protocol.messages import BePresent
+from protocol.messages import BePresent, Message
 from protocol.numbers import Inbox, numbered, split
 from protocol.url import numeric_url, parse_target, parse_url
 from worker import forking
-from worker.presence import be_present
+from worker.presence import Presence
 from worker.unix import LocalLine
 
 log = logging.getLogger("gradserver")
@@ -47,8 +47,7 @@ class Line:
         self.what = "data shard" if number else "coordinator"
         self.number = number
         self._address = address
-        self._context = context
-        self._presence: zmq.Socket[bytes] | None = None
+        self.presence: Presence | None = None
         self.receiver: Receiver | None = None
         self.gone = False
         """The monitor has said that the connection ended."""
@@ -67,10 +66,13 @@ class Line:
         self.socket.connect(address)
         forking.guard(address)
 
-    def be_present(self, wanted: BePresent) -> None:
-        """Show from now on that this process runs."""
-        if self._presence is None:
-            self._presence = be_present(self._context, self._address, wanted)
+    def be_present(self, wanted: BePresent, tell: Callable[[Message], None]) -> None:
+        """Show from now on that this process runs, unless it does so."""
+        if self.presence is not None and self.presence.identity != wanted.identity:
+            self.presence.close()
+            self.presence = None
+        if self.presence is None:
+            self.presence = Presence(self._address, wanted, tell)
 
     def numbered(self, header: bytes) -> bytes:
         """``header`` of the next message to be sent here."""
@@ -110,8 +112,8 @@ class Line:
         """Send what is queued, if it still can be, for a second at most."""
         forking.unguard(self._address)
         gone = self.gone or bool(int(self.monitor.get(_EVENTS)) & _POLLIN)  # then nothing can leave any more
-        if self._presence is not None:
-            self._presence.close()
+        if self.presence is not None:
+            self.presence.close()
         if self.local is not None:
             self.local.close(0.0 if gone else _LINGER_MS / 1000)
         self._disconnect(0 if gone else _LINGER_MS)

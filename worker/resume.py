@@ -51,6 +51,7 @@ from worker.clock import Clock
 from worker.handle import VERDICT_SECONDS
 from worker.line import reach
 from worker.memory import SharedMemory
+from worker.presence import Presence
 from worker.regions import Regions
 from worker.standing import Books
 from worker.tcp import TcpChannel
@@ -213,6 +214,13 @@ class Lifeline:
         else:
             session.lost(_out(session, error))
 
+    def part(self) -> None:
+        """The membership is over, and its presence with it: who joins again in its place will have the same name."""
+        with self._lock:
+            channels = [self._channel] if self._trying is None else [self._trying, self._channel]
+        for channel in channels:
+            channel.be_absent()
+
     def stopped(self, error: CoordinatorStoppedError) -> None:
         """The coordinator has said that it stops."""
         with self._lock:
@@ -236,23 +244,23 @@ class Lifeline:
         """Look for the coordinator until it is there again, or patience is over."""
         session, since, old = self._session, time.monotonic(), self._channel
         tried, said = 0, since
-        memory = old.detach_memory()
+        memory, presence = old.detach_memory(), old.detach_presence()
         old.close()  # from now on nothing arrives, and what this member holds does not change
         while not self._closing:
             tried += 1
             try:
-                self._resume(memory, since)
+                self._resume(memory, presence, since)
                 return
             except GradServerError as error:
                 reason = error
             finally:
                 self._let_go()
             if session.closed:
-                return
+                break
             now = time.monotonic()
             if now - since >= self._patience:
                 self._give_up(old.url, now - since, tried, reason)
-                return
+                break
             if now - said >= SAY_SO_EVERY:
                 said = now
                 log.warning(
@@ -261,8 +269,10 @@ class Lifeline:
                     *(old.url, now - since, reason.message, session.round, self._patience),
                 )
             time.sleep(RETRY_SECONDS)
+        if presence is not None:
+            presence.close()
 
-    def _resume(self, memory: SharedMemory | None, since: float) -> None:
+    def _resume(self, memory: SharedMemory | None, presence: Presence | None, since: float) -> None:
         """Try once: reach the coordinator, be known to it again, and hear what stands. Raises why not."""
         books = self.books
         try:
@@ -274,6 +284,7 @@ class Lifeline:
             self._trying, self._failed = channel, None
         if self._closing:
             raise ClosedError("this worker is closed")
+        channel.attach_presence(presence)
         channel.attach(Ears(self, channel, self._session))
         resumed: Resumed = books.resume(channel).wait(_ANSWER_SECONDS)
         if memory is not None:
@@ -303,6 +314,7 @@ class Lifeline:
             channel, self._trying = self._trying, None
         if channel is not None:
             channel.detach_memory()
+            channel.detach_presence()
             channel.close()
 
     def _give_up(self, url: str, seconds: float, tried: int, reason: GradServerError) -> None:

@@ -393,6 +393,8 @@ class Session(Traffic):
         with self._state:
             if self._closed is None:
                 self._closed = error
+        if self._lifeline is not None:
+            self._lifeline.part()
         self._fail_everything(error)
 
     def receive_from(self, shard: int, message: Message, payloads: Sequence[Buffer]) -> None:

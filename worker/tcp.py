@@ -24,6 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -45,6 +46,7 @@ from protocol.messages import BePresent, Failure, MemoryAt, Message, Ping, Place
 from protocol.wire import decode, encode
 from worker.line import Line, beside, wait_for_listener
 from worker.memory import SharedMemory
+from worker.presence import Presence
 from worker.unix import LocalLine
 
 log = logging.getLogger("gradserver")
@@ -137,6 +139,29 @@ class TcpChannel:
         self._monitors[line.monitor_fd] = line
         for descriptor in (int(line.socket.get(zmq.FD)), line.monitor_fd):
             self._poller.register(descriptor, select.POLLIN)
+
+    # ── what shows that this process runs ─────────────────────────────────────────────────────────────
+
+    def settle(self, timeout: float) -> None:
+        """Wait until all shards would notice if this process froze, and no longer than ``timeout``."""
+        until = time.monotonic() + timeout
+        for line in self._lines:
+            if line.presence is not None:
+                line.presence.wait(max(until - time.monotonic(), 0.0))
+
+    def detach_presence(self) -> Presence | None:
+        """What shows the coordinator that this process runs, to be kept beyond this connection."""
+        presence, self._lines[0].presence = self._lines[0].presence, None
+        return presence
+
+    def be_absent(self) -> None:
+        """Show no more that this process runs: it is out."""
+        if (presence := self._lines[0].presence) is not None:
+            presence.close()
+
+    def attach_presence(self, presence: Presence | None) -> None:
+        """What shows it already."""
+        self._lines[0].presence = presence
 
     # ── memory that the coordinator sees too ──────────────────────────────────────────────────────────
 
@@ -408,7 +433,7 @@ class TcpChannel:
         if type(message) is MemoryAt:
             self._heard_of_memory(message)
         elif type(message) is BePresent:
-            line.be_present(message)
+            line.be_present(message, partial(self.send, shard=line.number))
         elif type(message) is Failure and message.scope is Scope.CONNECTION and message.error == _LOST:
             raise ConnectionLostError(message.text)  # it is the other side that has noticed it
         else:

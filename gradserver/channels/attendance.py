@@ -11,9 +11,10 @@ libzmq's own thread says from time to time that its process runs, and which noth
 
     connection  process  presence                            the peer
     ──────────  ───────  ──────────────────────────────────  ────────────────────────────────────────────────
-    there       unknown  there, or never was                 is there
-    there       lives    there, or never was                 is there
-    there       any      gone for some time                  froze or was cut off: it is told, if it still hears
+    there       unknown  there                               is there
+    there       lives    there                               is there
+    there       any      not there yet, for some time        froze or was cut off: it is told, if it still hears
+    there       any      gone for some time                  the same
     there       ended    any                                 is dead; its children hold the connection open
     gone        ended    any                                 is dead
     gone        lives    any                                 is cut off, if it has not ended a moment later
@@ -22,6 +23,7 @@ libzmq's own thread says from time to time that its process runs, and which noth
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Collection
@@ -32,7 +34,9 @@ import zmq
 from gradserver.channels.disconnects import Disconnects
 from gradserver.channels.peers import Peer
 from gradserver.channels.unix import UnixServer
-from protocol.messages import BePresent
+from protocol.messages import BePresent, Enlist, Message, Present, Welcome
+from protocol.presence import presence_of
+from protocol.resuming import Resume
 
 _GONE: Final = "it died, froze or lost its network"
 _ENDED: Final = "its process ended"
@@ -41,6 +45,9 @@ _CUT_OFF: Final = "it lost its connection, and its process is there"
 _SILENT: Final = 0.55
 _BACK: Final = 0.3
 """Of the time after which a peer counts as frozen: how long its presence may be silent, and then be closed."""
+_FIRST: Final = 0.7
+_LEAST_SECONDS: Final = 2.0
+"""The same, for it to show for the first time; and how long that may take a busy machine."""
 _LOOK_SECONDS: Final = 0.05
 
 
@@ -83,22 +90,42 @@ class Attendance:
         """By their presences' identities."""
         self._looked = self._lived = 0.0
 
-    def invite(self, peer: Peer) -> BePresent:
-        """What to tell somebody who has come."""
-        peer.presence = secrets.token_hex(16).encode()
+    def invite(self, peer: Peer, why: Message) -> BePresent:
+        """What to tell somebody: as what to be present, instead of what he may have been told before.
+
+        Whoever has a seat to which he may come back is known by its token (of a Welcome, or a Resume), and his presence
+        connects by itself to a server that takes our place.
+        """
+        token = why.token if isinstance(why, Welcome | Resume) else ""
+        presence = presence_of(token) if token else secrets.token_hex(16)
+        peer.presence = presence.encode()
+        peer.beats, peer.silent = isinstance(why, Resume | Enlist), None  # these say no more of it
+        if isinstance(why, Enlist):
+            peer.due = math.inf  # until it has come: it does nothing before
+        else:
+            peer.due = time.monotonic() + max(_FIRST * self._patience.frozen_after, _LEAST_SECONDS)
+            self.disconnects.look_at(peer.due)
         self._invited[peer.presence] = peer
-        return BePresent(peer.presence.decode(), _SILENT * self._patience.frozen_after)
+        peer.presences.append(peer.presence)
+        return BePresent(presence, _SILENT * self._patience.frozen_after)
 
     def has_come(self, identity: bytes) -> bool:
-        """Whether what came from ``identity`` is a peer's presence, which from now on is not to be missing."""
+        """Whether what came from ``identity`` is a presence that was asked for."""
         peer = self._invited.get(identity)
-        if peer is not None:
-            peer.is_present = True
+        if peer is not None and peer.due == math.inf:
+            peer.due = 0.0
         return peer is not None
+
+    def beats(self, peer: Peer, present: Present) -> None:
+        """Its presence is not to be missing from now on."""
+        if present.identity.encode() == peer.presence:
+            peer.beats, peer.due = True, 0.0
 
     def forget(self, peer: Peer) -> None:
         """It is gone."""
-        self._invited.pop(peer.presence, None)
+        for identity in peer.presences:
+            if self._invited.get(identity) is peer:
+                del self._invited[identity]
 
     def lives(self, peer: Peer) -> bool | None:
         """Whether its process is there; None if nobody knows."""
@@ -114,6 +141,8 @@ class Attendance:
         verdicts = [verdict for peer in peers if (verdict := self._judge(peer, now)) is not None]
         if any(peer.doubtful is not None or peer.silent is not None for peer in peers):
             self.disconnects.look_at(self._looked + _LOOK_SECONDS)
+        if (due := min((peer.due for peer in peers if self._looked < peer.due < math.inf), default=None)) is not None:
+            self.disconnects.look_at(due)
         return verdicts
 
     def _own_time(self) -> float:
@@ -136,7 +165,7 @@ class Attendance:
             if peer.doubtful + self._patience.dead_after / 2 <= now:
                 return self.ended(peer) if lives is False else Verdict(peer, _CUT_OFF)
             return None
-        if not peer.is_present or self._is_present(peer):
+        if self._looked < peer.due or (peer.beats and self.is_present(peer.presence)):
             peer.silent = None
             return None
         peer.silent = now if peer.silent is None else peer.silent
@@ -144,9 +173,10 @@ class Attendance:
             return None
         return Verdict(peer, f"nothing was heard of it for {self._patience.frozen_after:g} s", silent=True)
 
-    def _is_present(self, peer: Peer) -> bool:
+    def is_present(self, presence: bytes) -> bool:
+        """Whether the process runs that a presence is of; also if nobody was asked to have it."""
         try:
-            self._router.send(peer.presence, zmq.NOBLOCK | zmq.SNDMORE)
+            self._router.send(presence, zmq.NOBLOCK | zmq.SNDMORE)
             self._router.send(b"", zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):

@@ -8,7 +8,7 @@ from typing import Protocol
 from gradserver.channels.hosted import Line
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError
-from protocol.messages import Message, Ping
+from protocol.messages import Message, Ping, Welcome
 from protocol.numbers import Inbox
 
 
@@ -23,6 +23,9 @@ class Server(Protocol):
 
     def forget(self, identity: bytes) -> None:
         """What still comes from there is a stranger's."""
+
+    def welcomed(self, peer: Peer, welcome: Welcome) -> None:
+        """It is about to be told that it is in a group, to which it may come back."""
 
     def suspect(self) -> None:
         """A message could not be sent."""
@@ -61,8 +64,12 @@ class Peer:
         """All that it says, or has said, passed there."""
         self.presence = b""
         """The identity of the connection that says that it is there."""
-        self.is_present = False
-        """That has been there."""
+        self.presences: list[bytes] = []
+        """That, and what it was before."""
+        self.beats = False
+        """libzmq says there that the process runs, and would be missed."""
+        self.due = 0.0
+        """Until when that need not be so."""
         self.silent: float | None = None
         """Since when it is not."""
         self.doubtful: float | None = None
@@ -73,6 +80,8 @@ class Peer:
 
     def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         """Send, or find out soon that the worker is gone: it may have said more than was read so far."""
+        if type(message) is Welcome and message.durable:
+            self._server.welcomed(self, message)
         line = self.line
         sent = self._reachable and (
             line.send(self._server.encoded(message), payloads)

@@ -47,11 +47,13 @@ from protocol.messages import (
     Message,
     Ping,
     Place,
+    Present,
     Push,
     Scope,
     ShareMemory,
     Status,
     StatusRequest,
+    Welcome,
 )
 from protocol.numbers import numbered, split
 from protocol.resuming import Resume
@@ -291,7 +293,7 @@ class TcpServer:
         elif isinstance(message, Join | Enlist | Attend | Resume):
             peer = self._peers[identity] = Peer(self, identity, number + 1)
             peer.connection = self._coordinator.connect(peer)
-            self.route(identity, self._attendance.invite(peer), (), peer.count())
+            self.route(identity, self._attendance.invite(peer, message), (), peer.count())
             self._coordinator.receive(peer.connection, message, payloads)
         else:
             what = type(message).__name__
@@ -322,6 +324,9 @@ class TcpServer:
             return
         elif type(message) is Ping:  # it waits, and something of ours may have been lost
             peer.is_connected()
+            return
+        elif type(message) is Present:
+            self._attendance.beats(peer, message)
             return
         elif type(message) is Leave and self._unix is not None:
             self._unix.unshare(peer.identity)  # before the answer: whoever has left has its memory for itself
@@ -385,6 +390,14 @@ class TcpServer:
         self._gaps.pop(identity, None)
         if self._unix is not None:
             self._unix.forget(identity)
+
+    def welcomed(self, peer: Peer, welcome: Welcome) -> None:
+        """It is about to hear of its seat: it is to be known by that when another coordinator takes our place."""
+        self.route(peer.identity, self._attendance.invite(peer, welcome), (), peer.count())
+
+    def is_present(self, presence: str) -> bool:
+        """Whether somebody with this presence is there."""
+        return self._attendance.is_present(presence.encode())
 
     # ── what the local socket's server calls ──────────────────────────────────────────────────────────
 

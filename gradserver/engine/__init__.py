@@ -52,6 +52,7 @@ class Engine:
         digests: whether to hash what is summed and what comes out, for the ledger.
         incarnation: how often a coordinator has begun where this one writes its records; 0 if nobody keeps them.
             Elastic groups are durable if somebody does.
+        runs: whether the process that has a presence (`protocol.presence`) is known to run, whatever else it does.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class Engine:
         rate: float | None = None,
         digests: bool = False,
         incarnation: int = 0,
+        runs: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        self.control = Control(worlds or {}, credit, entropy, rate, digests, incarnation)
+        self.control = Control(worlds or {}, credit, entropy, rate, digests, incarnation, runs)
         self.data = Data()
 
     def handle(self, event: Event, now: float) -> list[Command]:

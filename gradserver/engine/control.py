@@ -129,6 +129,7 @@ class Control:
         rate: float | None = None,
         digests: bool = False,
         incarnation: int = 0,
+        runs: Callable[[str], bool] = lambda _: False,
     ) -> None:
         if credit < MIN_CREDIT_BYTES:
             raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
@@ -142,6 +143,7 @@ class Control:
         self._digests = digests
         self._entropy = entropy
         self._incarnation = incarnation
+        self._runs = runs
         self._epochs = 0
         self._places: dict[int, str] = {}
         """The group that each connection has joined, as applicant or member."""
@@ -459,6 +461,7 @@ class Control:
         group.members.pop(rank, None)
         group.proposals.pop(rank, None)
         group.away.pop(rank, None)
+        group.busy.pop(rank, None)
         group.unaware.discard(rank)
         claims.departed(group, rank, commands)
         if group.policy is not None and group.begun:
@@ -538,7 +541,7 @@ class Control:
                 commands += dismiss(applicant.connection, join_timeout(group, applicant))
                 orders += self._gone(applicant.connection, "waited too long", False, commands)
             orders += self._refuse_all(joining.overdue(group, now), commands)
-            for seat in [seat for seat, until in group.away.items() if until <= now]:
+            for seat in resuming.overdue(group, self._runs, now, commands):
                 orders += self._vacate(group, seat, resuming.NOT_BACK, False, False, commands)
             overdue = [p for p in group.proposals.values() if p.since + group.timeout <= now]
             if overdue:

@@ -117,6 +117,8 @@ class Group:
     """Of a durable group: from it follow its members' tokens."""
     away: dict[int, float] = field(default_factory=dict)
     """Members of a durable group without a connection, and until when they are waited for."""
+    busy: dict[int, float] = field(default_factory=dict)
+    """Those of them who should be back, and whose processes run, since when that is so."""
     news: deque[Membership] = field(default_factory=lambda: deque(maxlen=MAX_EPOCHS))
     """Memberships that somebody may not have heard of: from that on which is in force."""
     told: tuple[int, int] = (-1, 0)

@@ -9,6 +9,7 @@ groups from records. It shows the token that its Welcome brought.
     AWAY      … for half of `dead_after`                gone      … and then it departs
     AWAY      … as nobody is left                       AWAY      all have `reconnect` seconds
     AWAY      … and somebody comes back                 AWAY      the others have `missing` seconds from then on
+    AWAY      … and its process runs, but is busy       AWAY      it is waited for, for as long as the group's timeout
     AWAY      Resume                                    ATTACHED  Resumed
     ATTACHED  Resume, on another connection             ATTACHED  the same; the old connection is closed
     ATTACHED  Leave, or a violation                     gone      it departs
@@ -75,10 +76,13 @@ from gradserver.engine.seats import Seats
 from protocol.errors import ERRORS, GradServerError, JoinRefusedError, LeftOutError, WorkerLostError
 from protocol.limits import MAX_TOKEN
 from protocol.messages import Membership, RoundDone
+from protocol.presence import presence_of
 from protocol.resuming import Resume, Resumed
 from protocol.shards import Table
 
 NOT_BACK = "its connection broke, and it did not come back"
+_LOOK_SECONDS = 0.25
+"""How often to look whether the process of somebody who is away still runs, when he should be back."""
 
 
 def token_of(group: Group, seat: int) -> str:
@@ -99,6 +103,28 @@ def detach(group: Group, seat: int, reason: str, now: float, commands: list[Comm
             Log(f"group {group.name!r}: nobody is left; it is kept for {policy.reconnect:g} s", warning=True)
         )
     return [Detach(group.name, seat)]
+
+
+def overdue(group: Group, runs: Callable[[str], bool], now: float, commands: list[Command]) -> list[int]:
+    """Members who should be back by now. Who is busy, as his process ``runs``, has the group's timeout for that.
+
+    A worker inside of one long call that keeps Python's lock cannot connect again, but libzmq's thread can, and says
+    so by its presence.
+    """
+    gone: list[int] = []
+    for seat in [seat for seat, until in group.away.items() if until <= now]:
+        since = group.busy.get(seat, now)
+        if since + group.timeout <= now or not runs(presence_of(token_of(group, seat))):
+            gone.append(seat)
+            continue
+        if seat not in group.busy:
+            group.busy[seat] = since
+            what = (
+                f"{group.call(seat)} is not back, and its process runs: it is waited for, {group.timeout:g} s at most"
+            )
+            commands.append(Log(f"group {group.name!r}: {what}", warning=True))
+        group.away[seat] = min(now + _LOOK_SECONDS, since + group.timeout)
+    return gone
 
 
 def check(group: Group | None, message: Resume) -> Group:
@@ -145,6 +171,7 @@ def resume(
         orders.append(Detach(group.name, seat))
     group.members[seat] = Seat(connection, group.members[seat].name)
     group.away.pop(seat, None)
+    group.busy.pop(seat, None)
     group.proposals.pop(seat, None)
     orders.append(Attach(group.name, seat, connection))
     told = [seat]
