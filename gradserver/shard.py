@@ -24,13 +24,14 @@ from protocol.errors import (
     CoordinatorStoppedError,
     CoordinatorUnreachableError,
     GradServerError,
+    JoinRefusedError,
     ProtocolError,
     UnexpectedMessageError,
     reason_of,
 )
-from protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS, MAX_ORDER_BYTES
+from protocol.limits import COORDINATOR_SILENCE, FORGOTTEN_SECONDS, HEARTBEAT_SECONDS, MAX_ORDER_BYTES
 from protocol.messages import BePresent, Enlist, Enlisted, Failure, Message, Ping
-from protocol.numbers import Inbox, numbered, split
+from protocol.numbers import Frames, Numbers
 from protocol.presence import presence_options
 from protocol.url import numeric_url, parse_target, parse_url
 from protocol.wire import decode, encode
@@ -42,6 +43,8 @@ _NEVER_MS: Final = 24 * 3600 * 1000
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _BATCH: Final = 64
+_PING_SECONDS: Final = 1.0
+"""How often to ask for a word."""
 _GONE: Final = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -72,27 +75,57 @@ class Link:
         self._presence: zmq.Socket[bytes] | None = None
         self._coordinator: Coordinator | None = None
         self._connection = -1
-        self._inbox: Inbox[list[Buffer]] = Inbox()
-        self._waiting: deque[list[Buffer]] = deque()
+        self._numbers = Numbers()
+        self._waiting: deque[Frames] = deque()
         """Messages that are due."""
-        self._sent = 0
         self._context = zmq.Context()
+        self._connect()
+
+    def _connect(self) -> None:
+        self._numbers, self._ask_at = Numbers(), time.monotonic() + _PING_SECONDS
         self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket, "[" in address)
+        _configure(self._socket, "[" in self._address)
         self._monitor = self._socket.get_monitor_socket(_GONE)
         self._monitor.get(_EVENTS)  # its descriptor signals nothing before this
-        self._socket.connect(address)
+        self._socket.connect(self._address)
 
     def enlist(self, offer: Enlist, timeout: float) -> Enlisted:
-        """Offer this process as a data shard, and wait for the answer."""
-        self.send(offer)
+        """Offer this process as a data shard, and wait for the answer.
+
+        If a message is lost on the way, another connection is made.
+
+        Raises:
+            CoordinatorUnreachableError: there was no answer in time.
+            ConnectionLostError: each answer was lost.
+        JoinRefusedError: this cannot be a data shard; says why.
+        """
         until = time.monotonic() + timeout
+        lost: float | None = None
+        while True:
+            try:
+                return self._offer(offer, until, timeout)
+            except (ConnectionLostError, JoinRefusedError) as error:
+                now = time.monotonic()
+                if isinstance(error, ConnectionLostError):
+                    lost = now
+                    log.warning("no answer of the coordinator at %s (%s); asking again", self.primary, error.message)
+                elif lost is None or now > lost + FORGOTTEN_SECONDS:
+                    raise
+                if now + _RETRY_SECONDS >= until:
+                    raise
+            self._disconnect(0)
+            time.sleep(_RETRY_SECONDS)
+            self._connect()
+
+    def _offer(self, offer: Enlist, until: float, timeout: float) -> Enlisted:
+        self.send(offer)
+        self.send(Ping())  # whose answer shows whether anything was lost
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        while (left := until - time.monotonic()) > 0:
-            ready = dict(poller.poll(int(left * 1000) + 1))
-            if self._socket in ready:
+        while (now := time.monotonic()) < until:
+            ready = dict(poller.poll(max(int((min(until, self.due) - now) * 1000) + 1, 0)))
+            if self._socket in ready or self._waiting:
                 match self._take_one():
                     case Enlisted() as enlisted, _:
                         return enlisted
@@ -105,6 +138,7 @@ class Link:
                         raise UnexpectedMessageError(f"{self.primary} answers with {what}, as no coordinator does")
             if self._monitor in ready:
                 raise CoordinatorUnreachableError(f"whatever listens at {self.primary} is no gradserver coordinator")
+            self._ask()
         raise CoordinatorUnreachableError(
             f"whatever listens at {self.primary} has not answered as a gradserver coordinator within {timeout:g} s"
         )
@@ -143,9 +177,8 @@ class Link:
     def _take_one(self) -> tuple[Message, Sequence[Buffer]] | None:
         """The next message; None if what came is not due, or is not for the engine."""
         if not self._waiting:
-            frames: list[Buffer] = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
-            number, frames[0] = split(frames[0])
-            self._waiting.extend(self._inbox.take(number, frames, time.monotonic()))
+            frames: Frames = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+            self._waiting.extend(self._numbers.take(frames, time.monotonic()))
         if not self._waiting:
             return None
         try:
@@ -164,13 +197,25 @@ class Link:
         presence.send(encode(Ping()))
 
     @property
-    def due(self) -> float | None:
-        """When something that is missing has to be there."""
-        return self._inbox.deadline
+    def due(self) -> float:
+        """When something that is missing has to be there; or it is time to ask whether something is."""
+        return min(self._numbers.deadline or self._ask_at, self._ask_at)
+
+    def _ask(self) -> None:
+        """Now and then say Ping, which is answered: only then a message shows that was lost with none behind it.
+
+        Raises:
+            ConnectionLostError: something is missing.
+        """
+        now = time.monotonic()
+        self._numbers.check(now)
+        if self._ask_at <= now:
+            self._ask_at = now + _PING_SECONDS
+            self.send(Ping())
 
     def _check_connection(self) -> None:
         try:
-            self._inbox.check(time.monotonic())
+            self._ask()
         except ConnectionLostError as error:
             self._break(error)
         if int(self._monitor.get(_EVENTS)) & _POLLIN and not int(self._socket.get(_EVENTS)) & _POLLIN:
@@ -192,8 +237,7 @@ class Link:
     def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         """Queue a message."""
         try:
-            self._sent += 1
-            self._socket.send_multipart([numbered(encode(message), self._sent), *payloads], zmq.NOBLOCK)
+            self._socket.send_multipart([self._numbers.numbered(encode(message)), *payloads], zmq.NOBLOCK)
         except zmq.Again:  # libzmq has given the connection up
             self._break(CoordinatorError("the connection is gone"))
 
@@ -203,12 +247,16 @@ class Link:
 
     def end(self) -> None:
         """Let go of the connection."""
+        self._disconnect(0 if self.failure else 1000)
+        self._context.term()
+
+    def _disconnect(self, linger_ms: int) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        if self._presence is not None:
-            self._presence.close()
-        self._socket.close(linger=0 if self.failure else 1000)
-        self._context.term()
+        self._socket.close(linger=linger_ms)
+        presence, self._presence = self._presence, None
+        if presence is not None:
+            presence.close()
 
 
 def advertised(url: str, link: Link) -> str:

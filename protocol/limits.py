@@ -75,6 +75,8 @@ HEARTBEAT_SECONDS: Final = 1.0
 COORDINATOR_SILENCE: Final = 8.0
 """After so long without a word, asked for each second, a coordinator counts as gone. It may stand still for a while,
 and the end of its process is noticed at once, so this is for machines and networks that fail."""
+FORGOTTEN_SECONDS: Final = 2.0
+"""After which a coordinator knows that a connection has ended. Whoever comes again before may be in his own way."""
 
 CREDIT_BYTES: Final = 16 * MIB
 """What one worker may have in flight in one pool by default: pushed, and not yet answered."""

@@ -15,19 +15,21 @@ nothing.
     above due    kept until what is missing has come
     any          the connection is lost, when that takes too long or too many are kept
 
-A message behind which nothing comes shows when something does: who waits says Ping now and then, and is answered.
+A message behind which nothing comes shows when something does: who waits says Ping now and then, and is answered. The
+first message of a connection is number 1, so of a connection of which another one comes first it was lost.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from protocol.buffer import Buffer
 from protocol.errors import ConnectionLostError
 
-T = TypeVar("T")
+Frames = list[Buffer]
+"""A message: its header, which may have a number, and what follows."""
 
 GAP_SECONDS: Final = 0.2
 """How long something that is missing may take."""
@@ -51,48 +53,54 @@ def split(header: Buffer) -> tuple[int, Buffer]:
     return number ^ _FLAG, memoryview(header)[_NUMBER.size :]
 
 
-class Inbox(Generic[T]):
-    """Puts what comes in on one connection into order.
+class Numbers:
+    """What one side of a connection has sent, and what it has taken.
 
     Attributes:
-        due: the number of the next message.
         deadline: when what is missing has to be there; None if nothing is.
     """
 
-    __slots__ = ("_early", "deadline", "due")
+    __slots__ = ("_due", "_early", "_sent", "deadline")
 
-    def __init__(self, due: int = 1) -> None:
-        self.due = due
+    def __init__(self) -> None:
         self.deadline: float | None = None
-        self._early: dict[int, T] = {}
+        self._due = 1
+        self._early: dict[int, Frames] = {}
+        self._sent = 0
 
-    def take(self, number: int, message: T, now: float) -> Iterable[T]:
-        """What is to be handed over, now that ``message`` has come.
+    def numbered(self, header: bytes) -> bytes:
+        """``header`` of the next message that is sent."""
+        self._sent += 1
+        return numbered(header, self._sent)
+
+    def take(self, frames: Frames, now: float) -> Iterable[Frames]:
+        """What is to be handed over, without numbers, now that a message has come.
 
         Raises:
             ConnectionLostError: too many wait for one that is missing.
         """
-        if number != self.due:
-            return self._out_of_order(number, message, now)
-        self.due += 1
-        return (message,) if self.deadline is None else self._caught_up(message, now)
+        number, frames[0] = split(frames[0])
+        if number != self._due:
+            return self._out_of_order(number, frames, now)
+        self._due += 1
+        return (frames,) if self.deadline is None else self._caught_up(frames, now)
 
-    def _out_of_order(self, number: int, message: T, now: float) -> Iterable[T]:
+    def _out_of_order(self, number: int, frames: Frames, now: float) -> Iterable[Frames]:
         if number == 0:
-            return (message,)
-        if number > self.due:
-            self._early.setdefault(number, message)
+            return (frames,)
+        if number > self._due:
+            self._early.setdefault(number, frames)
             if len(self._early) > MAX_EARLY:
                 raise self._lost()
             if self.deadline is None:
                 self.deadline = now + GAP_SECONDS
         return ()
 
-    def _caught_up(self, message: T, now: float) -> Iterable[T]:
-        due = [message]
-        while self.due in self._early:
-            due.append(self._early.pop(self.due))
-            self.due += 1
+    def _caught_up(self, frames: Frames, now: float) -> Iterable[Frames]:
+        due = [frames]
+        while self._due in self._early:
+            due.append(self._early.pop(self._due))
+            self._due += 1
         self.deadline = now + GAP_SECONDS if self._early else None
         return due
 
@@ -103,5 +111,5 @@ class Inbox(Generic[T]):
 
     def _lost(self) -> ConnectionLostError:
         return ConnectionLostError(
-            f"message {self.due} was lost on the way: {min(self._early)} came, and {self.due} has not"
+            f"message {self._due} was lost on the way: {min(self._early)} came, and {self._due} has not"
         )

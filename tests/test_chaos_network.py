@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 import zmq
 
-from tests.cluster import PATIENCE, ROOT, wait_until
+from tests.cluster import PATIENCE, ROOT, Daemon, wait_until, worker_program
 
 
 class Between:
@@ -198,6 +199,33 @@ def test_last_words_get_through_and_leave_nothing_behind() -> None:
                 other.send(b"last %d" % number)
             assert router.recv_multipart() == [identity, b"last %d" % number]
         wait_until(lambda: relay.descriptors() <= before, "it has closed all that it opened")
+
+
+def test_a_worker_that_freezes_behind_a_relay_is_found_out_and_told_as_any_other() -> None:
+    with Daemon("--workers", "2:3", "--gather", "60", "--frozen-after", "1") as daemon, ExitStack() as stack:
+        through = stack.enter_context(between("relay", daemon.url.removeprefix("tcp://")))
+        urls = daemon.url, f"tcp://127.0.0.1:{through.port}", daemon.url
+        workers = [
+            stack.enter_context(worker_program(url, "exchange_until_fewer", rank, 3, "tcp"))
+            for rank, url in enumerate(urls)
+        ]
+        for worker in workers:
+            worker.expect("exchanging")
+        victim = workers.pop(1)
+        for seconds in (0.2, 0.3):  # for so long it is not missed
+            victim.send_signal(signal.SIGSTOP)
+            time.sleep(seconds)
+            victim.send_signal(signal.SIGCONT)
+            before = daemon.group()["round"]
+            wait_until(lambda before=before: daemon.group()["round"] > before + 5, "they go on")  # type: ignore[misc]
+        victim.send_signal(signal.SIGSTOP)
+        for survivor in workers:
+            survivor.expect("fewer")
+            survivor.expect("ok")
+        victim.send_signal(signal.SIGCONT)
+        _, kind, text = json.loads(victim.expect("error "))
+        assert kind == "LeftOutError"
+        assert text.endswith("nothing was heard of it for 1 s. It has to join again")
 
 
 @pytest.mark.parametrize("gone", ["worker", "coordinator"])

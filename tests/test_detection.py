@@ -18,6 +18,7 @@ import zmq
 from gradserver.channels.attendance import Attendance, Patience
 from gradserver.channels.peers import Peer
 from protocol.messages import Join, Present
+from protocol.numbers import Numbers
 from tests.cluster import PATIENCE, Daemon, Program, wait_until, worker_program
 
 WORLD = 3
@@ -226,8 +227,8 @@ def test_a_server_that_stands_still_in_the_midst_of_a_look_gives_peers_time_to_s
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         looking = Attendance(router, None, Patience(frozen_after=1.0))
-        reachable: Any = SimpleNamespace(route=lambda *_: True)
-        peer = Peer(reachable, b"w0", 1)
+        reachable: Any = SimpleNamespace(route=lambda *_: True, encoded=lambda _: b"")
+        peer = Peer(reachable, b"w0", Numbers())
         looking.beats(peer, Present(looking.invite(peer, Join("group", "w0", 0, 1, 60.0)).identity))
         looks = 0  # its presence is closed
         while not (verdicts := looking.look([peer])):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from gradserver.channels.strangers import Strangers
+from gradserver.chaos.relay import Fate
 from protocol.errors import ConnectionLostError, WorkerLostError
-from protocol.messages import Ping, Result
-from protocol.numbers import GAP_SECONDS, MAX_EARLY, Inbox, numbered, split
-from protocol.wire import decode, encode
+from protocol.messages import Ping, Push, Result
+from protocol.numbers import GAP_SECONDS, MAX_EARLY, Frames, Numbers, numbered, split
+from protocol.wire import encode
 from tests.cluster import PATIENCE, Task, coordinator, together
-from tests.relay import Frames, Swap, Tamper, relay, twice
+from tests.relay import Judge, Loser, relay, swapped, twice
 from worker.client import Worker
 from worker.connect import connect
 
@@ -44,49 +46,109 @@ def test_any_bytes_can_be_split(data: bytes) -> None:
     assert bytes(rest) == (data[8:] if number or len(rest) < len(data) else data)
 
 
+def of(number: int) -> Frames:
+    """A message that says its number."""
+    return [numbered(b"%d" % number, number)]
+
+
+def said(messages: Iterable[Frames]) -> list[int]:
+    """The numbers that these messages say."""
+    return [int(bytes(frames[0])) for frames in messages]
+
+
+def test_what_is_sent_is_numbered_from_one_on() -> None:
+    here, there = Numbers(), Numbers()
+    for number in range(1, 4):
+        assert said(there.take([here.numbered(b"%d" % number)], 0.0)) == [number]
+
+
+def test_what_has_no_number_is_taken_as_it_comes() -> None:
+    numbers = Numbers()
+    numbers.take(of(2), 0.0)
+    assert list(numbers.take([b"0"], 0.0)) == [[b"0"]]
+    assert said(numbers.take(of(1), 0.0)) == [1, 2]
+
+
 @given(st.permutations(range(1, 8)), st.data())
 def test_whatever_is_repeated_or_swapped_comes_once_and_in_order(order: list[int], data: st.DataObject) -> None:
     repeated = data.draw(st.lists(st.sampled_from(order), max_size=5))
     arriving = data.draw(st.permutations(order + repeated))
-    inbox: Inbox[int] = Inbox()
+    numbers = Numbers()
 
-    taken = [due for number in arriving for due in inbox.take(number, number, 0.0)]
+    taken = [due for number in arriving for due in said(numbers.take(of(number), 0.0))]
 
     assert taken == sorted(order)
-    assert inbox.deadline is None
-    inbox.check(1e9)
+    assert numbers.deadline is None
+    numbers.check(1e9)
 
 
 @given(st.sets(st.integers(1, 10), min_size=1, max_size=9))
 def test_what_is_behind_something_lost_is_never_taken(lost: set[int]) -> None:
-    inbox: Inbox[int] = Inbox()
+    numbers = Numbers()
 
-    taken = [due for number in range(1, 11) if number not in lost for due in inbox.take(number, number, 0.0)]
+    taken = [due for number in range(1, 11) if number not in lost for due in said(numbers.take(of(number), 0.0))]
 
     assert taken == list(range(1, min(lost)))
     if any(number not in lost for number in range(min(lost), 11)):
-        assert inbox.deadline == GAP_SECONDS
-        inbox.check(GAP_SECONDS / 2)
+        assert numbers.deadline == GAP_SECONDS
+        numbers.check(GAP_SECONDS / 2)
         with pytest.raises(ConnectionLostError, match=f"message {min(lost)} was lost on the way"):
-            inbox.check(GAP_SECONDS)
+            numbers.check(GAP_SECONDS)
 
 
 def test_a_deadline_is_that_of_what_is_missing_now() -> None:
-    inbox: Inbox[int] = Inbox()
-    assert list(inbox.take(2, 2, 1.0)) == []
-    assert list(inbox.take(4, 4, 1.1)) == []
-    assert inbox.deadline == 1.0 + GAP_SECONDS
-    assert list(inbox.take(1, 1, 1.15)) == [1, 2]
-    assert inbox.deadline == 1.15 + GAP_SECONDS
+    numbers = Numbers()
+    assert said(numbers.take(of(2), 1.0)) == []
+    assert said(numbers.take(of(4), 1.1)) == []
+    assert numbers.deadline == 1.0 + GAP_SECONDS
+    assert said(numbers.take(of(1), 1.15)) == [1, 2]
+    assert numbers.deadline == 1.15 + GAP_SECONDS
 
 
 def test_only_so_many_are_kept() -> None:
-    inbox: Inbox[int] = Inbox()
+    numbers = Numbers()
     for number in range(2, MAX_EARLY + 2):
-        inbox.take(number, number, 0.0)
-    inbox.take(MAX_EARLY + 1, 0, 0.0)
+        numbers.take(of(number), 0.0)
+    numbers.take(of(MAX_EARLY + 1), 0.0)
     with pytest.raises(ConnectionLostError, match="message 1 was lost on the way: 2 came"):
-        inbox.take(MAX_EARLY + 2, 0, 0.0)
+        numbers.take(of(MAX_EARLY + 2), 0.0)
+
+
+# ── of strangers ──────────────────────────────────────────────────────────────────────────────────────
+
+WHO = b"\0who"
+
+
+def test_the_first_message_of_a_stranger_may_come_second() -> None:
+    strangers = Strangers()
+    assert said(strangers.take(WHO, of(2), 0.0)) == []
+    assert strangers.gap(WHO) is not None
+    assert said(strangers.take(WHO, of(1), 0.0)) == [1, 2]
+    assert strangers.gap(WHO) is None
+    assert said(strangers.admit(WHO).take(of(3), 0.0)) == [3]
+
+
+def test_whoever_has_gone_is_nobody_any_more_whatever_comes_again() -> None:
+    strangers = Strangers()
+    strangers.take(WHO, of(1), 0.0)
+    strangers.part(WHO)
+    for number in (1, 2):
+        with pytest.raises(ConnectionLostError, match="it was given up before"):
+            strangers.take(WHO, of(number), 0.0)
+    assert list(strangers.take(WHO, [b"status"], 0.0)) == [[b"status"]]
+    assert strangers.is_past(WHO)
+
+
+def test_of_strangers_little_is_kept() -> None:
+    strangers = Strangers()
+    with pytest.raises(ConnectionLostError, match="one of 5010 bytes came"):
+        strangers.take(WHO, [*of(2), bytes(5001)], 0.0)
+    for number in range(5000):
+        strangers.take(b"\0%d" % number, of(2), 0.0)
+    assert strangers.gap(b"\x000") is None
+    assert strangers.gap(b"\x004999") is not None
+    strangers.take(b"\0one more", of(1), 0.0)
+    assert len(strangers._known) == 1024
 
 
 # ── a whole system ────────────────────────────────────────────────────────────────────────────────────
@@ -99,9 +161,9 @@ def give(worker: Worker, number: int) -> Any:
 class Two:
     """Two workers, the first of which reaches its coordinator through a relay."""
 
-    def __init__(self, stack: ExitStack, tamper: Tamper) -> None:
+    def __init__(self, stack: ExitStack, judge: Judge) -> None:
         server = stack.enter_context(coordinator())
-        through = stack.enter_context(relay(server.url, tamper))
+        through = stack.enter_context(relay(server.url, judge))
 
         def join(rank: int) -> Worker:
             return connect((through, server.url)[rank], rank, 2, name=f"w{rank}", timeout=PATIENCE, channel="tcp")
@@ -114,36 +176,16 @@ class Two:
             assert all((array == number + 0.5).all() for array in arrays)
 
 
-@pytest.mark.parametrize("tamper", [twice, Swap()])
-def test_messages_that_come_twice_or_in_another_order_are_as_if_they_did_not(tamper: Tamper) -> None:
+@pytest.mark.parametrize("judge", [twice, swapped])
+def test_messages_that_come_twice_or_in_another_order_are_as_if_they_did_not(judge: Judge) -> None:
     with ExitStack() as stack:
-        Two(stack, tamper).exchange(20)
-
-
-class Loser:
-    """Loses one message, once it is told to."""
-
-    def __init__(self, upwards: bool, behind: int) -> None:
-        self._upwards, self._behind = upwards, behind
-        self.armed = False
-
-    def __call__(self, upwards: bool, _number: int, frames: Frames) -> Sequence[Frames]:
-        if not self.armed or upwards != self._upwards:
-            return [frames]
-        message, _ = decode([split(frames[0])[1], *frames[1:]])
-        if not upwards and not isinstance(message, Result):
-            return [frames]
-        self._behind -= 1
-        if self._behind == 0:
-            self.armed = False
-            return []
-        return [frames]
+        Two(stack, judge).exchange(20)
 
 
 @pytest.mark.parametrize("upwards", [True, False], ids=["to the coordinator", "to the worker"])
 @pytest.mark.parametrize("behind", [1, 3], ids=["the last", "in the midst"])
 def test_a_message_that_was_lost_costs_its_connection_and_soon(upwards: bool, behind: int) -> None:
-    loser = Loser(upwards, behind)
+    loser = Loser(upwards, Push if upwards else Result, behind, armed=False)
     numel = 1_250_000 if behind > 1 else 100
     with ExitStack() as stack:
         two = Two(stack, loser)
@@ -159,4 +201,4 @@ def test_a_message_that_was_lost_costs_its_connection_and_soon(upwards: bool, be
 
 def test_a_relay_that_changes_nothing_changes_nothing() -> None:
     with ExitStack() as stack:
-        Two(stack, lambda _up, _number, frames: [frames]).exchange(3)
+        Two(stack, lambda *_: Fate.PASSES).exchange(3)

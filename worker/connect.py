@@ -14,14 +14,16 @@ from collections.abc import Mapping
 from protocol.codecs import codec_of
 from protocol.errors import (
     BackendUnavailableError,
+    ConnectionLostError,
     CoordinatorUnreachableError,
     DeadlineError,
     InvalidArgumentError,
     InvalidRankError,
     InvalidWorldSizeError,
+    JoinRefusedError,
     JoinTimeoutError,
 )
-from protocol.limits import MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
+from protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
 from protocol.messages import Join
 from worker.client import Worker
 from worker.handle import VERDICT_SECONDS, Handle
@@ -36,6 +38,8 @@ _SHARING_SECONDS = 5.0
 """How long the coordinator may take for an answer when memory is shared. It is about 50 µs if it is not busy."""
 _SETTLING_SECONDS = 2.0
 """How long it may take until the coordinator would notice if this process froze. It is 0.2 s if nobody is busy."""
+_AGAIN_SECONDS = 0.1
+"""Between two attempts to join."""
 _LOCAL_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 _WORLD_VARIABLES = ("WORLD_SIZE", "SLURM_NTASKS")
@@ -58,6 +62,8 @@ def connect(
     SLURM_PROCID, ``world_size`` from WORLD_SIZE or SLURM_NTASKS (as torchrun and Slurm set them), ``channel``
     from GRADSERVER_CHANNEL. A rank that is nowhere given is assigned; a world size that is nowhere given is
     the coordinator's.
+
+    A connection that breaks before the group is complete is made anew, within ``timeout``.
 
     A worker that is still a member when its process ends leaves then, and the others are told of an uncaught error.
 
@@ -82,6 +88,7 @@ def connect(
         CoordinatorUnreachableError: nobody listens at ``url``, or whoever does is no coordinator.
         JoinTimeoutError: not all workers came in time; names who is missing.
         JoinRefusedError: the rank is taken, or the group is complete.
+        ConnectionLostError: the last connection broke, and there is no time for another one.
         InvalidRankError, InvalidWorldSizeError: out of range, or not the group's.
         BackendUnavailableError: memory cannot be shared, and ``channel`` is ``"shm"``.
     """
@@ -107,10 +114,8 @@ def connect(
         timeout=float(timeout),
     )
     started = time.monotonic()
-    connection = TcpChannel(url, timeout)
-    session = Session(connection, timeout)
+    connection, session = _join(url, join, started + timeout)
     try:
-        _await_welcome(session.join(join), url, started + timeout - time.monotonic(), timeout)
         if session.membership.durable:  # also with no patience: others may come back, and ask what this one holds
             session.endure(Lifeline(connection, session, reconnect))
         _attend_shards(connection, session, started + timeout)
@@ -125,13 +130,42 @@ def connect(
     return worker
 
 
+def _join(url: str, join: Join, until: float) -> tuple[TcpChannel, Session]:
+    """Be let in. While nobody has said Welcome, a connection that breaks or loses a message is made anew."""
+    lost: tuple[float, ConnectionLostError] | None = None
+    while True:
+        try:
+            connection = TcpChannel(url, join.timeout if lost is None else max(round(until - time.monotonic(), 1), 0.1))
+        except CoordinatorUnreachableError as error:
+            raise error from (None if lost is None else lost[1])
+        session = Session(connection, join.timeout)
+        try:
+            joining = session.join(join)
+            connection.ask()
+            _await_welcome(joining, url, until - time.monotonic(), join.timeout)
+            return connection, session
+        except BaseException as error:
+            session.close("it could not join")
+            now = time.monotonic()
+            if isinstance(error, ConnectionLostError):
+                lost = now, error
+                log.warning("%s; joining again", error)
+            elif not isinstance(error, JoinRefusedError) or lost is None or now > lost[0] + FORGOTTEN_SECONDS:
+                raise
+            if now + _AGAIN_SECONDS >= until:
+                raise
+        time.sleep(_AGAIN_SECONDS)
+
+
 def _attend_shards(connection: TcpChannel, session: Session, until: float) -> None:
     """Connect to every further data shard of the group; ``until`` then, but give each of them a second at least."""
     for number, url in enumerate(session.membership.shards, 1):
         connection.add(url, ShardReceiver(session, number), max(until - time.monotonic(), 1.0))
         left = max(until - time.monotonic(), 1.0)
         try:
-            session.attend(number, left).wait(left + VERDICT_SECONDS)
+            attending = session.attend(number, left)
+            connection.ask(number)
+            attending.wait(left + VERDICT_SECONDS)
         except DeadlineError:
             raise CoordinatorUnreachableError(
                 f"the data shard at {url} has not let this worker in within {left:.0f} s"

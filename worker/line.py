@@ -10,12 +10,11 @@ from typing import Final
 
 import zmq
 
-from protocol.buffer import Buffer
 from protocol.channel import Receiver
 from protocol.errors import ConnectionLostError, CoordinatorUnreachableError, reason_of
 from protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS, MAX_FRAME_BYTES
 from protocol.messages import BePresent, Message
-from protocol.numbers import Inbox, numbered, split
+from protocol.numbers import Frames, Numbers
 from protocol.url import numeric_url, parse_target, parse_url
 from worker import forking
 from worker.presence import Presence
@@ -56,8 +55,7 @@ class Line:
         self.local: LocalLine | None = None
         """Where messages pass instead, if that process is of this host. Whether it lives is still said here."""
         self.sends_locally = False
-        self.inbox: Inbox[list[Buffer]] = Inbox()
-        self._sent = 0
+        self.numbers = Numbers()
         self.socket = context.socket(zmq.DEALER)
         _configure(self.socket, ipv6="[" in address)
         self.monitor = self.socket.get_monitor_socket(_GONE)
@@ -74,33 +72,27 @@ class Line:
         if self.presence is None:
             self.presence = Presence(self._address, wanted, tell)
 
-    def numbered(self, header: bytes) -> bytes:
-        """``header`` of the next message to be sent here."""
-        self._sent += 1
-        return numbered(header, self._sent)
-
-    def ordered(self, frames: list[Buffer]) -> Iterable[list[Buffer]]:
+    def ordered(self, frames: Frames) -> Iterable[Frames]:
         """The messages that are due, now that this one has come.
 
         Raises:
             ConnectionLostError: something is missing.
         """
-        number, frames[0] = split(frames[0])
         try:
-            return self.inbox.take(number, frames, time.monotonic())
+            return self.numbers.take(frames, time.monotonic())
         except ConnectionLostError as error:
             raise ConnectionLostError(self.lost_text(error.message)) from None
 
     def check(self, now: float) -> None:
         """Raise ConnectionLostError if something has been missing for too long."""
         try:
-            self.inbox.check(now)
+            self.numbers.check(now)
         except ConnectionLostError as error:
             raise ConnectionLostError(self.lost_text(error.message)) from None
 
     def give_up(self) -> None:
         """Close the connection if something is missing, so that the other side hears of it."""
-        if self.inbox.deadline is not None:
+        if self.numbers.deadline is not None:
             self.gone = True
             self._disconnect(0)  # to disconnect it would take further calls on this socket, and nobody makes any
 

@@ -95,6 +95,8 @@ class Lifeline:
         self._is_up = True
         self._trying: TcpChannel | None = None
         """A connection through which this worker resumes, until it has."""
+        self._introduced = False
+        """It was said there who this is."""
         self._failed: GradServerError | None = None
         """What has become of it, if it broke."""
         self._enough: Callable[[], bool] = lambda: True
@@ -119,7 +121,7 @@ class Lifeline:
         with self._lock:
             if self._closing:
                 raise ClosedError("this worker is closed")
-            channel = self._channel if self._is_up else self._trying
+            channel = self._channel if self._is_up else self._trying if self._introduced else None
         if channel is None or (type(message) is Push and self.books.is_held(shard)):
             return
         try:
@@ -281,12 +283,15 @@ class Lifeline:
             raise CoordinatorUnreachableError(reason_of(error)) from None
         channel = TcpChannel(self._channel.url, _REACH_SECONDS)
         with self._lock:
-            self._trying, self._failed = channel, None
+            self._trying, self._failed, self._introduced = channel, None, False
         if self._closing:
             raise ClosedError("this worker is closed")
         channel.attach_presence(presence)
         channel.attach(Ears(self, channel, self._session))
-        resumed: Resumed = books.resume(channel).wait(_ANSWER_SECONDS)
+        resuming = books.resume(channel)
+        self._introduced = True  # and not before: whoever says something else first is a stranger
+        channel.ask()
+        resumed: Resumed = resuming.wait(_ANSWER_SECONDS)
         if memory is not None:
             try:
                 channel.share_again(memory, _ANSWER_SECONDS)

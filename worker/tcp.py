@@ -58,8 +58,9 @@ _POLLIN: Final = int(zmq.POLLIN)
 _ZERO_COPY_BYTES: Final = 32 * 1024
 """Below this a copy costs less than handing memory over and getting it back."""
 _LOST: Final = ConnectionLostError.__name__
+_PING: Final = Ping()
 _PING_SECONDS: Final = 1.0
-"""After so long without a word, whoever waits asks for one."""
+"""How often whoever waits asks for a word. That others are heard meanwhile does not show that this one was."""
 
 
 class TcpChannel:
@@ -96,6 +97,7 @@ class TcpChannel:
         self._edgy: tuple[Line, ...] = tuple(self._lines)
         """Lines of which to take what there is before waiting."""
         self._listen(self._lines[0])
+        self._ask_at = time.monotonic() + _PING_SECONDS
         self._enough: Callable[[], bool] = lambda: True
         self._bystanders = 0
         """Threads that wait while another one reads."""
@@ -250,7 +252,7 @@ class TcpChannel:
                 raise ClosedError("this worker is closed")
             if line.sends_locally and self._send_locally(line, header, payloads):
                 return
-            header = line.numbered(header)
+            header = line.numbers.numbered(header)
             try:  # libzmq's own thread sends
                 if payloads:
                     payload = payloads[0]
@@ -263,6 +265,10 @@ class TcpChannel:
             missed = self._reading.locked() and int(line.socket.get(_EVENTS)) & _POLLIN
         if missed:
             self._wake()
+
+    def ask(self, shard: int = 0) -> None:
+        """Ask for a word, which shows whether something was lost before; at once behind the first message."""
+        self.send(_PING, (), shard)
 
     def _send_locally(self, line: Line, header: bytes, payloads: Sequence[Buffer]) -> bool:
         """Send through the local socket; False if the other side has closed it. What it said last is yet to be read."""
@@ -364,16 +370,18 @@ class TcpChannel:
         Now and then say Ping, which is answered: only behind a message that was lost does anything show that it was.
         """
         now = time.monotonic()
-        until = min(line.inbox.deadline or now + _PING_SECONDS for line in self._lines)
-        left = until - now if timeout is None else min(until - now, timeout)
-        events = self._poller.poll(max(math.ceil(left * 1000), 0))
-        if not events and time.monotonic() >= until:
+        if now >= self._ask_at:
+            self._ask_at = now + _PING_SECONDS
             for line in self._lines:
-                line.check(until)
                 if not line.sends_locally:
                     with contextlib.suppress(ClosedError):
-                        self.send(Ping(), (), line.number)
-        return events
+                        self.ask(line.number)
+        until = self._ask_at if timeout is None else min(self._ask_at, now + timeout)
+        for line in self._lines:
+            if line.numbers.deadline is not None:
+                line.check(now)
+                until = min(until, line.numbers.deadline)
+        return self._poller.poll(max(math.ceil((until - now) * 1000), 0))
 
     def _take_one_of_each(self, lines: Sequence[Line]) -> bool:
         took = False

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from gradserver.channels.hosted import Line
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError
 from protocol.messages import Message, Ping, Welcome
-from protocol.numbers import Inbox
+from protocol.numbers import Numbers
+
+_PING: Final = Ping()
 
 
 class Server(Protocol):
@@ -18,7 +20,7 @@ class Server(Protocol):
     def encoded(self, message: Message) -> bytes:
         """The header of ``message``."""
 
-    def route(self, identity: bytes, message: Message, payloads: Sequence[Buffer], number: int = 0) -> bool:
+    def route(self, identity: bytes, header: bytes, payloads: Sequence[Buffer] = ()) -> bool:
         """Send; False if there is no connection to send on."""
 
     def forget(self, identity: bytes) -> None:
@@ -51,11 +53,10 @@ class Link(Protocol):
 class Peer:
     """The coordinator's end of one worker's channel."""
 
-    def __init__(self, server: Server, identity: bytes, due: int) -> None:
+    def __init__(self, server: Server, identity: bytes, numbers: Numbers) -> None:
         self._server = server
         self._reachable = True
-        self._sent = 0
-        self.inbox: Inbox[Sequence[Buffer]] = Inbox(due)
+        self.numbers = numbers
         self.identity = identity
         self.connection = -1
         self.line: Line | None = None
@@ -82,25 +83,26 @@ class Peer:
         """Send, or find out soon that the worker is gone: it may have said more than was read so far."""
         if type(message) is Welcome and message.durable:
             self._server.welcomed(self, message)
-        line = self.line
+        line, header = self.line, self._server.encoded(message)
         sent = self._reachable and (
-            line.send(self._server.encoded(message), payloads)
+            line.send(header, payloads)
             if line is not None
-            else self._server.route(self.identity, message, payloads, self.count())
+            else self._server.route(self.identity, self.numbers.numbered(header), payloads)
         )
         if not sent:
             self._reachable = False
             self._server.suspect()
 
-    def count(self) -> int:
-        """The number of the next message to it through the ZeroMQ connection."""
-        self._sent += 1
-        return self._sent
+    def tell(self, message: Message) -> bool:
+        """Send through the ZeroMQ connection; whether it is still there."""
+        self._reachable = self._reachable and self._server.route(
+            self.identity, self.numbers.numbered(self._server.encoded(message))
+        )
+        return self._reachable
 
     def is_connected(self) -> bool:
         """Whether the ZeroMQ connection is still there."""
-        self._reachable = self._reachable and self._server.route(self.identity, Ping(), (), self.count())
-        return self._reachable
+        return self.tell(_PING)
 
     def close(self) -> None:
         """What it still says is a stranger's."""

@@ -28,6 +28,7 @@ from gradserver.channels.attendance import Attendance, Patience, Verdict
 from gradserver.channels.binding import RECEIVE_QUEUE, bind_router
 from gradserver.channels.hosted import Line
 from gradserver.channels.peers import Link, Peer
+from gradserver.channels.strangers import Strangers
 from gradserver.channels.unix import UnixServer
 from gradserver.coordinator import Coordinator
 from protocol.buffer import Buffer
@@ -55,7 +56,7 @@ from protocol.messages import (
     StatusRequest,
     Welcome,
 )
-from protocol.numbers import numbered, split
+from protocol.numbers import Numbers
 from protocol.resuming import Resume
 from protocol.wire import decode, encode
 
@@ -112,9 +113,10 @@ class TcpServer:
         self._attendance = Attendance(self._router, self._unix, patience or Patience())
         self._disconnects = self._attendance.disconnects
         self._link: Link | None = None
-        self._early: dict[bytes, tuple[Sequence[Buffer], int]] | None = None
-        self._gaps: dict[bytes, Peer] = {}
-        """Those of whom something is missing that came before what has come."""
+        self._early: dict[bytes, Sequence[Buffer]] | None = None
+        self._strangers = Strangers()
+        self._gaps: dict[bytes, Numbers] = {}
+        """Of those from whom something is missing that came before what has come."""
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -144,8 +146,8 @@ class TcpServer:
     def release(self) -> None:
         """Let those join who have waited, and everybody who comes."""
         early, self._early = self._early or {}, None
-        for identity, (frames, number) in early.items():
-            self._take(identity, frames, number)
+        for identity, frames in early.items():
+            self._take(identity, frames)
 
     def look(self) -> None:
         """Make `run` look whether its condition holds. Safe to call from signal handlers and threads."""
@@ -210,8 +212,8 @@ class TcpServer:
         if self._link is not None:
             due.append(self._link.due)
         if self._gaps:
-            self._gaps = {identity: peer for identity, peer in self._gaps.items() if peer.inbox.deadline is not None}
-            due += [peer.inbox.deadline for peer in self._gaps.values()]
+            self._gaps = {who: numbers for who, numbers in self._gaps.items() if numbers.deadline is not None}
+            due += [numbers.deadline for numbers in self._gaps.values()]
         return min((at for at in due if at is not None), default=None)
 
     def _run_timers(self) -> None:
@@ -221,11 +223,11 @@ class TcpServer:
             self._coordinator.tick()
         if self._disconnects.is_time(now):
             self._probe()
-        for peer in list(self._gaps.values()):
+        for identity, numbers in list(self._gaps.items()):
             try:
-                peer.inbox.check(now)
+                numbers.check(now)
             except ConnectionLostError as error:
-                self._break(peer, error)
+                self._break(identity, error)
 
     # ── in ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -249,31 +251,35 @@ class TcpServer:
             frame = receive(_NOBLOCK, copy=False)
             frames.append(frame.buffer)
             more = frame.more
-        number, frames[0] = split(frames[0])
         peer = self._peers.get(identity)
-        if peer is None:
-            if not self._attendance.has_come(identity):
-                self._take(identity, frames, number)
-            return
         try:
-            due = peer.inbox.take(number, frames, time.monotonic())
+            if peer is not None:
+                due = peer.numbers.take(frames, time.monotonic())
+            elif not self._attendance.has_come(identity):
+                due = self._strangers.take(identity, frames, time.monotonic())
+            else:
+                return
         except ConnectionLostError as error:
-            self._break(peer, error)
+            self._break(identity, error)
             return
-        if peer.inbox.deadline is not None:
-            self._gaps[identity] = peer
+        if not due and (numbers := self._strangers.gap(identity) if peer is None else peer.numbers) is not None:
+            self._gaps[identity] = numbers
         for message in due:
             self._take(identity, message)
 
-    def _break(self, peer: Peer, error: ConnectionLostError) -> None:
-        """Something that ``peer`` said is missing: what it says from now on is not looked at."""
-        told = ConnectionLostError(f"this worker's connection to {self.url} lost something: {error.message}")
-        self.route(peer.identity, Failure.of(told, Scope.CONNECTION), (), peer.count())
-        self.forget(peer.identity)
-        self._coordinator.lost(peer.connection, error.message)
+    def _break(self, identity: bytes, error: ConnectionLostError) -> None:
+        """Something that was said there is missing: what comes from now on is not looked at."""
+        peer = self._peers.get(identity)
+        if peer is None and not self._strangers.is_past(identity):
+            log.info("a stranger's connection is given up: %s", error.message)
+        told = ConnectionLostError(f"this connection to {self.url} is given up: {error.message}")
+        self.route(identity, encode(Failure.of(told, Scope.CONNECTION)))
+        self.forget(identity)
+        if peer is not None:
+            self._coordinator.lost(peer.connection, error.message)
 
-    def _take(self, identity: bytes, frames: Sequence[Buffer], number: int = 0) -> None:
-        """Take one message, which of those of a stranger has this number."""
+    def _take(self, identity: bytes, frames: Sequence[Buffer]) -> None:
+        """Take one message that is due."""
         peer = self._peers.get(identity)
         try:
             message, payloads = decode(frames)
@@ -285,29 +291,29 @@ class TcpServer:
             return
         if type(message) is StatusRequest:
             status = json.dumps({"url": self.url, **self._shared(), **self._coordinator.snapshot()}).encode()
-            self.route(identity, Status(), [status])
+            self.route(identity, encode(Status()), [status])
         elif peer is not None:
             self._take_from(peer, message, payloads)
-        elif self._early is not None and self._waits(identity, message, frames, number):
+        elif self._early is not None and self._waits(identity, message, frames):
             pass
         elif isinstance(message, Join | Enlist | Attend | Resume):
-            peer = self._peers[identity] = Peer(self, identity, number + 1)
+            peer = self._peers[identity] = Peer(self, identity, self._strangers.admit(identity))
             peer.connection = self._coordinator.connect(peer)
-            self.route(identity, self._attendance.invite(peer, message), (), peer.count())
+            peer.tell(self._attendance.invite(peer, message))
             self._coordinator.receive(peer.connection, message, payloads)
         else:
             what = type(message).__name__
             self._turn_away(identity, UnexpectedMessageError(f"{what} from someone who is in no group: join first"))
 
-    def _waits(self, identity: bytes, message: Message, frames: Sequence[Buffer], number: int) -> bool:
+    def _waits(self, identity: bytes, message: Message, frames: Sequence[Buffer]) -> bool:
         """Whether somebody who came before `release`, or comes now, goes on waiting for it."""
         assert self._early is not None
-        if isinstance(message, Ping) and identity in self._early:
-            frames, _ = self._early[identity]  # it waits there, too, and asks whether something is missing
-        elif not isinstance(message, Join) or len(self._early) >= _MAX_EARLY:
+        if isinstance(message, Ping) and identity in self._early:  # it asks whether something is missing
+            return True
+        if not isinstance(message, Join) or len(self._early) >= _MAX_EARLY:
             self._early.pop(identity, None)
             return False
-        self._early[identity] = frames, number
+        self._early[identity] = frames
         return True
 
     def _take_from(self, peer: Peer, message: Message, payloads: Sequence[Buffer]) -> None:
@@ -320,7 +326,7 @@ class TcpServer:
                 return
         elif type(message) is ShareMemory:
             address, token = self._unix.admit(peer.identity) if self._unix is not None else ("", "")
-            self.route(peer.identity, MemoryAt(address, token), (), peer.count())
+            peer.tell(MemoryAt(address, token))
             return
         elif type(message) is Ping:  # it waits, and something of ours may have been lost
             peer.is_connected()
@@ -352,7 +358,7 @@ class TcpServer:
 
     def _turn_away(self, identity: bytes, error: GradServerError) -> None:
         log.info("a stranger was turned away: %s", error)
-        self.route(identity, Failure.of(error, Scope.CONNECTION), ())
+        self.route(identity, encode(Failure.of(error, Scope.CONNECTION)))
 
     # ── out ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -362,11 +368,8 @@ class TcpServer:
             self._encoded = (message, encode(message))
         return self._encoded[1]
 
-    def route(self, identity: bytes, message: Message, payloads: Sequence[Buffer], number: int = 0) -> bool:
-        """Send, as the connection's ``number``-th; False if there is none to send on any more, or its queue is full."""
-        header = self.encoded(message)
-        if number:
-            header = numbered(header, number)
+    def route(self, identity: bytes, header: bytes, payloads: Sequence[Buffer] = ()) -> bool:
+        """Send; False if there is no connection to send on any more, or its queue is full."""
         send = self._router.send
         self._unsure = True
         try:
@@ -384,16 +387,17 @@ class TcpServer:
         return True
 
     def forget(self, identity: bytes) -> None:
-        """Drop a peer: what still comes from it is a stranger's."""
+        """Drop a peer: nothing that still comes from there is taken."""
         if (peer := self._peers.pop(identity, None)) is not None:
             self._attendance.forget(peer)
         self._gaps.pop(identity, None)
+        self._strangers.part(identity)
         if self._unix is not None:
             self._unix.forget(identity)
 
     def welcomed(self, peer: Peer, welcome: Welcome) -> None:
         """It is about to hear of its seat: it is to be known by that when another coordinator takes our place."""
-        self.route(peer.identity, self._attendance.invite(peer, welcome), (), peer.count())
+        peer.tell(self._attendance.invite(peer, welcome))
 
     def is_present(self, presence: str) -> bool:
         """Whether somebody with this presence is there."""

@@ -10,6 +10,10 @@ in a line which it answers with ``done``:
 
 TCP loses and swaps nothing, so this speaks ZMTP at both ends. It answers heartbeats itself, and therefore closes its
 connection at one end when that at the other is gone. A drop, repeat or swap hits whichever direction comes first.
+
+Presences (`protocol.presence`) have names of their own, and nothing but heartbeats passes through them: each has a
+counterpart of its name at the coordinator for just as long as it is there. Nothing is ever done to them, so somebody
+who froze behind a relay is found out as anybody else.
 """
 
 from __future__ import annotations
@@ -19,18 +23,34 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum, auto
+from typing import Any, Final
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-_HEARTBEAT_MS, _SILENCE_MS = 700, 1800
-_UNBOUND_MS = 2000
-_FAREWELL_MS = 500
-_TOGETHER_SECONDS = 0.05
+from protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS
+
+_UNBOUND_MS: Final = 2000
+_FAREWELL_MS: Final = 500
+_TOGETHER_SECONDS: Final = 0.05
 """A message that is to be overtaken goes on after this, if none comes."""
+_LOOK_SECONDS: Final = 0.1
+"""How often to look which presences are there."""
+_FORGET_SECONDS: Final = 60.0
+"""One that was not there for so long is not looked for any more."""
 Frames = list[zmq.Frame]
+
+
+class Fate(Enum):
+    """What becomes of a message."""
+
+    PASSES = auto()
+    LOST = auto()
+    TWICE = auto()
+    OVERTAKEN = auto()
 
 
 @dataclass(slots=True)
@@ -43,33 +63,43 @@ class Faults:
     delay: float = 0.0
     delay_until: float = 0.0
 
+    def fate(self, lane: Lane, _frames: Frames) -> Fate:
+        """Of the next message in ``lane``."""
+        if self.drop:
+            self.drop -= 1
+            return Fate.LOST
+        if self.swap and lane.kept is None:
+            self.swap -= 1
+            return Fate.OVERTAKEN
+        if self.repeat:
+            self.repeat -= 1
+            return Fate.TWICE
+        return Fate.PASSES
+
 
 @dataclass(slots=True)
 class Lane:
     """One direction of one connection: what waits in it, with the time at which each goes on."""
 
     faults: Faults
+    upwards: bool
+    """To the coordinator."""
     waiting: deque[tuple[float, Frames]] = field(default_factory=deque)
     kept: tuple[float, Frames] | None = None
     """One that is to be overtaken, and until when it waits for that."""
 
     def take(self, frames: Frames, now: float) -> None:
         """A message has come."""
-        faults = self.faults
-        if faults.drop:
-            faults.drop -= 1
+        fate = self.faults.fate(self, frames)
+        if fate is Fate.LOST:
             return
-        due = now + faults.delay if now < faults.delay_until else now
-        if self.waiting:
-            due = max(due, self.waiting[-1][0])  # delayed, and not overtaken
-        if faults.swap and self.kept is None:
-            faults.swap -= 1
+        if fate is Fate.OVERTAKEN and self.kept is None:
             self.kept = now + _TOGETHER_SECONDS, frames
             return
-        self.waiting.append((due, frames))
-        if faults.repeat:
-            faults.repeat -= 1
-            self.waiting.append((due, frames))
+        due = now + self.faults.delay if now < self.faults.delay_until else now
+        if self.waiting:
+            due = max(due, self.waiting[-1][0])  # delayed, and not overtaken
+        self.waiting += [(due, frames)] * (2 if fate is Fate.TWICE else 1)
         self._let_go(due)
 
     def _let_go(self, due: float) -> None:
@@ -99,11 +129,13 @@ class Connection:
     def __init__(self, context: zmq.Context[Any], target: str, faults: Faults, fd: int) -> None:
         self.fd = fd
         self.onward = context.socket(zmq.DEALER)
-        _heartbeats(self.onward)
+        _set_up(self.onward)
+        self.onward.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000))
+        self.onward.setsockopt(zmq.HEARTBEAT_TIMEOUT, int((COORDINATOR_SILENCE - HEARTBEAT_SECONDS) * 1000))
         self.onward.setsockopt(zmq.RECONNECT_IVL, -1)  # a new one would be a stranger
         self.monitor = self.onward.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self.onward.connect(target)
-        self.up, self.down = Lane(faults), Lane(faults)
+        self.up, self.down = Lane(faults, True), Lane(faults, False)
 
     def close(self) -> None:
         """Have the coordinator see that it is gone, behind what it had said."""
@@ -112,12 +144,44 @@ class Connection:
         _end(self.onward, self.monitor, _FAREWELL_MS)
 
 
+class Presence:
+    """One presence of a worker, and its counterpart while it is there."""
+
+    def __init__(self, identity: bytes, hello: bytes) -> None:
+        self._identity, self._hello = identity, hello
+        self._onward: zmq.Socket[Any] | None = None
+        self._seen = 0.0
+
+    def look(self, is_there: bool, context: zmq.Context[Any], target: str, now: float) -> bool:
+        """Have a counterpart at ``target`` if it is there, and else none; False if it may be forgotten."""
+        if is_there:
+            self._seen = now
+            if self._onward is None:
+                self._onward = context.socket(zmq.DEALER)
+                _set_up(self._onward)
+                self._onward.setsockopt(zmq.ROUTING_ID, self._identity)
+                self._onward.setsockopt(zmq.CONFLATE, 1)
+                self._onward.connect(target)
+                self._onward.send(self._hello)
+        else:
+            self.close()
+        return now < self._seen + _FORGET_SECONDS
+
+    def close(self) -> None:
+        """It is not there."""
+        onward, self._onward = self._onward, None
+        if onward is not None:
+            onward.close()
+
+
 class Relay:
     """One worker's port."""
 
-    def __init__(self, context: zmq.Context[Any], target: str) -> None:
+    def __init__(self, context: zmq.Context[Any], target: str, faults: Faults) -> None:
         self._context, self._target = context, target
-        self.faults = Faults()
+        self.faults = faults
+        self._presences: dict[bytes, Presence] = {}
+        self._look_at = 0.0
         self.connections: dict[bytes, Connection] = {}
         self._alive: set[int] = set()
         """Descriptors of connections to this port."""
@@ -128,7 +192,7 @@ class Relay:
 
     def _listen(self) -> None:
         self.socket = self._context.socket(zmq.ROUTER)
-        _heartbeats(self.socket)
+        _set_up(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         if self.port:
@@ -138,9 +202,7 @@ class Relay:
 
     def break_off(self) -> None:
         """The coordinator has closed a connection: close all of the worker's, which it then sees."""
-        for connection in self.connections.values():
-            connection.close()
-        self.connections.clear()
+        self._let_go()  # of presences for a moment only: they come again by themselves
         self._alive.clear()
         self._doomed.clear()
         self.socket.unbind(self.socket.getsockopt(zmq.LAST_ENDPOINT))
@@ -148,6 +210,18 @@ class Relay:
             pass  # only then the port is free
         _end(self.socket, self.monitor)
         self._listen()
+
+    def close(self) -> None:
+        """Let go of the port."""
+        self._let_go()
+        _end(self.socket, self.monitor)
+
+    def _let_go(self) -> None:
+        for connection in self.connections.values():
+            connection.close()
+        for presence in self._presences.values():
+            presence.close()
+        self.connections.clear()
 
     def _note(self) -> None:
         """See who has come, and who has gone. Who only tried the port has no counterpart."""
@@ -162,6 +236,10 @@ class Relay:
     def _receive(self, now: float) -> None:
         while (frames := _received(self.socket)) is not None:
             identity = frames.pop(0).bytes
+            if identity[:1] != b"\0":  # as those begin that ZeroMQ gives: it is a presence's
+                self._presences.setdefault(identity, Presence(identity, frames[0].bytes))
+                self._look_at = now
+                continue
             if identity not in self.connections:
                 self._note()  # descriptors are used again
                 fd = int(frames[-1].get(zmq.SRCFD))
@@ -173,6 +251,8 @@ class Relay:
     def take_all(self, now: float) -> None:
         """Take what has come from either side, and send on what is due. Never waits."""
         self._receive(now)
+        self._bury()
+        self._look(now)
         for identity, connection in self.connections.items():
             while (frames := _received(connection.onward)) is not None:
                 connection.down.take(frames, now)
@@ -184,6 +264,7 @@ class Relay:
     def next(self) -> float | None:
         """When something is due."""
         moments = [lane.next() for one in self.connections.values() for lane in (one.up, one.down)]
+        moments += [self._look_at] if self._presences else []
         return min((moment for moment in moments if moment is not None), default=None)
 
     def heed(self, now: float) -> None:
@@ -191,19 +272,48 @@ class Relay:
         self._note()
         if self._doomed:
             self._receive(now)
-            for identity in self._doomed:
-                self.connections.pop(identity).close()
-            self._doomed.clear()
+            self._bury()
         if any(_happened(connection.monitor) is not None for connection in self.connections.values()):
             self.break_off()
 
+    def _bury(self) -> None:
+        """Who has gone, and whose last words were read. Before anything of his successor goes on."""
+        for identity in self._doomed:
+            self.connections.pop(identity).close()
+        self._doomed.clear()
 
-def _heartbeats(socket: zmq.Socket[Any]) -> None:
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+    def _look(self, now: float) -> None:
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_SECONDS
+            for identity, presence in list(self._presences.items()):
+                if not presence.look(_send(self.socket, [identity, b""]), self._context, self._target, now):
+                    del self._presences[identity]
+
+    def sockets(self) -> list[zmq.Socket[Any]]:
+        """Where something may happen."""
+        ends = [socket for one in self.connections.values() for socket in (one.onward, one.monitor)]
+        return [self.socket, self.monitor, *ends]
+
+
+def turn(relays: Collection[Relay], descriptor: int) -> bool:
+    """Take and send what there is, and wait for more; whether there is something to read from ``descriptor``."""
+    now = time.monotonic()
+    for relay in relays:
+        relay.heed(now)
+        relay.take_all(now)
+    poller = zmq.Poller()
+    poller.register(descriptor, zmq.POLLIN)
+    for relay in relays:
+        for socket in relay.sockets():
+            poller.register(socket, zmq.POLLIN)
+    due = min((moment for relay in relays if (moment := relay.next()) is not None), default=None)
+    ready = dict(poller.poll(None if due is None else max(0, int((due - time.monotonic()) * 1000) + 1)))
+    return descriptor in ready
+
+
+def _set_up(socket: zmq.Socket[Any]) -> None:
+    for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
+        socket.setsockopt(option, 0)
 
 
 def _end(socket: zmq.Socket[Any], monitor: zmq.Socket[Any], linger: int = 0) -> None:
@@ -220,11 +330,12 @@ def _received(socket: zmq.Socket[Any]) -> Frames | None:
     return frames
 
 
-def _send(socket: zmq.Socket[Any], frames: list[Any]) -> None:
+def _send(socket: zmq.Socket[Any], frames: list[Any]) -> bool:
     try:
         socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
     except zmq.ZMQError:  # that side has just gone, and its monitor will say so
-        return
+        return False
+    return True
 
 
 def _happened(monitor: zmq.Socket[Any]) -> tuple[int, int] | None:
@@ -253,25 +364,11 @@ def _obey(relays: dict[str, Relay], line: str) -> None:
 def main() -> None:
     """Relay until the parent is gone."""
     context = zmq.Context()
-    relays = {name: Relay(context, f"tcp://{sys.argv[1]}") for name in sys.argv[2:]}
+    relays = {name: Relay(context, f"tcp://{sys.argv[1]}", Faults()) for name in sys.argv[2:]}
     print(json.dumps({name: relay.port for name, relay in relays.items()}), flush=True)
     unread = b""
     while True:
-        now = time.monotonic()
-        for relay in relays.values():
-            relay.heed(now)
-            relay.take_all(now)
-        poller = zmq.Poller()
-        poller.register(sys.stdin.fileno(), zmq.POLLIN)
-        for relay in relays.values():
-            for socket in (relay.socket, relay.monitor):
-                poller.register(socket, zmq.POLLIN)
-            for connection in relay.connections.values():
-                for socket in (connection.onward, connection.monitor):
-                    poller.register(socket, zmq.POLLIN)
-        due = min((moment for relay in relays.values() if (moment := relay.next()) is not None), default=None)
-        ready = dict(poller.poll(None if due is None else max(0, int((due - time.monotonic()) * 1000) + 1)))
-        if sys.stdin.fileno() in ready:
+        if turn(relays.values(), sys.stdin.fileno()):
             data = os.read(sys.stdin.fileno(), 1 << 16)
             if not data:
                 return
