@@ -482,6 +482,8 @@ class Session(Traffic):
             handles += self._leaving.values()
             handles += self.claims.give_up()
             self._joining = None
+            if self.books is not None:
+                self.books.forget()
         for handle in handles:
             handle._complete(error)
 

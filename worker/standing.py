@@ -103,6 +103,11 @@ class Books:
         for handle in waiting:
             handle._complete(error)
 
+    def forget(self) -> None:
+        """Keep nothing any more: the membership has ended. With the session's lock held."""
+        self.retained = Retained(0)
+        self.regions.forget()
+
     # ── what the coordinator says ─────────────────────────────────────────────────────────────────────
 
     def heed(self, message: Resumed | Fetch | Standing, shard: ShardTraffic) -> None:

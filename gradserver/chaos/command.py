@@ -24,6 +24,8 @@ _LINK_RATE = 1.25e9
 """Of the emulated hosts' links, in bytes a second: as fast as it goes."""
 _NEEDS_WIRES = frozenset({"reset", "throttle"})
 _TICK = 0.25
+_LATE_SECONDS = 0.2
+"""By which an event may come late before all that follow do."""
 _RETURN_SECONDS = 20.0
 """Behind the end of a run, for whoever is still on its way back."""
 
@@ -161,6 +163,11 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
         view.begun()
         began = time.monotonic()
 
+        def keep_distance(moment: float) -> None:
+            """Whatever held this process up must not make events come closer together than they were drawn."""
+            nonlocal began
+            began = max(began, time.monotonic() - moment - _LATE_SECONDS)
+
         def until(moment: float, done: int) -> None:
             while (now := time.monotonic()) < began + moment:
                 fleet.run_until(min(now + _TICK, began + moment))
@@ -173,6 +180,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
         missed: list[Event] = []
         for event in schedule.events:
             until(event.at, len(done))
+            keep_distance(event.at)
             happened = harms.do(event)
             (done if happened else missed).append(event)
             view.event(event, fleet, happened)

@@ -122,6 +122,8 @@ class Fleet(Family[Child]):
     def _start_coordinator(self, address: str) -> None:
         options = ["--workers", self._sizes, "--shards", str(self._shards), "--state-dir", str(self.folder / LEDGER)]
         child = self._start("coordinator", *COORDINATOR, "serve", "--bind", f"tcp://{address}", *options)
+        if address == self._address:
+            return  # where it was: nobody has to be told, and nothing waits for it meanwhile
         self._url = self._first_line(child).removeprefix("listening on ")
         self._address = self._url.removeprefix("tcp://")
 

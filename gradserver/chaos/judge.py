@@ -31,14 +31,14 @@ class Judge:
 
     def follow(self, everything: bool = False) -> None:
         """Take what is new, and check what is ripe."""
-        for dated in self._ledger.read():
-            self.oracle.take(dated)
         for line in self._heard.read():
             if line["kind"] == "event":
                 self._events.append((line["event"], line["at"]))
             elif line["kind"] in ("begun", "storm", "calm", "end"):
                 self._spans[line["kind"]] = line["at"]
             self.oracle.hear(line)
+        for dated in self._ledger.read():
+            self.oracle.take(dated)
         self.oracle.settle(everything)
 
     def progress(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Oracle:
         self._members: list[tuple[int, int, frozenset[int]]] = []
         """Which seats were taken: from which round on, in which epoch."""
         self._gaps: list[tuple[float, float]] = []
-        self._full: float | None = None
+        self._full: list[float] = []
         """Since when the disk may have been full without a word of it in the ledger."""
         self._next = 0
         self._newest = -1
@@ -106,9 +106,10 @@ class Oracle:
                 self._take_round(epoch, found)
             case Gap(_, since):
                 self._gaps.append((since, dated.clock))
-            case Start() if self._full is not None and self._full < dated.clock:
-                self._gaps.append((self._full, dated.clock))  # who could not write has ended, and nobody knows of it
-                self._full = None
+                self._full = [at for at in self._full if at > dated.clock]
+            case Start():  # who could not write may have ended before it could say so
+                self._gaps += [(at, dated.clock) for at in self._full if at < dated.clock]
+                self._full = [at for at in self._full if at > dated.clock]
             case Halt(_, _, number, error, reason):
                 self._say("lost", f"the group was halted in round {number}: {error}: {reason}")
             case Closed(_, _, rounds, reason) if rounds:
@@ -126,7 +127,7 @@ class Oracle:
                 else:
                     self._books.setdefault(report.round, Book()).reports.append(report)
             case "event" if line["event"] == "disk":
-                self._full = line["at"]
+                self._full.append(line["at"])
             case "fault":
                 self._say("fault", f"{line['name']}: {line['text']}")
             case _:
