@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import time
@@ -12,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+import gradserver
 from gradserver.engine.records import Round
 from gradserver.ledger.journal import Entry, scan
 from gradserver.ledger.state import files_of
 from gradserver.local import LocalCluster
+from protocol.dtypes import FLOAT32
+from protocol.plan import simple_plan
 from tests.cluster import Daemon, Program, wait_until, worker_program
 from tests.restart_training import train
 
@@ -220,3 +224,27 @@ def test_a_second_coordinator_is_told_whose_directory_it_is(tmp_path: Path) -> N
         with second:
             assert second.end() == 1
             assert f"in use by the coordinator with process id {first.pid}" in second.complaints()[-1]
+
+
+def test_a_membership_that_has_ended_lets_go_of_shared_memory_at_once(tmp_path: Path) -> None:
+    """Not only when the garbage collector comes by: it is as much as the gradients."""
+
+    def mapped() -> int:
+        return sum("/memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    before = mapped()
+    gc.disable()
+    try:
+        with Daemon("--workers", "1:2", "--gather", "0.1", "--state-dir", str(tmp_path)) as daemon:
+            worker = gradserver.connect(daemon.url, name="w0", channel="shm")
+            worker.agree(simple_plan([("weights", 100_000)], FLOAT32))
+            bucket = worker.empty(100_000, "float32")
+            bucket[:] = 1
+            worker.push(0, bucket)
+            worker.finish_round()
+            assert mapped() > before
+            del bucket
+            worker.close()
+            assert mapped() == before
+    finally:
+        gc.enable()
