@@ -19,6 +19,7 @@ from gradserver import DistributedDataParallel, Job, LocalCluster, Membership, S
 from protocol.dtypes import FLOAT32
 from protocol.errors import (
     DeadlineError,
+    DivergedError,
     JoinTimeoutError,
     PlanMismatchError,
     StateError,
@@ -27,6 +28,8 @@ from protocol.errors import (
 from protocol.plan import simple_plan
 from tests.cluster import Task, wait_until
 from tests.models import Convolutional, images, loss_of, optimizer_state, state_of
+from tests.replicas import same
+from worker import alike
 from worker.client import Worker
 
 ROUNDS = 14
@@ -262,6 +265,75 @@ def test_a_job_that_is_not_like_the_others_does_not_come_in_and_the_others_go_on
         joiner.abort("it is another job")
         stop.set()
         assert founder.result() > 0
+
+
+def decaying(worker: Worker, decays: Callable[[Worker, Job], bool], rounds: int) -> tuple[int, dict[str, Any]]:
+    """A loop that does more to the weights than its job knows of."""
+    model = DistributedDataParallel(Convolutional(), worker)
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    while job.round < rounds:
+        loss_of(model, *images(job.round, 2)).backward()
+        if decays(worker, job):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.99)
+        job.step()
+        if worker.rank == 0 and job.round == 2:
+            worker.cluster.add()  # type: ignore[attr-defined]
+            wait_until(lambda: stages(worker.cluster) == ["waiting"], "it waits to come in")  # type: ignore[attr-defined]
+    return job.round, state_of(model.module)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_who_joins_and_has_other_weights_behind_its_first_round_is_refused_and_the_others_go_on(
+    world: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one other there is no majority: it is the newcomer who is wrong."""
+    said: list[str] = []
+    with LocalCluster(world, elastic=(1, 4), timeout=20.0, backlog=0) as cluster:
+
+        def train(worker: Worker) -> Any:
+            worker.cluster = cluster  # type: ignore[attr-defined]
+            joins = worker.joins
+            try:
+                return decaying(worker, lambda *_: not joins, 8)
+            except DivergedError as error:
+                said.append(error.message)
+                return None
+
+        with caplog.at_level("WARNING"):
+            *results, refused = cluster.run(train)
+
+    assert refused is None
+    assert [number for number, _ in results] == [8] * world
+    assert all(same(results[0][1], state) for _, state in results)
+    text = (
+        f"after round 4 the weights of 'worker-{world}' (rank {world}) are not those of 'worker-0' (rank 0): who has "
+        f"just joined leaves, and the others go on. Replicas stay alike if all of them change their weights by job"
+    )
+    assert [message[: len(text)] for message in said] == [text]
+    reason = (
+        f"'worker-{world}' (rank {world}) was lost in round 5 (behind round 4 its weights were not those of 'worker-0'"
+    )
+    assert any(reason in message for message in caplog.messages)
+
+
+def test_nobody_is_asked_for_weights_when_nobody_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alike, "digest_of", None)
+    with LocalCluster(3, elastic=(1, 4), timeout=20.0) as cluster:
+
+        def train(worker: Worker) -> int:
+            seat = worker.rank
+            model = DistributedDataParallel(Convolutional(), worker)
+            job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            while job.round < 4:
+                if seat == 2 and job.round == 2:
+                    cluster.kill(worker.rank)
+                loss_of(model, *images(job.round, 2)).backward()
+                job.step()
+            return job.round
+
+        assert cluster.run(train) == [4, 4, None]
 
 
 def test_a_member_that_cannot_send_its_state_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
+from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from protocol.digest import MODULUS, digest
-from protocol.errors import DisagreementError, DivergedError, LimitExceededError, MembershipChangedError, StateError
+from protocol.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    DisagreementError,
+    DivergedError,
+    LimitExceededError,
+    MembershipChangedError,
+    PeerError,
+    StateError,
+)
 from protocol.limits import MIB
+from protocol.messages import Membership
 from worker.client import Worker
+from worker.handle import Handle
 from worker.tensors import bind
 from worker.tree import Tree, from_bytes, to_bytes
 
+log = logging.getLogger("gradserver")
+
+_OLD: Final = 1
+_NEW: Final = 2
 _MOST_BYTES: Final = 16 * MIB
 """What one member may tell the others at once."""
 
@@ -51,12 +68,83 @@ def check_weights(worker: Worker, digests: Sequence[int], number: int) -> None:
     usual = max(digests, key=Counter(digests).__getitem__)  # the first of them, so the lowest rank's, if it is a draw
     others = [rank for rank, one in enumerate(digests) if one != usual]
     if others:
-        raise DivergedError(
-            f"after round {number} the weights of {_named(worker, others)} are not those of "
-            f"{_named(worker, [digests.index(usual)])}: nothing was saved. Replicas stay alike if all of them change "
-            f"their weights by job.step() only, in the same way, with the same versions of torch on the same kind of "
-            f"processor. Start again from the last checkpoint"
-        )
+        then = "Start again from the last checkpoint"
+        raise _diverged(worker.names, others, digests.index(usual), number, "nothing was saved", then)
+
+
+class _Asked(NamedTuple):
+    """What members have told each other behind a round: a row for each, with a digest and what he is."""
+
+    round: int
+    names: Sequence[str]
+    rank: int
+    rows: npt.NDArray[np.uint8]
+    handle: Handle
+
+
+class Newcomers:
+    """Whether those who have joined have the weights of the others behind the first round to which they contributed.
+
+    What a loop does to weights beside `Job.step` a joiner does not do for rounds that were before it. Nobody waits for
+    the answer, which is there a round later, and nothing is asked unless somebody has joined.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._is_one = worker.joins
+        """This worker has not been compared yet."""
+        self._seats = frozenset(worker._session.membership.seats)
+        self._due = False
+        self._asked: deque[_Asked] = deque()
+        worker.on_membership(self._heard)
+
+    def _heard(self, news: Membership) -> None:
+        """It is in force from now on, behind a round in which those who are new in it were for the first time."""
+        self._due = self._due or self._is_one or not self._seats.issuperset(news.seats)
+        self._seats = frozenset(news.seats)
+
+    def check(self, module: nn.Module, number: int) -> None:
+        """Compare, if somebody is new. To be called by all members between the same two rounds.
+
+        Raises:
+            DivergedError: this worker is new, and its weights are others: it has left. The others go on.
+        """
+        while self._asked and self._asked[0].handle.done():
+            self._compare(self._asked.popleft())
+        if self._due:
+            is_one, self._due, self._is_one = self._is_one, False, False
+            rows = np.zeros((self._worker.world_size, 9), np.uint8)
+            weights = digest_of(module).to_bytes(8, "little")
+            rows[self._worker.rank] = [*weights, _NEW if is_one else _OLD]
+            handle = self._worker.all_reduce(rows, op="max", async_op=True)  # which goes on if somebody is lost
+            self._asked.append(_Asked(number, self._worker.names, self._worker.rank, rows, handle))
+
+    def _compare(self, asked: _Asked) -> None:
+        try:
+            asked.handle.wait()
+        except (PeerError, DeadlineError, ConnectionLostError) as failure:
+            log.info("weights behind round %d could not be compared: %s", asked.round, failure.message)
+            self._worker._session.check_open()
+            return
+        digests = {rank: row[:8].tobytes() for rank, row in enumerate(asked.rows) if row[8]}
+        usual = next((rank for rank in digests if asked.rows[rank][8] == _OLD), -1)
+        others = [rank for rank in digests if asked.rows[rank][8] == _NEW and digests[rank] != digests.get(usual)]
+        if usual < 0 or asked.rank not in others:  # who leaves says why
+            return
+        self._worker.abort(f"behind round {asked.round} its weights were not those of {_named(asked.names, [usual])}")
+        so = "who has just joined leaves, and the others go on"
+        raise _diverged(asked.names, others, usual, asked.round, so, "It can join again with a loop like theirs")
+
+
+def _diverged(
+    names: Sequence[str], others: Sequence[int], usual: int, number: int, so: str, then: str
+) -> DivergedError:
+    who, whose = _named(names, others), _named(names, [usual])
+    return DivergedError(
+        f"after round {number} the weights of {who} are not those of {whose}: {so}. Replicas stay alike if all of them "
+        f"change their weights by job.step() only, in the same way, with the same versions of torch on the same kind "
+        f"of processor. {then}"
+    )
 
 
 def check_same_start(worker: Worker, told: Sequence[Tree]) -> None:
@@ -68,12 +156,13 @@ def check_same_start(worker: Worker, told: Sequence[Tree]) -> None:
     """
     for rank, one in enumerate(told):
         if one["error"]:
-            raise StateError(f"{_named(worker, [rank])} cannot load the checkpoint: {one['error']}")
+            raise StateError(f"{_named(worker.names, [rank])} cannot load the checkpoint: {one['error']}")
     for rank, one in enumerate(told):
         if one["digest"] != told[0]["digest"]:
+            first, other = _named(worker.names, [0]), _named(worker.names, [rank])
             raise DisagreementError(
-                f"all members must load the same checkpoint: {_named(worker, [0])} has {_found(told[0])}, and "
-                f"{_named(worker, [rank])} has {_found(one)}. Give all of them the same file, or a shared directory"
+                f"all members must load the same checkpoint: {first} has {_found(told[0])}, and {other} has "
+                f"{_found(one)}. Give all of them the same file, or a shared directory"
             )
 
 
@@ -81,5 +170,5 @@ def _found(one: Tree) -> str:
     return f"round {one['round']} (digest {one['digest'].hex()[:12]}, {one['path']})" if one["path"] else "none"
 
 
-def _named(worker: Worker, ranks: Sequence[int]) -> str:
-    return ", ".join(f"{worker.names[rank]!r} (rank {rank})" for rank in ranks)
+def _named(names: Sequence[str], ranks: Sequence[int]) -> str:
+    return ", ".join(f"{names[rank]!r} (rank {rank})" for rank in ranks)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from protocol.errors import GradServerError, InvalidArgumentError, StateError, UsageError, WorkerLeftError
 from worker import __version__
-from worker.alike import check_same_start, check_weights, digest_of, gather
+from worker.alike import Newcomers, check_same_start, check_weights, digest_of, gather
 from worker.checkpoint import Directory, Writing, read, write
 from worker.ddp import DistributedDataParallel
 from worker.handle import Handle
@@ -129,6 +129,7 @@ class Job:
         self._writing: Writing | None = None
         self._stopping = False
         self._plain_steps = False
+        self._newcomers = Newcomers(self._worker)
         if self._worker.joins:
             # What the coordinator hands out to a worker is to count: then the others wait for it.
             self._worker.enter(self._take_over, waits=isinstance(data, DataRanges))
@@ -147,7 +148,8 @@ class Job:
         example a moving average; and the gradients are cleared.
 
         Raises:
-            DivergedError: the workers' weights differ, which is looked at before each save.
+            DivergedError: the workers' weights differ, which is looked at before each save; or this one's are not
+                those of the others, which is looked at behind the first round of who joins.
             WorkerLeftError: somebody was told to stop; all is saved.
             SystemExit: this worker was told to stop, and has left; all is saved.
             StateError: the same, but it could not be saved.
@@ -160,6 +162,7 @@ class Job:
             self.optimizer.zero_grad()
         self._catch_up(before, after)
         self._worker.boundary()
+        self._newcomers.check(self.model.module, self.round)
         if stopping is None:
             return
         leaving = np.flatnonzero(stopping.wait()).tolist()
