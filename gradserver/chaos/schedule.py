@@ -150,7 +150,7 @@ SPECS: Final = {
         "SIGKILL to a data shard", "SIGKILL to a data shard", 0.0, 0.0, 5.0, False, share=0.3, target="shard"
     ),
 }
-DEFAULT: Final = tuple(kind for kind in SPECS if kind not in ("drop", "repeat", "swap", "shard"))
+DEFAULT: Final = tuple(kind for kind in SPECS if kind != "shard")
 """What is drawn if nobody says otherwise: all that the product survives."""
 _TRIES: Final = 24
 
