@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from gradserver.engine.events import Log
-from gradserver.engine.records import Boundary, Dated, Halt
+from gradserver.engine.records import Boundary, Dated, Epoch, Halt
 from protocol.errors import GradServerError, JoinRefusedError, LeftOutError, NonFiniteError, ProtocolError
 from protocol.limits import MAX_COUNTER
-from protocol.messages import Agreed, Failure, Membership, Propose, Result, RoundDone, Welcome
+from protocol.messages import Agreed, Failure, Membership, Propose, Push, Result, RoundDone, Welcome
 from protocol.plan import Plan
 from protocol.positions import Claim, Register, Used
 from protocol.presence import presence_of
 from protocol.ranges import pack
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests.crash_harness import POLICY, Fused
-from tests.engine_harness import SEATS, TIMEOUT, bucket, floats, plan_of
+from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, floats, plan_of
 
 PLAN = plan_of(4, 4)
 BACK = SEATS + 50
@@ -311,6 +313,59 @@ def test_memberships_that_somebody_may_not_have_heard_of_are_said_again() -> Non
     assert isinstance(news, Membership)
     assert (news.epoch, news.seats, news.names) == (2, (0, 1), ("w0", "w1"))
     assert group.told(1) == [Resumed(2, 3)]
+
+
+def test_a_departure_that_was_never_written_down_is_found_out_and_epochs_do_not_go_back() -> None:
+    """The disk was full when the last member died, and the others ended the round; then their coordinator died."""
+    group = Group(3, plan_of(4))
+    written = deepcopy(group.harness.books)
+    group.harness.lose(2, ended=True)
+    for rank in (0, 1):
+        group.harness.push(rank, bucket(0), ONE)
+    group.harness.answer(group.harness.reduces[0])
+    assert all(group.harness.sent(rank)[-1] == (RoundDone(0, 2), []) for rank in (0, 1))
+    group.harness.books = written
+    group.harness.restart()
+    assert group.harness.group()["epoch"] == 1
+
+    for rank in (0, 1):
+        group.resume(rank, epoch=2)
+        group.hold(rank, 1, held(0, 0))
+    assert group.state() == "recovering", "somebody may be alive who was never told that he is out"
+    group.harness.wait(POLICY.missing)
+
+    for rank in (0, 1):
+        told = group.told(rank)
+        news = [message for message in told if isinstance(message, Membership)]
+        assert [one.seats for one in news] == [(0, 1, 2), (0, 1)]
+        assert 2 < news[0].epoch < news[1].epoch
+        assert isinstance(told[-1], Standing)
+    members = group.harness.group()["members"]
+    assert [member["name"] for member in members] == ["w0", "w1"]
+    for rank in (0, 1):
+        group.harness.receive(BACK + rank, Push(bucket(1), 0, 1.0, True, all_reduce(4)), ONE)
+    group.harness.answer(group.harness.reduces[-1])
+    assert RoundDone(1, news[1].epoch) in group.told(0)
+    assert [record.epoch for record in group.harness.records if isinstance(record, Epoch)][-2:] == [
+        one.epoch for one in news
+    ]
+
+
+def test_who_joined_when_nothing_could_be_written_down_has_to_join_again_and_the_others_go_on() -> None:
+    group = Group()
+    group.harness.restart()
+    group.harness.receive(BACK + 2, Resume("default", 2, "its token", 2, PLAN.hash))
+    for rank in (0, 1):
+        group.resume(rank, epoch=2)
+        group.hold(rank, 0)
+
+    error = group.refusal(2)
+    assert isinstance(error, LeftOutError)
+    assert "this worker, in seat 2, came back to group 'default' when the others had gone on" in error.message
+    for rank in (0, 1):
+        assert isinstance(group.told(rank)[-1], Standing)
+    assert group.state() == "active"
+    assert group.harness.group()["epoch"] > 2
 
 
 def test_a_group_to_which_nobody_comes_back_ends() -> None:
