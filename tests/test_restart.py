@@ -11,6 +11,7 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import gradserver
@@ -242,6 +243,7 @@ def test_a_membership_that_has_ended_lets_go_of_shared_memory_at_once(tmp_path: 
             bucket[:] = 1
             worker.push(0, bucket)
             worker.finish_round()
+            worker.all_reduce(np.ones(100_000, np.float32))  # which passes through slots
             assert mapped() > before
             del bucket
             worker.close()

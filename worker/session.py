@@ -482,6 +482,7 @@ class Session(Traffic):
             handles += self._leaving.values()
             handles += self.claims.give_up()
             self._joining = None
+            self._slots.forget()
             if self.books is not None:
                 self.books.forget()
         for handle in handles:
