@@ -143,6 +143,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "(then --bind is by default a free port of the address from which that one is reached)",
     )
     parser.add_argument(
+        "--reconnect",
+        type=number(float, 0, 3600, "a number of seconds", "{:g} to {:g}"),
+        metavar="S",
+        help="with --join: seconds to look for a lost coordinator that has a --state-dir, and may be started again "
+        "(default 60)",
+    )
+    parser.add_argument(
         "--rate",
         type=number(float, 0, MAX_RATE, "a rate in Gbit/s", "{:g} to {:g}"),
         metavar="GBIT",
@@ -259,6 +266,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _serve_as_told(arguments: argparse.Namespace) -> int:
     from gradserver.channels.attendance import Patience
     from gradserver.daemon import Ledger, serve, serve_shard
+    from gradserver.engine.policy import RECONNECT_SECONDS
 
     patience = Patience(arguments.dead_after, arguments.frozen_after)
     if arguments.join is not None:
@@ -271,7 +279,10 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
             raise InvalidArgumentError("--shards is for a coordinator: run --join once for each further data shard")
         if arguments.rate == 0:
             raise InvalidArgumentError("a data shard of rate 0 would hold nothing")
-        return serve_shard(arguments.join, arguments.bind, arguments.rate, patience=patience)
+        reconnect = RECONNECT_SECONDS if arguments.reconnect is None else arguments.reconnect
+        return serve_shard(arguments.join, arguments.bind, arguments.rate, patience=patience, reconnect=reconnect)
+    if arguments.reconnect is not None:
+        raise InvalidArgumentError("--reconnect is for a data shard (--join): how long it looks for its coordinator")
     ledger = None
     if arguments.state_dir is not None:
         hashes = arguments.ledger_hashes == "on"

@@ -15,6 +15,7 @@ from gradserver.engine.events import (
     Disconnected,
     Event,
     Garbled,
+    Hire,
     Log,
     Received,
     Record,
@@ -84,6 +85,7 @@ class Coordinator:
         on_deadline: called after an event with the time of the next deadline, when that has come nearer.
         journal: where records go, if they are kept. Only for a coordinator that one thread calls.
         residuals: where what lossy codecs keep back is kept with them.
+        hire: starts another data shard.
     """
 
     def __init__(
@@ -93,8 +95,9 @@ class Coordinator:
         reducer: Reducer | None = None,
         journal: Journal | None = None,
         residuals: Residuals | None = None,
+        hire: Callable[[], None] = lambda: None,
     ) -> None:
-        self._engine = engine
+        self._engine, self._hire = engine, hire
         self._journal, self._residuals = journal, residuals
         self._reducer = reducer or Reducer()
         self._call_soon: Callable[[Callable[[], None]], None] = lambda call: call()
@@ -198,6 +201,8 @@ class Coordinator:
                     self._journal.append(record)
                 if self._residuals is not None:
                     self._residuals.take(record)
+            case Hire():
+                self._hire()
             case Log(text, warning):
                 log.log(logging.WARNING if warning else logging.INFO, "%s", text)
 

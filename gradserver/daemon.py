@@ -90,7 +90,8 @@ def serve(
         incarnation = 0 if journal is None else journal.incarnation
         credit = CREDIT_BYTES if credit is None else credit
         engine = Engine(worlds, credit, entropy, own, digests, incarnation, lambda who: server.is_present(who))
-        coordinator = Coordinator(engine, journal=journal, residuals=_residuals(journal))
+        children = Children(lambda: engine.control.roster.enlisted)
+        coordinator = Coordinator(engine, journal=journal, residuals=_residuals(journal), hire=children.hire)
         if journal is not None:
             coordinator.restore(journal.restored)
             bind = _same_port(bind, journal.port()) if engine.control.groups else bind
@@ -100,7 +101,6 @@ def serve(
         if journal is not None:
             journal.keep_port(parse_url(server.url)[1])
         with _serving(server, coordinator):
-            children = Children()
             before = signal.signal(signal.SIGCHLD, lambda *_: server.look())
 
             def all_there() -> bool:
@@ -114,6 +114,7 @@ def serve(
                 server.release()
                 if all_there():
                     print(f"listening on {server.url}", flush=True)
+                    signal.signal(signal.SIGCHLD, lambda *_: server.look(children.replace))
                     server.run()
                 log.info("stopped")
             finally:
@@ -129,6 +130,7 @@ def serve_shard(
     rate: float | None = None,
     share_memory: bool = True,
     patience: Patience | None = None,
+    reconnect: float = 0.0,
 ) -> int:
     """Serve as a data shard of the coordinator at ``primary`` until a signal, or until that one is gone.
 
@@ -138,12 +140,13 @@ def serve_shard(
         rate: of this host's link in Gbit/s; None if it is as fast as that of the others.
         share_memory: whether workers of this host may share memory instead of sending gradients.
         patience: how long workers may be away; None for the defaults.
+        reconnect: seconds to look for a lost coordinator, if it keeps its state on disk.
 
     Raises:
         CoordinatorError: the coordinator is gone, or was not there.
     """
     from gradserver.engine.shard import ShardEngine  # here, as a coordinator needs none of it
-    from gradserver.shard import Link, advertised
+    from gradserver.shard import Link, advertised, find_again
 
     _raise_limits()
     keep_memory()
@@ -158,16 +161,31 @@ def serve_shard(
     with _serving(server, coordinator):
         try:
             engine.url = advertised(server.url, link)
-            engine.link = coordinator.connect(link)
-            enlisted = link.enlist(Enlist(engine.url, rate), _JOINING_SECONDS)
-            coordinator.receive(engine.link, enlisted)
-            link.serve(coordinator, engine.link)
-            server.tend(link)
+            offer = Enlist(engine.url, rate)
+            enlisted = link.enlist(offer, _JOINING_SECONDS)
             print(f"listening on {server.url} (data shard {enlisted.number} of {primary})", flush=True)
-            server.run()
-            if link.failure is not None and not isinstance(link.failure, CoordinatorStoppedError):
-                raise link.failure
-            log.info("stopped" if link.failure is None else f"stopped: {link.failure.message}")
+            while True:
+                engine.link = coordinator.connect(link)
+                coordinator.receive(engine.link, enlisted)
+                link.is_vital = not (enlisted.returns and reconnect > 0)
+                link.serve(coordinator, engine.link)
+                server.tend(link)
+                server.run()
+                failure = link.failure
+                if server.is_stopping or failure is None:
+                    break
+                log.warning("%s; looking for it for %g s", failure.message, reconnect)
+                server.neglect()
+                link.end()
+                coordinator.lost(engine.link, failure.message)
+                server.run(lambda: engine.is_idle)  # nothing of before may be taken for what comes
+                found = find_again(primary, offer, reconnect, lambda: server.is_stopping)
+                if found is None:
+                    break
+                link, enlisted = found
+            if failure is not None and not isinstance(failure, CoordinatorStoppedError):
+                raise failure
+            log.info("stopped" if failure is None else f"stopped: {failure.message}")
         finally:
             server.close()
             link.end()

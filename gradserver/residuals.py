@@ -57,8 +57,9 @@ class Residuals:
     def take(self, record: Kind) -> None:
         """Something was written down."""
         match record:
-            case Durable(group):
-                self._durable.add(group)
+            case Durable(group, _, rates):
+                if not rates:  # of several shards only some would be kept
+                    self._durable.add(group)
             case Closed(group):
                 self._durable.discard(group)
                 self._forget(group)

@@ -2,7 +2,8 @@
 
 It is the coordinator's own server and loop around another mind (`gradserver.engine.shard`), and has one connection
 more: the link to the coordinator, through which orders come and reports go. Without that it is of no use to
-anybody, so it ends when the link breaks, and tells its workers.
+anybody, so when the link breaks it forgets what it knows, and tells its workers. If the coordinator is one that may be
+started again, it then looks for that, and enlists once more; otherwise it ends.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
@@ -39,6 +40,9 @@ from protocol.wire import decode, encode
 log = logging.getLogger("gradserver")
 
 _RETRY_SECONDS: Final = 0.1
+_RETURN_SECONDS: Final = 0.5
+"""How long one attempt to find a coordinator again may take."""
+_ANSWER_SECONDS: Final = 10.0
 _NEVER_MS: Final = 24 * 3600 * 1000
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
@@ -70,6 +74,8 @@ class Link:
         self.primary = primary
         self.failure: GradServerError | None = None
         """Why there is no link any more."""
+        self.is_vital = True
+        """Whether that is the end of this process, too."""
         address, self.local, self.on_this_host = _reach(primary, timeout)
         self._address = address
         self._presence: zmq.Socket[bytes] | None = None
@@ -246,9 +252,10 @@ class Link:
         self._break(CoordinatorError("what it says is no order"))
 
     def end(self) -> None:
-        """Let go of the connection."""
-        self._disconnect(0 if self.failure else 1000)
-        self._context.term()
+        """Let go of the connection. May be called twice."""
+        if not self._context.closed:
+            self._disconnect(0 if self.failure else 1000)
+            self._context.term()
 
     def _disconnect(self, linger_ms: int) -> None:
         self._socket.disable_monitor()
@@ -257,6 +264,26 @@ class Link:
         presence, self._presence = self._presence, None
         if presence is not None:
             presence.close()
+
+
+def find_again(
+    primary: str, offer: Enlist, patience: float, enough: Callable[[], bool]
+) -> tuple[Link, Enlisted] | None:
+    """Look for the coordinator for ``patience`` seconds, or until ``enough()``, and offer it this process once more."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until and not enough():
+        try:
+            link = Link(primary, _RETURN_SECONDS)
+        except CoordinatorUnreachableError:
+            continue
+        try:
+            return link, link.enlist(offer, _ANSWER_SECONDS)
+        except GradServerError as error:  # it may not have noticed yet that the connection of before is none any more
+            log.info("%s; trying again", error.message)
+            link.failure = error
+            link.end()
+            time.sleep(_RETRY_SECONDS)
+    return None
 
 
 def advertised(url: str, link: Link) -> str:

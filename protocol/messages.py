@@ -197,7 +197,7 @@ class StateFailed:
 class Attend:
     """To a data shard: this connection is the one of ``rank`` in that group. ``token`` is from the Welcome.
 
-    In an elastic group ranks are seats here, and ``epoch`` is always the first one.
+    In an elastic group ranks are seats here, and ``epoch`` is the first one, or the version of the latest Resumed.
     """
 
     group: str
@@ -221,9 +221,10 @@ class Enlist:
 
 @dataclass(frozen=True, slots=True)
 class Enlisted:
-    """The coordinator takes it, and calls it by ``number``."""
+    """The coordinator takes it, and calls it by ``number``. If it is lost, and ``returns``, it is to be waited for."""
 
     number: int
+    returns: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,11 @@ member                                   coordinator
 | Resumed   | primary → member     | the answer; and at any time on a connection that stands. It makes everything     |
 |           |                      | that this member pushed and that is unanswered void. A later one makes an        |
 |           |                      | earlier one void, and what was said because of it                                |
-| Holding   | member → data half   | once for every Resumed, with its ``version``. What the coordinator sent before   |
-|           |                      | the Resumed has been read then                                                   |
+| Resumed   | data shard → member  | the same ``version``, behind the last that it has sent of what is void now: when |
+|           |                      | it hears that the books are opened, or behind Attended                           |
+| Holding   | member → data half   | once for every Resumed, with its ``version``, of the slices that are that half's:|
+|           |                      | to a shard elsewhere when both it and the primary have said Resumed. What was    |
+|           |                      | sent before the Resumed has been read then                                       |
 | Fetch     | data half → member   | between Holding and Standing; only for what the Holding (or a Result since then) |
 |           |                      | named                                                                            |
 | Held      | member → data half   | once for every Fetch. Which holder is asked is the coordinator's choice          |
@@ -64,6 +67,8 @@ Guarantees
 - The first Push of an exchange behind a Standing says all that a first slice says (``operation``, and ``epoch`` where
   the world size matters), whichever slice it is. A Push of several slices contains no settled one.
 - If the connection breaks at any point of it, the member begins again with Resume.
+- The connections to all data shards are one: whoever loses one of them makes all anew, and says Attend to each shard
+  behind Resumed, with its ``version`` for an epoch.
 - All waits end: who does not come back, or does not say Holding, departs, and the others hear of it (Membership).
 """
 
@@ -109,10 +114,12 @@ class Resumed:
     Attributes:
         incarnation: how often the coordinator has started on its directory.
         version: how often this group's books were opened; what follows names it.
+        shards: where its data shards are now, as in a Welcome. Whose connections go elsewhere makes all of them anew.
     """
 
     incarnation: int
     version: int
+    shards: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ class Holding:
 
     Attributes:
         version: that of the Resumed.
-        round: the first round of which no RoundDone has come.
+        round: the first round of which it lacks a result, or the RoundDone.
         weight: with which it takes part in that round; 0 if it has pushed nothing of it.
     """
 

@@ -90,6 +90,10 @@ class Table:
             return sum(bucket.numel > 0 for bucket in plan.buckets)
         return sum(share.bounds[shard] < share.bounds[shard + 1] for share in self._buckets)
 
+    def busy(self, plan: Plan) -> int:
+        """How many shards have to do with a bucket of ``plan``, which is the one that was set."""
+        return sum(self.buckets_of(plan, shard) > 0 for shard in range(self.shards))
+
 
 def comparable(stated: Sequence[float | None]) -> tuple[float, ...]:
     """Rates that can be compared, from what was stated: who said nothing is as fast as the others are in the mean."""

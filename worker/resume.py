@@ -53,6 +53,7 @@ from worker.line import reach
 from worker.memory import SharedMemory
 from worker.presence import Presence
 from worker.regions import Regions
+from worker.session import ShardReceiver
 from worker.standing import Books
 from worker.tcp import TcpChannel
 
@@ -103,6 +104,8 @@ class Lifeline:
         self._waiting: Counter[int] = Counter()
         """Threads that wait, by the connection that stood when they began."""
         self._generation = 0
+        self._shards = session.membership.shards
+        """Where connections go besides."""
         self._closing = False
         self._news = threading.Event()
         """There is something for our own thread to do."""
@@ -292,6 +295,11 @@ class Lifeline:
         self._introduced = True  # and not before: whoever says something else first is a stranger
         channel.ask()
         resumed: Resumed = resuming.wait(_ANSWER_SECONDS)
+        for number, url in enumerate(self._shards, 1):
+            channel.add(url, ShardReceiver(self._session, number), _REACH_SECONDS)
+            attending = self._session.attend(number, _ANSWER_SECONDS, channel, books.version)
+            self._check_trying()
+            attending.wait(_ANSWER_SECONDS)
         if memory is not None:
             try:
                 channel.share_again(memory, _ANSWER_SECONDS)
@@ -312,6 +320,25 @@ class Lifeline:
             "the coordinator at %s is back after %.1f s (incarnation %d); round %d goes on: %d slices are sent again",
             *(channel.url, time.monotonic() - since, resumed.incarnation, self._session.round, again),
         )
+
+    def _check_trying(self) -> None:
+        """Raise what has become of the connection through which this worker resumes, if it broke."""
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+
+    def goes_on_with(self, shards: tuple[str, ...], answers: bool) -> bool:
+        """Whether data shards are where this worker takes them to be, as from now on, if that ``answers`` its Resume.
+
+        If they are not, all connections are made anew.
+        """
+        with self._lock:
+            if answers:
+                self._shards = shards
+            channel, right = self._trying or self._channel, self._shards == shards
+        if not right:
+            self.broke(channel, ConnectionLostError("another process has taken the place of a data shard"))
+        return right
 
     def _let_go(self) -> None:
         """Of a connection through which it was not possible to resume."""

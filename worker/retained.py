@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from protocol.buffer import Buffer
 from protocol.exchange import ExchangeKey, Stream
@@ -23,6 +23,8 @@ class Kept(NamedTuple):
 
     result: Result
     payload: Buffer | None
+    shard: int = 0
+    """Whose slice it is."""
 
 
 class _Past(NamedTuple):
@@ -43,11 +45,14 @@ class Retained:
         self._buckets: dict[int, dict[int, Kept]] = {}
         """By bucket and slice; which round it is of, its key says."""
         self._room = credit + SLICE_BYTES
-        self._past: dict[int, deque[_Past]] = {Stream.COLLECTIVE: deque(), Stream.TRANSFER: deque()}
-        self._cost: Counter[int] = Counter()
-        """What is kept of either stream would take of its credit."""
-        self._over: dict[ExchangeKey, tuple[State, set[int]]] = {}
-        """Collectives and transfers of which something is not kept, or all: the latest."""
+        self._past: dict[tuple[int, int], deque[_Past]] = {}
+        """By stream and shard, each of which has a credit of its own."""
+        self._cost: Counter[tuple[int, int]] = Counter()
+        """What is kept of each would take of that."""
+        self._over: dict[tuple[ExchangeKey, int], set[int]] = {}
+        """Slices of collectives and transfers that are not kept, by shard: the latest."""
+        self._failed: dict[ExchangeKey, None] = {}
+        """Collectives and transfers that failed: the latest. They do so at all shards."""
 
     def keep_slice(self, index: int, kept: Kept) -> None:
         """Slice ``index`` of a bucket was answered: what is kept of it so far nobody can lack any more."""
@@ -55,34 +60,33 @@ class Retained:
 
     def keep_past(self, kept: Kept, cost: int) -> None:
         """A slice of a collective or a transfer was answered, which took ``cost`` bytes of credit."""
-        stream = kept.result.key.stream
-        past = self._past[stream]
+        pool = kept.result.key.stream, kept.shard
+        past = self._past.setdefault(pool, deque())
         past.append(_Past(cost, kept))
-        self._cost[stream] += cost
-        while self._cost[stream] - past[0].cost > self._room:
+        self._cost[pool] += cost
+        while self._cost[pool] - past[0].cost > self._room:
             gone = past.popleft()
-            self._cost[stream] -= gone.cost
-            self.over(gone.kept.result.key, (gone.kept.result.slice,))
+            self._cost[pool] -= gone.cost
+            self.over(gone.kept.result.key, (gone.kept.result.slice,), gone.kept.shard)
 
-    def over(self, key: ExchangeKey, slices: Iterable[int]) -> None:
-        """These slices of a collective or a transfer are done with, and not kept."""
+    def over(self, key: ExchangeKey, slices: Iterable[int], shard: int) -> None:
+        """These slices of a collective or a transfer, which are ``shard``'s, are done with, and not kept."""
         found = set(slices)
-        if not found:
-            return
-        self._over.setdefault(key, (State.OVER, set()))[1].update(found)
-        while len(self._over) > MAX_OVER:
-            del self._over[next(iter(self._over))]
+        if found and key not in self._failed:
+            self._over.setdefault((key, shard), set()).update(found)
+            _keep_latest(self._over)
 
     def failed(self, key: ExchangeKey) -> None:
         """A collective or a transfer has failed."""
         if key.stream == Stream.BUCKET:
             return
-        past = self._past[key.stream]
-        self._past[key.stream] = deque(one for one in past if one.kept.result.key != key)
-        self._cost[key.stream] = sum(one.cost for one in self._past[key.stream])
-        self._over.pop(key, None)
-        self.over(key, (0,))
-        self._over[key] = State.FAILED, {0}
+        for pool, past in self._past.items():
+            if pool[0] == key.stream:
+                self._past[pool] = deque(one for one in past if one.kept.result.key != key)
+                self._cost[pool] = sum(one.cost for one in self._past[pool])
+        self._over = {which: slices for which, slices in self._over.items() if which[0] != key}
+        self._failed[key] = None
+        _keep_latest(self._failed)
 
     def forget_buckets(self) -> None:
         """Another plan was agreed on."""
@@ -97,17 +101,26 @@ class Retained:
         if key.stream == Stream.BUCKET:
             kept = self._buckets.get(key.part, {}).get(index)
             return kept if kept is not None and kept.result.key == key else None
-        past = (one.kept for one in self._past[key.stream])
+        past = (one.kept for pool, past in self._past.items() if pool[0] == key.stream for one in past)
         return next((kept for kept in past if kept.result.key == key and kept.result.slice == index), None)
 
-    def spans(self) -> Iterator[Span]:
-        """All that is kept, and what is over."""
+    def spans(self, shard: int) -> Iterator[Span]:
+        """All that is kept of what is ``shard``'s, and what is over there."""
         for slices in self._buckets.values():
-            yield from runs((State.HELD, slices[index].result.key, index) for index in sorted(slices))
-        for past in self._past.values():
-            yield from runs(sorted((State.HELD, one.kept.result.key, one.kept.result.slice) for one in past))
-        for key, (state, over) in self._over.items():
-            yield from runs((state, key, index) for index in sorted(over))
+            theirs = sorted(index for index, kept in slices.items() if kept.shard == shard)
+            yield from runs((State.HELD, slices[index].result.key, index) for index in theirs)
+        for (_, whose), past in self._past.items():
+            if whose == shard:
+                yield from runs(sorted((State.HELD, one.kept.result.key, one.kept.result.slice) for one in past))
+        for (key, whose), over in self._over.items():
+            yield from runs((State.OVER, key, index) for index in sorted(over) if whose == shard)
+        for key in self._failed:
+            yield Span(State.FAILED, key, 0, 1)
+
+
+def _keep_latest(found: dict[Any, Any]) -> None:
+    while len(found) > MAX_OVER:
+        del found[next(iter(found))]
 
 
 def runs(slices: Iterable[tuple[State, ExchangeKey, int]]) -> Iterator[Span]:

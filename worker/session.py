@@ -413,17 +413,32 @@ class Session(Traffic):
                 self._heard_goodbye(shard)
             case Missing():
                 self.receive(message, payloads)
-            case Fetch() | Standing() if self.books is not None:
+            case Resumed() | Fetch() | Standing() if self.books is not None:
                 self.books.heed(message, self._shards[shard])
 
-    def attend(self, shard: int, timeout: float) -> Handle:
-        """Tell a data shard who this is; the handle is done when it has let us in."""
-        welcome = self.membership
-        handle = self._attending[shard] = Handle(timeout, self._channel)
-        self._visited.append(shard)
-        founded, seat = welcome.founded or welcome.epoch, self.seat_of(welcome.rank)
-        self._channel.send(Attend(welcome.group, founded, seat, welcome.token), (), shard)
+    def attend(self, shard: int, timeout: float, channel: Channel | None = None, version: int = 0) -> Handle:
+        """Tell a data shard who this is; the handle is done when it has let us in.
+
+        With the ``version`` of the books, which a Resumed brought, on the ``channel`` on which that came.
+        """
+        welcome, channel = self.membership, channel or self._channel
+        with self._state:
+            handle = self._attending[shard] = Handle(timeout, channel)
+        if shard not in self._visited:
+            self._visited.append(shard)
+        epoch, seat = version or welcome.founded or welcome.epoch, self.seat_of(welcome.rank)
+        channel.send(Attend(welcome.group, epoch, seat, welcome.token), (), shard)
         return handle
+
+    def stop_attending(self) -> list[Handle]:
+        """The connections through which this worker attends have ended; gives who waits for that."""
+        with self._state:
+            waiting, self._attending = list(self._attending.values()), {}
+        return waiting
+
+    def goes_on_with(self, shards: Sequence[str], answers: bool) -> bool:
+        """Whether connections go to ``shards``, or are yet to, if that ``answers`` a Resume. Else all are made anew."""
+        return self._lifeline is None or self._lifeline.goes_on_with(tuple(shards), answers)
 
     def _take_membership(self, news: Membership) -> None:
         seats, rank = self.membership.seats, self.membership.rank
@@ -482,7 +497,6 @@ class Session(Traffic):
             handles += self._leaving.values()
             handles += self.claims.give_up()
             self._joining = None
-            self._slots.forget()
             if self.books is not None:
                 self.books.forget()
         for handle in handles:

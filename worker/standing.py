@@ -6,6 +6,7 @@
     ────────  ──────────────────────────  ────────  ───────────────────────────────────────────────────────────────
     FLOWING   the connection breaks       HELD      nothing is pushed
     any       Resumed                     HELD      Holding: each slice that it keeps the result of
+    any       … at one of several halves  HELD      the same, when both it and the primary have said so
     HELD      Fetch                       HELD      Held: such a result
     HELD      Result                      HELD      as any other; also if nothing was pushed, or not even begun
     HELD      Standing of that Resumed    FLOWING   what is begun and unanswered is pushed from the beginning
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 from protocol.buffer import Buffer
 from protocol.channel import Channel
 from protocol.errors import GradServerError, MalformedMessageError
-from protocol.exchange import Kind, Stream, gets, is_state
+from protocol.exchange import ExchangeKey, Kind, Stream, gets, is_state
 from protocol.messages import Result
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from worker.clock import Clock
@@ -50,6 +51,13 @@ class Books:
         self._clock = clock
         self._lock = threading.Lock()
         self._version = -1
+        """That of which the primary has told."""
+        self._heard: dict[int, int] = {}
+        """The same of each shard."""
+        self._said: dict[int, int] = {}
+        """Of which this member has said what it holds, to each."""
+        self._stands_at = -1, 0, 0.0
+        """What it says to all of them alike: version, round, and its weight there."""
         self._expected: Handle | None = None
         """Of whoever waits for the Resumed that answers his Resume."""
         self._silent = False
@@ -76,6 +84,8 @@ class Books:
         with self._lock:
             self._expected = handle = Handle(session.timeout, channel)
             self._silent = True
+            self._heard.clear()
+            self._said.clear()
         with session._state:
             plan = session.plan.hash if session.plan is not None else ""
             epoch = session._announced.latest
@@ -99,6 +109,7 @@ class Books:
         """The connection on which this member resumes has come to its end."""
         with self._lock:
             waiting = [handle for handle in (self._expected, self._standing) if handle is not None]
+            waiting += self._session.stop_attending()
             self._expected = self._standing = None
         for handle in waiting:
             handle._complete(error)
@@ -114,20 +125,34 @@ class Books:
         """Take what is said of the books."""
         match message:
             case Resumed():
-                self._resumed(message)
+                self._resumed(message, shard)
             case Fetch():
                 self._fetch(message, shard.number)
             case Standing():
                 self._stands(message, shard)
 
-    def _resumed(self, message: Resumed) -> None:
+    @property
+    def version(self) -> int:
+        """The latest of which the primary has told."""
+        return self._version
+
+    def _resumed(self, message: Resumed, shard: ShardTraffic) -> None:
         """Everything that was pushed and is unanswered is void."""
-        self.suspend()
+        elsewhere = shard.number > 0
+        if not elsewhere and not self._session.goes_on_with(message.shards, self._expected is not None):
+            return  # all connections are made anew
+        if elsewhere:
+            shard.held = True
+        else:
+            self.suspend()
         self._clock.stop()
         self._session.forget_states()
         with self._lock:
-            self._version = message.version
-            expected, self._expected = self._expected, None
+            self._heard[shard.number] = message.version
+            expected = None
+            if not elsewhere:
+                self._version = message.version
+                expected, self._expected = self._expected, None
             if expected is not None:
                 expected._value = message
                 expected._complete()
@@ -140,7 +165,7 @@ class Books:
             kept = self.retained.find(message.key, message.slice)
         if kept is None:
             raise MalformedMessageError(f"a Fetch of slice {message.slice} of {tuple(message.key)}, which is not held")
-        result, payload = kept
+        result, payload, _ = kept
         held = Held(message.version, message.key, message.slice, result.weight, result.present, result.without)
         self._session._channel.send(held, (payload,) if payload is not None else (), shard)
 
@@ -150,14 +175,20 @@ class Books:
             return
         session = self._session
         with session._pumping, session._state:  # nobody is about to push what he took before
-            session._slots.forget()
-            self.regions.forget()
-            exchanges = [exchange for exchange in shard.exchanges.values() if not exchange.dropped]
+            if all(other.held for other in session._shards):  # the first of them to say so
+                session._slots.forget()
+                self.regions.forget()
+            given_up = [exchange for exchange in shard.exchanges.values() if exchange.dropped]
+            ended = [session.part_is_void(exchange) for exchange in given_up]
+            exchanges = list(shard.exchanges.values())
             for exchange in exchanges:
                 self._again += exchange.rewind()
             shard.outbox.rewind(exchanges)
             shard.held = False
             done = not any(other.held for other in session._shards)
+        for handle, error in ended:
+            if handle is not None:
+                handle._complete(error)
         if done:
             self._clock.go()
             with self._lock:
@@ -172,10 +203,12 @@ class Books:
 
     def answered(self, exchange: Exchange, result: Result, payload: Buffer | None) -> None:
         """Keep a result. With the session's lock held."""
-        slices = range(result.slice, result.slice + result.slices)
+        slices, shard = range(result.slice, result.slice + result.slices), exchange.shard
         if result.key.stream == Stream.BUCKET:
             for index in slices:
-                self.retained.keep_slice(index, Kept(result, exchange.kept_payload(index, result, payload)))
+                self.retained.keep_slice(
+                    index, Kept(result, exchange.kept_payload(index, result, payload), exchange.shard)
+                )
             return
         if is_state(result.key):
             return  # which is void when the books are opened
@@ -183,11 +216,11 @@ class Books:
             own = result._replace(slice=index, slices=1, placed=False)
             cost = exchange.layout.cost(index)
             if self._gets(exchange, index):
-                self.retained.keep_past(Kept(own, exchange.kept_payload(index, result, payload)), cost)
+                self.retained.keep_past(Kept(own, exchange.kept_payload(index, result, payload), shard), cost)
             elif (given := exchange.copy_of(index)) is not None:
-                self.retained.keep_past(Kept(own._replace(present=True), given), cost)
+                self.retained.keep_past(Kept(own._replace(present=True), given, shard), cost)
         if len(exchange.answered) + result.slices == exchange.stop - exchange.start:
-            self.retained.over(result.key, self._of_others(exchange))
+            self.retained.over(result.key, self._of_others(exchange), shard)
 
     def _gets(self, exchange: Exchange, index: int) -> bool:
         """Whether this member's result of a slice is what others' is."""
@@ -203,18 +236,24 @@ class Books:
             return []
         return [index for index in range(exchange.start, exchange.stop) if not self._gets(exchange, index)]
 
-    def early(self, result: Result, payload: Buffer | None) -> None:
+    def early(self, result: Result, payload: Buffer | None, shard: int) -> None:
         """Keep the result of a bucket that is not begun, until it is. With the session's lock held."""
         if result.key.stream == Stream.BUCKET and result.slices == 1 and not result.placed:
-            self.retained.keep_slice(result.slice, Kept(result, payload))
+            self.retained.keep_slice(result.slice, Kept(result, payload, shard))
 
     def begun(self, exchange: Exchange, came: Iterable[tuple[Result, Buffer | None]]) -> bool:
-        """Give a bucket what came before it had begun; whether that was all. With the session's lock held."""
+        """Give a bucket, or a shard's part of it, what came before it had begun; whether that was all.
+
+        With the session's lock held.
+        """
         if exchange.key.stream != Stream.BUCKET:
             return False
         for result, payload in came:
-            self.early(result, payload)
-        for index, (result, payload) in self.retained.of_bucket(exchange.key).items():
+            if exchange.start <= result.slice < exchange.stop:
+                self.early(result, payload, exchange.shard)
+        for index, (result, payload, _) in self.retained.of_bucket(exchange.key).items():
+            if not exchange.start <= index < exchange.stop:
+                continue
             exchange.write(result, payload)
             exchange.settle(index, index + 1)
             exchange.handle.present |= result.present
@@ -226,15 +265,38 @@ class Books:
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
 
     def _hold(self, channel: Channel) -> None:
+        """Say it to each shard from which nothing is on its way any more that was sent before."""
         session = self._session
         for shard in session._shards:
+            heard, said = (table.get(shard.number, -1) for table in (self._heard, self._said))
+            if heard != self._version or said == self._version:
+                continue
             with session._state:
-                number = max(session.round, session._announced.rounds)
-                weight = session._weight if session._pushed and number == session.round else 0.0
+                if self._version not in self._said.values():
+                    number = self._round()
+                    taking_part = session._pushed and number == session.round
+                    self._stands_at = self._version, number, session._weight if taking_part else 0.0
+                number = self._stands_at[1]
                 for result, payload in session._backlog.of_round(number):
-                    self.early(result, payload)
-                spans = pack_spans([*self.retained.spans(), *self._lacking(shard)])
-            channel.send(Holding(self._version, number, weight), (spans,), shard.number)
+                    self.early(result, payload, session.shard_of(result))
+                spans = pack_spans([*self.retained.spans(shard.number), *self._lacking(shard)])
+            self._said[shard.number] = self._version
+            channel.send(Holding(*self._stands_at), (spans,), shard.number)
+
+    def _round(self) -> int:
+        """The first round of which this member lacks something: a result, or to hear that it is over.
+
+        That can overtake results of data shards elsewhere. With the session's lock held.
+        """
+        session = self._session
+        over = session._announced.rounds
+        if over <= session.round or session.plan is None or len(session._shards) == 1:
+            return max(session.round, over)
+        for part, bucket in enumerate(session.plan.buckets):
+            key = ExchangeKey(Stream.BUCKET, over - 1, part)
+            if len(self.retained.of_bucket(key)) < session._table.share(key, bucket.operation).layout.count:
+                return over - 1
+        return over
 
     def _lacking(self, shard: ShardTraffic) -> Iterator[Span]:
         """Collectives and transfers that were begun and have no result."""

@@ -291,8 +291,8 @@ class Traffic(Latecomer):
         what = key, pool, operation, layout, source, destination, weight, handle, self._channel, self._slots, coder
         named = operation.kind in WORLD_BOUND or key.stream == Stream.TRANSFER
         epoch = welcome.epoch if welcome.seats and named else 0
+        regions = self.books.regions if self.books is not None else None
         if len(bounds) == 2:
-            regions = self.books.regions if self.books is not None else None
             exchange = Exchange(*what, epoch=epoch, regions=regions, heavier=heavier)
             if self.books is not None and self.books.begun(exchange, self._came(key)):
                 handle._complete()
@@ -301,9 +301,26 @@ class Traffic(Latecomer):
             return handle
         parts = [(shard, run) for shard, run in enumerate(pairwise(bounds)) if run[0] < run[1]]
         siblings = Siblings(len(parts))
+        came = self._came(key) if self.books is not None else []
         for shard, run in parts:
-            self._shards[shard].add(Exchange(*what, shard, run, siblings, epoch, None, heavier), self._is_over(key))
+            exchange = Exchange(*what, shard, run, siblings, epoch, regions, heavier)
+            if self.books is None or not self.books.begun(exchange, came):
+                self._shards[shard].add(exchange, self._is_over(key))
+            elif self._part_over(exchange, siblings, None)[0]:
+                handle._complete()
         return handle
+
+    def shard_of(self, result: Result) -> int:
+        """Whose the result of a bucket's slice is."""
+        assert self.plan is not None
+        return self._table.share(result.key, self.plan.buckets[result.key.part].operation).shard_of(result.slice)
+
+    def part_is_void(self, part: Exchange) -> tuple[Handle | None, GradServerError | None]:
+        """Nobody will answer a part that was given up; who hears of it now, and of which error. With the lock held."""
+        assert part.siblings is not None
+        del self._shards[part.shard].exchanges[part.key]
+        done, error = self._part_over(part, part.siblings, None)
+        return (part.handle if done else None), error
 
     # ── sending, as credit allows ─────────────────────────────────────────────────────────────────────
 
@@ -374,7 +391,7 @@ class Traffic(Latecomer):
         with self._state:
             exchange = there.exchanges.get(result.key)
             if exchange is None and self.books is not None and there.held:
-                self.books.early(result, payload)
+                self.books.early(result, payload, shard)
                 return
             asked = (
                 exchange is not None and result.slice + result.slices <= exchange.sent and not self._lacks_us(result)

@@ -37,6 +37,8 @@ class Link(Protocol):
     """A connection of another kind that the loop sees to: a data shard's to its coordinator."""
 
     failure: GradServerError | None
+    is_vital: bool
+    """Whether nothing goes on without it."""
 
     @property
     def descriptors(self) -> tuple[int, int]:

@@ -149,15 +149,27 @@ class TcpServer:
         for identity, frames in early.items():
             self._take(identity, frames)
 
-    def look(self) -> None:
-        """Make `run` look whether its condition holds. Safe to call from signal handlers and threads."""
-        self._call_soon(lambda: None)
+    def look(self, call: Callable[[], None] = lambda: None) -> None:
+        """Make `run` call this, and look whether its condition holds. Safe to call from signal handlers and threads."""
+        self._call_soon(call)
 
     def tend(self, link: Link) -> None:
-        """Have the loop see to ``link``, too, and stop when that breaks."""
+        """Have the loop see to ``link``, too, and end when that breaks; and stop, if it is vital."""
         self._link = link
         for descriptor in link.descriptors:
             self._poller.register(descriptor, select.POLLIN)
+
+    def neglect(self) -> None:
+        """See to the link no more."""
+        if self._link is not None:
+            for descriptor in self._link.descriptors:
+                self._poller.unregister(descriptor)
+            self._link = None
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it is to serve no more."""
+        return self._stopping is not None
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Serve until `request_stop`, or ``until()``.
@@ -175,6 +187,8 @@ class TcpServer:
             if self._link is not None:
                 caught_up = self._link.take_some() and caught_up
                 if self._link.failure is not None:
+                    if not self._link.is_vital:
+                        return
                     self._stopping = self._link.failure.message
                     break
             if until():

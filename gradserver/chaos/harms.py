@@ -101,9 +101,7 @@ class Harms:
 
     def _fill_disk(self, _: str, seconds: float) -> None:
         child = self._fleet.running("coordinator")
-        if child is None or not child.lines:  # it begins to serve only where it can write
-            self._fleet.after(0.2, lambda: self._fill_disk(_, seconds))
-        else:
+        if child is not None:
             pid = child.process.pid
             _limit(pid, 0)
             self._fleet.expect_gap(seconds)

@@ -32,7 +32,7 @@ def founded(group: Group, commands: list[Command]) -> None:
     """A group is complete."""
     _first(commands, Founded(group.name, group.world, group.timeout))
     if group.secret:
-        _first(commands, Durable(group.name, group.secret))
+        _first(commands, Durable(group.name, group.secret, group.table.rates))
     members(group, f"complete with {group.world} workers", commands)
 
 

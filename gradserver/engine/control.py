@@ -32,10 +32,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from gradserver.engine import chronicle, claims, joining, resuming
+from gradserver.engine import chronicle, claims, joining, rehoming, resuming
 from gradserver.engine.elastic import behind, close_round, depart, give_up, go_on, heeded, may_begin
 from gradserver.engine.events import (
     Absent,
+    Attach,
     Behind,
     CaughtUp,
     CloseGroup,
@@ -145,6 +146,7 @@ class Control:
         self._incarnation = incarnation
         self._runs = runs
         self._epochs = 0
+        self._now = 0.0
         self._places: dict[int, str] = {}
         """The group that each connection has joined, as applicant or member."""
 
@@ -157,6 +159,7 @@ class Control:
         commands: list[Command],
     ) -> list[Order]:
         """Take any message that is not data's business."""
+        self._now = now
         try:
             match message:
                 case Join():
@@ -175,8 +178,8 @@ class Control:
                 case Resume():
                     return self._resume(connection, message, now, commands)
                 case Enlist() if connection not in self._places:
-                    self.roster.enlist(connection, message, commands)
-                    return []
+                    self.roster.enlist(connection, message, self._incarnation > 0, commands)
+                    return self._rehome(commands)
                 case Leave(reason, failed):
                     if connection in self._places:
                         commands.append(Send(connection, message))  # all that it said before has been heard
@@ -189,14 +192,18 @@ class Control:
         self, connection: int, reason: str, ended: bool, final: bool, now: float, commands: list[Command]
     ) -> list[Order]:
         """A connection broke; its worker comes back, if it can: not if its process ``ended``, or that is ``final``."""
+        self._now = now
         group = self.groups.get(self._places.get(connection, ""))
         durable = group is not None and group.members and group.secret and group.broken is None
         seat = group.seat_of(connection) if group is not None else -1
         if group is None or not durable or ended or final or not group.is_inside(seat):
             return self._gone(connection, reason, False, commands, ended)
         orders = self._let_in(group, commands)
-        del self._places[connection]
-        return orders + resuming.detach(group, seat, reason, now, commands)
+        return orders + self._detach(group, seat, reason, commands)
+
+    def _detach(self, group: Group, seat: int, reason: str, commands: list[Command]) -> list[Order]:
+        del self._places[group.members[seat].connection]
+        return self._order(group, resuming.detach(group, seat, reason, self._now, commands), commands)
 
     def left_out(self, connection: int, reason: str, commands: list[Command]) -> None:
         """Tell somebody who is silent that he is too late, for when he can hear again."""
@@ -211,12 +218,12 @@ class Control:
         self, records: Sequence[Kind], kept: Collection[str], now: float, commands: list[Command]
     ) -> list[Order]:
         """Go on where an earlier coordinator was lost. Of the groups in ``kept`` what lossy codecs owe is there."""
+        self._now = now
         orders: list[Order] = []
         self._epochs = max((record.epoch for record in records if isinstance(record, Epoch)), default=0)
         for group in resuming.restore(records, self._worlds, now, self._next_epoch, commands):
             self.groups[group.name] = group
-            buckets = group.plan.buckets if group.plan is not None else ()
-            group.owed_nothing = group.name not in kept and any(bucket.operation.is_lossy for bucket in buckets)
+            group.owed_nothing = group.name not in kept and group.is_lossy
             orders += resuming.reopen(group, self._credit, self._digests)
         return orders
 
@@ -230,10 +237,20 @@ class Control:
             orders += self._order_all(group, resuming.catch_up(group, self._next_epoch(), commands), commands)
         self._places.pop(group.members[message.seat].connection, None)
         self._places[connection] = group.name
+        rehoming.missed(group, now)
         if not group.recovering:
             orders += self._refuse_all(joining.disturbed(group), commands)
         version = self._next_epoch()
-        return orders + resuming.resume(group, message, connection, self._incarnation, version, now, commands)
+        for order in resuming.resume(group, message, connection, self._incarnation, version, now, commands):
+            orders += [order] if isinstance(order, Attach) else self._order(group, order, commands)
+        return orders + (self._order_all(group, [], commands) if group.shards else [])
+
+    def _open_books(self, group: Group, commands: list[Command]) -> list[Order]:
+        """In a group with shards elsewhere: what they find out is of one membership, and of shards that are there."""
+        if group.lacking or not group.recovering or not group.shards or group.broken is not None:
+            return []
+        order = resuming.open_books(group, self._incarnation, self._next_epoch(), self._now, commands)
+        return self._order_all(group, [order], commands)
 
     def _let_in(self, group: Group, commands: list[Command]) -> list[Order]:
         """When books are opened, who contributes counts as a member: what it gave may be in results that some hold."""
@@ -243,15 +260,19 @@ class Control:
         """Take a report from a data half: the coordinator's own, or the one with connection ``source``."""
         match report:
             case CaughtUp(name):
-                return resuming.caught_up(self.groups[name], report, commands)
+                group = self.groups[name]
+                proceed = resuming.caught_up(group, report, source, commands)
+                return [order for one in proceed for order in self._order(group, one, commands)]
             case Recovered(name):
-                resuming.recovered(self.groups[name], report, commands)
+                resuming.recovered(self.groups[name], report, source, commands)
                 return self._settle(self.groups[name], commands)
             case RoundCompleted(name, record, adopted):
                 group = self.groups[name]
+                group.made = group.made if adopted else max(group.made, record.round)
                 done = count_round(group, source, record) if group.shards else record
                 if done is not None:
-                    claims.completed(group, done, adopted and group.told[0] == done.round, commands)
+                    written = group.told[0] == done.round and group.made < done.round
+                    claims.completed(group, done, written, commands)
                     orders = self._order_all(group, [], commands)
                     return orders + self._refuse_all(joining.hopeless(group), commands)
             case Halted(name, error, buckets_only):
@@ -271,7 +292,15 @@ class Control:
             case Absent(name, rank, error, ended):
                 group = self.groups[name]
                 seat = group.members.get(rank) or group.joiners.get(rank)
-                return [] if seat is None else self._refuse(seat.connection, error, commands, ended)
+                if seat is None or seat.connection < 0:
+                    return []
+                broke = isinstance(error, ConnectionLostError) and not ended and rank in group.members
+                if group.secret and source != _HERE and broke:  # it makes all its connections anew
+                    if group.lacking:
+                        return []  # as everybody does
+                    commands += dismiss(seat.connection, error)
+                    return self._detach(group, rank, error.message, commands)
+                return self._refuse(seat.connection, error, commands, ended)
             case Late(name):
                 group = self.groups[name]
                 order = close_round(group, report, commands)
@@ -318,13 +347,25 @@ class Control:
         commands.append(Log(f"data shard {shard.number} at {shard.url} was lost ({reason})", warning=True))
         error = ConnectionLostError(f"the data shard at {shard.url} was lost, and its slices with it: {reason}")
         orders: list[Order] = []
-        for group in self.groups.values():
-            if connection in group.shards:
+        for group in list(self.groups.values()):
+            if connection in group.shards and group.secret and group.broken is None:
+                orders += self._let_in(group, commands)
+                orders += self._refuse_all(joining.disturbed(group, all_of_them=True), commands)
+                rehoming.lost(group, connection, self._now, commands)
+            elif connection in group.shards:
                 self._break(group, error, commands)
                 orders += self._order(group, Halt(group.name, error, False), commands)
                 # Members wait for what that shard does not say, and would not hear for long that it is frozen.
                 failure = Failure.of(error, Scope.CONNECTION)
                 commands += [Send(seat.connection, failure) for seat in group.members.values()]
+        return orders + self._rehome(commands)
+
+    def _rehome(self, commands: list[Command]) -> list[Order]:
+        """Have groups that lack data shards use those that are there."""
+        orders: list[Order] = []
+        for group in self.groups.values():
+            if group.lacking and not rehoming.fill(group, self.roster.shards, self._credit, self._digests, commands):
+                orders += self._open_books(group, commands)
         return orders
 
     # ── joining ───────────────────────────────────────────────────────────────────────────────────────
@@ -361,10 +402,10 @@ class Control:
         group.timeout = max(applicant.join.timeout for applicant in group.applicants)
         group.applicants.clear()
         elastic = group.policy is not None
-        self.roster.staff(group)
         waits_for_all = group.policy is not None and group.policy.lateness is None
-        if waits_for_all and self._incarnation and self._entropy is not None and not group.shards:
+        if waits_for_all and self._incarnation and self._entropy is not None:
             group.secret = self._entropy()
+        self.roster.staff(group)
         rates, tokens = group.table.rates, group.tokens
         opened = group.name, group.epoch, seats, self._credit, group.timeout
         backlog = BACKLOG_BYTES if group.policy is None else group.policy.backlog
@@ -468,7 +509,8 @@ class Control:
             departure, others = depart(group, rank, reason, politely, ended, self._next_epoch, commands)
             chronicle.members(group, departure.error.message, commands)
             changes = [departure, *others, *joining.seat_the_next(group, self.roster.token, commands)]
-            return self._order_all(group, changes, commands) + self._settle(group, commands)
+            orders = self._order_all(group, changes, commands)
+            return orders + self._open_books(group, commands) + self._settle(group, commands)
         bereft: joining.Refusals = [] if group.begun else joining.bereft(group)
         gone = group.seats.departed(rank, politely, f"({reason})").message
         commands.append(Log(f"group {name!r}: {gone}"))
@@ -521,13 +563,21 @@ class Control:
     def next_deadline(self) -> float | None:
         """When the next applicant or proposal runs out of time."""
         groups = self.groups.values()
-        waiting = [g for g in groups if g.applicants or g.proposals or g.away or g.joiners or g.queue or g.paused]
+        waiting = [
+            g for g in groups if g.applicants or g.proposals or g.away or g.joiners or g.queue or g.paused or g.lacking
+        ]
         return min((at for group in waiting for at in deadlines(group)), default=None) if waiting else None
 
     def tick(self, now: float, commands: list[Command]) -> list[Order]:
         """Tell those whose time is up."""
+        self._now = now
         orders: list[Order] = []
         for group in list(self.groups.values()):
+            if group.broken is None and (error := rehoming.overdue(group, now, commands)) is not None:
+                self._break(group, error, commands)
+                orders += self._order(group, Halt(group.name, error, False), commands)
+                failure = Failure.of(error, Scope.CONNECTION)
+                commands += [Send(seat.connection, failure) for seat in group.members.values()]
             if group.opens is not None and may_begin(group, now):
                 orders += self._activate(group, commands)
             if group.paused is not None and group.paused + group.timeout <= now:

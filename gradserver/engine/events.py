@@ -180,6 +180,11 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class Hire:
+    """A group lacks a data shard, and nobody offers himself: start one, if that is possible."""
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     """One line for whoever runs the coordinator."""
 
@@ -194,7 +199,7 @@ class Record:
     record: Kind
 
 
-Command = Send | Reduce | Close | Log | Record
+Command = Send | Reduce | Close | Hire | Log | Record
 
 
 def dismiss(connection: int, error: GradServerError) -> tuple[Send, Close]:
@@ -359,9 +364,23 @@ class Reseat:
     seats: tuple[int, ...]
 
 
-RemoteOrder = OpenGroup | SetPlan | Depart | CloseGroup | Halt | CutRound | Admit | Expect | Excuse | Reseat
-"""What data halves elsewhere are told. Groups that use them are not durable."""
-Order = RemoteOrder | Attach | Detach | Recover | Proceed
+RemoteOrder = (
+    OpenGroup
+    | SetPlan
+    | Depart
+    | CloseGroup
+    | Halt
+    | CutRound
+    | Admit
+    | Expect
+    | Excuse
+    | Reseat
+    | Detach
+    | Recover
+    | Proceed
+)
+"""What data halves elsewhere are told, too. Who attaches comes to them by himself."""
+Order = RemoteOrder | Attach
 
 # ── reports: what data tells control ──────────────────────────────────────────────────────────────────
 

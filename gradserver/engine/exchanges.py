@@ -359,12 +359,13 @@ class Group:
 
     def begins(self, push: Push) -> bool:
         """Whether this is the first that its sender says of an exchange at this shard."""
-        if not self.table.rates:
-            settled = self.settled.get(push.key)
-            return push.slice == (0 if settled is None else next(i for i in count() if i not in settled))
-        if push.key.stream != Stream.BUCKET or self.plan is None or push.key.part >= len(self.plan.buckets):
-            return push.operation is not None or push.key.stream == Stream.BUCKET
-        return push.slice == self.share(push.key, self.plan.buckets[push.key.part].operation)[1]
+        first = 0
+        if self.table.rates:
+            if push.key.stream != Stream.BUCKET or self.plan is None or push.key.part >= len(self.plan.buckets):
+                return push.operation is not None or push.key.stream == Stream.BUCKET
+            _, first, _ = self.share(push.key, self.plan.buckets[push.key.part].operation)
+        settled = self.settled.get(push.key)
+        return push.slice == (first if settled is None else next(i for i in count(first) if i not in settled))
 
     def share(self, key: ExchangeKey, operation: Operation) -> tuple[Layout, int, int]:
         """How an exchange is cut, and the slices that this shard has to do with."""
@@ -406,9 +407,8 @@ class Group:
         elsewhere: these are given back.
         """
         sequence = _sequence(rank, key)
-        due = self.due.get(sequence)
-        if due is None:
-            due = self._first_due(rank, key)
+        before = self.due.get(sequence)
+        due = self._first_due(rank, key) if before is None else before
         if key.stream == Stream.BUCKET and rank in self.closed:
             due = max(due, self.closed[rank] + 1)
         place = _place(key)
@@ -421,7 +421,9 @@ class Group:
                 f"{self.describe(key)} from {self.call(rank)}: {what} {number} is due, {key.number} came"
             )
         self.due[sequence] = place + 1
-        return self._abandoned(rank, key, due) if self.table.rates and key.stream != Stream.BUCKET else []
+        if not self.table.rates or key.stream == Stream.BUCKET:
+            return []
+        return self._abandoned(rank, key, due if before is not None or not self.recovered else 0)
 
     def pass_over(self, rank: int, key: ExchangeKey) -> None:
         """``rank`` has done with ``key``, which was settled before anybody began it here."""

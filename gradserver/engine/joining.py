@@ -38,6 +38,7 @@ from gradserver.engine.events import Admit, Command, Depart, Excuse, Expect, Log
 from gradserver.engine.joiners import Joiner, Stage
 from gradserver.engine.membership import MAX_REASON, Applicant, Group, Unheeded, announce
 from gradserver.engine.records import RoundRecord
+from gradserver.engine.resuming import token_of
 from gradserver.engine.seats import seat_for
 from gradserver.engine.welcome import welcome_to
 from protocol.errors import (
@@ -107,7 +108,7 @@ def seat_the_next(group: Group, entropy: Callable[[], str], commands: list[Comma
         group.seats.admit(seat, applicant.join.name)
         group.vacant.pop(seat, None)
         group.world = len(group.seats.names)
-        token = entropy() if group.shards else ""
+        token = (token_of(group, seat) if group.secret else entropy()) if group.shards else ""
         joiner = Joiner(applicant.connection, applicant.join, token, applicant.since)
         group.joiners[seat] = joiner
         group.unheeded.append(Unheeded(set(group.shards), seat=seat))
@@ -359,13 +360,17 @@ def bereft(group: Group) -> Refusals:
     return [(connection, error) for connection in group.connections]
 
 
-def disturbed(group: Group) -> Refusals:
-    """Those who cannot go on when what is open is void, since a member has come back: they have to join again."""
+def disturbed(group: Group, all_of_them: bool = False) -> Refusals:
+    """Those who cannot go on when what is open is void, since a member has come back: they have to join again.
+
+    That is ``all_of_them`` if a data shard is lost, to which they were connected.
+    """
     error = LeftOutError(
-        f"group {group.name!r} finds out who has what, as a member has come back to it: whoever was about to join has "
-        f"to begin anew"
+        f"group {group.name!r} finds out who has what, as a member or a data shard was lost or has come back to it: "
+        f"whoever was about to join has to begin anew"
     )
-    out = [joiner for joiner in waiting(group) if joiner.stage is not Stage.WAITING and not joiner.entered]
+    here = group.joiners.values() if all_of_them else [j for j in waiting(group) if j.stage is not Stage.WAITING]
+    out = [joiner for joiner in here if not joiner.entered]
     return [(joiner.connection, error) for joiner in out]
 
 

@@ -142,6 +142,17 @@ class Group:
     """Theirs."""
     tokens: tuple[str, ...] = ()
     """What members show there, by rank."""
+    lacking: set[int] = field(default_factory=set)
+    """Which of them, counted from 0, are lost, and have to be found again (`gradserver.engine.rehoming`)."""
+    lacking_since: float | None = None
+    hire_at: float | None = None
+    """When somebody is to be looked for."""
+    caught_up: set[int] = field(default_factory=set)
+    """Shards that know that all members have the round before."""
+    standing: set[int] = field(default_factory=set)
+    """Those that have told members what stands."""
+    made: int = -1
+    """The latest round of which some shard has not adopted all since the books were opened."""
     table: Table = field(init=False)
     unconfirmed: set[int] = field(default_factory=set)
     """Shards that have yet to say that they go by the plan which all have proposed."""
@@ -171,6 +182,11 @@ class Group:
         if self.recovering:
             return "recovering"
         return "active" if self.paused is None else "paused"
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether anything of its plan travels with a loss."""
+        return self.plan is not None and any(bucket.operation.is_lossy for bucket in self.plan.buckets)
 
     @property
     def late_are(self) -> str:
@@ -358,6 +374,10 @@ def deadlines(group: Group) -> Iterable[float]:
     if group.paused is not None:
         yield group.paused + group.timeout
     yield from group.away.values()
+    if group.lacking_since is not None and group.broken is None:
+        yield group.lacking_since + group.timeout
+    if group.hire_at is not None and group.broken is None:
+        yield group.hire_at
     for applicant in group.applicants:
         yield applicant.deadline
     for proposal in group.proposals.values():

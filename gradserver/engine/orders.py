@@ -15,9 +15,11 @@ from gradserver.engine.events import (
     Absent,
     Admit,
     Behind,
+    CaughtUp,
     CloseGroup,
     CutRound,
     Depart,
+    Detach,
     Excuse,
     Expect,
     Halt,
@@ -26,6 +28,9 @@ from gradserver.engine.events import (
     Late,
     OpenGroup,
     Planned,
+    Proceed,
+    Recover,
+    Recovered,
     RemoteOrder,
     Reseat,
     RoundCompleted,
@@ -53,7 +58,7 @@ from protocol.limits import (
 from protocol.messages import Failure, Scope
 from protocol.plan import decode_plan
 
-RemoteReport = RoundCompleted | Halted | Planned | Absent | Heeded | Behind | Late
+RemoteReport = RoundCompleted | Halted | Planned | Absent | Heeded | Behind | Late | CaughtUp | Recovered
 
 _name = text(MAX_NAME_BYTES)
 _names = listed(_name, MAX_WORLD_SIZE)
@@ -92,6 +97,12 @@ def encode_order(order: RemoteOrder) -> bytes:
             return _pack("reseat", group, epoch, present)
         case CutRound(group, number, late):
             return _pack("cut", group, number, late)
+        case Detach(group, seat):
+            return _pack("detach", group, seat)
+        case Recover(group, version):
+            return _pack("recover", group, version)
+        case Proceed(group):
+            return _pack("proceed", group)
 
 
 def decode_order(data: Buffer) -> RemoteOrder:
@@ -138,14 +149,20 @@ def decode_order(data: Buffer) -> RemoteOrder:
             return Reseat(_name(group), _count(epoch), _ranks(present))
         case ["cut", group, number, late]:
             return CutRound(_name(group), _count(number), _ranks(late))
+        case ["detach", group, seat]:
+            return Detach(_name(group), _rank(seat))
+        case ["recover", group, version]:
+            return Recover(_name(group), _count(version))
+        case ["proceed", group]:
+            return Proceed(_name(group))
     raise MalformedMessageError("an order that is unknown, or has not the fields that it should have")
 
 
 def encode_report(epoch: int, report: RemoteReport) -> bytes:
     """``report`` as it goes to the coordinator, about the group's membership ``epoch``."""
     match report:
-        case RoundCompleted(group, record, _):
-            return _pack("round", epoch, group, pack_round(record))
+        case RoundCompleted(group, record, adopted):
+            return _pack("round", epoch, group, pack_round(record), adopted)
         case Halted(group, error, buckets_only):
             return _pack("halted", epoch, group, _pack_error(error), buckets_only)
         case Planned(group, digest):
@@ -158,6 +175,10 @@ def encode_report(epoch: int, report: RemoteReport) -> bytes:
             return _pack("behind", epoch, group, rank, number)
         case Late(group, number, late, why, tell):
             return _pack("late", epoch, group, number, late, why, tell)
+        case CaughtUp(group, number, seats):
+            return _pack("caught up", epoch, group, number, seats)
+        case Recovered(group, number):
+            return _pack("recovered", epoch, group, number)
 
 
 def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
@@ -166,8 +187,8 @@ def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
     A round that a report speaks of is taken to have ended ``now``.
     """
     match _unpack(data, MAX_REPORT_BYTES):
-        case ["round", epoch, group, record]:
-            return _count(epoch), RoundCompleted(_name(group), unpack_round(record, completed=now))
+        case ["round", epoch, group, record, bool(adopted)]:
+            return _count(epoch), RoundCompleted(_name(group), unpack_round(record, completed=now), adopted)
         case ["halted", epoch, group, error, bool(buckets_only)]:
             return _count(epoch), Halted(_name(group), _error(error), buckets_only)
         case ["planned", epoch, group, digest]:
@@ -180,6 +201,10 @@ def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
             return _count(epoch), Behind(_name(group), _rank(rank), _count(number))
         case ["late", epoch, group, number, late, why, bool(tell)]:
             return _count(epoch), Late(_name(group), _count(number), _ranks(late), _text(why), tell)
+        case ["caught up", epoch, group, number, seats]:
+            return _count(epoch), CaughtUp(_name(group), _count(number), _ranks(seats))
+        case ["recovered", epoch, group, number]:
+            return _count(epoch), Recovered(_name(group), _count(number))
     raise MalformedMessageError("a report that is unknown, or has not the fields that it should have")
 
 

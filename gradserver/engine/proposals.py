@@ -18,7 +18,7 @@ def agree(group: Group, plan: Plan, commands: list[Command]) -> None:
     group.unaware.clear()
     group.partial.clear()
     group.table.set_plan(plan)
-    group.busy_shards = sum(group.table.buckets_of(plan, shard) > 0 for shard in range(group.table.shards))
+    group.busy_shards = group.table.busy(plan)
     for seat in group.members.values():
         commands.append(Send(seat.connection, Agreed(plan.hash, group.rounds)))
     commands.append(Log(f"group {group.name!r}: plan of {plan.size}"))

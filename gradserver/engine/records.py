@@ -27,6 +27,8 @@ from protocol.limits import (
     MAX_COUNTER,
     MAX_NAME_BYTES,
     MAX_ORDER_BYTES,
+    MAX_RATE,
+    MAX_SHARDS,
     MAX_TEXT,
     MAX_TIMEOUT,
     MAX_TOKEN,
@@ -173,10 +175,14 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """The group survives its coordinator: from ``secret`` follow the tokens by which its members are known."""
+    """The group survives its coordinator: from ``secret`` follow the tokens by which its members are known.
+
+    ``rates`` are those of its data shards, by which slices are shared; none if there is one only.
+    """
 
     group: str
     secret: str
+    rates: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +330,7 @@ _TABLE: Final[tuple[tuple[int, type[Any], tuple[Callable[[Any], Any], ...]], ...
     (9, Closed, (_name, _count, _count, _text)),
     (10, Data, data_records.DATA),
     (11, Claim, data_records.CLAIM),
-    (12, Durable, (_name, text(MAX_TOKEN))),
+    (12, Durable, (_name, text(MAX_TOKEN), listed(number(0.0, MAX_RATE), MAX_SHARDS))),
     (13, Boundary, (_name, _count, _count)),
     (14, Reset, (_name, _count)),
     (15, Cut, (_name, _count, _count, listed(_rank, MAX_WORLD_SIZE), _text)),

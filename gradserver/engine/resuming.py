@@ -34,6 +34,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from gradserver.engine import chronicle
 from gradserver.engine.data_records import Claim, Data
@@ -91,18 +92,19 @@ def token_of(group: Group, seat: int) -> str:
     return hmac.new(group.secret.encode(), whose.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
 
 
-def detach(group: Group, seat: int, reason: str, now: float, commands: list[Command]) -> list[Order]:
+def detach(group: Group, seat: int, reason: str, now: float, commands: list[Command]) -> Detach:
     """The connection of a member broke."""
     policy = group.policy or Policy(1)
     group.members[seat] = Seat(-1, group.members[seat].name)
-    group.away[seat] = now + policy.dead_after / 2
+    all_break = group.shards and group.recovering  # a shard was lost: everybody makes new connections
+    group.away[seat] = now + (policy.missing if all_break else policy.dead_after / 2)
     commands.append(Log(f"group {group.name!r}: {group.call(seat)} is away ({reason})"))
     if len(group.away) == len(group.members):
         group.away = dict.fromkeys(group.members, now + policy.reconnect)
         commands.append(
             Log(f"group {group.name!r}: nobody is left; it is kept for {policy.reconnect:g} s", warning=True)
         )
-    return [Detach(group.name, seat)]
+    return Detach(group.name, seat)
 
 
 def overdue(group: Group, runs: Callable[[str], bool], now: float, commands: list[Command]) -> list[int]:
@@ -163,7 +165,10 @@ def catch_up(group: Group, epoch: int, commands: list[Command]) -> list[RemoteOr
 def resume(
     group: Group, message: Resume, connection: int, incarnation: int, version: int, now: float, commands: list[Command]
 ) -> list[Order]:
-    """A member is back. ``version`` is a new number, for the books if they have to be opened."""
+    """A member is back. ``version`` is a new number, for the books if they have to be opened.
+
+    In a group with shards elsewhere they always have: so they are of the same members and connections at all of them.
+    """
     seat, orders = message.seat, list[Order]()
     before = group.members[seat].connection
     if before >= 0:
@@ -174,15 +179,10 @@ def resume(
     group.busy.pop(seat, None)
     group.proposals.pop(seat, None)
     orders.append(Attach(group.name, seat, connection))
-    told = [seat]
-    if not group.recovering:
-        group.recovering, group.version = True, version
-        orders.append(Recover(group.name, version))
-        told = [other for other in group.members if other not in group.away]
-        until = now + (group.policy.missing if group.policy is not None else 0.0)
-        group.away = {other: min(at, until) for other, at in group.away.items()}
-    resumed = Resumed(incarnation, group.version)
-    commands += [Send(group.members[other].connection, resumed) for other in told]
+    if not group.lacking and (group.shards or not group.recovering):
+        orders.append(open_books(group, incarnation, version, now, commands))
+    elif not group.lacking:
+        commands.append(Send(connection, Resumed(incarnation, group.version, group.urls)))
     known = [news for news in group.news if seat in news.seats]  # of those before it had entered it never heard
     commands += [Send(connection, news) for news in known if news.epoch > message.epoch]
     if message.serves:
@@ -197,8 +197,30 @@ def resume(
     return orders
 
 
-def caught_up(group: Group, report: CaughtUp, commands: list[Command]) -> list[Order]:
-    """Some have all of a round, and have yet to hear that it is over."""
+def open_books(group: Group, incarnation: int, version: int, now: float, commands: list[Command]) -> Recover:
+    """Have everybody who is here say what he holds."""
+    group.recovering, group.version = True, version
+    group.founded = version  # what shards have reported so far, and what we have heard of it, is void
+    group.paused = group.held = None  # if a round is complete, data says so once more
+    group.made = -1
+    for void in (group.partial, group.caught_up, group.standing, group.unconfirmed):
+        void.clear()
+    for order in group.unheeded:
+        order.waiting.clear()  # members hear of it now, and push only when shards have come to this
+    here = [seat for seat in group.members if seat not in group.away]
+    if here:
+        until = now + (group.policy.missing if group.policy is not None else 0.0)
+        group.away = {other: min(at, until) for other, at in group.away.items()}
+    resumed = Resumed(incarnation, version, group.urls)
+    commands += [Send(group.members[seat].connection, resumed) for seat in here]
+    return Recover(group.name, version)
+
+
+def caught_up(group: Group, report: CaughtUp, source: int, commands: list[Command]) -> list[RemoteOrder]:
+    """Some have all of a round, and have yet to hear that it is over: when all shards say so."""
+    group.caught_up.add(source)
+    if len(group.caught_up) <= len(group.shards):
+        return []
     number = report.round - 1
     epoch = group.told[1] if group.told[0] == number else group.epoch
     group.rounds = report.round
@@ -206,11 +228,14 @@ def caught_up(group: Group, report: CaughtUp, commands: list[Command]) -> list[O
     return [Proceed(group.name)]
 
 
-def recovered(group: Group, report: Recovered, commands: list[Command]) -> None:
-    """Everybody goes on."""
+def recovered(group: Group, report: Recovered, source: int, commands: list[Command]) -> None:
+    """Everybody goes on, as soon as all shards do."""
+    if not group.standing:
+        group.rounds = report.round
+    group.standing.add(source)
+    if len(group.standing) <= len(group.shards):
+        return
     group.recovering = False
-    group.rounds = report.round
-    group.paused = group.held = None  # if a round is complete, data says so once more
     if group.owed_nothing:
         group.owed_nothing = False
         chronicle.reset(group, commands)
@@ -228,6 +253,7 @@ class Past:
     def __init__(self, founded: Founded) -> None:
         self.founded = founded
         self.secret = ""
+        self.rates: tuple[float, ...] = ()
         self.epochs: list[Epoch] = []
         self.plan: Plan | None = None
         self.told = -1, 0
@@ -240,8 +266,8 @@ class Past:
     def take(self, record: Kind) -> None:
         """What was written next."""
         match record:
-            case Durable(_, secret):
-                self.secret = secret
+            case Durable(_, secret, rates):
+                self.secret, self.rates = secret, rates
             case Epoch():
                 self.epochs.append(record)
                 self.entered = None
@@ -268,7 +294,10 @@ class Past:
         world = max(names) + 1
         group = Group(self.founded.group, world, policy)
         group.seats = Seats(names.get(seat, "") for seat in range(world))  # some were nobody's yet
-        group.table, group.founders = Table(len(latest.members)), world
+        group.table, group.founders = Table(len(latest.members), self.rates), world
+        further = max(len(self.rates) - 1, 0)
+        group.shards, group.urls, group.lacking = (-1,) * further, ("",) * further, set(range(further))
+        group.recovering = bool(further)
         group.members = {seat: Seat(-1, name) for seat, name in latest.members}
         for seat in names:
             if seat not in group.members:
@@ -285,6 +314,7 @@ class Past:
             group.plan, group.planned = self.plan.plan, self.plan.round
             group.rounds = max(group.rounds, group.planned)
             group.table.set_plan(group.plan)
+            group.busy_shards = group.table.busy(group.plan)
         if self.halt is not None:
             group.broken = ERRORS.get(self.halt.error, GradServerError)(self.halt.reason)
         return group
@@ -342,10 +372,13 @@ def _let_in(group: Group, entered: Entered, now: float, number: Callable[[], int
     group.news.append(Membership(group.epoch, group.seats.present, group.seats.present_names(), what, False))
 
 
-def reopen(group: Group, credit: int, digests: bool) -> Iterable[Order]:
-    """What the data half has to know of a group that was restored."""
+def reopen(group: Group, credit: int, digests: bool, shard: int = 0) -> Iterable[RemoteOrder]:
+    """What a data half has to know of a group that was restored, or that it is new to."""
     seats = tuple(Seat(-1, name) for name in group.seats.names)
-    yield OpenGroup(group.name, group.epoch, seats, credit, group.timeout, elastic=True, digests=digests)
+    opened = OpenGroup(group.name, group.founded, seats, credit, group.timeout, elastic=True, digests=digests)
+    tokens = tuple(token_of(group, seat) for seat in range(len(seats))) if shard else ()
+    backlog = opened.backlog if group.policy is None else group.policy.backlog
+    yield replace(opened, rates=group.table.rates, shard=shard, tokens=tokens, backlog=backlog)
     for seat, name in enumerate(group.seats.names):
         if name and seat not in group.members:
             yield Depart(group.name, seat, WorkerLostError(f"{name!r} had departed before"), group.epoch)

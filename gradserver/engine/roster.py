@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from gradserver.engine.events import Command, Log, Send
 from gradserver.engine.membership import Group, check_name
 from gradserver.engine.records import RoundRecord
+from gradserver.engine.resuming import token_of
 from protocol.digest import MODULUS
 from protocol.errors import JoinRefusedError, LimitExceededError, MalformedMessageError, UnexpectedMessageError
 from protocol.exchange import ExchangeKey, Stream
@@ -44,8 +45,8 @@ class Roster:
         self._rate = rate
         self._numbers = 0
 
-    def enlist(self, connection: int, offer: Enlist, commands: list[Command]) -> None:
-        """Take a shard, for groups that become complete from now on."""
+    def enlist(self, connection: int, offer: Enlist, returns: bool, commands: list[Command]) -> None:
+        """Take a shard, for groups that become complete from now on. ``returns``: if we are lost, others may come."""
         if self._entropy is None:
             raise UnexpectedMessageError("this coordinator takes no data shards")
         if connection in self.shards:
@@ -59,7 +60,7 @@ class Roster:
             raise LimitExceededError(f"this coordinator has {MAX_SHARDS} data shards already, its own included")
         self._numbers += 1
         shard = self.shards[connection] = DataShard(self._numbers, offer.url, offer.rate)
-        commands.append(Send(connection, Enlisted(shard.number)))
+        commands.append(Send(connection, Enlisted(shard.number, returns)))
         rate = "" if shard.rate is None else f", {shard.rate:g} Gbit/s"
         commands.append(Log(f"data shard {shard.number} is at {shard.url}{rate}"))
 
@@ -70,7 +71,14 @@ class Roster:
             group.shards = tuple(self.shards)
             group.urls = tuple(shard.url for shard in self.shards.values())
             group.table = Table(len(group.members), comparable(stated))
-            group.tokens = tuple(self._entropy() for _ in range(group.world))
+            group.tokens = tuple(
+                token_of(group, seat) if group.secret else self._entropy() for seat in range(group.world)
+            )
+
+    @property
+    def enlisted(self) -> int:
+        """How many have, so far."""
+        return self._numbers
 
     def token(self) -> str:
         """What one more member of a group that uses shards shows them."""

@@ -9,9 +9,13 @@ come by themselves, and show the token that the coordinator gave them:
     Attend, the group is not open yet         it waits: the coordinator told both at the same time
     Attend, it waited too long                refused
     Attend, a wrong token, or a second time   refused
+    Attend again, in a durable group          the same, if it is of a later Resumed than what it was detached by
+    Holding, Held                             as the coordinator's own data half takes them
     Leave                                     answered: all that it said before was heard
     the connection breaks before that         reported as Absent: control lets the member depart
     a member breaks the protocol              it is told, and reported as Absent
+    Recover                                   Resumed to all who are here, and to who attends later
+    the link breaks                           all groups are forgotten, and their members told to make new connections
 """
 
 from __future__ import annotations
@@ -24,11 +28,11 @@ from gradserver.engine.data import Data
 from gradserver.engine.events import (
     Absent,
     Admit,
-    CaughtUp,
     Close,
     CloseGroup,
     Command,
     Depart,
+    Detach,
     Disconnected,
     Event,
     Excuse,
@@ -39,7 +43,8 @@ from gradserver.engine.events import (
     OpenGroup,
     Planned,
     Received,
-    Recovered,
+    Recover,
+    Reduce,
     Reduced,
     Report,
     Reseat,
@@ -76,6 +81,7 @@ from protocol.messages import (
     Scope,
     Taken,
 )
+from protocol.resuming import Held, Holding, Resumed
 
 ATTENDING_SECONDS: Final = 10.0
 """How long a worker may be here before the coordinator's word of its group."""
@@ -106,6 +112,10 @@ class ShardEngine:
         """Who waits for its group, and until when."""
         self._latest = 0
         """The latest epoch that the coordinator has told of."""
+        self._void: dict[tuple[str, int], int] = {}
+        """By group and rank, up to which version of the books connections of before are void."""
+        self._reducing = 0
+        """Reductions that have not come back."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """What to do about ``event``, in this order. ``now`` in seconds, never decreasing."""
@@ -115,17 +125,20 @@ class ShardEngine:
             case Received() if type(event.message) is Push:
                 reports = self.data.push(event.connection, event.message, event.payloads, now, commands)
             case Reduced():
+                self._reducing -= 1
                 reports = self.data.reduced(event, now, commands)
             case Received(connection, message, payloads):
                 try:
                     if connection == self.link:
                         reports = self._obey(message, payloads, now, commands)
                     else:
-                        reports = self._receive(connection, message, now, commands)
+                        reports = self._receive(connection, message, payloads, now, commands)
                 except GradServerError as error:
                     reports = [Violation(connection, error)]
             case Garbled(connection, what):
                 reports = [Violation(connection, what)]
+            case Disconnected(connection, reason) if connection == self.link:
+                self._forget_all(reason, commands)
             case Disconnected(connection, reason, ended, silent):
                 broke = ConnectionLostError(f"its connection to the data shard at {self.url} broke: {reason}")
                 if silent:
@@ -138,14 +151,19 @@ class ShardEngine:
                 self._stop(reason, commands)
         for report in reports:
             self._report(report, commands)
+        self._reducing += sum(type(command) is Reduce for command in commands)
         return commands
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being reduced, of whatever group."""
+        return not self._reducing
 
     def _report(self, report: Report, commands: list[Command]) -> None:
         if isinstance(report, Violation):
             for absent in self._refuse(report.connection, report.error, commands):
                 self._report(absent, commands)
             return
-        assert not isinstance(report, CaughtUp | Recovered), "groups with data shards are not durable"
         epoch = self.data.groups[report.group].order.epoch
         commands.append(Send(self.link, Reported(), (encode_report(epoch, report),)))
 
@@ -169,23 +187,62 @@ class ShardEngine:
                 if name == order.group and (isinstance(order, CloseGroup) or rank == order.rank):
                     del self._seats[connection]
                     commands.append(Close(connection))
+        if isinstance(order, Detach):
+            return self._detach(order, commands)
         reports = self.data.obey(order, now, commands)
-        if isinstance(order, OpenGroup):
-            self._latest = max(self._latest, order.epoch)
-            for connection, (attend, _) in list(self._attending.items()):
-                if attend.group == order.group and attend.epoch <= order.epoch:
-                    del self._attending[connection]
-                    reports += self._seat_or_refuse(connection, attend, commands)
+        if isinstance(order, OpenGroup | Recover):
+            reports += self._admit_waiting(order, commands)
         elif isinstance(order, SetPlan):
             reports.append(Planned(order.group, order.plan.hash))
         elif isinstance(order, Admit | Expect | Excuse | Reseat) or (isinstance(order, Depart) and order.epoch):
             reports.append(Heeded(order.group))
         return reports
 
+    def _detach(self, order: Detach, commands: list[Command]) -> list[Report]:
+        """A member has lost some connection, here or elsewhere: that to this shard is void, and it makes a new one."""
+        self._void[order.group, order.seat] = self.data.groups[order.group].order.epoch
+        connection = self.data.groups[order.group].connections[order.seat]
+        if connection < 0:
+            return []
+        del self._seats[connection]
+        self.data.unseat(connection)
+        commands.append(Close(connection))
+        return []
+
+    def _admit_waiting(self, order: OpenGroup | Recover, commands: list[Command]) -> list[Report]:
+        """The coordinator has told of a group, or of a new version of its books."""
+        epoch = self.data.groups[order.group].order.epoch
+        self._latest = max(self._latest, epoch)
+        if isinstance(order, OpenGroup):
+            self._void = {who: until for who, until in self._void.items() if who[0] != order.group}
+        else:
+            here = [connection for connection, (name, _) in self._seats.items() if name == order.group]
+            commands += [Send(connection, Resumed(0, epoch)) for connection in here]
+        reports: list[Report] = []
+        for connection, (attend, _) in list(self._attending.items()):
+            if attend.group == order.group and attend.epoch <= epoch:
+                del self._attending[connection]
+                reports += self._seat_or_refuse(connection, attend, commands)
+        return reports
+
+    def _forget_all(self, reason: str, commands: list[Command]) -> None:
+        """There is no coordinator any more, and what it does not know of is worth nothing."""
+        error = ConnectionLostError(f"the data shard at {self.url} has lost its coordinator: {reason}")
+        for connection in (*self._seats, *self._attending):
+            commands += dismiss(connection, error)
+        self._seats.clear()
+        self._attending.clear()
+        self._void.clear()
+        self.data, self._latest, self.number = Data(), 0, 0
+
     # ── workers ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _receive(self, connection: int, message: Message, now: float, commands: list[Command]) -> list[Report]:
+    def _receive(
+        self, connection: int, message: Message, payloads: Sequence[Buffer], now: float, commands: list[Command]
+    ) -> list[Report]:
         match message:
+            case Holding() | Held():
+                return self.data.hold(connection, message, payloads, now, commands)
             case Inquire():
                 return self.data.inquire(connection, message, commands)
             case Taken():
@@ -209,7 +266,7 @@ class ShardEngine:
         if connection in self._seats or connection in self._attending:
             raise UnexpectedMessageError("this connection attends already")
         group = self.data.groups.get(attend.group)
-        if (group is not None and group.order.epoch == attend.epoch) or attend.epoch <= self._latest:
+        if (group is not None and group.order.epoch >= attend.epoch) or attend.epoch <= self._latest:
             self._seat(connection, attend, commands)
         elif len(self._attending) >= MAX_ATTENDING:
             raise LimitExceededError(f"{MAX_ATTENDING} workers wait here for their groups already")
@@ -225,7 +282,8 @@ class ShardEngine:
 
     def _seat(self, connection: int, attend: Attend, commands: list[Command]) -> None:
         group = self.data.groups.get(attend.group)
-        if group is None or group.order.epoch != attend.epoch:
+        void = self._void.get((attend.group, attend.rank), 0)
+        if group is None or not (attend.epoch == group.order.epoch or (group.recovered and attend.epoch > void)):
             raise UnexpectedMessageError(f"membership {attend.epoch} of group {attend.group[:128]!r} is over")
         tokens, rank = group.tokens, attend.rank
         token = tokens[rank] if 0 <= rank < len(tokens) else ""
@@ -238,6 +296,8 @@ class ShardEngine:
         self._seats[connection] = attend.group, rank
         self.data.seat(attend.group, rank, connection)
         commands.append(Send(connection, Attended()))
+        if group.recovery is not None:
+            commands.append(Send(connection, Resumed(0, group.recovery.version)))
 
     def _absent(self, connection: int, error: GradServerError, ended: bool = False) -> list[Report]:
         """A connection is gone, or about to go."""

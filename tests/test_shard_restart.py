@@ -1,0 +1,130 @@
+"""Data shards are killed, and coordinators that have some: no bit of a training depends on it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import wait_until
+from tests.test_restart import Group
+from tests.test_shard_processes import Shard, children_of
+
+CHILDREN = ("--shards", "3")
+
+
+@contextmanager
+def children(tmp_path: Path, channel: str, wire: str, rounds: int) -> Iterator[Group]:
+    """A group whose daemon has started two further shards."""
+    with ExitStack() as stack:
+        yield Group(stack, tmp_path / "state", channel, wire, rounds, options=CHILDREN)
+
+
+def rounds_to_strike(group: Group, chance: random.Random, count: int) -> Iterator[int]:
+    """Somewhere in so many rounds of a training."""
+    for number in accumulate(chance.choices(range(4, 15), k=count)):
+        group.workers[1].expect(f"round {number} ")
+        time.sleep(chance.random() * 0.05)  # anywhere in a round
+        yield number
+
+
+@pytest.mark.parametrize("channel", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
+def test_no_bit_depends_on_a_coordinator_with_shards_that_is_killed(channel: str, tmp_path: Path) -> None:
+    with children(tmp_path, channel, "fp32", 40) as group:
+        times = []
+        for _ in rounds_to_strike(group, random.Random(channel), 2):
+            killed = time.monotonic()
+            group.kill()
+            group.start()
+            times.append(group.next_round(time.monotonic()) - killed)
+        group.check()
+    print("seconds from a kill to the end of a round:", times)
+
+
+@pytest.mark.parametrize("channel", ["tcp", pytest.param("shm", marks=pytest.mark.long)])
+def test_no_bit_depends_on_a_shard_that_is_killed(channel: str, tmp_path: Path) -> None:
+    chance, times = random.Random(f"{channel} shard"), []
+    with children(tmp_path, channel, "fp32", 50) as group:
+        for _ in rounds_to_strike(group, chance, 3):
+            killed = time.monotonic()
+            os.kill(chance.choice(children_of(group.daemon.pid)), signal.SIGKILL)
+            times.append(group.next_round(time.monotonic()) - killed)
+        group.check()
+    print("seconds from a kill to the end of a round:", times)
+
+
+def test_a_shard_of_another_host_comes_back_to_a_coordinator_that_was_killed(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        group = Group(
+            *(stack, tmp_path / "state", "tcp", "fp32", 40), beside=lambda url: stack.enter_context(Shard(url))
+        )
+        group.workers[0].expect("round 5 ")
+        group.kill()
+        group.start()
+        group.workers[0].expect("round 20 ")
+        assert children_of(group.daemon.pid) == [], "nobody had to take its place"
+        group.check()
+
+
+@contextmanager
+def held(tmp_path: Path, channel: str) -> Iterator[tuple[Group, Shard]]:
+    """A group with one further shard, in the midst of a round of which one worker has given everything."""
+    joined: list[Shard] = []
+    with ExitStack() as stack:
+        group = Group(
+            *(stack, tmp_path / "state", channel, "fp32", 12, "5"),
+            beside=lambda url: joined.append(stack.enter_context(Shard(url))),
+        )
+        for worker in group.workers:
+            worker.expect("held")
+        yield group, joined[0]
+
+
+def go_on(group: Group) -> None:
+    for worker in group.workers:
+        worker.tell()
+    group.check()
+
+
+def test_the_coordinator_starts_a_shard_in_the_place_of_one_whose_host_is_gone(tmp_path: Path) -> None:
+    with held(tmp_path, "shm") as (group, shard):
+        shard.send_signal(signal.SIGKILL)
+        wait_until(lambda: children_of(group.daemon.pid), "another one was started")
+        go_on(group)
+
+
+def test_a_shard_that_nobody_used_takes_the_place_of_one_that_is_killed(tmp_path: Path) -> None:
+    with held(tmp_path, "tcp") as (group, shard), Shard(group.daemon.url) as spare:
+        assert group.daemon.group()["state"] == "active"
+        shard.send_signal(signal.SIGKILL)
+        wait_until(lambda: [one["url"] for one in group.daemon.snapshot()["shards"]] == ["", spare.url], "it is gone")
+        go_on(group)
+        assert children_of(group.daemon.pid) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("channel", ["tcp", "shm"])
+def test_shards_and_coordinators_may_be_killed_together_and_while_they_come_back(channel: str, tmp_path: Path) -> None:
+    chance, number = random.Random(f"{channel} all"), 0
+    with children(tmp_path, channel, "fp32", 300) as group:
+        while number < 250:
+            number += chance.randrange(3, 20)
+            group.workers[0].expect(f"round {number} ", timeout=60.0)
+            for what in chance.choice(("s", "c", "ss", "sc", "cs", "css", "sss")):
+                time.sleep(chance.random() * 0.3)
+                alive = children_of(group.daemon.pid)
+                if what == "s" and alive:
+                    os.kill(chance.choice(alive), signal.SIGKILL)
+                elif what == "c":
+                    group.kill()
+                    group.start()
+            number += 2
+            group.workers[0].expect(f"round {number} ", timeout=60.0)
+        group.check()

@@ -1,0 +1,81 @@
+"""The laws of durable groups with data shards: any of them is lost between any two commands, or the coordinator is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from protocol.exchange import Kind
+from tests.elastic_harness import Step
+from tests.sharded_crash_harness import Sharded
+from tests.test_engine_crash_laws import nothing_was_lost
+from tests.test_shard_laws import many_rates, small_shares
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small() -> Iterator[None]:
+    with small_shares():
+        yield
+
+
+kinds = st.sampled_from([Kind.ALL_REDUCE, Kind.BARRIER])
+steps = st.one_of(st.just(Step()), st.builds(Step, kinds, st.integers(1, 10)))
+programs = st.lists(steps, min_size=1, max_size=5)
+sizes = st.lists(st.integers(1, 14), min_size=1, max_size=3)
+worlds = st.integers(1, 3)
+fuses = st.lists(st.integers(0, 80), max_size=5)
+seeds = st.integers(0, 2**20)
+kills = st.dictionaries(st.integers(0, 200), st.integers(0, 3), max_size=4)
+breaks = st.dictionaries(st.integers(0, 200), st.integers(0, 2), max_size=3)
+
+
+def run(
+    world: int,
+    buckets: list[int],
+    program: list[Step],
+    seed: int,
+    rates: tuple[float, ...],
+    kills: dict[int, int],
+    crashes: list[int],
+    breaks: dict[int, int] | None = None,
+) -> Sharded:
+    cluster = Sharded(world, buckets, program, seed, rates)
+    cluster.fuses = list(crashes)
+    for step, seat in (breaks or {}).items():
+        cluster.at[step] = partial(cluster.break_line, seat)
+    for step, which in kills.items():
+        cluster.at[step] = partial(cluster.kill_any, which)
+    cluster.run()
+    return cluster
+
+
+@given(worlds, sizes, programs, seeds, many_rates, kills, fuses, breaks)
+@settings(max_examples=60)
+def test_a_shard_or_a_coordinator_that_is_lost_at_any_point_costs_nobody_anything(
+    world: int,
+    buckets: list[int],
+    program: list[Step],
+    seed: int,
+    rates: tuple[float, ...],
+    kills: dict[int, int],
+    crashes: list[int],
+    breaks: dict[int, int],
+) -> None:
+    nothing_was_lost(run(world, buckets, program, seed, rates, kills, crashes, breaks), world)
+
+
+@pytest.mark.long
+def test_thousands_of_runs_lose_nothing() -> None:
+    chance = random.Random(23)
+    for seed in range(5000):
+        world, buckets = chance.randint(1, 3), [chance.randint(1, 14) for _ in range(chance.randint(1, 3))]
+        program = [chance.choice((Step(), Step(), Step(Kind.ALL_REDUCE, 7))) for _ in range(chance.randint(1, 5))]
+        kills = {chance.randint(0, 200): chance.randint(0, 3) for _ in range(3)}
+        crashes = [chance.randint(0, 100) for _ in range(chance.randint(0, 4))]
+        breaks = {chance.randint(0, 200): chance.randint(0, 2) for _ in range(2)}
+        rates = chance.choice([(1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
+        nothing_was_lost(run(world, buckets, program, seed, rates, kills, crashes, breaks), world)
