@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from gradserver.chaos.relay import Fate
-from protocol.errors import CoordinatorError, JoinRefusedError, LeftOutError
+from protocol.errors import ConnectionLostError, CoordinatorError, JoinRefusedError, LeftOutError
 from protocol.messages import (
+    Attend,
+    Attended,
     BePresent,
     Enlist,
     Enlisted,
@@ -101,6 +103,17 @@ def test_a_data_shard_notices_soon_that_an_order_was_lost() -> None:
         assert shard.end() == 1
         assert "was lost on the way" in shard.complaints()[-1]
         joining.error(CoordinatorError)
+
+
+@pytest.mark.parametrize("kind", [Attend, BePresent, Attended])
+def test_who_cannot_come_to_a_data_shard_hears_soon_why(kind: type[Message], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a member already then, so another connection would not help."""
+    loser = Loser(kind is Attend, kind)
+    with Daemon() as daemon, Shard(daemon.url) as shard, relay(shard.url, loser) as through:
+        monkeypatch.setattr("worker.tcp.beside", lambda *_: through)
+        joining = Task(connect, daemon.url, 0, 1, timeout=PATIENCE, channel="tcp")
+        assert "was lost on the way" in str(joining.error(ConnectionLostError, PATIENCE / 2))
+        assert loser.lost == 1
 
 
 # ── coming back ───────────────────────────────────────────────────────────────────────────────────────

@@ -15,13 +15,17 @@ late brings nobody in who has gone. As many are known as are likely to say anyth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from protocol.buffer import Buffer
 from protocol.errors import ConnectionLostError
+from protocol.messages import Join, Message, Ping
 from protocol.numbers import Frames, Numbers, split
 
 _KNOWN: Final = 1024
+_WAITING: Final = 4096
+"""Workers that wait while none may join. More are let in."""
 _EARLY_BYTES: Final = 4096
 """Of one message that is kept. No longer one comes soon after a first message."""
 
@@ -32,6 +36,8 @@ class Strangers:
     def __init__(self) -> None:
         self._known: dict[bytes, Numbers | None] = {}
         """None for those who are past. The last one is the youngest."""
+        self._waiting: dict[bytes, Sequence[Buffer]] | None = None
+        """What those have said who wait, if anybody has to."""
 
     def take(self, identity: bytes, frames: Frames, now: float) -> Iterable[Frames]:
         """The messages that are due, now that one has come.
@@ -57,6 +63,27 @@ class Strangers:
     def is_past(self, identity: bytes) -> bool:
         """Whether nothing of him is taken any more."""
         return identity in self._known and self._known[identity] is None
+
+    def hold(self) -> None:
+        """From now on whoever wants to join waits, until `release`."""
+        self._waiting = {}
+
+    def release(self) -> Mapping[bytes, Sequence[Buffer]]:
+        """The messages of those who have waited. From now on nobody does."""
+        waiting, self._waiting = self._waiting or {}, None
+        return waiting
+
+    def waits(self, identity: bytes, message: Message, frames: Sequence[Buffer]) -> bool:
+        """Whether he who says this waits, or goes on waiting."""
+        if self._waiting is None:
+            return False
+        if isinstance(message, Ping) and identity in self._waiting:  # it asks whether something is missing
+            return True
+        if not isinstance(message, Join) or len(self._waiting) >= _WAITING:
+            self._waiting.pop(identity, None)
+            return False
+        self._waiting[identity] = frames
+        return True
 
     def part(self, identity: bytes) -> None:
         """From now on he is past."""

@@ -66,8 +66,6 @@ _NOBLOCK: Final = int(zmq.NOBLOCK)  # plain numbers: combining zmq's enumeration
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
-_MAX_EARLY: Final = 4096
-"""Workers that wait while none may join. More are let in."""
 _BATCH: Final = 64
 """Messages taken before timers and the monitor are looked at again."""
 _ZERO_COPY_BYTES: Final = 32 * 1024
@@ -113,7 +111,6 @@ class TcpServer:
         self._attendance = Attendance(self._router, self._unix, patience or Patience())
         self._disconnects = self._attendance.disconnects
         self._link: Link | None = None
-        self._early: dict[bytes, Sequence[Buffer]] | None = None
         self._strangers = Strangers()
         self._gaps: dict[bytes, Numbers] = {}
         """Of those from whom something is missing that came before what has come."""
@@ -141,12 +138,11 @@ class TcpServer:
 
     def hold(self) -> None:
         """From now on let nobody join who has not yet: he waits until `release`."""
-        self._early = {}
+        self._strangers.hold()
 
     def release(self) -> None:
         """Let those join who have waited, and everybody who comes."""
-        early, self._early = self._early or {}, None
-        for identity, frames in early.items():
+        for identity, frames in self._strangers.release().items():
             self._take(identity, frames)
 
     def look(self, call: Callable[[], None] = lambda: None) -> None:
@@ -308,7 +304,7 @@ class TcpServer:
             self.route(identity, encode(Status()), [status])
         elif peer is not None:
             self._take_from(peer, message, payloads)
-        elif self._early is not None and self._waits(identity, message, frames):
+        elif self._strangers.waits(identity, message, frames):
             pass
         elif isinstance(message, Join | Enlist | Attend | Resume):
             peer = self._peers[identity] = Peer(self, identity, self._strangers.admit(identity))
@@ -318,17 +314,6 @@ class TcpServer:
         else:
             what = type(message).__name__
             self._turn_away(identity, UnexpectedMessageError(f"{what} from someone who is in no group: join first"))
-
-    def _waits(self, identity: bytes, message: Message, frames: Sequence[Buffer]) -> bool:
-        """Whether somebody who came before `release`, or comes now, goes on waiting for it."""
-        assert self._early is not None
-        if isinstance(message, Ping) and identity in self._early:  # it asks whether something is missing
-            return True
-        if not isinstance(message, Join) or len(self._early) >= _MAX_EARLY:
-            self._early.pop(identity, None)
-            return False
-        self._early[identity] = frames
-        return True
 
     def _take_from(self, peer: Peer, message: Message, payloads: Sequence[Buffer]) -> None:
         """Pass on what a worker says; a place in memory that it shares becomes that memory."""
