@@ -256,6 +256,11 @@ class Program:
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
+    def hang_up(self) -> None:
+        """Tell it no more."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
