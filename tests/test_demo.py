@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +25,11 @@ import torch
 from gradserver import demo
 from gradserver.demo import runner
 from gradserver.demo.corpus import Corpus, CorpusError, read_source
+from gradserver.demo.lives import Account, ChurnVerdict, Life, churned, judge_churn
 from gradserver.demo.model import GPT, state_sha256
 from gradserver.demo.outcome import GlobalStep, Result, distances, judge
 from gradserver.demo.processes import ProcessError, Processes
-from gradserver.demo.reports import Done, Ready, Step, from_line, to_line
+from gradserver.demo.reports import Done, Joined, Ready, Report, Round, Step, TooLate, from_line, to_line
 from gradserver.demo.screen import Screen, duration, harmless
 from gradserver.demo.settings import TOLERANCE, Settings
 from gradserver.demo.train import mean_loss, train
@@ -101,6 +103,51 @@ def test_demo_over_a_lossy_wire_holds_replicas_together_and_says_how_near_it_cam
     apart = max(abs(row["loss_workers"] / row["loss_one_process"] - 1) for row in rows)
     assert TOLERANCE < apart < 0.2  # it is lossy, and learns
     assert rows[-1]["loss_workers"] < rows[0]["loss_workers"] - 0.5
+
+
+def run_with_churn(out: Path, *options: str, seconds: float) -> str:
+    """What a demo says that kills workers; it has passed, and left what belongs to it."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "gradserver", "demo", "--out", str(out), *options],
+        env=environment(),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=seconds,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert not [line for line in ran.stdout.replace(str(out), "").splitlines() if len(line) > 79]
+    assert re.search(r"ok  weights +identical +SHA-256 \w{32}\.\.\.", ran.stdout)
+    assert re.search(r"ok  samples +each once  ([\d,]+) of \1", ran.stdout)
+    assert re.search(
+        r"ok  final loss  same       0\.\d\d% apart, tolerance 2%|ok  final loss  same       1", ran.stdout
+    )
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    with (out / "losses.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    for name in ("churn", "calm"):
+        used = [int(row["samples"]) for row in rows if row["run"] == name]
+        assert used == sorted(used)
+        assert used[-1] == int(rows[-1]["samples"])
+    return ran.stdout
+
+
+def test_demo_with_churn_loses_nothing(tmp_path: Path) -> None:
+    said = run_with_churn(tmp_path, "--quick", "--churn", "0.2", "--workers", "2", "--steps", "150", seconds=100)
+    assert re.search(r"\d  worker 'w[01]' was killed; 1 goes on\n", said)
+    assert re.search(r"\d  worker 'w2' joined with the state of 'w[01]' \(1\.8 MB in \d\.\d\d s\)\n", said)
+    assert re.search(r"PASS  .* killed and \d+ joined, and the training came out the same\.", said)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_demo_with_churn_as_documented(tmp_path: Path) -> None:
+    said = run_with_churn(tmp_path, "--churn", "10", seconds=390)
+    assert len(re.findall(r"worker 'w\d+' was killed; 3 go on", said)) >= 2
+    model = GPT(Settings())
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    digest = re.search(r"SHA-256 (\w{32})", said)
+    assert digest
+    assert state_sha256(model).startswith(digest[1])
 
 
 @contextmanager
@@ -192,7 +239,8 @@ def parse(*options: str) -> argparse.Namespace:
 
 def test_defaults() -> None:
     arguments = parse()
-    assert (arguments.workers, arguments.steps, arguments.batch, arguments.seed) == (2, None, 4, 0)
+    assert (arguments.workers, arguments.steps, arguments.batch, arguments.seed) == (None, None, 4, 0)
+    assert (arguments.churn, parse("--churn", "10").churn) == (0.0, 10.0)
     assert arguments.out == Path("gradserver-demo")
     assert (arguments.wire, parse("--wire", "topk").wire) == ("fp32", "topk:0.01")
 
@@ -205,6 +253,7 @@ def test_defaults() -> None:
         (["--batch", "many"], "argument --batch: 'many' is not a whole number"),
         (["--seed", "1.5"], "argument --seed: '1.5' is not a whole number"),
         (["--wire", "int4"], "argument --wire: there is no codec 'int4'; there are fp32, bf16, fp16, int8, topk"),
+        (["--churn", "0"], "argument --churn: 0 is out of range: a number of seconds is 0.1 to 3600.0"),
         (["--wire", "topk:1"], "argument --wire: topk:1 takes more bytes than fp32"),
     ],
 )
@@ -228,6 +277,11 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert demo.run(parse()) == 2
     message = "gradserver demo needs torch and matplotlib: pip install 'gradserver[demo]'\n"
     assert capsys.readouterr() == ("", message)
+
+
+def test_a_worker_that_is_killed_leaves_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.run(parse("--churn", "10", "--workers", "1", "--out", str(tmp_path))) == 2
+    assert capsys.readouterr().err.startswith("gradserver demo --churn needs 2 workers at least")
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,9 +310,9 @@ def verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     """Checks what a demo says of workers with these hashes of their weights, and this as their last loss."""
 
     def run(settings: Settings, hashes: tuple[str, str], last: float, status: int, lines: list[str]) -> None:
-        monkeypatch.setattr(runner._Demo, "train_group", lambda _self: result([*LOSSES[:-1], last], *hashes))
-        monkeypatch.setattr(runner._Demo, "train_reference", lambda _self, _group: result(LOSSES, "ab" * 32))
-        assert runner.run_demo(settings, tmp_path) == status
+        monkeypatch.setattr(runner.Demo, "train_group", lambda _self: result([*LOSSES[:-1], last], *hashes))
+        monkeypatch.setattr(runner.Demo, "train_reference", lambda _self, _group: result(LOSSES, "ab" * 32))
+        assert runner.run_demo(settings, tmp_path, runner.Demo) == status
         output = capsys.readouterr().out
         for line in lines:
             assert line in output
@@ -340,6 +394,89 @@ def test_global_step_is_the_mean_over_replicas() -> None:
     step = GlobalStep.of([Step(7, 2.0, 1.5, 0.5, 0.1), Step(7, 3.0, 1.5, 0.3, 0.1)])
     assert (step.step, step.loss, step.gradient_norm, step.seconds) == (7, 2.5, 1.5, 0.5)
     assert step.exchange_share == pytest.approx(0.25)
+
+
+# ── workers that come and go ──────────────────────────────────────────────────────────────────────────────
+
+
+def told(number: int, samples: list[int], used: int, workers: int = 2, wait: float = 0.1) -> Round:
+    """A round that ends a second after the one before it."""
+    loss = float(number) if samples else None
+    return Round(number, loss, samples, used, workers, 1.0, wait, number + 1.0)
+
+
+def lives(**changes: Any) -> list[Life]:
+    """Two founders of which one is killed in round 2, where what it gave counted; another one joins in round 4."""
+    one = Life("w0", joined=Joined(0.0), done=Done("ab", 2.5, "text"))
+    one.rounds = [told(0, [0, 1], 4), told(1, [4, 5], 8), told(2, [8, 9], 12, 1, 0.4), told(3, [12, 13], 14, 1)]
+    one.rounds += [told(4, [14], 16, wait=0.3), told(5, [16, 17], 20)]
+    two = Life("w1", joined=Joined(0.0), killed=2.5, rounds=[told(0, [2, 3], 4), told(1, [6, 7], 8)])
+    three = Life("w2", False, Joined(4.2, "w0", 1_800_000, 0.1), done=Done("ab"))
+    three.rounds = [told(4, [15], 16), told(5, [18, 19], 20)]
+    found = [one, two, three]
+    for name, value in changes.items():
+        setattr(found[0], name, value)
+    return found
+
+
+def test_samples_of_lives_add_up() -> None:
+    group = churned(lives(), 20)
+    assert group.account == Account(total=20, used=20, told=18, twice=0, by_the_dead=2)
+    assert group.account.each_once
+    assert [(event.name, event.joined, event.used) for event in group.events] == [("w1", False, 8), ("w2", True, 14)]
+    assert [event.waited for event in group.events] == [pytest.approx(0.3), pytest.approx(0.2)]
+    assert [one.loss for one in group.rounds] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert (group.validation_loss, group.sample) == (2.5, "text")
+    assert group.losses_at([4, 9, 14, 20, 24]) == [0.0, 2.0, 3.0, 5.0, 5.0]
+    assert group.final_loss == 5.0
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda found: found[0].rounds[5].samples.append(8), "a sample that was used twice"),
+        (lambda found: found[0].rounds[3].samples.pop(), "a sample that counted and nobody used"),
+        (lambda found: found[0].rounds[4].samples.append(99), "a sample that was used and did not count"),
+        (lambda found: found[0].rounds.pop() and found[2].rounds.pop(), "samples that are left"),
+    ],
+)
+def test_samples_that_do_not_add_up_are_found(change: Callable[[list[Life]], object], what: str) -> None:
+    found = lives()
+    change(found)
+    assert not churned(found, 20).account.each_once, what
+
+
+def verdict_on(found: list[Life], last: float = 5.0, *, lossy: bool = False) -> ChurnVerdict:
+    return judge_churn(churned(found, 20), result([5.0] * 4 + [last], "ab"), lossy=lossy)
+
+
+@pytest.mark.parametrize(
+    ("found", "last", "lossy", "faults"),
+    [
+        (lives(), 5.0, False, []),
+        (lives(), 4.91, False, []),
+        (lives(), 4.89, False, ["the final losses differ"]),
+        (lives(), 4.0, True, []),
+        (lives(), math.nan, True, ["the final losses are no numbers"]),
+        (lives(done=Done("cd")), 5.0, False, ["the replicas' weights differ"]),
+        (lives()[:2], 5.0, False, ["not every sample was used once", "nobody joined in so short a run"]),
+        (lives()[:1], 5.0, False, ["not every sample was used once", "nobody was killed in so short a run"]),
+    ],
+)
+def test_a_run_with_churn_is_judged(found: list[Life], last: float, lossy: bool, faults: list[str]) -> None:
+    assert verdict_on(found, last, lossy=lossy).faults == faults
+
+
+def test_a_killed_process_is_no_error_and_one_that_waits_can_be_told_to_go(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        victim = processes.start("victim", "-c", "import time; print('up', flush=True); time.sleep(600)")
+        assert processes.next_line(30) == (victim, "up")
+        processes.kill(victim)
+        assert processes.next_line(30) == (victim, None)
+        waiting = processes.start("waiting", "-c", "print(input())", waits=True)
+        assert processes.line_within(0.1) is None
+        processes.go(waiting)
+        assert processes.next_line(30) == (waiting, "go")
 
 
 # ── the samples ───────────────────────────────────────────────────────────────────────────────────────────
@@ -527,9 +664,18 @@ def test_what_does_not_want_to_end_is_killed(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "report", [Ready(5, "ab"), Step(3, 2.5, 1.5, 0.25, 0.125), Done("ab"), Done("ab", 2.5, "tab\tquote'")]
+    "report",
+    [
+        Ready(5, "ab"),
+        Step(3, 2.5, 1.5, 0.25, 0.125),
+        Joined(1.5, "w0", 5, 0.1),
+        TooLate("it is over", 2.0),
+        Round(3, None, [1, 2], 7, 2, 0.5, 0.1, 3.5),
+        Done("ab"),
+        Done("ab", 2.5, "tab\tquote'"),
+    ],
 )
-def test_reports_survive_the_pipe(report: Ready | Step | Done) -> None:
+def test_reports_survive_the_pipe(report: Report) -> None:
     line = to_line(report)
     assert "\n" not in line
     assert from_line(line) == report

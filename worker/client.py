@@ -23,6 +23,7 @@ from protocol.messages import Membership
 from protocol.plan import EXEMPT_BYTES, Plan, with_codec
 from worker.entry import enter
 from worker.handle import Handle
+from worker.joiner import Arrival
 from worker.outbox import Destination
 from worker.session import Session
 from worker.stages import Stage
@@ -106,6 +107,14 @@ class Worker:
     def observes(self) -> bool:
         """Whether this worker has entered, and nothing that it gives counts yet: it catches up with the others."""
         return self._session.stage is Stage.OBSERVING
+
+    @property
+    def arrival(self) -> Arrival | None:
+        """How this worker got the state when it joined: from whom, how many bytes, in how many seconds.
+
+        None if it was there from the start, or has not got it yet.
+        """
+        return self._session.entry.arrival
 
     @property
     def has_next(self) -> bool:

@@ -19,6 +19,7 @@ when it has ENTERED counts as that of a member; collectives it takes part in fro
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING
 from protocol.errors import DeadlineError, PeerError, UsageError
 from protocol.messages import Enter, Ready, RoundDone, Transfer
 from worker.handle import Handle
-from worker.joiner import receive
+from worker.joiner import Arrival, receive
 from worker.stages import Stage
 from worker.tree import Tree
 
@@ -50,6 +51,8 @@ class Entry:
         """More results have come than there is room for."""
         self.ready = False
         """Whether it has said that it has caught up."""
+        self.arrival: Arrival | None = None
+        """How it got its state."""
         self._waiting: Handle | None = None
 
     def heard(self, done: RoundDone, seat: int) -> list[Handle]:
@@ -87,15 +90,23 @@ def enter(session: Session, install: Callable[[Tree], object], waits: bool) -> i
         transfer, number = session.next_instruction(seen)
         if number is not None:
             return number
-        seen = transfer.number
+        seen, began = transfer.number, time.monotonic()
         try:
-            tree = receive(session, transfer)
+            tree, nbytes = receive(session, transfer)
         except (PeerError, DeadlineError) as error:
             log.info("the state of seat %d did not come (%s): another one is asked for it", transfer.donor, error)
             session.tell(Enter(transfer.number))
             continue
+        arrival = Arrival(_name_of(session, transfer.donor), nbytes, time.monotonic() - began)
+        log.info("the state of %r came: %.1f MB in %.2f s", arrival.donor, nbytes / 1e6, arrival.seconds)
+        session.entry.arrival = arrival
         if not transfer.waits and session.observe(transfer, partial(install, tree)):
             return session.round
         if transfer.waits:
             install(tree)
             session.tell(Ready(transfer.number))
+
+
+def _name_of(session: Session, seat: int) -> str:
+    here = session.membership
+    return here.names[here.seats.index(seat)] if seat in here.seats else f"seat {seat}"

@@ -26,8 +26,22 @@ class _Part(NamedTuple):
     memory: Bytes
 
 
-def receive(session: Traffic, transfer: Transfer) -> Tree:
-    """The state that comes in ``transfer``, in memory of its own.
+class Arrival(NamedTuple):
+    """How a worker that joined got the state.
+
+    Attributes:
+        donor: the name of the member that sent it.
+        nbytes: how large it was.
+        seconds: how long that took.
+    """
+
+    donor: str
+    nbytes: int
+    seconds: float
+
+
+def receive(session: Traffic, transfer: Transfer) -> tuple[Tree, int]:
+    """The state that comes in ``transfer``, in memory of its own, and its size.
 
     Raises:
         MalformedMessageError: what came is no state.
@@ -40,7 +54,7 @@ def receive(session: Traffic, transfer: Transfer) -> Tree:
     incoming.expect(manifest_bytes + buffer_bytes)
     tree = unpack(incoming.take(manifest_bytes).data, lambda nbytes: incoming.take(nbytes).data)
     incoming.end()
-    return tree
+    return tree, manifest_bytes + buffer_bytes
 
 
 class _Incoming:

@@ -14,6 +14,7 @@ from gradserver.arguments import codec, number
 
 _NEEDS = ("torch", "matplotlib")
 _STEPS, _QUICK_STEPS = 200, 40
+_WORKERS, _CHURN_WORKERS = 2, 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Start a coordinator and N workers as processes of this machine, train a small GPT on the source of "
         "Python's standard library, and check the result against one process that trains on the same samples."
     )
-    parser.add_argument("--workers", type=number(int, 1, 64), default=2, metavar="N", help="workers (default 2)")
+    parser.add_argument(
+        "--workers",
+        type=number(int, 1, 64),
+        metavar="N",
+        help=f"workers (default {_WORKERS}; with --churn {_CHURN_WORKERS})",
+    )
     parser.add_argument(
         "--steps", type=number(int, 1, 1_000_000), metavar="S", help=f"training steps (default {_STEPS})"
     )
@@ -38,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="fp32",
         metavar="CODEC",
         help="what gradients travel as: fp32, bf16, fp16, int8, topk:0.01, randomk:0.01 (default fp32, without loss)",
+    )
+    parser.add_argument(
+        "--churn",
+        type=number(float, 0.1, 3600.0, "a number of seconds"),
+        default=0.0,
+        metavar="SECONDS",
+        help="kill a worker (SIGKILL) each so many seconds, and let another one join in its place",
     )
     parser.add_argument(
         "--out",
@@ -56,17 +69,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the demo as `add_arguments` had it described. Returns the exit status.
 
-    0: replicas identical and curve within tolerance, or only finite if the wire is lossy; 1: not so, or a process
-    failed; 2: it cannot start.
+    0: replicas identical and curve within tolerance, or only finite if the wire is lossy; with churn also each sample
+    used once, and somebody was killed; 1: not so, or a process failed; 2: it cannot start.
     """
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         print(f"gradserver demo needs {' and '.join(missing)}: pip install 'gradserver[demo]'", file=sys.stderr)
         return 2
-    from gradserver.demo.runner import run_demo
+    workers = args.workers or (_CHURN_WORKERS if args.churn else _WORKERS)
+    if args.churn and workers == 1:
+        print("gradserver demo --churn needs 2 workers at least, as one is killed: --workers 2", file=sys.stderr)
+        return 2
+    from gradserver.demo.churn import Churn
+    from gradserver.demo.runner import Demo, run_demo
     from gradserver.demo.settings import Settings
 
     steps = args.steps or (_QUICK_STEPS if args.quick else _STEPS)
     make = Settings.quick if args.quick else Settings
-    settings = make(workers=args.workers, batch=args.batch, steps=steps, seed=args.seed, wire=args.wire)
-    return run_demo(settings, args.out)
+    settings = make(workers=workers, batch=args.batch, steps=steps, seed=args.seed, wire=args.wire, churn=args.churn)
+    return run_demo(settings, args.out, Churn if args.churn else Demo)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -11,39 +12,50 @@ from matplotlib.figure import Figure
 from gradserver.demo.outcome import Result, distances
 from gradserver.demo.settings import TOLERANCE, Settings
 
-_GROUP, _REFERENCE, _GREY = "#f2a03d", "#1f3a5f", "#6b7280"
+GROUP, REFERENCE, GREY = "#f2a03d", "#1f3a5f", "#6b7280"
 _NORM = "#9db4d0"
 _FLOOR = 3e-9
 
 
 def save_plot(path: Path, settings: Settings, group: Result, reference: Result) -> None:
     """Writes the picture to `path` as a PNG."""
+    figure, upper, lower = new_figure()
+    _draw_losses(upper, settings, group, reference)
+    _draw_distances(lower, settings, group, reference)
+    finish(path, figure, (upper, lower))
+
+
+def new_figure() -> tuple[Figure, Axes, Axes]:
+    """A figure, and its upper and lower part, which have one x axis."""
     # A Figure made without pyplot draws into memory (Agg): no display is needed, and no state is left behind.
     figure = Figure(figsize=(9, 6.2), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.15])
-    _draw_losses(upper, settings, group, reference)
-    _draw_distances(lower, settings, group, reference)
-    for axes in (upper, lower):
+    return figure, upper, lower
+
+
+def finish(path: Path, figure: Figure, parts: Sequence[Axes]) -> None:
+    """Gives the parts their common looks, and writes the figure."""
+    for axes in parts:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
-        axes.tick_params(colors=_GREY)
+        axes.tick_params(colors=GREY)
     figure.savefig(path, dpi=130, format="png")
 
 
 def _draw_losses(axes: Axes, settings: Settings, group: Result, reference: Result) -> None:
     steps = range(1, settings.steps + 1)
     many = f"{settings.crew}, {settings.wire}," if settings.is_lossy else settings.crew
-    axes.plot(steps, group.losses, color=_GROUP, linewidth=4.5, label=f"{many} through the coordinator")
+    axes.plot(steps, group.losses, color=GROUP, linewidth=4.5, label=f"{many} through the coordinator")
     label = f"one process, batch {settings.global_batch}"
-    axes.plot(steps, reference.losses, color=_REFERENCE, linewidth=1.3, label=label)
-    axes.axhline(group.validation_loss, color=_GREY, linewidth=1, linestyle=(0, (4, 3)))
+    axes.plot(steps, reference.losses, color=REFERENCE, linewidth=1.3, label=label)
+    axes.axhline(group.validation_loss, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
     axes.annotate(
         f"held-out text: {group.validation_loss:.2f}",
         (1, group.validation_loss),
         xytext=(4, -4),
         textcoords="offset points",
         va="top",
-        color=_GREY,
+        color=GREY,
     )
     axes.set_ylabel("loss (nats per byte)")
     axes.set_ylim(bottom=0)
@@ -55,14 +67,14 @@ def _draw_losses(axes: Axes, settings: Settings, group: Result, reference: Resul
         pad=24,
     )
     model = f"byte-level GPT of {settings.parameters / 1e6:.1f} M parameters on Python's standard library"
-    axes.text(0, 1.025, f"{model}, seed {settings.seed}", transform=axes.transAxes, color=_GREY)
+    axes.text(0, 1.025, f"{model}, seed {settings.seed}", transform=axes.transAxes, color=GREY)
     axes.legend(frameon=False, loc="upper right")
 
 
 def _draw_distances(axes: Axes, settings: Settings, group: Result, reference: Result) -> None:
     norms = distances(group.gradient_norms, reference.gradient_norms)
     losses = distances(group.losses, reference.losses)
-    for label, gaps, colour in (("gradient norm", norms, _NORM), ("loss", losses, _REFERENCE)):
+    for label, gaps, colour in (("gradient norm", norms, _NORM), ("loss", losses, REFERENCE)):
         # A logarithmic axis has no zero: equal values are drawn at the bottom.
         shown = [max(gap, _FLOOR) for gap in gaps]
         axes.semilogy(range(1, len(gaps) + 1), shown, ".", markersize=5, color=colour, label=label)

@@ -26,6 +26,38 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker has come into its group; one that trained already if there is a donor."""
+
+    at: float  # on the clock that all processes of a machine share, in seconds
+    donor: str = ""  # the name of the member whose state it got
+    nbytes: int = 0
+    seconds: float = 0.0  # that this took
+
+
+@dataclass(frozen=True, slots=True)
+class TooLate:
+    """A worker could not come into its group any more."""
+
+    reason: str
+    at: float  # as above
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round of a group whose members change was to one of them."""
+
+    number: int  # from 0
+    loss: float | None  # mean over its samples, in nats per byte; None if there were none for it
+    samples: list[int]  # that it was given for this round, by number
+    used: int  # samples that all together have used so far
+    workers: int  # members of the group behind this round
+    seconds: float
+    exchange_seconds: float
+    at: float  # when it was over, as above
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The end of the training."""
 
@@ -34,8 +66,8 @@ class Done:
     sample: str | None = None  # how the model continues the prompt; worker 0 only
 
 
-Report = Ready | Step | Done
-_KINDS: dict[str, type[Ready] | type[Step] | type[Done]] = {kind.__name__: kind for kind in (Ready, Step, Done)}
+Report = Ready | Step | Joined | TooLate | Round | Done
+_KINDS: dict[str, type[Report]] = {kind.__name__: kind for kind in (Ready, Step, Joined, TooLate, Round, Done)}
 
 
 def to_line(report: Report) -> str:

@@ -19,15 +19,15 @@ SILENCE_SECONDS = 120.0  # longer than any one step takes, and than importing to
 _LISTENING = "listening on "
 
 
-def run_demo(settings: Settings, out: Path) -> int:
-    """Runs the demo and prints it to standard output. Returns the exit status, as `gradserver.demo.run` has it."""
+def run_demo(settings: Settings, out: Path, kind: type[Demo]) -> int:
+    """Runs a demo and prints it to standard output. Returns the exit status, as `gradserver.demo.run` has it."""
     screen = Screen(sys.stdout)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        view = View(screen, settings, available_cores(), out)
+        view = kind.view_kind(screen, settings, available_cores(), out)
         view.introduce()
         with ended_by_signals(), Processes(out) as processes:
-            return _Demo(settings, out, view, processes).run()
+            return kind(settings, out, view, processes).run()
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # nobody reads any more, as behind `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -44,8 +44,10 @@ def run_demo(settings: Settings, out: Path) -> int:
         return 130
 
 
-class _Demo:
+class Demo:
     """One run, from the first process to the verdict."""
+
+    view_kind: type[View] = View
 
     def __init__(self, settings: Settings, out: Path, view: View, processes: Processes) -> None:
         self.settings = settings
@@ -57,7 +59,7 @@ class _Demo:
         """Both trainings, and what came of them. Returns the exit status."""
         view = self.view
         group = self.train_group()
-        reference = self.train_reference(group)
+        reference = self.train_reference(group.losses)
         verdict = judge(group, reference, lossy=self.settings.is_lossy)
 
         view.heading(3, "The two compared")
@@ -70,7 +72,7 @@ class _Demo:
     def train_group(self) -> Result:
         """The coordinator and its workers."""
         settings, view = self.settings, self.view
-        url = self.start_coordinator()
+        url = self.start_coordinator(str(settings.workers))
         view.heading(1, f"{settings.crew}, averaged by the coordinator at {url}")
         threads = max(1, view.cores // settings.workers)
         workers = []
@@ -83,15 +85,15 @@ class _Demo:
         self.processes.stop()
         return result
 
-    def train_reference(self, group: Result) -> Result:
+    def train_reference(self, losses: list[float]) -> Result:
         """The same training in one process, beside the losses of the group."""
         self.view.heading(2, f"One process, {self.settings.global_batch} sequences per step")
         trainer = self.start_trainer("one process", self.view.cores)
-        return self.follow([trainer], group.losses)
+        return self.follow([trainer], losses)
 
-    def start_coordinator(self) -> str:
-        """Starts the daemon, and returns the URL at which it listens."""
-        arguments = ["serve", "--bind", "tcp://127.0.0.1:0", "--workers", str(self.settings.workers)]
+    def start_coordinator(self, workers: str, *options: str) -> str:
+        """Starts the daemon for a group of so many workers, and returns the URL at which it listens."""
+        arguments = ["serve", "--bind", "tcp://127.0.0.1:0", "--workers", workers, *options]
         coordinator = self.processes.start("coordinator", "-m", "gradserver", *arguments)
         while True:
             _, line = self.processes.next_line(SILENCE_SECONDS)
@@ -163,12 +165,12 @@ class _Progress:
             raise ProcessError(f"{child.name} sent what is {error}") from error
         if isinstance(report, Step):
             return self._join(child, report)
-        if isinstance(report, Ready):
+        if isinstance(report, Done):
+            self._done[child] = report
+        elif isinstance(report, Ready):
             self._ready[child] = report
             if len({one.corpus_sha256 for one in self._ready.values()}) > 1:
                 raise ProcessError(f"{child.name} read another text than the others: was Python being updated?")
-        else:
-            self._done[child] = report
         return None
 
     def _join(self, child: Child, part: Step) -> GlobalStep | None:

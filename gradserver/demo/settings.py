@@ -19,6 +19,15 @@ bucket that is 10 % too long moves the loss by 1 %.
 PROMPT = "def __init__(self, "
 """What the trained model is asked to continue."""
 
+FINAL = 0.1
+"""Share of the samples, at the end, over which a run's final loss is the mean: a few would not be enough to go by."""
+
+CHURN_TOLERANCE = 0.02
+"""Largest relative difference of final losses of a run with deaths, and one without, that counts as the same.
+
+They cannot be the same bits: what dies with a worker is trained on later, and by others.
+"""
+
 _FLOPS_PER_CORE = 40e9  # what training gets out of an ordinary core, for a guess at the duration
 _STARTUP_SECONDS = 8.0  # to import torch and read the text; twice in a run
 
@@ -47,12 +56,15 @@ class Settings:
     validation_rows: int = 64  # sequences of held-out text
     sample_bytes: int = 280  # length of the continuation
     wire: str = "fp32"  # the codec that gradients travel in
+    churn: float = 0.0  # seconds between two workers that are killed; 0: none is
 
     @classmethod
-    def quick(cls, *, workers: int, batch: int, steps: int, seed: int, wire: str = "fp32") -> Settings:
+    def quick(
+        cls, *, workers: int, batch: int, steps: int, seed: int, wire: str = "fp32", churn: float = 0.0
+    ) -> Settings:
         """A model so small that it shows that everything works, and learns little."""
         small = cls(workers, batch, steps, seed, context=64, width=64, heads=2, blocks=2, hidden=128, sample_bytes=80)
-        return replace(small, wire=wire)
+        return replace(small, wire=wire, churn=churn)
 
     @property
     def is_lossy(self) -> bool:
@@ -70,6 +82,11 @@ class Settings:
         return self.workers * self.batch
 
     @property
+    def samples(self) -> int:
+        """Sequences in the whole run."""
+        return self.steps * self.global_batch
+
+    @property
     def tokens_per_step(self) -> int:
         """Bytes predicted in one step, over all workers."""
         return self.global_batch * self.context
@@ -85,8 +102,11 @@ class Settings:
         """The rows of every global batch that worker `rank` trains on: rank, rank + N, rank + 2N and so on."""
         return range(rank, self.global_batch, self.workers)
 
-    def learning_rate_at(self, step: int) -> float:
-        """Learning rate of 0-based `step`: linearly up to the peak, then linearly down to zero at the end."""
+    def learning_rate_at(self, step: float) -> float:
+        """Learning rate of 0-based `step`: linearly up to the peak, then linearly down to zero at the end.
+
+        Where steps are not equally large, that is how many of the usual size the samples used so far would make.
+        """
         rise = (step + 1) / self.warmup
         fall = (self.steps - step) / max(1, self.steps - self.warmup)
         return self.learning_rate * min(1.0, rise, fall)

@@ -29,7 +29,7 @@ def train(
 
     `exchange_seconds` returns the time spent exchanging gradients so far.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), eps=ADAM_EPSILON, weight_decay=0.1)
+    optimizer = make_optimizer(model)
     begin, waited = time.perf_counter(), exchange_seconds()
     for step in range(settings.steps):
         for group in optimizer.param_groups:
@@ -42,6 +42,11 @@ def train(
         now, total = time.perf_counter(), exchange_seconds()
         yield Step(step, loss.item(), norm.item(), now - begin, total - waited)
         begin, waited = now, total
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, whose learning rate is set before each step."""
+    return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), eps=ADAM_EPSILON, weight_decay=0.1)
 
 
 def mean_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

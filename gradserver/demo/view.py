@@ -18,8 +18,14 @@ _BAR = 22  # columns
 _SAMPLE_LINES = 9
 
 
+Fact = tuple[str, str]
+"""What it is about, and what it is."""
+
+
 class View:
     """Everything that a run prints."""
+
+    title = "gradserver demo"
 
     def __init__(self, screen: Screen, settings: Settings, cores: int, out: Path) -> None:
         self.screen = screen
@@ -31,19 +37,24 @@ class View:
     def introduce(self) -> None:
         """What is going to happen, and how long it will take."""
         s, version = self.settings, sys.version_info
-        self.screen.line(self.screen.style("gradserver demo", BOLD))
+        self.screen.line(self.screen.style(self.title, BOLD))
         self.screen.line()
-        self._facts(
+        self.facts(
             ("model", f"byte-level GPT, {_count(s.parameters)} parameters, {s.blocks} blocks, context {s.context}"),
             ("text", f"the source of Python {version.major}.{version.minor}'s own standard library"),
             ("first", f"{s.crew} and a coordinator, each a process of its own, train it"),
-            ("", f"{s.steps:,} steps of {s.workers} x {s.batch} sequences; gradients averaged in every step"),
-            ("then", f"one process trains it: {_batch(s)}, the same seed and samples"),
-            *self._wire(),
+            *self.what(),
+            ("then", f"one process trains it: {batch_of(s)}, the same seed and samples"),
+            *self.promise(),
             ("time", f"about {duration(s.expected_seconds(self.cores))} on {_cores(self.cores)}{_others(self.cores)}"),
         )
 
-    def _wire(self) -> tuple[tuple[str, str], ...]:
+    def what(self) -> tuple[Fact, ...]:
+        """What the workers do."""
+        s = self.settings
+        return (("", f"{s.steps:,} steps of {s.workers} x {s.batch} sequences; gradients averaged in every step"),)
+
+    def promise(self) -> tuple[Fact, ...]:
         """What gradients travel as, if that loses something; and what is promised therefore."""
         s = self.settings
         if not s.is_lossy:
@@ -62,11 +73,11 @@ class View:
         """The comparison, in the end."""
         last = max(1, self.settings.steps // 10)  # one step's few samples are not enough to go by
         self.screen.line()
-        self._verdict_on_weights(verdict)
+        self.verdict_on_weights(verdict.hashes)
         self._verdict_on_curve("loss curve", verdict.losses, verdict.losses_allowed)
         self._verdict_on_curve("gradients", verdict.gradient_norms, verdict.norms_allowed)
         self.screen.line()
-        self._facts(
+        self.facts(
             ("", f"{'':24}{'workers':>12}{'one process':>14}"),
             ("loss", _pair("first step", group.losses[0], reference.losses[0], ".4f")),
             ("", _pair(f"mean of last {last}", _mean(group, last), _mean(reference, last), ".4f")),
@@ -75,21 +86,22 @@ class View:
             ("", f"{'exchanging gradients':24}{group.exchange_share:>12.1%}{'-':>14}"),
         )
 
-    def _verdict_on_weights(self, verdict: Verdict) -> None:
-        if verdict.identical:
-            self._mark(True, "weights", "identical", f"SHA-256 {verdict.hashes[0][:32]}...")
+    def verdict_on_weights(self, hashes: Sequence[str]) -> None:
+        """Whether all replicas have the same hash."""
+        if len(set(hashes)) == 1:
+            self.mark(True, "weights", "identical", f"SHA-256 {hashes[0][:32]}...")
             return
-        self._mark(False, "weights", "DIFFERENT", "SHA-256 of the replicas:")
-        for rank, digest in enumerate(verdict.hashes):
+        self.mark(False, "weights", "DIFFERENT", "SHA-256 of the replicas:")
+        for rank, digest in enumerate(hashes):
             self.screen.line(f"  {'':27}worker {rank} {digest[:24]}")
 
     def _verdict_on_curve(self, what: str, gap: Gap, allowed: bool) -> None:
         if self.settings.is_lossy:
             where = f"at most {gap.distance:.1e} apart (step {gap.step + 1})"
-            self._mark(allowed, what, "lossy" if allowed else "NO NUMBER", where)
+            self.mark(allowed, what, "lossy" if allowed else "NO NUMBER", where)
             return
         where = f"at most {gap.distance:.1e} apart (step {gap.step + 1}, tolerance {TOLERANCE:.0e})"
-        self._mark(allowed, what, "same" if allowed else "DIFFERENT", where)
+        self.mark(allowed, what, "same" if allowed else "DIFFERENT", where)
 
     def sample(self, text: str) -> None:
         """What the trained model writes, beside a rule."""
@@ -103,25 +115,31 @@ class View:
     def close(self, verdict: Verdict, files: Sequence[str]) -> None:
         """Pass or fail in one line, and where to go from here."""
         s = self.settings
-        self.screen.line()
-        if verdict.passed:
-            what = f"{s.crew} trained as one process with {_batch(s)} does."
-            if verdict.lossy:
-                what = f"{s.crew} hold identical replicas, trained over {s.wire}."
-            self.screen.line(f"{self.screen.style('PASS', GREEN)}  {what}")
-        else:
-            apart = "are no numbers" if verdict.lossy else "differ"
-            wrong = [] if verdict.identical else ["the replicas' weights differ"]
-            wrong += [] if verdict.losses_allowed else [f"the loss curves {apart}"]
-            wrong += [] if verdict.norms_allowed else [f"the gradients' norms {apart}"]
-            self.screen.line(f"{self.screen.style('FAIL', RED)}  {', and '.join(wrong)}.")
-        self.screen.line()
-        took = f"{time.monotonic() - self.began:.0f} s, the start of {s.workers + 2} processes included"
-        self._facts(("took", took), ("files", f"{self.out}: {', '.join(files)}"))
-        if verdict.passed:
-            self._next()
+        what = f"{s.crew} trained as one process with {batch_of(s)} does"
+        if verdict.lossy:
+            what = f"{s.crew} hold identical replicas, trained over {s.wire}"
+        apart = "are no numbers" if verdict.lossy else "differ"
+        wrong = [] if verdict.identical else ["the replicas' weights differ"]
+        wrong += [] if verdict.losses_allowed else [f"the loss curves {apart}"]
+        wrong += [] if verdict.norms_allowed else [f"the gradients' norms {apart}"]
+        self.ending(what, wrong, s.workers + 2, files)
 
-    def _next(self) -> None:
+    def ending(self, what: str, wrong: Sequence[str], processes: int, files: Sequence[str]) -> None:
+        """`what` was shown, or what is `wrong`; and where to go from here."""
+        self.screen.line()
+        if wrong:
+            self.screen.line(f"{self.screen.style('FAIL', RED)}  {', and '.join(wrong)}.")
+        else:
+            self.screen.line(f"{self.screen.style('PASS', GREEN)}  {what}.")
+        self.screen.line()
+        took = f"{time.monotonic() - self.began:.0f} s, the start of {processes} processes included"
+        self.facts(("took", took), ("files", f"{self.out}: {', '.join(files)}"))
+        if not wrong:
+            self.screen.line()
+            self.screen.line(self.screen.style("Next", BOLD))
+            self.facts(*self.following())
+
+    def following(self) -> tuple[Fact, ...]:
         """Where to go from here."""
         s = self.settings
         more = f"--workers {2 * s.workers}" if s.workers <= 4 else f"--steps {5 * s.steps}"
@@ -129,10 +147,9 @@ class View:
         if s.is_lossy:
             connect = [f"{connect[0]},", f'{"":30}wire="{s.wire}"']
         connect[-1] += ")"
-        self.screen.line()
-        self.screen.line(self.screen.style("Next", BOLD))
-        self._facts(
+        return (
             ("more", f"gradserver demo {more}"),
+            ("", "gradserver demo --churn 10     (workers are killed, others join)"),
             ("your own", "gradserver serve --bind tcp://0.0.0.0:7411 --workers 2"),
             ("", "and in your training script, on every machine:"),
             *(("", line) for line in connect),
@@ -142,11 +159,13 @@ class View:
     def _rate(self, result: Result) -> float:
         return self.settings.tokens_per_step * len(result.steps) / (result.seconds or math.inf)
 
-    def _mark(self, good: bool, what: str, how: str, more: str) -> None:
+    def mark(self, good: bool, what: str, how: str, more: str) -> None:
+        """One of the things that were promised, and whether it is so."""
         sign = self.screen.style("ok", GREEN) if good else self.screen.style("NO", RED)
         self.screen.line(f"  {sign}  {what:12}{how:9}  {more}")
 
-    def _facts(self, *facts: tuple[str, str]) -> None:
+    def facts(self, *facts: Fact) -> None:
+        """A table of two columns."""
         for name, text in facts:
             self.screen.line(f"  {self.screen.style(f'{name:10}', DIM)}{text}".rstrip())
 
@@ -208,7 +227,8 @@ def _pair(what: str, workers: float, one: float, form: str) -> str:
     return f"{what:24}{workers:>12{form}}{one:>14{form}}"
 
 
-def _batch(settings: Settings) -> str:
+def batch_of(settings: Settings) -> str:
+    """What one process has to take for the same steps."""
     return f"{settings.workers} times the batch" if settings.workers > 1 else "the same batch"
 
 

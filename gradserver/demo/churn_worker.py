@@ -1,0 +1,144 @@
+"""One worker of a demo run in which workers are killed and others join: what a training script needs for that.
+
+Started by the runner as ``python -m gradserver.demo.churn_worker``. When it is ready it waits for a line on standard
+input, so that the time at which it joins is the parent's choice. Reports go to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from gradserver import DataRanges, DistributedDataParallel, GradServerError, Job, Worker, connect
+from gradserver.demo.corpus import Corpus
+from gradserver.demo.model import GPT
+from gradserver.demo.reports import Joined, Ready, Report, Round, TooLate
+from gradserver.demo.settings import Settings
+from gradserver.demo.train import make_optimizer, mean_loss
+from gradserver.demo.worker import assess, take_stdout
+from protocol.ranges import count
+
+Sample = tuple[Tensor, Tensor, int]
+"""Inputs, targets, and its number."""
+
+
+def main() -> int:
+    """Trains as the arguments say."""
+    parser = argparse.ArgumentParser(prog="gradserver.demo.churn_worker")
+    parser.add_argument("--settings", type=Settings.from_json, required=True, help="as Settings.to_json writes")
+    parser.add_argument("--threads", type=int, required=True, help="threads that torch may use in training")
+    parser.add_argument("--url", required=True, help="the coordinator")
+    parser.add_argument("--name", required=True, help="of this worker")
+    parser.add_argument("--founds", action="store_true", help="whether the group begins with it")
+    parser.add_argument("--save", type=Path, required=True, help="file for the trained weights, for rank 0")
+    arguments = parser.parse_args()
+    settings: Settings = arguments.settings
+
+    tell = take_stdout()
+    torch.set_num_threads(arguments.threads)
+    corpus = Corpus.standard_library(settings.context, settings.seed)
+    model = GPT(settings)
+    optimizer = make_optimizer(model)  # torch loads what it needs for the first one, which takes seconds
+    tell(Ready(len(corpus.text), corpus.sha256))
+    if not sys.stdin.readline():
+        return 1  # the parent is gone
+    world = settings.workers if arguments.founds else None
+    try:
+        worker = connect(arguments.url, world_size=world, name=arguments.name, wire=settings.wire)
+        course = Course(settings, model, optimizer, worker, tell)
+    except GradServerError as error:
+        tell(TooLate(str(error), time.monotonic()))
+        return 0
+    with worker:
+        course.run(corpus)
+        rank = worker.rank
+    if rank == 0:
+        torch.save(model.state_dict(), arguments.save)
+    tell(assess(model, corpus, settings, rank, sample=True))
+    return 0
+
+
+class Samples(Dataset[Sample]):
+    """Those of an undisturbed run, in its order: number n is row n mod B of step n div B."""
+
+    def __init__(self, corpus: Corpus, settings: Settings) -> None:
+        self._corpus, self._settings = corpus, settings
+
+    def __len__(self) -> int:
+        return self._settings.samples
+
+    def __getitem__(self, number: int) -> Sample:
+        step, row = divmod(number, self._settings.global_batch)
+        inputs, targets = self._corpus.batch(step, [row])
+        return inputs[0], targets[0], number
+
+
+class Course:
+    """The training of one worker. When it has been made, it has the group's state, and is about to begin."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: GPT,
+        optimizer: torch.optim.Optimizer,
+        worker: Worker,
+        tell: Callable[[Report], None],
+    ) -> None:
+        self._settings, self._optimizer, self._worker, self._tell = settings, optimizer, worker, tell
+        self._replica = DistributedDataParallel(model, worker)
+        self._data = DataRanges(settings.samples, worker, batch_size=settings.batch, shuffle=False)
+        self._job = Job(self._replica, self._optimizer, data=self._data)  # who joins gets the state here
+        self._used = self._count_used()
+        self._share()
+        self._loss: Tensor | None = None
+        self._numbers: list[int] = []
+        self._began, self._waited = time.monotonic(), self._replica.exchange_seconds
+        tell(Joined(self._began, *(worker.arrival or ())))
+
+    def run(self, corpus: Corpus) -> None:
+        """Trains on what the coordinator hands out, until every sample is used, whoever comes and goes."""
+        for inputs, targets, numbers in self._job.batches(Samples(corpus, self._settings), step=self.step):
+            self._replica.set_weight(len(inputs))
+            self._loss, self._numbers = mean_loss(self._replica, inputs, targets), numbers.tolist()
+            self._loss.backward()  # type: ignore[no-untyped-call]
+            self.step()
+
+    def step(self) -> None:
+        """Steps as all others do, also without a batch, and says how it went."""
+        self._job.step(before=self._prepare)
+        self._used = self._count_used()
+        self._share()
+        now, waited = time.monotonic(), self._replica.exchange_seconds
+        number, workers = self._job.round - 1, self._worker.world_size
+        loss = None if self._loss is None else self._loss.item()
+        spent, exchange = now - self._began, waited - self._waited
+        self._tell(Round(number, loss, self._numbers, self._used, workers, spent, exchange, now))
+        self._began, self._waited = now, waited
+        self._loss, self._numbers = None, []
+
+    def _prepare(self) -> None:
+        """What follows from the samples used so far is the same at all workers, however many rounds these took."""
+        rate = self._settings.learning_rate_at(self._used / self._settings.global_batch)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        nn.utils.clip_grad_norm_(self._replica.parameters(), self._settings.clip_norm)
+
+    def _count_used(self) -> int:
+        _, used = self._data.locate()
+        return count(used)
+
+    def _share(self) -> None:
+        """All that are there share the batch of an undisturbed step."""
+        worker = self._worker
+        self._data.batch_size = len(range(worker.rank, self._settings.global_batch, worker.world_size))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
