@@ -101,11 +101,13 @@ class Harms:
 
     def _fill_disk(self, _: str, seconds: float) -> None:
         child = self._fleet.running("coordinator")
-        if child is not None:
-            pid = child.process.pid
-            _limit(pid, 0)
-            self._fleet.expect_gap(seconds)
-            self._fleet.after(seconds, lambda: _limit(pid, resource.RLIM_INFINITY))
+        if child is None or not self._fleet.serves(child):  # a coordinator comes only where it can write
+            self._fleet.after(0.2, lambda: self._fill_disk(_, seconds))
+            return
+        pid = child.process.pid
+        _limit(pid, 0)
+        self._fleet.expect_gap(seconds)
+        self._fleet.after(seconds, lambda: _limit(pid, resource.RLIM_INFINITY))
 
     def _kill_coordinator(self, name: str, _: float) -> None:
         child = self._fleet.running(name)
