@@ -14,14 +14,16 @@ from protocol.errors import (
     GradServerError,
     MalformedMessageError,
     MembershipChangedError,
+    WorkerLostError,
 )
 from protocol.exchange import Kind, Op, Operation
-from protocol.messages import Failure, Join, Membership, Push, Result, RoundDone, Scope, Welcome
+from protocol.messages import Failure, Join, Membership, Push, Result, RoundDone, Scope, Transfer, Welcome
 from protocol.plan import simple_plan
-from tests.cluster import Task
+from tests.cluster import Task, wait_until
 from tests.test_session import CREDIT, NAMES, Tape, agree, bucket, collective, joined_session, memory
 from tests.test_session_shards import URLS, Shards
 from worker.handle import Handle
+from worker.joiner import receive
 from worker.session import Session, ShardReceiver
 
 NEWS = Membership(8, (1, 2), ("w1", "w2"), "'w0' (rank 0) was lost in round 0 (it died); 2 workers go on", True)
@@ -199,6 +201,22 @@ def test_a_shard_that_speaks_of_a_membership_first_is_waited_with_until_it_was_t
 
     waiting.error(MembershipChangedError)
     assert place(session) == AFTER
+
+
+def test_who_joins_takes_the_state_from_another_when_the_first_one_does_not_send_it(tape: Tape) -> None:
+    """And waits for no deadline, whether it had asked for a part before it heard of that or asks for one behind it."""
+    session = joined_session(tape, seats=(0, 1, 2), joins=True)
+    first, second = Transfer(1, 0, 1), Transfer(2, 2, 1)
+    session.receive(RoundDone(3, 7, (first,)), ())
+    receiving = Task(receive, session, first)
+    wait_until(lambda: any(isinstance(message, Push) for message, _ in tape.sent), "it has asked for a part")
+
+    session.receive(RoundDone(4, 7, (second,)), ())
+
+    receiving.error(WorkerLostError)
+    with pytest.raises(WorkerLostError, match="the member that was to send its state does not"):
+        receive(session, first)
+    assert not Task(receive, session, second).ended(0.05)
 
 
 def test_weights_that_differ_from_slice_to_slice_are_told_by_the_largest(session: Session) -> None:

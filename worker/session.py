@@ -366,8 +366,11 @@ class Session(Traffic):
             case RoundDone():
                 seat = self.seat_of(self.membership.rank)
                 with self._state:
+                    before = self.entry.transfer
                     waiting = self._announced.round_done(message) + self.entry.heard(message, seat)
                     self.donor.asked(message, seat)
+                if before is not None and (latest := self.entry.transfer) is not None and latest is not before:
+                    self._take_from_another(latest)
                 for handle in waiting:
                     handle._complete()
             case Entered(number):

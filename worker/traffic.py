@@ -36,6 +36,7 @@ from protocol.exchange import (
     operation_of,
     pool_of,
 )
+from protocol.limits import MAX_COUNTER
 from protocol.messages import Inquire, Message, Push, Result, Transfer, Welcome
 from protocol.plan import Plan
 from protocol.shards import Table
@@ -50,6 +51,8 @@ from worker.slots import Slots
 from worker.stages import Stage
 from worker.standing import Books
 from worker.tensors import Bytes
+
+_NOT_SENT = "the member that was to send its state does not"
 
 
 class Traffic(Latecomer):
@@ -238,6 +241,8 @@ class Traffic(Latecomer):
             gives = self.seat_of(self.membership.rank) == transfer.donor
             if gives:
                 self.donor.check(transfer)
+            elif self.entry.transfer is not None and self.entry.transfer.number > transfer.number:
+                raise WorkerLostError(_NOT_SENT)
             handle = self._begin(key, operation, memory if gives else None, None if gives else memory, 1.0)
         self._pump()
         self._channel.watch(self.idle)
@@ -245,12 +250,21 @@ class Traffic(Latecomer):
 
     def forget_states(self) -> None:
         """Whoever was to have a state begins anew: the others may go on without it, or have another coordinator."""
-        error = WorkerLostError("whoever was to have this worker's state has to join anew")
         with self._state:
             self.donor.forget()
-            void = [(key, shard.number) for shard in self._shards for key in shard.exchanges if is_state(key)]
-        for key, number in void:
-            self._take_exchange_failure(key, error, number)
+        self._fail_states(WorkerLostError("whoever was to have this worker's state has to join anew"), MAX_COUNTER)
+
+    def _fail_states(self, error: GradServerError, before: int) -> None:
+        """Of transfers with a lower number than ``before`` nothing comes any more."""
+        with self._state:
+            here = [(key, shard.number) for shard in self._shards for key in shard.exchanges if is_state(key)]
+        for key, number in here:
+            if key.part < STATE_TAG + before:
+                self._take_exchange_failure(key, error, number)
+
+    def _take_from_another(self, transfer: Transfer) -> None:
+        """This joiner is to take the state of ``transfer``: who was to send one before cannot, and nobody says more."""
+        self._fail_states(WorkerLostError(_NOT_SENT), transfer.number)
 
     def _not_yet(self, what: str) -> UsageError:
         if self.stage is Stage.JOINING:
