@@ -70,6 +70,19 @@ def listed(check: Callable[[Any], T], most: int) -> Callable[[Any], tuple[T, ...
     return check_all
 
 
+def numbers(low: float, high: float, most: int) -> Callable[[Any], tuple[float, ...]]:
+    """A check of lists of floating numbers, as `listed` and `number` together, in a fraction of the time."""
+    each = listed(number(low, high), most)
+
+    def check(value: Any) -> tuple[float, ...]:
+        if type(value) is not list or not 0 < len(value) <= most or set(map(type, value)) != {float}:
+            return each(value)
+        total = sum(value)  # NaN, if one of them is
+        return tuple(value) if low <= min(value) and max(value) <= high and total == total else each(value)
+
+    return check
+
+
 def optional(check: Callable[[Any], T]) -> Callable[[Any], T | None]:
     """The check of what may be left out."""
     return lambda value: None if value is None else check(value)

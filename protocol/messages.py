@@ -312,7 +312,8 @@ class Result(NamedTuple):
     Without data (``present``) the result is zeros, or none was called for. If it is ``placed``, it lies in
     shared memory where the Push said (at its target, if it named one); else it is the payload. In elastic groups some
     of the seats that were there when the exchange began may be ``without`` a part in these slices: cut off, or late.
-    Who listens is sent results of buckets that it has not pushed, always as payloads.
+    Who listens is sent results of buckets that it has not pushed, always as payloads. In durable groups a bucket's
+    result names the ``weights`` of those who counted, by seat; 0 for who did not.
     """
 
     key: ExchangeKey
@@ -322,6 +323,7 @@ class Result(NamedTuple):
     slices: int = 1
     placed: bool = False
     without: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

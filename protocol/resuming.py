@@ -8,7 +8,8 @@ somebody has are handed on, the others are made again from the same contribution
 What a member keeps
 ───────────────────
 - of a bucket's slice: what it gives, until its result is there (in shared memory the result goes to `Push.target`);
-  the result, as it came, until the same slice of the next round is answered, or another plan is agreed on;
+  the result, as it came, until the same slice of the next round is answered, or another plan is agreed on. With it, who
+  counted there (``Result.weights``): who has gone since then is known from nothing else;
 - of collectives and transfers: what it gives, until its result is there; results, for as long as the slices of its
   collectives (of its transfers) that were answered later cost no more than its credit and one slice. Who lacks an
   earlier one cannot have contributed to these. A broadcast's root and a transfer's source keep a copy of what they
@@ -59,6 +60,8 @@ Guarantees
 ──────────
 - Between Resumed and Standing no Result comes but what is said above, and each slice once at most. A Result for a slice
   that the member has answered already is an error of the coordinator's.
+- Results of a bucket's slices come in their order, always. So what anybody holds of an open bucket is a prefix, and so
+  is what anybody who has departed counted for.
 - A member that pushes before Standing is not heard: what it says is dropped.
 - Of a collective or transfer that is not done at a member, slices that were answered without bytes while others get
   some, and of which it keeps no copy (others' chunks), are LACKING, and are given again; of one that is done there they
@@ -75,7 +78,7 @@ Guarantees
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
@@ -83,7 +86,7 @@ from typing import Final, NamedTuple
 from protocol.buffer import Buffer
 from protocol.errors import LimitExceededError, MalformedMessageError
 from protocol.exchange import ExchangeKey, Stream
-from protocol.limits import MAX_COUNTER, MAX_FRAME_BYTES, MAX_WORLD_SIZE
+from protocol.limits import MAX_COUNTER, MAX_FRAME_BYTES, MAX_WEIGHT, MAX_WORLD_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,12 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What this member holds; the payload is a list of `Span`.
+    """What this member holds; the payload is a list of `Span`, little-endian.
+
+        how many columns of weights: u16
+        each of them                 how many seats: u16, and the weight of each: f64
+        each span                    state: u8, column (0: none, 1: the first, …): u16,
+                                     stream: u8, number, part: u64, source, target: i16, first, stop: u32
 
     Attributes:
         version: that of the Resumed.
@@ -148,7 +156,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A result that this member holds, as it came: ``weight`` and ``without`` are those of the Result.
+    """A result that this member holds, as it came: ``weight``, ``without`` and ``weights`` are those of the Result.
 
     The payload is the result, if it is ``present``; zeros need none.
     """
@@ -159,6 +167,7 @@ class Held:
     weight: float
     present: bool
     without: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,37 +192,91 @@ class State(IntEnum):
 
 
 class Span(NamedTuple):
-    """Slices ``first`` up to ``stop`` of an exchange. Those of an exchange do not overlap."""
+    """Slices ``first`` up to ``stop`` of an exchange. Those of an exchange do not overlap.
+
+    ``weights`` are those of the slices' Results, if these are held: who counted, by seat.
+    """
 
     state: State
     key: ExchangeKey
     first: int
     stop: int
+    weights: tuple[float, ...] = ()
 
 
 MAX_OVER: Final = 256
 """Collectives and transfers that a Holding names as `State.OVER` or `State.FAILED`."""
-_SPAN: Final = struct.Struct("<BBQQhhII")
-MAX_SPANS_BYTES: Final = MAX_FRAME_BYTES // _SPAN.size * _SPAN.size
+MAX_COLUMNS: Final = 256
+"""Different ``weights`` that a Holding tells. Of slices with others it says nothing: there is one weight for each seat
+and round, so there are as many as somebody departed from what is open, unless buckets are weighed differently."""
+MAX_SPANS_BYTES: Final = MAX_FRAME_BYTES
 """How much a Holding can say."""
+_SHORT: Final = struct.Struct("<H")
+_SPAN: Final = struct.Struct("<BHBQQhhII")
 _LAST_STREAM: Final = int(max(Stream))
 
 
 def pack_spans(spans: Iterable[Span]) -> bytes:
     """The payload of a Holding."""
-    return b"".join(_SPAN.pack(state, *key, first, stop) for state, key, first, stop in spans)
+    columns: dict[tuple[float, ...], int] = {(): 0}
+    packed: list[bytes] = []
+    for state, key, first, stop, weights in spans:
+        if weights not in columns and len(columns) <= MAX_COLUMNS:
+            columns[weights] = len(columns)
+        packed.append(_SPAN.pack(state, columns.get(weights, 0), *key, first, stop))
+    told = [_SHORT.pack(len(weights)) + struct.pack(f"<{len(weights)}d", *weights) for weights in columns if weights]
+    return b"".join((_SHORT.pack(len(told)), *told, *packed))
 
 
 def unpack_spans(data: Buffer) -> list[Span]:
     """What a Holding says; a ProtocolError says why it says nothing."""
     if len(data) > MAX_SPANS_BYTES:
         raise LimitExceededError(f"{len(data)} bytes of what a member holds, the limit is {MAX_SPANS_BYTES}")
-    if len(data) % _SPAN.size:
-        raise MalformedMessageError(f"{len(data)} bytes of what a member holds, no multiple of {_SPAN.size}")
-    return [_span(*values) for values in _SPAN.iter_unpack(data)]
+    columns, at = _unpack_columns(data)
+    if (len(data) - at) % _SPAN.size:
+        raise MalformedMessageError(
+            f"{len(data) - at} bytes of slices that a member holds, expected a multiple of {_SPAN.size}"
+        )
+    return [_span(columns, *values) for values in _SPAN.iter_unpack(memoryview(data)[at:])]
 
 
-def _span(state: int, stream: int, number: int, part: int, source: int, target: int, first: int, stop: int) -> Span:
+def _unpack_columns(data: Buffer) -> tuple[list[tuple[float, ...]], int]:
+    """The table of weights in front of the spans, and where it ends. The first column is the empty one."""
+    columns: list[tuple[float, ...]] = [()]
+    count, at = _short(data, 0, MAX_COLUMNS, "columns of weights")
+    for _ in range(count):
+        size, at = _short(data, at, MAX_WORLD_SIZE, "weights in a column")
+        if len(data) - at < 8 * size:
+            raise MalformedMessageError(f"{len(data) - at} bytes of what a member holds, where {size} weights begin")
+        columns.append(struct.unpack_from(f"<{size}d", data, at))
+        if not all(0.0 <= weight <= MAX_WEIGHT for weight in columns[-1]):
+            raise MalformedMessageError(f"a column of weights, of which one is not between 0 and {MAX_WEIGHT:g}")
+        at += 8 * size
+    return columns, at
+
+
+def _short(data: Buffer, at: int, most: int, what: str) -> tuple[int, int]:
+    """How many of something follow, and where."""
+    if len(data) - at < _SHORT.size:
+        raise MalformedMessageError(f"what a member holds ends where the number of {what} was expected")
+    (count,) = _SHORT.unpack_from(data, at)
+    if count > most:
+        raise LimitExceededError(f"{count} {what} in what a member holds, the limit is {most}")
+    return count, at + _SHORT.size
+
+
+def _span(
+    columns: Sequence[tuple[float, ...]],
+    state: int,
+    column: int,
+    stream: int,
+    number: int,
+    part: int,
+    source: int,
+    target: int,
+    first: int,
+    stop: int,
+) -> Span:
     if (
         state > State.FAILED
         or stream > _LAST_STREAM
@@ -223,4 +286,7 @@ def _span(state: int, stream: int, number: int, part: int, source: int, target: 
     ):
         what = (stream, number, part, source, target)
         raise MalformedMessageError(f"no member holds slices {first} to {stop} of {what} in the state {state}")
-    return Span(State(state), ExchangeKey(stream, number, part, source, target), first, stop)
+    if column >= len(columns) or (column and (state != State.HELD or stream != Stream.BUCKET)):
+        which = f"column {column} of {len(columns) - 1}"
+        raise MalformedMessageError(f"slices in the state {state} of stream {stream} with weights from {which}")
+    return Span(State(state), ExchangeKey(stream, number, part, source, target), first, stop, columns[column])

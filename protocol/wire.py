@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgpack
 
 from protocol.buffer import Buffer
-from protocol.checks import brief, facts, flag, integer, listed, number, optional, text
+from protocol.checks import brief, facts, flag, integer, listed, number, numbers, optional, text
 from protocol.codecs import codec_from
 from protocol.dtypes import BY_CODE
 from protocol.errors import (
@@ -113,6 +113,7 @@ _rate = number(0.0, MAX_RATE)
 _rates = listed(_rate, MAX_SHARDS)
 _total = number(0.0, _MAX_TOTAL)
 _weight = number(0.0, MAX_WEIGHT)
+_weights = numbers(0.0, MAX_WEIGHT, MAX_WORLD_SIZE)
 _data = text(MAX_NAME_BYTES)
 _seed = integer(0, MAX_SEED)
 
@@ -174,7 +175,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Propose, (_text, _counter), 1, 1, MAX_FRAME_BYTES),
     (Agreed, (_text, _counter), 0, 0, 0),
     (Push, (_key, _counter, _weight, flag, _operation, _slices, _place, _counter, _place), 0, 1, SLICE_BYTES),
-    (Result, (_key, _counter, _total, flag, _slices, flag, _seats), 0, 1, SLICE_BYTES),
+    (Result, (_key, _counter, _total, flag, _slices, flag, _seats, _weights), 0, 1, SLICE_BYTES),
     (Inquire, (_key,), 0, 0, 0),
     (Missing, (_key, _texts), 0, 0, 0),
     (Leave, (_text, flag), 0, 0, 0),
@@ -195,7 +196,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Resumed, (_counter, _counter, listed(_text, MAX_SHARDS)), 0, 0, 0),
     (Holding, (_counter, _counter, _weight), 1, 1, MAX_SPANS_BYTES),
     (Fetch, (_counter, _key, _counter), 0, 0, 0),
-    (Held, (_counter, _key, _counter, _total, flag, _seats), 0, 1, SLICE_BYTES),
+    (Held, (_counter, _key, _counter, _total, flag, _seats, _weights), 0, 1, SLICE_BYTES),
     (Standing, (_counter, _counter), 0, 0, 0),
     (Taken, (_counter,), 0, 0, 0),
     (Register, (_data, _numel, _seed, flag, _seed, _counter), 1, 1, MAX_RANGES_BYTES),
@@ -211,8 +212,8 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (BePresent, (text(MAX_TOKEN), number(0.0, MAX_TIMEOUT)), 0, 0, 0),
     (Present, (text(MAX_TOKEN),), 0, 0, 0),
 )
-_SHORTER: Final = {Push: (5, 7, 8), Result: (4, 6)}
-"""With so many fields they come too: what is behind concerns shared memory, and memberships that change."""
+_SHORTER: Final = {Push: (5, 7, 8), Result: (4, 6, 7)}
+"""With so many fields they come too: what is behind concerns shared memory, and groups that are elastic or durable."""
 _CODE_OF: Final = {row[0]: code for code, row in enumerate(_TYPES)}
 _PUSH_CODE: Final = bytes([_CODE_OF[Push]])
 
@@ -236,11 +237,8 @@ def encode(message: Message) -> bytes:
         elif message.place is not None or message.slices != 1:
             values = (*values, message.slices, message.place)
     elif isinstance(message, Result):
-        values = (message.key, message.slice, message.weight, message.present)
-        if message.without:
-            values = (*values, message.slices, message.placed, message.without)
-        elif message.placed or message.slices != 1:
-            values = (*values, message.slices, message.placed)
+        shared = message.placed or message.slices != 1
+        values = message[: 8 if message.weights else 7 if message.without else 6 if shared else 4]
     else:
         values = tuple(getattr(message, name) for name in message.__slots__)
     header: bytes = _PREFIX + _packb((_CODE_OF[type(message)], *values))
@@ -335,15 +333,17 @@ def _quick_push(values: list[Any]) -> Push | None:
 
 
 def _quick_result(values: list[Any]) -> Result | None:
-    if len(values) != 4:
+    if len(values) != 4 and (len(values) != 8 or values[4:7] != [1, False, []]):
         return None
-    key, index, weight, present = values
+    key, index, weight, present = values[:4]
     exchange = _quick_key(key)
     if exchange is None or not (
         type(index) is int and 0 <= index <= MAX_COUNTER and type(weight) is float and 0.0 <= weight <= _MAX_TOTAL
     ):
         return None
-    return Result(exchange, index, weight, present) if type(present) is bool else None
+    if type(present) is not bool or (len(values) == 8 and (type(values[4]) is not int or values[5] is not False)):
+        return None
+    return Result(exchange, index, weight, present, 1, False, (), _weights(values[7]) if len(values) == 8 else ())
 
 
 def _quick_key(value: Any) -> ExchangeKey | None:

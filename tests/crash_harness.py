@@ -2,27 +2,30 @@
 
 `Durable` is a `Member` that does what `protocol.resuming` asks of one: it keeps what it gives, and results. `Crashing`
 runs a program with them; each message to a member waits in its connection until it is read, so whatever breaks takes
-any suffix of them along. A coordinator that is lost leaves its records, and the next one begins with these.
+any suffix of them along. A coordinator that is lost leaves its records, and the next one begins with these. What they
+say of who counted in a round must be how members' results came about.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from gradserver.engine import Engine
 from gradserver.engine.events import Close, Command, Disconnected, Event, Record, Reduce, Restored, Send
 from gradserver.engine.policy import Policy
-from gradserver.engine.records import Books, Dated, Kind as RecordKind, Round, Start
+from gradserver.engine.records import Books, Dated, Kind as RecordKind, Round, RoundRecord, Start
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError
-from protocol.exchange import Kind, Stream
+from protocol.exchange import ExchangeKey, Kind, Operation, Stream
 from protocol.messages import Failure, Message, Push, Result, Scope, Welcome
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
-from tests.elastic_harness import Cluster, Giver, Member, Step
-from tests.engine_harness import SEATS, Harness, Outcome, Task, bucket, plan_of
+from tests.elastic_harness import Cluster, Giver, Member, Step, contribution
+from tests.engine_harness import SEATS, Array, Harness, Outcome, Task, bucket, plan_of
 
 POLICY = Policy(1, 8)
 
@@ -96,8 +99,8 @@ class Durable(Member):
     standing: bool = True
     holding: bool = False
     """Whether it is due to say what it holds."""
-    kept: dict[tuple[int, int], tuple[int, Outcome]] = field(default_factory=dict)
-    """Of buckets, by part and slice: round and result."""
+    kept: dict[tuple[int, int], tuple[int, Outcome, tuple[float, ...]]] = field(default_factory=dict)
+    """Of buckets, by part and slice: round, result, and who counted."""
     fresh: set[int] = field(default_factory=set)
     """Tasks of which nothing was said since Standing."""
     failure: GradServerError | None = None
@@ -131,9 +134,9 @@ class Durable(Member):
             case Fetch(version, key, index):
                 assert version == self.version
                 assert not self.holding
-                weight, kept = self.result(key, index)
+                (weight, kept), weights = self.result(key, index)
                 assert isinstance(self.cluster, Crashing)
-                self.cluster.say(self, Held(version, key, index, weight, kept is not None), kept)
+                self.cluster.say(self, Held(version, key, index, weight, kept is not None, weights=weights), kept)
                 return
             case Result(key, index, weight):
                 (task,) = [task for task in self.tasks if task.key == key]
@@ -143,7 +146,8 @@ class Durable(Member):
                 assert task.error is None, "a result after the failure"
                 task.answers[index] = weight, payload if self.gets(task) else None
                 if key.stream == Stream.BUCKET:
-                    self.kept[key.part, index] = key.number, (weight, payload)
+                    assert sum(message.weights) == weight
+                    self.kept[key.part, index] = key.number, (weight, payload), message.weights
             case Failure(scope=Scope.CONNECTION):
                 self.failure = message.exception()
                 return
@@ -157,22 +161,22 @@ class Durable(Member):
         source = task.key.source if kind is Kind.TRANSFER else task.operation.root
         return kind not in (Kind.BROADCAST, Kind.TRANSFER) or self.seat != source
 
-    def result(self, key: object, index: int) -> Outcome:
-        """What it keeps."""
+    def result(self, key: object, index: int) -> tuple[Outcome, tuple[float, ...]]:
+        """What it keeps, and who counted."""
         for task in self.history:
             if task.key == key and task.key.stream != Stream.BUCKET and index in task.answers:
                 weight, payload = task.answers[index]
-                return weight, payload if self.gets(task) else Cluster.part(task, index).tobytes()
-        for (part, slice_), (number, outcome) in self.kept.items():
+                return (weight, payload if self.gets(task) else Cluster.part(task, index).tobytes()), ()
+        for (part, slice_), (number, outcome, weights) in self.kept.items():
             if bucket(number, part) == key and slice_ == index:
-                return outcome
+                return outcome, weights
         raise AssertionError((self.seat, key, index))
 
     def spans(self) -> Iterator[Span]:
         """What it holds, slice by slice."""
-        for (part, index), (number, _) in self.kept.items():
+        for (part, index), (number, _, weights) in self.kept.items():
             if number >= self.round - 1:
-                yield Span(State.HELD, bucket(number, part), index, index + 1)
+                yield Span(State.HELD, bucket(number, part), index, index + 1, weights)
         for task in self.history:
             if task.key.stream == Stream.BUCKET:
                 continue
@@ -205,7 +209,7 @@ class Crashing(Cluster):
         fuses: Sequence[int],
         give: Giver | None = None,
     ) -> None:
-        super().__init__(world, buckets, program, seed, give)
+        super().__init__(world, buckets, program, seed, give or partial(steady, seed))
         self.harness: Fused = Fused({"default": POLICY}, lazy=True)
         self.harness.check = self.check
         for rank in range(world):
@@ -371,3 +375,36 @@ class Crashing(Cluster):
     def rounds(self) -> list[int]:
         """Rounds as they were written down."""
         return [record.record.round for record in self.harness.records if isinstance(record, Round)]
+
+    def check_records(self) -> None:
+        """Results that members hold are the means of those who counted, as the ledger has it.
+
+        Of a round that was done again, since nobody had all results of it any more, it is the last record that counts.
+        """
+        records = {one.record.round: one.record for one in self.harness.records if isinstance(one, Round)}
+        for member in self.members.values():
+            for task in member.history:
+                if task.key.stream == Stream.BUCKET:
+                    for index, outcome in task.answers.items():
+                        counted = self.told(records[task.key.number], task, index)
+                        assert outcome == self.outcome(counted, index, task.operation), (task.key, index)
+
+    def told(self, record: RoundRecord, task: Task, index: int) -> dict[int, Task]:
+        """Who counted in a slice of a bucket, as the ledger has it: whoever was cut, in a prefix of the slices only."""
+        pushed = self.pushed[task.key, index]
+        departed = {seat for seat, _, _ in record.cut}
+        slices = {(seat, part): count for seat, part, count in record.cut}
+        found = {}
+        for seat, weight in enumerate(record.weights):
+            if weight and (seat not in departed or index < slices.get((seat, task.key.part), 0)):
+                assert pushed[seat].weight == weight
+                found[seat] = pushed[seat]
+        return found
+
+
+def steady(salt: int, seat: int, key: ExchangeKey, operation: Operation, attempt: int) -> tuple[float, Array | None]:
+    """As `contribution`; and to all buckets of a round with one weight, which is what is written down."""
+    weight, values = contribution(salt, seat, key, operation, attempt)
+    if key.stream == Stream.BUCKET:
+        weight = random.Random(f"{salt} {seat} {key.number}").choice([0.0, 0.5, 1.0, 1.0, 3.25])
+    return weight, values

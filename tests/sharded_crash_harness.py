@@ -49,7 +49,7 @@ from protocol.messages import (
 )
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from protocol.shards import Share, Table
-from tests.crash_harness import CrashError, Crashing, Durable, Fused
+from tests.crash_harness import CrashError, Crashing, Durable, Fused, steady
 from tests.elastic_harness import Step
 from tests.engine_harness import TIMEOUT, Task, plan_of, reference
 
@@ -250,15 +250,17 @@ class Spread(Durable):
                 for task in self.tasks:
                     self.spread.pointers.pop((id(task), place), None)
             case Fetch(version, key, index):
-                weight, kept = self.result(key, index)
-                self.spread.say_to(self, place, Held(version, key, index, weight, kept is not None), kept)
+                (weight, kept), weights = self.result(key, index)
+                held = Held(version, key, index, weight, kept is not None, weights=weights)
+                self.spread.say_to(self, place, held, kept)
             case Result(key, index, weight):
                 (task,) = [task for task in self.tasks if task.key == key]
                 assert self.spread.share(task).shard_of(index) == place
                 assert index not in task.answers, "a second result for one slice"
                 task.answers[index] = weight, payload if self.gets(task) else None
                 if key.stream == Stream.BUCKET:
-                    self.kept[key.part, index] = key.number, (weight, payload)
+                    assert sum(message.weights) == weight
+                    self.kept[key.part, index] = key.number, (weight, payload), message.weights
                 self.go_on()
             case RoundDone(number, epoch):
                 if number == self.round - 1:
@@ -297,7 +299,7 @@ class Sharded(Crashing):
     def __init__(
         self, world: int, buckets: Sequence[int], program: Sequence[Step], seed: int, rates: tuple[float, ...]
     ) -> None:
-        super(Crashing, self).__init__(0, buckets, program, seed)
+        super(Crashing, self).__init__(0, buckets, program, seed, partial(steady, seed))
         self.harness: Processes = Processes({"default": Policy(1, 8)}, lazy=True, rates=rates)
         self.harness.check = self.check
         self.rates, self.plan = rates, plan_of(*buckets)

@@ -108,6 +108,7 @@ def nothing_was_lost(cluster: Crashing, world: int) -> None:
     written = cluster.rounds()
     assert sorted(set(written)) == list(range(sum(step.kind is None for step in cluster.program)))
     assert written == sorted(written)
+    cluster.check_records()
 
 
 @given(worlds, sizes, rounds, fuses, seeds, happenings, st.lists(st.integers(-1, 3), max_size=4))
@@ -141,6 +142,7 @@ def those_left_agree(cluster: Crashing) -> None:
     assert sorted(set(cluster.rounds())) == list(range(count))
     for member in cluster.gone.values():
         assert member.failure is None or isinstance(member.failure, LeftOutError)
+    cluster.check_records()
 
 
 @given(worlds, sizes, programs, fuses, seeds, happenings, st.lists(st.integers(-1, 3), max_size=4))
@@ -163,6 +165,7 @@ def test_collectives_end_the_same_for_all_or_say_why_not(
     for member in cluster.members.values():
         for task in member.history:
             assert task.error is None or isinstance(task.error, _MAY_FAIL)
+    cluster.check_records()
 
 
 @given(worlds, sizes, rounds, seeds, st.dictionaries(st.integers(0, 80), seats, max_size=6), st.booleans())

@@ -6,8 +6,8 @@ from copy import deepcopy
 
 import pytest
 
-from gradserver.engine.events import Log
-from gradserver.engine.records import Boundary, Dated, Epoch, Halt
+from gradserver.engine.events import Disconnected, Log
+from gradserver.engine.records import Boundary, Dated, Epoch, Halt, Round, RoundRecord
 from protocol.errors import GradServerError, JoinRefusedError, LeftOutError, NonFiniteError, ProtocolError
 from protocol.limits import MAX_COUNTER
 from protocol.messages import Agreed, Failure, Membership, Propose, Push, Result, RoundDone, Welcome
@@ -17,7 +17,7 @@ from protocol.presence import presence_of
 from protocol.ranges import pack
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests.crash_harness import POLICY, Fused
-from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, floats, plan_of
+from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, floats, plan_of, small_slices
 
 PLAN = plan_of(4, 4)
 BACK = SEATS + 50
@@ -56,8 +56,8 @@ class Group:
         return str(self.harness.group()["state"])
 
 
-def held(number: int, part: int) -> Span:
-    return Span(State.HELD, bucket(number, part), 0, 1)
+def held(number: int, part: int, weights: tuple[float, ...] = ()) -> Span:
+    return Span(State.HELD, bucket(number, part), 0, 1, weights)
 
 
 def test_a_member_that_comes_back_is_known_by_its_token_alone() -> None:
@@ -199,6 +199,112 @@ def test_what_some_hold_and_others_lack_is_handed_on_before_anybody_goes_on() ->
     assert group.told(0) == [Standing(2, 3)]
 
 
+def test_what_is_handed_on_comes_in_order_so_that_what_anybody_holds_is_a_prefix() -> None:
+    with small_slices(16):
+        group = Group(3, plan_of(12))
+        group.harness.restart()
+        for rank in range(3):
+            group.resume(rank)
+        both = Span(State.HELD, bucket(3), 0, 3, (2.5, 0.0, 1.0))
+        group.hold(0, 3, both)
+        group.hold(1, 3, both)
+        group.hold(2, 3)
+        group.told(2)
+
+        last, middle, first = (Held(2, bucket(3), index, 3.5, True, (7,), both.weights) for index in (2, 1, 0))
+        group.harness.receive(BACK, last, ONE)
+        group.harness.receive(BACK + 1, middle, ONE)
+        assert group.told(2) == []
+        group.harness.receive(BACK, first, ONE)
+
+        results = [Result(bucket(3), index, 3.5, True, without=(7,), weights=both.weights) for index in range(3)]
+        assert group.told(2) == [*results, Standing(2, 3), RoundDone(3, 1)]
+
+
+def test_results_are_told_in_the_order_of_slices_in_whatever_order_they_are_made() -> None:
+    with small_slices(16):
+        group = Group(2, plan_of(12))
+        for index in range(3):
+            for rank in (0, 1):
+                group.harness.push(rank, bucket(0), ONE, index=index, weight=1.0 + rank)
+        first, second, third = group.harness.reduces
+
+        group.harness.answer(third)
+        group.harness.answer(second)
+        assert group.harness.silent(0, 1)
+        group.harness.answer(first)
+
+        told = [message for message, _ in group.harness.sent(0) if isinstance(message, Result)]
+        assert told == [Result(bucket(0), index, 3.0, True, weights=(1.0, 2.0)) for index in range(3)]
+
+
+def rounds(group: Group) -> list[RoundRecord]:
+    """What is written down."""
+    return [record.record for record in group.harness.records if isinstance(record, Round)]
+
+
+def test_who_counted_and_has_died_with_the_coordinator_stands_in_the_record() -> None:
+    group = Group(3, plan_of(4))
+    group.harness.restart()
+    for rank in (0, 1):
+        group.resume(rank)
+        group.hold(rank, 0, held(0, 0, (1.0, 0.5, 2.0)))
+
+    group.harness.wait(POLICY.missing)
+
+    (record,) = rounds(group)
+    assert (record.weights, record.cut) == ((1.0, 0.5, 2.0), ((2, 0, 1),))
+
+
+def test_who_counted_in_a_seat_that_the_coordinator_does_not_know_stands_in_the_record() -> None:
+    group = Group(2, plan_of(4))
+    group.harness.restart()
+    for rank in (0, 1):
+        group.resume(rank)
+        group.hold(rank, 0, held(0, 0, (1.0, 0.0, 0.0, 2.0)))
+
+    (record,) = rounds(group)
+    assert (record.weights, record.cut) == ((1.0, 0.0, 0.0, 2.0), ((3, 0, 1),))
+    assert len(record.arrivals) == 4
+
+
+def test_settled_slices_and_those_that_are_made_anew_add_up() -> None:
+    """Slices 0 and 1 of three are settled, with w2, who is dead; w1 dies before it gives anything anew."""
+    with small_slices(16):
+        group = Group(3, plan_of(12, 4))
+        group.harness.restart()
+        weights = (1.0, 0.5, 2.0)
+        for rank in (0, 1):
+            group.resume(rank)
+            group.hold(rank, 0, Span(State.HELD, bucket(0), 0, 2, weights), held(0, 1, weights))
+        group.harness.wait(POLICY.missing)
+        assert Standing(2, 0) in group.told(0)
+
+        group.harness.receive(BACK, Push(bucket(0), 2, 1.0, True), ONE)
+        group.harness.feed(Disconnected(BACK + 1, "it died", ended=True))
+        group.harness.answer(group.harness.reduces.pop())
+
+        (record,) = rounds(group)
+        assert record.weights == weights
+        assert record.cut == ((1, 0, 2), (1, 1, 1), (2, 0, 2), (2, 1, 1))
+
+
+def test_a_round_that_was_made_again_without_somebody_is_written_down_again() -> None:
+    group = Group(3, plan_of(4))
+    for rank in range(3):
+        group.harness.push(rank, bucket(0), ONE)
+    group.harness.answer(group.harness.reduces[0])
+    assert [record.weights for record in rounds(group)] == [(1.0, 1.0, 1.0)]
+    for _ in range(2):
+        group.harness.restart()
+        for rank in (0, 1):
+            group.resume(rank)
+            group.hold(rank, 0, held(0, 0, (1.0, 1.0)))
+        group.harness.wait(POLICY.missing)
+
+    assert [record.weights for record in rounds(group)] == [(1.0, 1.0, 1.0), (1.0, 1.0, 0.0)]
+
+
 def test_whoever_has_not_heard_that_a_round_is_over_hears_it_then() -> None:
     group = Group()
     group.harness.restart()
@@ -221,7 +327,7 @@ def test_a_round_that_was_written_down_and_not_told_is_over_with_the_membership_
     group.harness.restart()
     for rank in (0, 1):
         group.resume(rank)
-        group.hold(rank, 0, held(0, 0))
+        group.hold(rank, 0, held(0, 0, (1.0, 1.0, 1.0)))
     group.harness.wait(POLICY.missing)
     assert RoundDone(0, 4) in group.told(0)
     assert group.harness.records[-1] == Boundary("default", 0, 4)

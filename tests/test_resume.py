@@ -78,9 +78,12 @@ class Scene:
             found += self.now.payloads
         return found
 
-    def answer(self, key: ExchangeKey, index: int, value: float, length: int = NUMEL) -> bytes:
+    def answer(
+        self, key: ExchangeKey, index: int, value: float, length: int = NUMEL, weights: tuple[float, ...] = (1.0,)
+    ) -> bytes:
         payload = np.full(length, value, np.float32).tobytes()
-        self.now.say(Result(key, index, 1.0, True), [payload])
+        counted = weights if key.stream == Stream.BUCKET else ()
+        self.now.say(Result(key, index, 1.0, True, weights=counted), [payload])
         return payload
 
 
@@ -99,7 +102,7 @@ def test_what_was_not_answered_is_sent_again_and_what_was_is_not(scene: Scene) -
     asks, holding, spans = scene.again()
     assert asks == Resume("default", 0, TOKEN, 1, scene.plan.hash)
     assert (holding.version, holding.round, holding.weight) == (0, 0, 2.0)
-    assert spans == [Span(State.HELD, LONG, 0, 1)]
+    assert spans == [Span(State.HELD, LONG, 0, 1, (1.0,))]
     scene.answer(LONG, 2, 9.0)  # others had it
     scene.now.say(Standing(0, 0))
     assert scene.pushes((LONG, 1)) == given[1:2]
@@ -157,10 +160,24 @@ def test_results_are_kept_until_those_of_the_next_round_and_said_once_more(scene
 
     _, holding, spans = scene.again()
     assert holding.round == 1
-    assert spans == [Span(State.HELD, LONG, 0, 3), Span(State.HELD, key, 0, 1)]
+    assert spans == [Span(State.HELD, LONG, 0, 3, (1.0,)), Span(State.HELD, key, 0, 1, (1.0,))]
     scene.now.say(Fetch(0, LONG, 1))
-    assert scene.now.hear(Held) == Held(0, LONG, 1, 1.0, True)
+    assert scene.now.hear(Held) == Held(0, LONG, 1, 1.0, True, weights=(1.0,))
     assert scene.now.payloads == [last]
+
+
+def test_who_counted_is_said_of_each_slice(scene: Scene) -> None:
+    scene.worker.push(0, scene.data[0])
+    scene.pushes((LONG, 0), (LONG, 1), (LONG, 2))
+    scene.answer(LONG, 0, 7.0, weights=(1.0, 0.0, 2.0))
+    scene.answer(LONG, 1, 7.0, weights=(1.0,))
+    wait_until(lambda: scene.data[0][NUMEL] == 7.0, "two results have come")
+
+    _, _, spans = scene.again()
+
+    assert spans == [Span(State.HELD, LONG, 0, 1, (1.0, 0.0, 2.0)), Span(State.HELD, LONG, 1, 2, (1.0,))]
+    scene.now.say(Fetch(0, LONG, 0))
+    assert scene.now.hear(Held) == Held(0, LONG, 0, 1.0, True, weights=(1.0, 0.0, 2.0))
 
 
 def finish(scene: Scene, number: int, value: float) -> bytes:

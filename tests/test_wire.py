@@ -109,6 +109,9 @@ operations = st.builds(
 rates = st.lists(st.floats(0, MAX_RATE), max_size=MAX_SHARDS).map(tuple)
 short_lists = st.lists(st.text(max_size=20), max_size=5).map(tuple) | st.just(("worker",) * MAX_LIST)
 seats = st.lists(st.integers(0, MAX_WORLD_SIZE - 1), max_size=8).map(tuple)
+some_seats = st.just(()) | seats
+totals = st.floats(0, 1e33)
+columns = st.just(()) | st.lists(weights, max_size=8).map(tuple) | st.just((1.0,) * MAX_WORLD_SIZE)
 a_seat = st.integers(0, MAX_WORLD_SIZE - 1)
 transfers = st.lists(st.builds(Transfer, counters, a_seat, a_seat, st.booleans()), max_size=4).map(tuple)
 fields = st.dictionaries(
@@ -182,8 +185,8 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
             ),
             none,
         ),
-        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(True), just_one, st.just(False), seats), one),
-        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(False), just_one, st.just(False), seats), none),
+        (st.builds(Result, keys, counters, totals, st.just(True), just_one, st.just(False), some_seats, columns), one),
+        (st.builds(Result, keys, counters, totals, st.just(False), just_one, st.just(False), seats, columns), none),
         (
             st.builds(
                 Push, keys, counters, weights, st.booleans(), st.none() | operations, slices, places, epochs, nowhere
@@ -200,11 +203,11 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.builds(Resumed, counters, counters, st.lists(names, max_size=3).map(tuple)), none),
         (st.builds(Holding, counters, counters, weights), one),
         (st.builds(Fetch, counters, keys, counters), none),
-        (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(True), seats), one),
-        (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(False), seats), none),
+        (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(True), seats, columns), one),
+        (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(False), seats, columns), none),
         (st.builds(Standing, counters, counters), none),
-        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(True), slices, st.just(True), seats), none),
-        (st.builds(Result, keys, counters, st.floats(0, 1e33), st.just(False), slices, st.booleans(), seats), none),
+        (st.builds(Result, keys, counters, totals, st.just(True), slices, st.just(True), seats, columns), none),
+        (st.builds(Result, keys, counters, totals, st.just(False), slices, st.booleans(), some_seats, columns), none),
         (st.builds(Inquire, keys), none),
         (st.builds(Taken, counters), none),
         (st.builds(Missing, keys, short_lists), none),
@@ -259,6 +262,8 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Push(KEY, 0, 1.0, True, epoch=7), [b"x"]),
     (Result(KEY, 0, 4.0, True, 100, True), []),
     (Result(KEY, 0, 4.0, True, without=(1, 1023)), [b"x"]),
+    (Result(KEY, 0, 4.0, True, weights=(1.0, 0.0, 3.0)), [b"x"]),
+    (Result(KEY, 0, 4.0, True, 2, True, (1,), (1.0, 0.0, 3.0)), []),
     (Taken(1 << 40), []),
     (BePresent("ab" * 32, 1.65), []),
     (Present("ab" * 32), []),
@@ -276,7 +281,7 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Resumed(3, 7), []),
     (Holding(7, 211, 1.5), [b"spans"]),
     (Fetch(7, KEY, 3), []),
-    (Held(7, KEY, 3, 5.0, True, (2,)), [b"1234"]),
+    (Held(7, KEY, 3, 5.0, True, (2,), (1.5, 3.5)), [b"1234"]),
     (Held(7, KEY, 3, 0.0, False), []),
     (Standing(7, 211), []),
     (Register("data", 50_000, 2**64 - 1, True, 3, 12), [b""]),
@@ -300,6 +305,11 @@ def decodes_or_says_why(frames: Sequence[Buffer]) -> Message | None:
 
 def header(*values: object, version: int = PROTOCOL_VERSION) -> bytes:
     return b"GS" + bytes([version]) + bytes(msgpack.packb(values))
+
+
+def result_of(weights: object) -> bytes:
+    """A result in a durable group."""
+    return header(6, [0, 0, 0, -1, -1], 0, 1.0, True, 1, False, [], weights)
 
 
 # ── there and back ────────────────────────────────────────────────────────────────────────────────────
@@ -439,15 +449,25 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0, 0]), b""], "announces a payload without one, or has one"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0]), b""], "expected a place in shared memory"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 0, [0, 0])], "expected an integer from 1"),
-        ([header(6, [0, 0, 0], 0, 1.0, True, 1), b""], "Result has 7 fields, got 5"),
+        ([header(6, [0, 0, 0], 0, 1.0, True, 1), b""], "Result has 8 fields, got 5"),
+        ([result_of([1.0, math.nan]), b""], "expected a number from 0.0 to 1e.30, got nan"),
+        ([result_of([math.nan, 1.0]), b""], "expected a number from 0.0 to 1e.30, got nan"),
+        ([result_of([1.0, -1.0]), b""], "expected a number from 0.0 to 1e.30, got -1.0"),
+        ([result_of([math.inf]), b""], "expected a number from 0.0 to 1e.30, got inf"),
+        ([result_of([1.0, 1]), b""], "expected a number from 0.0 to 1e.30, got 1"),
+        ([result_of([1.0, True]), b""], "expected a number from 0.0 to 1e.30, got True"),
+        ([result_of([1.0] * 1025), b""], "not msgpack|expected a list of at most 1024 items, got list of length 1025"),
+        ([result_of(1.0), b""], "expected a list of at most 1024 items, got 1.0"),
+        ([header(6, [0, 0, 0, -1, -1], 0, 1.0, True, True, False, [], [1.0]), b""], "expected an integer from 1 to"),
+        ([header(6, [0, 0, 0, -1, -1], 0, 1.0, True, 1, 0, [], [1.0]), b""], "expected true or false, got 0"),
         ([header(6, [0, 0, 0], 0, 1.0, True), b"", b""], "Result with 2 payloads; 0 to 1 go with it"),
         ([header(3, "hash", 0)], "Propose with 0 payloads; 1 to 1"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None)], "announces a payload without one"),
         ([header(5, [0, 0, 0], 0, 1.0, False, None), b"1234"], "announces a payload without one"),
         ([header(6, [0, 0, 0], 0, 1.0, True)], "announces a payload without one"),
         ([header(5, [0, 0, 0], 0, 1.0, False, None, 1, None, 0, [0, 9])], "a place for its result, and none for what"),
-        ([header(27, 1, [0, 0, 0], 0, 1.0, True, [])], "a Held that announces a payload without one"),
-        ([header(27, 1, [0, 0, 0], 0, 1.0, False, []), b"1"], "a Held that announces a payload without one"),
+        ([header(27, 1, [0, 0, 0], 0, 1.0, True, [], [])], "a Held that announces a payload without one"),
+        ([header(27, 1, [0, 0, 0], 0, 1.0, False, [], []), b"1"], "a Held that announces a payload without one"),
         ([header(23, "g", 1024, "t", 0, "", False)], "expected an integer from 0 to 1023, got 1024"),
         ([header(25, 1, 2, 1.0)], "Holding with 0 payloads; 1 to 1 go with it"),
         ([header(6, [0, 0, 0], 0, 1.0, False), b"1234"], "announces a payload without one"),

@@ -108,12 +108,13 @@ class Retained:
         """All that is kept of what is ``shard``'s, and what is over there."""
         for slices in self._buckets.values():
             theirs = sorted(index for index, kept in slices.items() if kept.shard == shard)
-            yield from runs((State.HELD, slices[index].result.key, index) for index in theirs)
+            yield from runs(_held(slices[index].result, index) for index in theirs)
         for (_, whose), past in self._past.items():
             if whose == shard:
-                yield from runs(sorted((State.HELD, one.kept.result.key, one.kept.result.slice) for one in past))
+                yield from runs(sorted(_held(one.kept.result, one.kept.result.slice) for one in past))
         for (key, whose), over in self._over.items():
-            yield from runs((State.OVER, key, index) for index in sorted(over) if whose == shard)
+            if whose == shard:
+                yield from runs(Span(State.OVER, key, index, index + 1) for index in sorted(over))
         for key in self._failed:
             yield Span(State.FAILED, key, 0, 1)
 
@@ -123,15 +124,19 @@ def _keep_latest(found: dict[Any, Any]) -> None:
         del found[next(iter(found))]
 
 
-def runs(slices: Iterable[tuple[State, ExchangeKey, int]]) -> Iterator[Span]:
-    """Slices of exchanges, in order, as spans."""
+def _held(result: Result, index: int) -> Span:
+    return Span(State.HELD, result.key, index, index + 1, result.weights)
+
+
+def runs(slices: Iterable[Span]) -> Iterator[Span]:
+    """Slices of exchanges, in order, in spans as long as possible."""
     span: Span | None = None
-    for state, key, index in slices:
-        if span is not None and span[:2] == (state, key) and span.stop == index:
-            span = span._replace(stop=index + 1)
+    for one in slices:
+        if span is not None and span == one._replace(first=span.first, stop=span.stop) and span.stop == one.first:
+            span = span._replace(stop=one.stop)
             continue
         if span is not None:
             yield span
-        span = Span(state, key, index, index + 1)
+        span = one
     if span is not None:
         yield span

@@ -166,7 +166,8 @@ class Books:
         if kept is None:
             raise MalformedMessageError(f"a Fetch of slice {message.slice} of {tuple(message.key)}, which is not held")
         result, payload, _ = kept
-        held = Held(message.version, message.key, message.slice, result.weight, result.present, result.without)
+        what = message.version, message.key, message.slice
+        held = Held(*what, result.weight, result.present, result.without, result.weights)
         self._session._channel.send(held, (payload,) if payload is not None else (), shard)
 
     def _stands(self, message: Standing, shard: ShardTraffic) -> None:
@@ -305,4 +306,4 @@ class Books:
                 continue
             exchange.give_again(self._of_others(exchange))
             open_ones = (index for index in range(exchange.start, exchange.stop) if index not in exchange.answered)
-            yield from runs((State.LACKING, key, index) for index in open_ones)
+            yield from runs(Span(State.LACKING, key, index, index + 1) for index in open_ones)

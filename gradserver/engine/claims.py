@@ -14,7 +14,7 @@ a member departs                               what it held is for the others
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -108,9 +108,9 @@ def _claim(group: Group, seat: int, message: Claim, commands: list[Command]) -> 
     return Claimed(use.name, number, found, found < use.epoch or use.finished), ranges
 
 
-def completed(group: Group, record: RoundRecord, written: bool, commands: list[Command]) -> None:
-    """All shards are done with a round. ``written``: a coordinator that was lost had written that down."""
-    if written:
+def completed(group: Group, record: RoundRecord, adopted: bool, commands: list[Command]) -> None:
+    """All shards are done with a round. One that was ``adopted`` may be written down already, as it was done before."""
+    if adopted and _is_written(group, record):
         _told(group, record, commands)
         return
     group.unsettled.append(record)
@@ -149,7 +149,7 @@ def _settle(group: Group, commands: list[Command]) -> None:
 
 def _over(group: Group, record: RoundRecord, commands: list[Command]) -> None:
     weights = dict(enumerate(record.weights))
-    used_up = group.positions.commit(record.round, group.contributors, weights, _counted_partly(group, record))
+    used_up = group.positions.commit(record.round, group.contributors, weights, _partly(group, record))
     chronicle.completed(group, record, used_up, commands)
     _told(group, record, commands)
 
@@ -164,14 +164,24 @@ def _told(group: Group, record: RoundRecord, commands: list[Command]) -> None:
             _answer(group, seat, message, ranges, commands)
 
 
-def _counted_partly(group: Group, record: RoundRecord) -> set[int]:
-    """Who gave some slices of the round only."""
+def _is_written(group: Group, record: RoundRecord) -> bool:
+    """Whether those counted who are written down. Not if some results were lost, and made again without somebody."""
+    last = group.ledger[-1] if group.ledger else None
+    if last is None or last.round != record.round:
+        return False
+    weights = {seat: weight for seat, weight in enumerate(record.weights) if weight}
+    before = {seat: weight for seat, weight in enumerate(last.weights) if weight}
+    return weights == before and _partly(group, record) == _partly(group, last)
+
+
+def _partly(group: Group, record: RoundRecord) -> dict[int, set[tuple[int, int]]]:
+    """Who gave some slices of the round only: of which buckets how many."""
     if not record.cut or group.plan is None:
-        return set()
-    given: Counter[int] = Counter()
-    for seat, _, slices in record.cut:
-        given[seat] += slices
+        return {}
+    given: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for seat, part, slices in record.cut:
+        given[seat].add((part, slices))
     keys = (ExchangeKey(Stream.BUCKET, record.round, part) for part in range(len(group.plan.buckets)))
     shares = (group.table.share(key, group.plan.buckets[key.part].operation) for key in keys)
     whole = sum(share.layout.count for share in shares)
-    return {seat for seat, slices in given.items() if slices < whole}
+    return {seat: found for seat, found in given.items() if sum(slices for _, slices in found) < whole}

@@ -271,8 +271,7 @@ class Control:
                 group.made = group.made if adopted else max(group.made, record.round)
                 done = count_round(group, source, record) if group.shards else record
                 if done is not None:
-                    written = group.told[0] == done.round and group.made < done.round
-                    claims.completed(group, done, written, commands)
+                    claims.completed(group, done, group.made < done.round, commands)
                     orders = self._order_all(group, [], commands)
                     return orders + self._refuse_all(joining.hopeless(group), commands)
             case Halted(name, error, buckets_only):
@@ -410,7 +409,7 @@ class Control:
         opened = group.name, group.epoch, seats, self._credit, group.timeout
         backlog = BACKLOG_BYTES if group.policy is None else group.policy.backlog
         lateness = None if group.policy is None else group.policy.lateness
-        order = OpenGroup(*opened, rates, 0, tokens, elastic, self._digests, backlog, lateness)
+        order = OpenGroup(*opened, rates, 0, tokens, elastic, self._digests, backlog, lateness, bool(group.secret))
         chronicle.founded(group, commands)
         for shard, connection in enumerate(group.shards, 1):
             commands.append(Send(connection, Ordered(), (encode_order(replace(order, shard=shard)),)))

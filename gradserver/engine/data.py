@@ -308,6 +308,7 @@ class Data:
             exchange.settled = group.settled[key]
             exchange.complete = exchange.open_from(start)
             exchange.answered = len(exchange.settled)
+            exchange.before = group.settled_of(key)
         group.exchanges[key] = exchange
         if key.stream == Stream.BUCKET:
             hashed = group.hashing is not None and group.hashing.is_due(key.number)

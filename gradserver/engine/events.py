@@ -226,7 +226,8 @@ class OpenGroup:
     them. To a shard elsewhere workers come by themselves, and show ``tokens``, which are by rank too. An ``elastic``
     group goes on without those who depart; then what is called a rank here is a seat, and seats without a name are
     nobody's yet. With ``digests`` rounds are hashed for the ledger. Who listens may leave as many bytes unread as its
-    ``backlog``; ``lateness`` says when a round is closed without those who are late.
+    ``backlog``; ``lateness`` says when a round is closed without those who are late. A ``durable`` one survives its
+    coordinator, so members are told what that would have to know.
     """
 
     group: str
@@ -241,6 +242,7 @@ class OpenGroup:
     digests: bool = False
     backlog: int = BACKLOG_BYTES
     lateness: Lateness | None = None
+    durable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ WEIGHED = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER})
 """Contributions of weight 0 are left out, and absent ones are zeros."""
 
 _NOBODY: Final[Mapping[int, int]] = MappingProxyType({})
+_NOTHING: Final[Mapping[int, Any]] = MappingProxyType({})
 """One for all exchanges: of most there is nothing to say, and there may be many."""
 
 
@@ -98,7 +99,11 @@ class Exchange:
     """Those of them who are still there: what they gave in time counts, and its results are theirs."""
     settled: frozenset[int] = frozenset()
     """Slices that everybody has the result of, from before the group's books were opened."""
+    before: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
+    """In how many of these each counted."""
     reducing: dict[int, Piece] = field(default_factory=dict)
+    made: Mapping[int, tuple[Piece, Buffer | None]] = field(default_factory=lambda: _NOTHING)
+    """What was reduced before slices in front of it: their results go first, in a durable group."""
     answered: int = 0
     last: int = -1
     failure: GradServerError | None = None
@@ -200,11 +205,10 @@ class Exchange:
         self.spoiled = {**self.spoiled, rank: self.spoiled.get(rank, 0) + slices}
 
     def counted(self, rank: int) -> int:
-        """How many slices contributions of ``rank`` count for, once the exchange is done.
-
-        Of those that are settled it is not known, and taken for granted.
-        """
-        return self.cut.get(rank, self.stop) - self.start - self.spoiled.get(rank, 0)
+        """How many slices contributions of ``rank`` count for, once the exchange is done."""
+        stop = self.cut.get(rank, self.stop if rank in self.weights else self.start)
+        given = stop - self.start - sum(index < stop for index in self.settled)
+        return given + self.before.get(rank, 0) - self.spoiled.get(rank, 0)
 
     def _part(self, runs: deque[Run], start: int, stop: int) -> Run:
         run = runs[0]
@@ -227,7 +231,7 @@ class Exchange:
         """Every contribution that is here and not answered, with its rank."""
         for rank, runs in self.runs.items():
             yield from ((rank, run._replace(start=max(run.start, self.complete))) for run in runs)
-        for piece in self.reducing.values():
+        for piece in (*self.reducing.values(), *(piece for piece, _ in self.made.values())):
             yield from piece.given.items()
 
     def writes(self) -> bool:
@@ -383,6 +387,12 @@ class Group:
         shares = [self.share(key, bucket.operation) for key, bucket in zip(keys, plan.buckets, strict=True)]
         load = sum(layout.run_bytes(start, stop) for layout, start, stop in shares)
         self.hashing = Hashing.of(load * (self.world + 1), self.full_buckets * (self.world + 1))
+
+    def settled_of(self, key: ExchangeKey) -> dict[int, int]:
+        """In how many settled slices of a bucket each counted."""
+        current = self.rounds.get(key.number) if key.stream == Stream.BUCKET else None
+        counted = current.counted.items() if current is not None else ()
+        return {seat: slices for (seat, part), slices in counted if part == key.part}
 
     def participants(self, key: ExchangeKey) -> tuple[int, ...]:
         """Who has to contribute to an exchange that begins now, in rank order.

@@ -32,6 +32,7 @@ def fail(group: Group, exchange: Exchange, error: GradServerError, commands: lis
     for rank, run in exchange.unanswered():
         group.refund(exchange, rank, run)
     exchange.runs.clear()
+    exchange.made = {}
     if not exchange.writes():
         exchange.reducing.clear()
     if exchange.key.stream == Stream.BUCKET and group.buckets_halted is None:

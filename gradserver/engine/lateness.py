@@ -175,7 +175,7 @@ def note_what_counted(group: Group, number: int, current: Round, seat: int) -> N
         return
     for part in current.done:
         _, start, stop = group.share(ExchangeKey(Stream.BUCKET, number, part), group.plan.buckets[part].operation)
-        current.cut.setdefault((seat, part), stop - start)
+        current.cut.setdefault((seat, part), current.counted.get((seat, part), stop - start))
 
 
 def is_closed(group: Group, seat: int, key: ExchangeKey) -> bool:

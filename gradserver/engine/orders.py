@@ -76,9 +76,10 @@ _rates = listed(number(0.0, MAX_RATE), MAX_SHARDS)
 def encode_order(order: RemoteOrder) -> bytes:
     """``order`` as it goes to a data shard elsewhere, whose seats nobody has taken yet."""
     match order:
-        case OpenGroup(group, epoch, seats, credit, timeout, rates, shard, tokens, elastic, digests, backlog, late):
+        case OpenGroup(group, epoch, seats, credit, timeout, rates, shard, tokens, elastic, digests, backlog):
+            late = None if order.lateness is None else _pack_lateness(order.lateness)
             known = group, epoch, [seat.name for seat in seats], credit, timeout, rates, shard, tokens
-            return _pack("open", *known, elastic, digests, backlog, None if late is None else _pack_lateness(late))
+            return _pack("open", *known, elastic, digests, backlog, late, order.durable)
         case SetPlan(group, plan, first_round):
             return _pack("plan", group, plan.encoded, first_round)
         case Depart(group, rank, error, epoch, ended):
@@ -122,6 +123,7 @@ def decode_order(data: Buffer) -> RemoteOrder:
             bool(digests),
             unread,
             late,
+            bool(durable),
         ]:
             seats = tuple(Seat(-1, name) for name in _names(names))
             compared = _rates(rates)
@@ -130,7 +132,8 @@ def decode_order(data: Buffer) -> RemoteOrder:
             if not seats or len(shown) != len(seats) or place >= len(compared) or not any(compared):
                 raise MalformedMessageError("an order to open a group that does not fit together")
             known = _name(group), _count(epoch), seats, _count(credit), _seconds(timeout)
-            return OpenGroup(*known, compared, place, shown, elastic, digests, _count(unread), _lateness(late))
+            group_is = elastic, digests, _count(unread), _lateness(late), durable
+            return OpenGroup(*known, compared, place, shown, *group_is)
         case ["plan", group, bytes(plan), first_round]:
             return SetPlan(_name(group), decode_plan(plan), _count(first_round))
         case ["depart", group, rank, error, epoch, bool(ended)]:

@@ -28,8 +28,8 @@ Slices that are held are *settled*: members never push them, and nothing is redu
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Final, NamedTuple
@@ -37,28 +37,21 @@ from typing import Final, NamedTuple
 from gradserver.engine.closing import left_out
 from gradserver.engine.events import CaughtUp, Command, Recovered, Report, RoundCompleted, Send
 from gradserver.engine.exchanges import Group
-from gradserver.engine.rounds import Round
+from gradserver.engine.holders import Holder, Place, adopt, places, said, shares
 from protocol.buffer import Buffer
 from protocol.errors import (
     ConnectionLostError,
     GradServerError,
-    LimitExceededError,
     MembershipChangedError,
     SizeMismatchError,
     UnexpectedMessageError,
 )
 from protocol.exchange import ExchangeKey, Stream
-from protocol.limits import MAX_SLICES
 from protocol.messages import Failure, Result, Scope
-from protocol.resuming import Fetch, Held, Holding, Standing, State, unpack_spans
+from protocol.resuming import Fetch, Held, Holding, Standing, State
 
 _MAX_ASKED: Final = 16
 """Results that are on their way from who holds them: so many are in memory at most."""
-_MAX_LOOSE: Final = 16 * MAX_SLICES
-"""Slices of collectives and transfers that one member can speak of."""
-
-Place = tuple[ExchangeKey, int]
-"""An exchange, and a slice of it."""
 
 
 class Stage(Enum):
@@ -68,25 +61,6 @@ class Stage(Enum):
     PREVIOUS = auto()
     TOLD = auto()
     PRESENT = auto()
-
-
-@dataclass(slots=True)
-class Holder:
-    """What one member has said."""
-
-    round: int
-    weight: float
-    slices: dict[State, dict[ExchangeKey, set[int]]]
-
-    def has(self, state: State, place: Place) -> bool:
-        """Whether it has a slice in this state."""
-        return place[1] in self.slices[state].get(place[0], ())
-
-    def take(self, place: Place) -> None:
-        """It is being sent the result of a slice."""
-        key, index = place
-        self.slices[State.HELD][key].add(index)
-        self.slices[State.LACKING].get(key, set()).discard(index)
 
 
 class Wanted(NamedTuple):
@@ -112,12 +86,15 @@ class Recovery:
     wanted: deque[Wanted] = field(default_factory=deque)
     asked: dict[Place, tuple[int, Wanted]] = field(default_factory=dict)
     """Of what is being fetched, from whom, and for whom."""
+    came: dict[Place, tuple[Result, tuple[Buffer, ...]]] = field(default_factory=dict)
+    """What of that has come before something in front of it: it is handed on in order."""
 
     def start_again(self) -> None:
         """Somebody has gone, or has to say anew what he holds."""
         self.stage = Stage.COLLECTING
         self.wanted.clear()
         self.asked.clear()
+        self.came.clear()
 
 
 # ── what happens ──────────────────────────────────────────────────────────────────────────────────────
@@ -164,19 +141,19 @@ def hold(
         return []  # the books were opened once more meanwhile
     if seat in recovery.holders:
         raise UnexpectedMessageError(f"a second Holding of version {holding.version} from {group.call(seat)}")
-    recovery.holders[seat] = Holder(holding.round, holding.weight, _slices(group, seat, holding.round, payload))
+    recovery.holders[seat] = said(group, seat, holding, payload)
     recovery.touched = now
     return advance(group, now, commands)
 
 
 def held(group: Group, seat: int, message: Held, payload: Buffer | None, commands: list[Command]) -> bool:
-    """A result that was fetched: hand it on. Whether anything came of it."""
+    """A result that was fetched: hand it on, behind what was asked for before. Whether anything came of it."""
     recovery = group.recovery
     if recovery is None or message.version != recovery.version:
         return False
     place = message.key, message.slice
     source, wanted = recovery.asked.get(place, (-1, None))
-    if wanted is None or source != seat:
+    if wanted is None or source != seat or place in recovery.came:
         return False  # asked for before somebody else was lost
     size = None if payload is None else len(payload)
     if message.key.stream == Stream.BUCKET and group.plan is not None and size is not None:
@@ -186,13 +163,21 @@ def held(group: Group, seat: int, message: Held, payload: Buffer | None, command
                 f"{group.describe(message.key)} as {group.call(seat)} holds it: slice {message.slice} has {size} "
                 f"bytes, {layout.nbytes(message.slice)} were agreed"
             )
-    del recovery.asked[place]
-    result = Result(message.key, message.slice, message.weight, message.present, without=message.without)
-    payloads = () if payload is None else (payload,)
-    for lacking in wanted.lacking:
-        recovery.holders[lacking].take(place)
-        commands.append(Send(group.connections[lacking], result, payloads))
+    result = Result(*place, message.weight, message.present, 1, False, message.without, message.weights)
+    recovery.came[place] = result, () if payload is None else (payload,)
+    _hand_on(group, recovery, commands)
     return True
+
+
+def _hand_on(group: Group, recovery: Recovery, commands: list[Command]) -> None:
+    for place, (_, wanted) in list(recovery.asked.items()):
+        if place not in recovery.came:
+            return
+        del recovery.asked[place]
+        result, payloads = recovery.came.pop(place)
+        for lacking in wanted.lacking:
+            recovery.holders[lacking].take(result)
+            commands.append(Send(group.connections[lacking], result, payloads))
 
 
 def drained(group: Group, epoch: int, key: ExchangeKey, start: int) -> bool:
@@ -240,7 +225,7 @@ def overdue(group: Group, now: float) -> Iterator[Report]:
         return
     recovery.touched = now
     slow = [seat for seat in group.seats.present if seat not in recovery.holders]
-    for seat in slow or sorted({source for source, _ in recovery.asked.values()}):
+    for seat in slow or sorted({source for place, (source, _) in recovery.asked.items() if place not in recovery.came}):
         yield left_out(group, seat, f"it did not say within {group.order.timeout:g} s what it holds")
 
 
@@ -255,7 +240,7 @@ def _previous(group: Group, recovery: Recovery, now: float, commands: list[Comma
         return [left_out(group, seat, f"it is in round {holders[seat].round} of {recovery.round}") for seat in late]
     behind = [seat for seat, holder in holders.items() if holder.round < recovery.round]
     wanted: list[Wanted] = []
-    for place in _places(group, recovery.round - 1) if behind and recovery.round > group.planned else ():
+    for place in places(group, recovery.round - 1) if behind and recovery.round > group.planned else ():
         lacking = tuple(seat for seat in behind if not holders[seat].has(State.HELD, place))
         holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
         if lacking and not holding:
@@ -276,13 +261,13 @@ def _tell(group: Group, recovery: Recovery) -> list[Report]:
 def _present(group: Group, recovery: Recovery, now: float, commands: list[Command]) -> list[Report]:
     holders = recovery.holders
     recovery.stage = Stage.PRESENT
-    for place in _places(group, recovery.round):
+    for place in places(group, recovery.round):
         holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
         lacking = tuple(seat for seat in holders if seat not in holding)
         if holding and lacking:
             recovery.wanted.append(Wanted(place, lacking, holding))
     lost: set[ExchangeKey] = set()
-    for place in sorted({p for holder in holders.values() for p in _loose(holder)}):
+    for place in sorted({p for holder in holders.values() for p in holder.loose()}):
         lacking = tuple(seat for seat, holder in holders.items() if holder.has(State.LACKING, place))
         holding = tuple(seat for seat, holder in holders.items() if holder.has(State.HELD, place))
         failed = any(place[0] in holder.slices[State.FAILED] for holder in holders.values())
@@ -331,27 +316,31 @@ def _stand(group: Group, recovery: Recovery, now: float, commands: list[Command]
     group.recovery = None
     group.first_round = number
     done: list[int] = []
-    for part, start, stop in _shares(group):
+    found: dict[int, frozenset[int]] = {}
+    for part, start, stop in shares(group):
         key = ExchangeKey(Stream.BUCKET, number, part)
-        settled = next(iter(holders.values())).slices[State.HELD].get(key, set()) & set(range(start, stop))
+        settled = frozenset(next(iter(holders.values())).slices[State.HELD].get(key, ())).intersection(
+            range(start, stop)
+        )
+        if settled:
+            found[part] = settled
         if len(settled) == stop - start:
             done.append(part)
             for seat in holders:
                 group.pass_over(seat, key)
         elif settled:
-            group.settled[key] = frozenset(settled)
+            group.settled[key] = settled
     for holder in holders.values():
         for key in holder.slices[State.LACKING]:
-            found: set[int] = set().union(*(one.slices[State.HELD].get(key, ()) for one in holders.values()))
-            if found:
-                group.settled[key] = frozenset(found)
+            loose = frozenset[int]().union(*(one.slices[State.HELD].get(key, ()) for one in holders.values()))
+            if loose:
+                group.settled[key] = loose
     reports: list[Report] = [Recovered(group.order.group, number)]
     for seat in holders:
         commands.append(Send(group.connections[seat], Standing(recovery.version, number)))
-    if done or any(key.stream == Stream.BUCKET for key in group.settled):
-        current = group.rounds[number] = Round(now)
+    if found:
+        current = group.rounds[number] = adopt(number, found, holders, now)
         current.done.update(done)
-        current.weights.update((seat, holder.weight) for seat, holder in holders.items() if holder.weight)
         if done and len(done) == group.full_buckets:
             del group.rounds[number]
             current.last = min(holders)
@@ -359,50 +348,3 @@ def _stand(group: Group, recovery: Recovery, now: float, commands: list[Command]
             record = current.record(number, group.world, buckets, now)
             reports.append(RoundCompleted(group.order.group, record, adopted=True))
     return reports
-
-
-# ── what members have said ────────────────────────────────────────────────────────────────────────────
-
-
-def _slices(group: Group, seat: int, number: int, payload: Buffer) -> dict[State, dict[ExchangeKey, set[int]]]:
-    """The spans of a Holding, checked against the plan."""
-    found: dict[State, dict[ExchangeKey, set[int]]] = {state: defaultdict(set) for state in State}
-    shares = {part: (start, stop) for part, start, stop in _shares(group)}
-    loose = 0
-    for state, key, first, stop in unpack_spans(payload):
-        if key.stream == Stream.BUCKET:
-            if key.number < group.planned or not number - 1 <= key.number <= number:
-                continue  # of another plan, or a round that nobody lacks
-            start, end = shares.get(key.part, (0, 0))
-            right = state is State.HELD and start <= first and stop <= end and key[3:] == (-1, -1)
-        else:
-            loose += stop - first
-            right = seat in key[3:] if key.stream == Stream.TRANSFER else key[3:] == (-1, -1)
-        if loose > _MAX_LOOSE:
-            raise LimitExceededError(f"{group.call(seat)} speaks of more than {_MAX_LOOSE} slices of collectives")
-        if not right:
-            raise UnexpectedMessageError(
-                f"{group.call(seat)}, in round {number}, cannot have slices {first} to {stop} of {tuple(key)}"
-            )
-        found[state][key].update(range(first, stop))
-    return found
-
-
-def _shares(group: Group) -> Iterator[tuple[int, int, int]]:
-    """Each bucket that this shard has to do with, and which slices of it."""
-    for part, bucket in enumerate(group.plan.buckets if group.plan is not None else ()):
-        _, start, stop = group.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation)
-        if start < stop:
-            yield part, start, stop
-
-
-def _places(group: Group, number: int) -> Iterable[Place]:
-    """All slices of a round."""
-    for part, start, stop in _shares(group):
-        key = ExchangeKey(Stream.BUCKET, number, part)
-        yield from ((key, index) for index in range(start, stop))
-
-
-def _loose(holder: Holder) -> Iterable[Place]:
-    """What it has begun of collectives and transfers, and has no result for."""
-    return ((key, index) for key, found in holder.slices[State.LACKING].items() for index in found)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gradserver.engine.events import Command, Contribution, Digests, Reduce, Report, RoundCompleted, Send
-from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Piece
+from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Piece, Run
+from gradserver.engine.rounds import Round
 from gradserver.engine.unasked import listeners, send_unasked, without
 from protocol.buffer import Buffer
-from protocol.exchange import ExchangeKey, Kind, Layout, Op, Stream, gets
+from protocol.exchange import Kind, Layout, Op, Stream, gets
 from protocol.messages import Result
 
 
@@ -57,14 +58,40 @@ def answer(
     now: float,
     commands: list[Command],
 ) -> list[Report]:
-    """Send everybody the result of some slices: ``payload``, or None for zeros. To shared memory it was written."""
+    """Send everybody the result of some slices: ``payload``, or None for zeros. To shared memory it was written.
+
+    In a durable group it waits for those of earlier slices, so that what members hold of a bucket is a prefix.
+    """
+    reducing = exchange.reducing
+    if group.order.durable and reducing and exchange.key.stream == Stream.BUCKET and min(reducing) < piece.start:
+        exchange.made = {**exchange.made, piece.start: (piece, payload)}
+        return []
+    reports = _send(group, exchange, piece, payload, now, commands)
+    if exchange.made:
+        before = min(reducing, default=exchange.stop)
+        ready = [exchange.made[start] for start in sorted(exchange.made) if start < before]
+        exchange.made = {start: made for start, made in exchange.made.items() if start >= before}
+        for later in ready:
+            reports += _send(group, exchange, *later, now, commands)
+    return reports
+
+
+def _send(
+    group: Group,
+    exchange: Exchange,
+    piece: Piece,
+    payload: Buffer | None,
+    now: float,
+    commands: list[Command],
+) -> list[Report]:
     key, operation, layout = exchange.key, exchange.operation, exchange.layout
     start, stop, given = piece
     weight = sum(run.weight for run in given.values())
     owner = exchange.owner(piece)
     lacking = without(exchange, piece)
-    placed = Result(key, start, weight, True, stop - start, True, lacking)
-    empty = Result(key, start, weight, False, stop - start, False, lacking)
+    weights = _weights(given) if group.order.durable and key.stream == Stream.BUCKET else ()
+    placed = Result(key, start, weight, True, stop - start, True, lacking, weights)
+    empty = Result(key, start, weight, False, stop - start, False, lacking, weights)
     travels: list[tuple[Result, Sequence[Buffer]]] = []
     acknowledged: list[Command] = []
     connections, departed = group.connections, group.departed
@@ -80,12 +107,12 @@ def answer(
         if given[rank].shared:
             commands.append(Send(connection, placed))
             continue
-        travels = travels or list(_by_slice(key, layout, piece, weight, payload, lacking))
+        travels = travels or list(_by_slice(layout, piece, placed, payload))
         commands += [Send(connection, result, payloads) for result, payloads in travels]
     reports: list[Report] = []
     if listening := listeners(group, exchange, piece):
         if payload is not None:
-            travels = travels or list(_by_slice(key, layout, piece, weight, payload, lacking))
+            travels = travels or list(_by_slice(layout, piece, placed, payload))
         reports = send_unasked(group, listening, travels or [(empty, ())], commands)
     # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
     commands += acknowledged
@@ -95,6 +122,14 @@ def answer(
         return reports
     del group.exchanges[key]
     return reports + (_bucket_done(group, exchange, now) if key.stream == Stream.BUCKET else [])
+
+
+def _weights(given: dict[int, Run]) -> tuple[float, ...]:
+    """Weights of those who counted, by seat up to the last who gave."""
+    weights = [0.0] * (max(given) + 1)
+    for seat, run in given.items():
+        weights[seat] = run.weight
+    return tuple(weights)
 
 
 def _receivers(exchange: Exchange, piece: Piece) -> Sequence[int]:
@@ -118,6 +153,8 @@ def _bucket_done(group: Group, exchange: Exchange, now: float) -> list[Report]:
     current.last = exchange.last
     for rank in exchange.cut:
         current.cut[rank, exchange.key.part] = exchange.counted(rank)
+    if exchange.settled:
+        _add_up(current, exchange)
     if len(current.done) < group.full_buckets:
         return []
     del group.rounds[number]
@@ -131,15 +168,25 @@ def _bucket_done(group: Group, exchange: Exchange, now: float) -> list[Report]:
     return [RoundCompleted(group.order.group, current.record(number, group.world, buckets, now))]
 
 
+def _add_up(current: Round, exchange: Exchange) -> None:
+    """What counted in a bucket's settled slices, and in those that were made anew."""
+    part = exchange.key.part
+    for seat in {*exchange.before, *exchange.weights}:
+        counted = current.counted[seat, part] = exchange.counted(seat)
+        if seat not in exchange.weights:  # it departed before it had given anything anew
+            current.cut[seat, part] = counted
+
+
 def _by_slice(
-    key: ExchangeKey, layout: Layout, piece: Piece, weight: float, payload: Buffer, lacking: tuple[int, ...]
+    layout: Layout, piece: Piece, placed: Result, payload: Buffer
 ) -> Iterator[tuple[Result, Sequence[Buffer]]]:
-    """The results of ``piece`` for who is to get them as payloads."""
+    """The results of ``piece`` for who is to get them as payloads, not ``placed``."""
+    key, _, weight, _, _, _, lacking, weights = placed
     if piece.stop - piece.start == 1:
-        yield Result(key, piece.start, weight, True, without=lacking), (payload,)
+        yield Result(key, piece.start, weight, True, 1, False, lacking, weights), (payload,)
         return
     view, at = memoryview(payload), 0
     for index in range(piece.start, piece.stop):
         size = layout.nbytes(index)
-        yield Result(key, index, weight, True, without=lacking), (view[at : at + size],)
+        yield Result(key, index, weight, True, 1, False, lacking, weights), (view[at : at + size],)
         at += size

@@ -71,6 +71,7 @@ from gradserver.engine.records import (
     Kind,
     Plan,
     Round,
+    RoundRecord,
     Start,
 )
 from gradserver.engine.seats import Seats
@@ -258,6 +259,8 @@ class Past:
         self.plan: Plan | None = None
         self.told = -1, 0
         """The last round that is over, and the epoch that is in force behind it."""
+        self.done: RoundRecord | None = None
+        """What was written of it."""
         self.halt: Halt | None = None
         self.entered: Entered | None = None
         """Who contributed, and was no member yet."""
@@ -279,7 +282,7 @@ class Past:
             case Plan():
                 self.plan = record
             case Round(_, epoch, done, used_up):
-                self.told = done.round, epoch
+                self.told, self.done = (done.round, epoch), replace(done, inputs=(), results=())
                 for committed in used_up:
                     self.positions.restore(committed)
             case Boundary(_, number, epoch):
@@ -315,6 +318,8 @@ class Past:
             group.rounds = max(group.rounds, group.planned)
             group.table.set_plan(group.plan)
             group.busy_shards = group.table.busy(group.plan)
+        if self.done is not None:
+            group.ledger.append(self.done)
         if self.halt is not None:
             group.broken = ERRORS.get(self.halt.error, GradServerError)(self.halt.reason)
         return group
@@ -378,7 +383,7 @@ def reopen(group: Group, credit: int, digests: bool, shard: int = 0) -> Iterable
     opened = OpenGroup(group.name, group.founded, seats, credit, group.timeout, elastic=True, digests=digests)
     tokens = tuple(token_of(group, seat) for seat in range(len(seats))) if shard else ()
     backlog = opened.backlog if group.policy is None else group.policy.backlog
-    yield replace(opened, rates=group.table.rates, shard=shard, tokens=tokens, backlog=backlog)
+    yield replace(opened, rates=group.table.rates, shard=shard, tokens=tokens, backlog=backlog, durable=True)
     for seat, name in enumerate(group.seats.names):
         if name and seat not in group.members:
             yield Depart(group.name, seat, WorkerLostError(f"{name!r} had departed before"), group.epoch)

@@ -93,11 +93,12 @@ class Roster:
 def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord | None:
     """Note that shard ``source`` is done with a round; the round's record, if all are that have to do with it."""
     buckets = 0 if group.plan is None else len(group.plan.buckets)
+    world = max(group.world, len(record.weights) if group.secret else 0)  # some may be known to members only
     if len(record.weights) >= group.founders:
-        record = _widened(record, group.world)  # somebody has got a seat since
-    fits = len(record.weights) == len(record.arrivals) == group.world and len(record.results) in (0, buckets)
+        record = _widened(record, world)  # somebody has got a seat since
+    fits = len(record.weights) == len(record.arrivals) == world and len(record.results) in (0, buckets)
     spoken_of = {record.last, *(seat for seat, _, _ in record.cut)}
-    if not fits or not all(0 <= seat < group.world for seat in spoken_of):
+    if not fits or not all(0 <= seat < world for seat in spoken_of):
         raise MalformedMessageError(f"a report of a round in which others took part than are in group {group.name!r}")
     reported = group.partial.setdefault(record.round, {})
     reported[source] = record
@@ -106,7 +107,9 @@ def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord |
             del group.partial[min(group.partial)]
         return None
     del group.partial[record.round]
-    done = _whole(list(reported.values()), group.world)
+    world = max(len(one.weights) for one in reported.values())
+    reported = {shard: _widened(one, world) for shard, one in reported.items()}
+    done = _whole(list(reported.values()), world)
     return done if group.policy is None else _merged(group, done, reported)
 
 

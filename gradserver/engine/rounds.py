@@ -68,6 +68,9 @@ class Round:
     last: int = -1
     cut: dict[tuple[int, int], int] = field(default_factory=dict)
     """How many slices counted of those who have departed, by rank and bucket."""
+    counted: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """How many settled slices each counted in, by seat and bucket, and of buckets with such that are done, how many in
+    all. What is not here either counted in full or is in no settled bucket."""
     arrivals: dict[int, tuple[float, float]] = field(default_factory=dict)
     """When the first slice came, and the latest one that ended a bucket, by rank."""
     given: Counter[int] = field(default_factory=Counter)
@@ -97,7 +100,8 @@ class Round:
                 self.inputs[rank] += found
 
     def record(self, number: int, world: int, buckets: int, now: float) -> RoundRecord:
-        """What is to be written of it."""
+        """What is to be written of it. Who counted may have had a seat that only members know of."""
+        world = max(world, 1 + max(self.weights, default=-1))
         return RoundRecord(
             number,
             tuple(self.weights.get(rank, 0.0) for rank in range(world)),

@@ -1,0 +1,120 @@
+"""What members of a durable group say that they hold, and what follows from it for the record of the open round.
+
+Each result of a bucket names the weights of those who counted, and members keep that with it (`protocol.resuming`).
+Some of these may have gone, or be unknown to a coordinator that was started anew; the round's record has them, too.
+Results come in the order of slices, so what is settled of a bucket is a prefix of it, and so is what anybody who has
+gone counted for: the number of slices says which.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from gradserver.engine.exchanges import Group
+from gradserver.engine.rounds import Round
+from protocol.buffer import Buffer
+from protocol.errors import LimitExceededError, UnexpectedMessageError
+from protocol.exchange import ExchangeKey, Stream
+from protocol.limits import MAX_SLICES
+from protocol.messages import Result
+from protocol.resuming import Holding, State, unpack_spans
+
+_MAX_LOOSE: Final = 16 * MAX_SLICES
+"""Slices of collectives and transfers that one member can speak of."""
+
+Place = tuple[ExchangeKey, int]
+"""An exchange, and a slice of it."""
+
+
+@dataclass(slots=True)
+class Holder:
+    """What one member has said."""
+
+    round: int
+    weight: float
+    slices: dict[State, dict[ExchangeKey, set[int]]] = field(
+        default_factory=lambda: {state: defaultdict(set) for state in State}
+    )
+    weights: dict[ExchangeKey, dict[int, tuple[float, ...]]] = field(default_factory=lambda: defaultdict(dict))
+    """Of buckets' slices which it holds: who counted, by seat."""
+
+    def has(self, state: State, place: Place) -> bool:
+        """Whether it has a slice in this state."""
+        return place[1] in self.slices[state].get(place[0], ())
+
+    def take(self, result: Result) -> None:
+        """It is being sent the result of a slice, and may be the only one who has it then."""
+        key, index = result.key, result.slice
+        if result.weights:
+            self.weights[key][index] = result.weights
+        self.slices[State.HELD][key].add(index)
+        self.slices[State.LACKING].get(key, set()).discard(index)
+
+    def loose(self) -> Iterable[Place]:
+        """What it has begun of collectives and transfers, and has no result for."""
+        return ((key, index) for key, found in self.slices[State.LACKING].items() for index in found)
+
+
+def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
+    """A Holding, checked against the plan."""
+    number, loose = holding.round, 0
+    holder = Holder(number, holding.weight)
+    bounds = {part: (start, stop) for part, start, stop in shares(group)}
+    for state, key, first, stop, weights in unpack_spans(payload):
+        if key.stream == Stream.BUCKET:
+            if key.number < group.planned or not number - 1 <= key.number <= number:
+                continue  # of another plan, or a round that nobody lacks
+            start, end = bounds.get(key.part, (0, 0))
+            right = state is State.HELD and start <= first and stop <= end and key[3:] == (-1, -1)
+        else:
+            loose += stop - first
+            right = seat in key[3:] if key.stream == Stream.TRANSFER else key[3:] == (-1, -1)
+        if loose > _MAX_LOOSE:
+            raise LimitExceededError(f"{group.call(seat)} speaks of more than {_MAX_LOOSE} slices of collectives")
+        if not right:
+            raise UnexpectedMessageError(
+                f"{group.call(seat)}, in round {number}, cannot have slices {first} to {stop} of {tuple(key)}"
+            )
+        holder.slices[state][key].update(range(first, stop))
+        if weights and key.number == number:
+            holder.weights[key].update(dict.fromkeys(range(first, stop), weights))
+    return holder
+
+
+def shares(group: Group) -> Iterator[tuple[int, int, int]]:
+    """Each bucket that this shard has to do with, and which slices of it."""
+    for part, bucket in enumerate(group.plan.buckets if group.plan is not None else ()):
+        _, start, stop = group.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation)
+        if start < stop:
+            yield part, start, stop
+
+
+def places(group: Group, number: int) -> Iterable[Place]:
+    """All slices of a round."""
+    for part, start, stop in shares(group):
+        key = ExchangeKey(Stream.BUCKET, number, part)
+        yield from ((key, index) for index in range(start, stop))
+
+
+def adopt(number: int, settled: Mapping[int, frozenset[int]], holders: Mapping[int, Holder], now: float) -> Round:
+    """The bookkeeping of round ``number``, of which each of ``holders`` has the ``settled`` slices, by bucket.
+
+    Of slices with which nobody has told who counted, those who are here did.
+    """
+    current = Round(now)
+    here = tuple(holders[seat].weight if seat in holders else 0.0 for seat in range(max(holders) + 1))
+    for part, slices in settled.items():
+        key = ExchangeKey(Stream.BUCKET, number, part)
+        told = [holder.weights[key] for holder in holders.values() if key in holder.weights]
+        columns = Counter(next((said[index] for said in told if index in said), here) for index in slices)
+        current.counted.update({(seat, part): 0 for seat in holders})
+        for weights, count in columns.items():
+            for seat, weight in enumerate(weights):
+                if weight:
+                    current.counted[seat, part] += count
+                    current.weights[seat] = max(weight, current.weights.get(seat, 0.0))
+    current.cut.update((which, slices) for which, slices in current.counted.items() if which[0] not in holders)
+    return current
