@@ -19,6 +19,7 @@ _COMING_SECONDS: Final = 10.0
 """How long one may take to enlist, before another one is started in its place."""
 _SHORT_SECONDS: Final = 2.0
 """Whoever ends so soon is not replaced at once: the next one might do the same."""
+_MOST_KILLED: Final = 8
 _LOCAL: Final = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
@@ -42,6 +43,8 @@ class Children:
     def __init__(self, enlisted: Callable[[], int] = lambda: 0) -> None:
         self._enlisted = enlisted
         self._children: list[Child] = []
+        self._killed = 0
+        """How many were, before all were there."""
         self._command: list[str] = []
 
     def start(self, url: str, count: int, options: Sequence[str]) -> None:
@@ -64,9 +67,14 @@ class Children:
         self._children.append(Child(process, time.monotonic(), self._enlisted()))
 
     def check(self) -> None:
-        """CoordinatorError if one has ended."""
-        for process, _, _ in self._children:
-            if process.poll() is not None:
+        """CoordinatorError if one has ended by itself. One that was killed is replaced, but for some times only."""
+        for child in list(self._children):
+            process = child.process
+            if process.poll() is not None and process.returncode < 0 and self._killed < _MOST_KILLED:
+                self._killed += 1
+                self._children.remove(child)
+                self._start_one()
+            elif process.poll() is not None:
                 raise CoordinatorError(
                     f"a data shard's process could not start (status {process.returncode}); what it said is above"
                 )

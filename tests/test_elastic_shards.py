@@ -13,9 +13,9 @@ from gradserver.engine.policy import Policy
 from protocol.dtypes import FLOAT32
 from protocol.errors import MembershipChangedError
 from protocol.exchange import ExchangeKey, Kind, Op, Operation
-from protocol.messages import Agreed, Failure, Membership, Push, Result, RoundDone
+from protocol.messages import Agreed, Failure, Membership, Push, Result, RoundDone, Serve
 from protocol.shards import share_of
-from tests.engine_harness import SEATS, Harness, bucket, collective, floats, plan_of
+from tests.engine_harness import SEATS, Harness, all_reduce, bucket, collective, floats, plan_of
 from tests.sharded_harness import ShardedHarness
 from tests.test_engine_laws import Scenario, seeds
 from tests.test_shard_laws import Client, Cluster, Part, many_rates, small_shares
@@ -199,3 +199,38 @@ def test_an_all_gather_that_is_shared_among_shards_fails_at_everybody_and_can_be
         begin(rank, 1, 2, 2)
     for rank in (0, 2):
         assert {type(message) for message, _ in harness.sent(rank)} == {Result}
+
+
+def test_the_ledger_knows_who_counted_at_one_shard_and_gave_nothing_to_another() -> None:
+    harness = sharded(3, 8, 1)
+    share = harness.engine.data.groups["default"].table.share(bucket(0), all_reduce(8))
+    harness.push_to(0, 1, bucket(0), floats(1, 1, 1, 1), index=0)
+    for rank in (0, 2):
+        for shard in range(2):
+            harness.push_to(shard, rank, bucket(0), floats(1, 1, 1, 1), index=shard)
+        for shard in range(2):
+            interval = harness.engine.data.groups["default"].table.share(bucket(0, 1), all_reduce(1)).interval(shard)
+            if interval[0] < interval[1]:
+                harness.push_to(shard, rank, bucket(0, 1), floats(1))
+    harness.lose(1)
+    harness.flush()
+
+    assert share.interval(0) == (0, 1)
+    (record,) = harness.engine.control.groups["default"].ledger
+    assert record.weights == (1.0, 1.0, 1.0)
+    assert record.cut == ((1, 0, 1),), "one slice of the first bucket"
+
+
+def test_somebody_may_get_a_seat_while_shards_report_a_round() -> None:
+    harness = sharded(2, 8)
+    for rank in range(2):
+        harness.push_to(1, rank, bucket(0), floats(1, 1, 1, 1), index=1)
+    harness.flush()
+    harness.receive(SEATS, Serve())
+    harness.join(SEATS + 7, "late")
+    for rank in range(2):
+        harness.push_to(0, rank, bucket(0), floats(1, 1, 1, 1), index=0)
+    harness.flush()
+
+    (record,) = harness.engine.control.groups["default"].ledger
+    assert record.weights == (1.0, 1.0, 0.0)

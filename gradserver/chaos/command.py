@@ -38,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recompute every round: the mean of exactly those who contributed, bit by bit, alike at all members."
     )
     kinds = "\n".join(f"  {name:12}{spec.brief}" for name, spec in SPECS.items())
-    parser.epilog = f"events (by default {', '.join(DEFAULT)}):\n{kinds}\n\nExit status: 0 all right, 1 not, 2 no run."
+    default = ", ".join(DEFAULT)
+    parser.epilog = (
+        f"events (by default {default}, and with --shards also shard):\n{kinds}\n\n"
+        f"Exit status: 0 all right, 1 not, 2 no run."
+    )
     parser.add_argument(
         "--workers", type=number(int, 2, 256), default=8, metavar="N", help="workers of the group (default 8)"
     )
@@ -99,7 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     from gradserver.processes import ended_by_signals
 
     if arguments.events is None:
-        arguments.events = [kind for kind in DEFAULT if not _is_beyond(kind, arguments)]
+        kinds = (*DEFAULT, "shard") if arguments.shards > 1 else DEFAULT
+        arguments.events = [kind for kind in kinds if not (kind in _NEEDS_WIRES and arguments.netns)]
     if "shard" in arguments.events and arguments.shards == 1:
         print("gradserver chaos: there is no data shard to kill but the coordinator: --shards 2", file=sys.stderr)
         return 2
@@ -205,11 +210,6 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
     if arguments.json:
         print(json.dumps({**_settings(arguments), **result, "passed": not wrongs, "failed_because": wrongs}))
     return not wrongs
-
-
-def _is_beyond(kind: str, arguments: argparse.Namespace) -> bool:
-    """Whether this cannot be in such a run: a group with several data shards ends with its coordinator."""
-    return (kind == "coordinator" and arguments.shards > 1) or (kind in _NEEDS_WIRES and arguments.netns)
 
 
 def _why_no_hosts(kinds: list[str]) -> str | None:

@@ -128,11 +128,13 @@ def _widened(record: RoundRecord, world: int) -> RoundRecord:
 
 def _merged(group: Group, done: RoundRecord, reported: dict[int, RoundRecord]) -> RoundRecord:
     """Of a round of an elastic group: who counted at any shard, and where. Shards cut somebody at different slices."""
-    weights = tuple(map(max, zip(*(record.weights for record in reported.values()), strict=True)))
+    given = list(zip(*(record.weights for record in reported.values()), strict=True))
+    weights = tuple(map(max, given))
     cut: Counter[tuple[int, int]] = Counter()
     for record in reported.values():
         cut.update({(seat, part): slices for seat, part, slices in record.cut})
-    for seat in {seat for seat, _ in cut}:
+    only_here = {seat for seat, weights in enumerate(given) if any(weights) and not all(weights)}
+    for seat in {seat for seat, _ in cut} | only_here:
         for source, record in reported.items():
             if record.weights[seat] and not any(seat == other for other, _, _ in record.cut):
                 shard = group.shards.index(source) + 1 if source in group.shards else 0
