@@ -289,6 +289,28 @@ def test_settled_slices_and_those_that_are_made_anew_add_up() -> None:
         assert record.cut == ((1, 0, 2), (1, 1, 1), (2, 0, 2), (2, 1, 1))
 
 
+def test_who_counted_is_known_of_what_was_handed_on_before_its_holder_died() -> None:
+    with small_slices(16):
+        group = Group(3, plan_of(8))
+        group.harness.restart()
+        for rank in range(3):
+            group.resume(rank)
+        weights = (1.0, 0.5, 2.0)
+        group.hold(0, 0, Span(State.HELD, bucket(0), 0, 2, weights))
+        group.hold(1, 0)
+        group.hold(2, 0)
+        group.harness.receive(BACK, Held(2, bucket(0), 0, 3.5, True, (), weights), ONE)
+        group.harness.feed(Disconnected(BACK, "it died", ended=True))
+        assert Standing(2, 0) in group.told(1)
+
+        for rank in (1, 2):
+            group.harness.receive(BACK + rank, Push(bucket(0), 1, weights[rank], True), ONE)
+        group.harness.answer(group.harness.reduces.pop())
+
+        (record,) = rounds(group)
+        assert (record.weights, record.cut) == (weights, ((0, 0, 1),))
+
+
 def test_a_round_that_was_made_again_without_somebody_is_written_down_again() -> None:
     group = Group(3, plan_of(4))
     for rank in range(3):
