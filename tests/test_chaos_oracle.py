@@ -12,7 +12,7 @@ import pytest
 from gradserver.chaos import generator, recount
 from gradserver.chaos.oracle import LAG, Oracle
 from gradserver.engine.events import Contribution, Reduce
-from gradserver.engine.records import Dated, Epoch, Gap, Group, Round, RoundRecord
+from gradserver.engine.records import Dated, Epoch, Gap, Group, Round, RoundRecord, Start
 from gradserver.reducer import reduce
 from protocol.digest import MODULUS, digest, places
 from protocol.exchange import ExchangeKey, Stream
@@ -45,7 +45,9 @@ class World:
     departs: int = -1
     """The round in which the last one is lost, having given one slice of the last bucket only."""
     gap: Dated | None = None
-    """Of records that were lost."""
+    """What tells of records that were lost."""
+    full: float | None = None
+    """When the run has filled the disk."""
 
     def judged(self, rounds: int = ROUNDS) -> Oracle:
         oracle = Oracle(SEED)
@@ -55,6 +57,8 @@ class World:
         for number in range(rounds):
             self._round(oracle, number, weights)
             oracle.settle()
+        if self.full is not None:
+            oracle.hear({"kind": "full", "at": self.full})
         if self.gap is not None:
             oracle.take(self.gap)
         oracle.settle(everything=True)
@@ -246,6 +250,9 @@ def test_rounds_that_a_full_disk_did_not_take_are_checked_against_who_was_there(
         oracle = World(records=full, departs=departs, gap=gap).judged()
         assert not oracle.found, oracle.findings
         assert oracle.unwritten == 3
+    oracle = World(records=full, gap=Dated(5.9, Start(2, "", 0, 0.0, 0.0)), full=3.0).judged()
+    assert (oracle.found, oracle.unwritten) == ({}, 3), "a coordinator that died with them cannot tell"
+    assert World(records=full, gap=Dated(5.9, Start(2, "", 0, 0.0, 0.0))).judged().found["lost"] == 3
     oracle = World(records=full, results=wrong, gap=gap).judged()
     assert "round 4, bucket 3: no set of members gives what they got" in oracle.findings[0]
 

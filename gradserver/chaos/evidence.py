@@ -8,6 +8,7 @@ into one file, in the order in which it heard them:
     {"kind": "entered" | "out" | "left", …}      it has come in, is out of the group, or has left it
     {"kind": "fault", "name", "text"}            what it got from a collective, or read, is not what it should be
     {"kind": "event" | "healed", …}              the run has done something to somebody
+    {"kind": "full", "at"}                       from now on the coordinator's disk is full
     {"kind": "calm" | "stormy" | "end", "at"}    a part of the run has begun
 
 Times are those of the machine's monotonic clock, which the ledger's are, too.

@@ -105,6 +105,7 @@ class Harms:
             self._fleet.after(0.2, lambda: self._fill_disk(_, seconds))
             return
         pid = child.process.pid
+        self._fleet.note("full")
         _limit(pid, 0)
         self._fleet.expect_gap(seconds)
         self._fleet.after(seconds, lambda: _limit(pid, resource.RLIM_INFINITY))

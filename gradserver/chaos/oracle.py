@@ -126,7 +126,7 @@ class Oracle:
                     self._compare_late(report)
                 else:
                     self._books.setdefault(report.round, Book()).reports.append(report)
-            case "event" if line["event"] == "disk":
+            case "full":
                 self._full.append(line["at"])
             case "fault":
                 self._say("fault", f"{line['name']}: {line['text']}")
