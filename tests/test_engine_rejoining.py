@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gradserver.engine.policy import Policy
 from protocol.errors import JoinRefusedError, LeftOutError
 from protocol.messages import (
@@ -12,6 +14,7 @@ from protocol.messages import (
     Membership,
     Propose,
     Ready,
+    Result,
     RoundDone,
     Serve,
     Transfer,
@@ -19,7 +22,7 @@ from protocol.messages import (
 )
 from protocol.resuming import Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests.crash_harness import Fused
-from tests.engine_harness import SEATS, bucket, floats, plan_of
+from tests.engine_harness import SEATS, all_reduce, bucket, collective, floats, plan_of
 
 PLAN = plan_of(4)
 BACK = SEATS + 50
@@ -244,3 +247,24 @@ def test_a_group_with_too_few_left_lets_in_all_who_wait_at_once() -> None:
 
     assert [(transfer.donor, transfer.joiner) for transfer in done.transfers] == [(0, 4), (0, 5), (0, 6)]
     assert all(transfer.waits for transfer in done.transfers)
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_what_members_called_before_somebody_came_does_not_wait_for_him_after_a_restart(restarts: int) -> None:
+    group, welcome = entered()
+    tokens = [*group.tokens, welcome.token]
+    for _ in range(restarts):
+        group.harness.restart()
+        for seat in (0, 1, 2):
+            group.resume(seat, tokens[seat])
+        for seat in (0, 1, 2):
+            group.hold(seat, 2, *([Span(State.LACKING, collective(0, 2), 0, 1)] if seat < 2 else []))
+            group.told(seat)
+
+    for seat in (0, 1):  # behind round 1, of which the third knows nothing
+        group.harness.push(50 + seat, collective(0, 2), ONE, operation=all_reduce(4))
+    (reduce,) = group.harness.reduces
+    group.harness.answer(reduce)
+
+    assert type(group.told(0)[-1]) is Result
+    assert not any(isinstance(message, Result) for message in group.told(2))

@@ -40,13 +40,13 @@ def members(group: Group, reason: str, commands: list[Command]) -> None:
     """Who is there now, since somebody came or went."""
     there = tuple((rank, seat.name) for rank, seat in group.members.items())
     _first(commands, Epoch(group.name, group.epoch, group.rounds, there, reason))
-    if any(joiner.entered for joiner in group.joiners.values()):
+    if group.entering:
         entered(group, commands)
 
 
 def entered(group: Group, commands: list[Command]) -> None:
-    """Who contributes to the open round, and is no member before it is over."""
-    there = tuple((seat, joiner.join.name) for seat, joiner in group.joiners.items() if joiner.entered)
+    """Who contributes to the open round as his first one."""
+    there = tuple((seat, group.seats.names[seat]) for seat in group.entering)
     _first(commands, Entered(group.name, group.rounds, there))
 
 

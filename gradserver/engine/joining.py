@@ -284,6 +284,7 @@ def let_in(group: Group, number: int, epoch: Callable[[], int], commands: list[C
     for seat in entered:
         joiner = group.joiners.pop(seat)
         group.members[seat] = Seat(joiner.connection, joiner.join.name)
+        group.first_rounds[seat] = joiner.round
         if joiner.serves:
             group.donors[seat] = max(group.donors.values(), default=0)
     group.members = dict(sorted(group.members.items()))

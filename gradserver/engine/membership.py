@@ -97,6 +97,8 @@ class Group:
     """A round that is complete, and not over for members: while there is such, or too few are left."""
     joiners: dict[int, Joiner] = field(default_factory=dict)
     """Those who join the running group, by seat."""
+    first_rounds: dict[int, int] = field(default_factory=dict)
+    """Since when those contribute who have joined, by seat."""
     queue: list[Applicant] = field(default_factory=list)
     """Those who would, if there were a seat for them."""
     transfers: int = 0
@@ -215,6 +217,12 @@ class Group:
     def contributors(self) -> list[int]:
         """Seats of members, and of those who have just joined and contribute already."""
         return [*self.members, *(seat for seat, one in self.joiners.items() if one.stage is Stage.ENTERED)]
+
+    @property
+    def entering(self) -> list[int]:
+        """Seats of those who contribute to the open round as their first one; members or not."""
+        early = [s for s, first in self.first_rounds.items() if s in self.members and first >= self.rounds]
+        return sorted([*early, *(seat for seat, joiner in self.joiners.items() if joiner.entered)])
 
     def is_inside(self, seat: int) -> bool:
         """Whether what is there of ``seat`` may count: it is a member's, or of who was told that it contributes."""

@@ -196,7 +196,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """These, by rank, contribute to ``round``, and are members when it is over; written when that changes."""
+    """These, by rank, contribute to ``round`` as their first one; written when that changes."""
 
     group: str
     round: int
@@ -424,7 +424,6 @@ class Books:
                 self._forget(group)
             case Epoch(group, epoch) if group in self._groups:
                 self.positions[group].keep_only(rank for rank, _ in record.members)
-                self._groups[group].pop(Entered, None)
                 known = self._epochs[group]
                 known[epoch] = dated
                 if len(known) > MAX_EPOCHS:

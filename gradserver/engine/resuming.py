@@ -39,12 +39,14 @@ from dataclasses import replace
 from gradserver.engine import chronicle
 from gradserver.engine.data_records import Claim, Data
 from gradserver.engine.events import (
+    Admit,
     Attach,
     CaughtUp,
     Close,
     Command,
     Depart,
     Detach,
+    Expect,
     Log,
     OpenGroup,
     Order,
@@ -273,7 +275,6 @@ class Past:
                 self.secret, self.rates = secret, rates
             case Epoch():
                 self.epochs.append(record)
-                self.entered = None
                 self.positions.keep_only(seat for seat, _ in record.members)
             case Entered():
                 self.entered = record
@@ -353,7 +354,7 @@ def restore(
             commands.append(Log(f"group {name!r} was durable: {what}", warning=True))
             continue
         group = found.group(policy, now)
-        if found.entered is not None and found.entered.members:
+        if found.entered is not None and found.entered.round >= group.rounds:
             _let_in(group, found.entered, now, number, commands)
         names = ", ".join(group.seats.present_names())
         what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
@@ -363,8 +364,13 @@ def restore(
 
 def _let_in(group: Group, entered: Entered, now: float, number: Callable[[], int], commands: list[Command]) -> None:
     """Who contributed to the open round counts as a member: what it gave may be in results that others hold."""
-    seats = [seat for seat, _ in entered.members]
-    for seat, name in entered.members:
+    seats = [seat for seat, _ in entered.members if seat not in group.members]
+    known = {seat: name for seat, name in entered.members if seat in seats or group.members[seat].name == name}
+    group.first_rounds = dict.fromkeys(known, entered.round)
+    if not seats:
+        return
+    for seat in seats:
+        name = known[seat]
         group.seats.admit(seat, name)
         group.members[seat] = Seat(-1, name)
     group.members = dict(sorted(group.members.items()))
@@ -379,7 +385,8 @@ def _let_in(group: Group, entered: Entered, now: float, number: Callable[[], int
 
 def reopen(group: Group, credit: int, digests: bool, shard: int = 0) -> Iterable[RemoteOrder]:
     """What a data half has to know of a group that was restored, or that it is new to."""
-    seats = tuple(Seat(-1, name) for name in group.seats.names)
+    new = set(group.entering).intersection(group.members)
+    seats = tuple(Seat(-1, "" if seat in new else name) for seat, name in enumerate(group.seats.names))
     opened = OpenGroup(group.name, group.founded, seats, credit, group.timeout, elastic=True, digests=digests)
     tokens = tuple(token_of(group, seat) for seat in range(len(seats))) if shard else ()
     backlog = opened.backlog if group.policy is None else group.policy.backlog
@@ -389,3 +396,8 @@ def reopen(group: Group, credit: int, digests: bool, shard: int = 0) -> Iterable
             yield Depart(group.name, seat, WorkerLostError(f"{name!r} had departed before"), group.epoch)
     if group.plan is not None:
         yield SetPlan(group.name, group.plan, group.planned)
+    for seat in new:
+        yield Admit(group.name, seat, Seat(-1, group.seats.names[seat]), token_of(group, seat) if shard else "")
+    if new:  # collectives that the others have called before do not wait for them
+        yield Expect(group.name, tuple(sorted(new)), group.rounds, False)
+        yield Reseat(group.name, group.epoch, group.seats.present)
