@@ -143,19 +143,19 @@ def test_who_comes_back_by_its_name_has_its_rank_again(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("channel", ["tcp", "shm"])
 def test_the_others_do_not_wait_for_a_process_that_joins(channel: str, tmp_path: Path) -> None:
-    shape = {"rounds": 400, "ballast": 3 * MIB_OF_FLOATS, "pause": 0.01}
+    shape = {"rounds": 150, "ballast": 3 * MIB_OF_FLOATS, "pause": 0.01}
     with ExitStack() as stack:
         fleet = Fleet(stack, tmp_path, channel, 1, backlog=64)
-        founder = fleet.start("box-0", hold=[2, 400], world=1, **shape)
+        founder = fleet.start("box-0", hold=[2, 150], world=1, **shape)
         founder.expect("round 2 ", STARTED_WITHIN)
-        joiner = fleet.start("spot-1", stop_at_part=3, hold=[400], **shape)
+        joiner = fleet.start("spot-1", stop_at_part=3, hold=[150], **shape)
         wait_until(lambda: fleet.stages() == {"spot-1": "waiting"}, "it waits", STARTED_WITHIN)
         founder.tell()
         joiner.expect("halfway")
         founder.expect("round 12 ")  # while nothing of the state comes in
         joiner.tell()
         for program in (founder, joiner):
-            program.expect("round 400 ")
+            program.expect("round 150 ")
         for program in (founder, joiner):
             program.tell()
             program.expect("ok")
@@ -163,7 +163,7 @@ def test_the_others_do_not_wait_for_a_process_that_joins(channel: str, tmp_path:
 
     rounds, joined = said(founder), said(joiner)
     assert list(rounds) == list(range(1, 401))
-    assert rounds[400][1] == 2
+    assert rounds[150][1] == 2
     members = [number for number, one in joined.items() if one[1:3] == rounds[number][1:3]]
     assert members
     for number in joined:
