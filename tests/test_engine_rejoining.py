@@ -20,29 +20,24 @@ from protocol.messages import (
     Transfer,
     Welcome,
 )
-from protocol.resuming import Holding, Resume, Resumed, Span, Standing, State, pack_spans
-from tests.crash_harness import Fused
-from tests.engine_harness import SEATS, all_reduce, bucket, collective, floats, plan_of
+from protocol.resuming import Resume, Resumed, Span, Standing, State
+from tests.engine_harness import SEATS, all_reduce, bucket, collective, plan_of
+from tests.test_engine_resuming import BACK, ONE, Group
 
 PLAN = plan_of(4)
-BACK = SEATS + 50
-ONE, TWO = floats(1, 2, 3, 4).tobytes(), floats(5, 6, 7, 8).tobytes()
 
 
-class Group:
-    """A durable group of ``world``, which can be joined: it has finished round 0."""
+class Joinable(Group):
+    """One of ``world`` that can be joined: it has finished round 0."""
 
     def __init__(self, world: int = 2, minimum: int = 1) -> None:
-        self.harness = harness = Fused({"default": Policy(minimum, 8)}, lazy=False)
+        super().__init__(world, PLAN, Policy(minimum, 8))
+        self.tokens = [welcome.token for welcome in self.welcomes]
         for rank in range(world):
-            harness.join(SEATS + rank, f"w{rank}", rank=rank, world=world)
-        self.tokens = [welcome.token for welcome in harness.only(range(world), Welcome)]
-        harness.agree(PLAN, world)
-        for rank in range(world):
-            harness.receive(SEATS + rank, Serve())
+            self.harness.receive(SEATS + rank, Serve())
         self.round(0, range(world))
         for rank in range(world):
-            harness.sent(rank)
+            self.harness.sent(rank)
 
     def round(self, number: int, ranks: range | tuple[int, ...]) -> None:
         for rank in ranks:
@@ -62,24 +57,17 @@ class Group:
         assert [type(message) for message, _ in harness.sent(place)] == [Agreed]
         return welcome
 
-    def resume(self, seat: int, token: str, epoch: int = 1) -> list[object]:
+    def come_back(self, seat: int, token: str, epoch: int = 1) -> list[object]:
         self.harness.receive(BACK + seat, Resume("default", seat, token, epoch, PLAN.hash, True))
         return self.told(seat)
-
-    def hold(self, seat: int, number: int, *spans: Span, connection: int = BACK) -> None:
-        version = self.harness.engine.control.groups["default"].version
-        self.harness.receive(connection + seat, Holding(version, number, 1.0), pack_spans(spans))
-
-    def told(self, seat: int, connection: int = BACK) -> list[object]:
-        return [message for message, _ in self.harness.inbox.pop(connection + seat, [])]
 
     def names(self) -> list[str]:
         return [str(member["name"]) for member in self.harness.group()["members"]]
 
 
-def entered(world: int = 2) -> tuple[Group, Welcome]:
+def entered(world: int = 2) -> tuple[Joinable, Welcome]:
     """Somebody in seat ``world`` has joined, and contributes to round 2."""
-    group = Group(world)
+    group = Joinable(world)
     welcome = group.join(world, "spot")
     group.round(1, range(world))
     for rank in range(world):
@@ -96,9 +84,9 @@ def test_who_contributes_is_a_member_for_a_coordinator_that_comes_back() -> None
     group.harness.restart()
 
     assert group.names() == ["w0", "w1", "spot"]
-    assert group.resume(2, welcome.token)[0] == Resumed(2, 3)
-    group.resume(0, group.tokens[0])
-    group.resume(1, group.tokens[1])
+    assert group.come_back(2, welcome.token)[0] == Resumed(2, 3)
+    group.come_back(0, group.tokens[0])
+    group.come_back(1, group.tokens[1])
     for seat in (0, 1, 2):
         group.hold(seat, 2)
     assert all(Standing(3, 2) in group.told(seat) for seat in (0, 1, 2))
@@ -108,12 +96,14 @@ def test_all_hear_of_who_came_in_without_them_hearing_of_it() -> None:
     group, welcome = entered()
     group.harness.restart()
 
-    heard = [news for seat in (0, 1) for news in group.resume(seat, group.tokens[seat]) if isinstance(news, Membership)]
+    heard = [
+        news for seat in (0, 1) for news in group.come_back(seat, group.tokens[seat]) if isinstance(news, Membership)
+    ]
 
     assert [news.names for news in heard] == [("w0", "w1", "spot")] * 2
     assert {news.epoch for news in heard} == {group.harness.engine.control.groups["default"].epoch}
     assert all("'spot' (rank 2) joined in round 2" in news.reason for news in heard)
-    assert isinstance(group.resume(2, welcome.token, welcome.epoch)[1], Membership)
+    assert isinstance(group.come_back(2, welcome.token, welcome.epoch)[1], Membership)
 
 
 def test_results_that_have_what_a_joiner_gave_are_of_a_member() -> None:
@@ -122,7 +112,7 @@ def test_results_that_have_what_a_joiner_gave_are_of_a_member() -> None:
         group.harness.push(seat, bucket(2), ONE)
     group.harness.restart()
     for seat, token in enumerate([*group.tokens, welcome.token]):
-        group.resume(seat, token)
+        group.come_back(seat, token)
 
     for seat in (0, 1, 2):
         group.hold(seat, 2, Span(State.HELD, bucket(2), 0, 1))
@@ -133,7 +123,7 @@ def test_results_that_have_what_a_joiner_gave_are_of_a_member() -> None:
 
 
 def test_a_seat_that_a_coordinator_does_not_know_is_left_out() -> None:
-    group = Group()
+    group = Joinable()
     welcome = group.join(2, "spot")
     group.harness.restart()
     group.harness.receive(BACK + 2, Resume("default", 2, welcome.token, 1, PLAN.hash))
@@ -145,7 +135,7 @@ def test_a_seat_that_a_coordinator_does_not_know_is_left_out() -> None:
 
 
 def test_a_seat_is_not_that_of_whoever_had_it_before() -> None:
-    group = Group(3)
+    group = Joinable(3)
     group.harness.lose(2)
     group.harness.wait(1.0)
     for number, name in enumerate(["a", "b", "c", "d", "e"]):
@@ -160,14 +150,14 @@ def test_a_seat_is_not_that_of_whoever_had_it_before() -> None:
 
 
 def test_books_that_are_opened_for_a_member_cost_a_joiner_its_state_and_no_more() -> None:
-    group = Group()
+    group = Joinable()
     group.join(2, "spot")
     group.round(1, (0, 1))
     (done,) = [message for message in group.told(2, SEATS) if isinstance(message, RoundDone)]
     assert done.transfers[0].joiner == 2
     group.harness.lose(1)
 
-    group.resume(1, group.tokens[1])
+    group.come_back(1, group.tokens[1])
 
     error = group.harness.refusal(SEATS + 2)
     assert isinstance(error, LeftOutError)
@@ -180,7 +170,7 @@ def test_books_that_are_opened_make_a_member_of_who_contributes() -> None:
     group.told(2, SEATS)
 
     group.harness.lose(1)
-    group.resume(1, group.tokens[1])
+    group.come_back(1, group.tokens[1])
 
     assert group.names() == ["w0", "w1", "spot"]
     assert [type(message) for message in group.told(2, SEATS)] == [Membership, Resumed]
@@ -191,11 +181,11 @@ def test_a_joiner_that_contributes_may_lose_its_connection() -> None:
     group.harness.lose(2)
     assert group.names() == ["w0", "w1", "spot"]
 
-    assert group.resume(2, welcome.token, welcome.epoch)[0] == Resumed(1, 3)
+    assert group.come_back(2, welcome.token, welcome.epoch)[0] == Resumed(1, 3)
 
 
 def test_a_joiner_that_does_not_contribute_is_gone_with_its_connection() -> None:
-    group = Group()
+    group = Joinable()
     group.join(2, "spot")
     group.harness.lose(2)
 
@@ -203,11 +193,11 @@ def test_a_joiner_that_does_not_contribute_is_gone_with_its_connection() -> None
 
 
 def test_who_can_send_its_state_says_so_when_it_comes_back() -> None:
-    group = Group()
+    group = Joinable()
     group.harness.restart()
     group.join(2, "spot")  # while nobody is back it waits
     for seat in (0, 1):
-        group.resume(seat, group.tokens[seat])
+        group.come_back(seat, group.tokens[seat])
         group.told(seat)
     for seat in (0, 1):
         group.hold(seat, 1)
@@ -221,21 +211,21 @@ def test_who_can_send_its_state_says_so_when_it_comes_back() -> None:
 
 
 def test_an_epoch_that_was_not_written_down_is_never_used_again() -> None:
-    group = Group()
+    group = Joinable()
     group.harness.restart()
 
-    told = group.resume(0, group.tokens[0], epoch=9)
+    told = group.come_back(0, group.tokens[0], epoch=9)
 
     assert [type(message) for message in told] == [Resumed, Membership]
     news = told[1]
     assert isinstance(news, Membership)
     assert news.epoch == 10
     assert news.names == ("w0", "w1")
-    assert [type(message) for message in group.resume(1, group.tokens[1])] == [Resumed, Membership]
+    assert [type(message) for message in group.come_back(1, group.tokens[1])] == [Resumed, Membership]
 
 
 def test_a_group_with_too_few_left_lets_in_all_who_wait_at_once() -> None:
-    group = Group(4, minimum=4)
+    group = Joinable(4, minimum=4)
     for rank in (1, 2, 3):
         group.harness.leave(rank)
     group.harness.sent(0)
@@ -256,7 +246,7 @@ def test_what_members_called_before_somebody_came_does_not_wait_for_him_after_a_
     for _ in range(restarts):
         group.harness.restart()
         for seat in (0, 1, 2):
-            group.resume(seat, tokens[seat])
+            group.come_back(seat, tokens[seat])
         for seat in (0, 1, 2):
             group.hold(seat, 2, *([Span(State.LACKING, collective(0, 2), 0, 1)] if seat < 2 else []))
             group.told(seat)

@@ -7,6 +7,7 @@ from copy import deepcopy
 import pytest
 
 from gradserver.engine.events import Disconnected, Log
+from gradserver.engine.policy import Policy
 from gradserver.engine.records import Boundary, Dated, Epoch, Halt, Round, RoundRecord
 from protocol.errors import GradServerError, JoinRefusedError, LeftOutError, NonFiniteError, ProtocolError
 from protocol.limits import MAX_COUNTER
@@ -28,8 +29,8 @@ ONE = floats(1, 2, 3, 4).tobytes()
 class Group:
     """A durable group of two, or more, that has agreed on a plan."""
 
-    def __init__(self, world: int = 2, plan: Plan | None = PLAN) -> None:
-        self.harness = harness = Fused({"default": POLICY}, lazy=False)
+    def __init__(self, world: int = 2, plan: Plan | None = PLAN, policy: Policy = POLICY) -> None:
+        self.harness = harness = Fused({"default": policy}, lazy=False)
         for rank in range(world):
             harness.join(SEATS + rank, f"w{rank}", rank=rank, world=world)
         self.welcomes = harness.only(range(world), Welcome)

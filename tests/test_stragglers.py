@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -46,18 +47,26 @@ buckets = st.lists(st.integers(1, 3), min_size=1, max_size=3)
 shards = st.sampled_from([(), (), (1.0, 1.0), (2.0, 1.0, 1.0)])
 
 
-def run(
-    sizes: list[int],
-    lateness: Lateness,
-    steps: list[tuple[str, int]],
-    deaths: dict[int, int],
-    rates: tuple[float, ...],
-    seed: int,
-) -> LateCluster:
-    cluster = LateCluster(3, sizes, 4, lateness, seed, rates)
-    for number, (what, seat) in enumerate(steps):
-        if number in deaths:
-            cluster.kill(deaths[number])
+class Course(NamedTuple):
+    """What a run is made of."""
+
+    sizes: list[int]
+    lateness: Lateness
+    steps: list[tuple[str, int]]
+    deaths: dict[int, int]
+    rates: tuple[float, ...]
+    seed: int
+
+
+def courses(deaths: st.SearchStrategy[dict[int, int]] = kills) -> st.SearchStrategy[Course]:
+    return st.builds(Course, buckets, policies, actions, deaths, shards, st.integers(0, 2**20))
+
+
+def run(course: Course) -> LateCluster:
+    cluster = LateCluster(3, course.sizes, 4, course.lateness, course.seed, course.rates)
+    for number, (what, seat) in enumerate(course.steps):
+        if number in course.deaths:
+            cluster.kill(course.deaths[number])
         match what:
             case "reduce":
                 cluster.reduce()
@@ -101,17 +110,12 @@ def counted(cluster: LateCluster) -> Counter[tuple[int, int, int, int]]:
     return found
 
 
-@given(buckets, policies, actions, kills, shards, st.integers(0, 2**20))
+@given(courses())
 @settings(max_examples=120, deadline=None)
 def test_everybody_comes_to_the_end_with_the_same_bytes_which_are_the_exact_mean_of_what_counted(
-    sizes: list[int],
-    lateness: Lateness,
-    steps: list[tuple[str, int]],
-    deaths: dict[int, int],
-    rates: tuple[float, ...],
-    seed: int,
+    course: Course,
 ) -> None:
-    cluster = run(sizes, lateness, steps, deaths, rates, seed)
+    cluster = run(course)
 
     assert cluster.finished, "somebody waits"
     everybody = [*cluster.members.values(), *cluster.gone.values()]
@@ -133,17 +137,10 @@ def test_everybody_comes_to_the_end_with_the_same_bytes_which_are_the_exact_mean
         np.testing.assert_allclose(np.frombuffer(data, np.float64), expected[where], rtol=1e-12, atol=0)
 
 
-@given(buckets, policies, actions, kills, shards, st.integers(0, 2**20))
+@given(courses())
 @settings(max_examples=120, deadline=None)
-def test_each_gradient_counts_once_or_not_at_all_and_is_kept_until_it_does(
-    sizes: list[int],
-    lateness: Lateness,
-    steps: list[tuple[str, int]],
-    deaths: dict[int, int],
-    rates: tuple[float, ...],
-    seed: int,
-) -> None:
-    cluster = run(sizes, lateness, steps, deaths, rates, seed)
+def test_each_gradient_counts_once_or_not_at_all_and_is_kept_until_it_does(course: Course) -> None:
+    cluster = run(course)
 
     found = counted(cluster)
     for member in cluster.members.values():
@@ -154,32 +151,30 @@ def test_each_gradient_counts_once_or_not_at_all_and_is_kept_until_it_does(
                 for at in np.flatnonzero(values := data.view(np.float64)):
                     kept[int(at) % 4, part, index] += float(values[at]) * weight  # type: ignore[assignment]
         for number, weight in enumerate(member.weights):
-            for part, size in enumerate(sizes):
+            for part, size in enumerate(course.sizes):
                 for index in range(size):
                     once = found[member.seat, number, part, index]
                     late = (number, part, index) in member.without
-                    if lateness.keeps:
+                    if course.lateness.keeps:
                         assert once + kept[number, part, index] == pytest.approx(weight, rel=1e-12)
                     else:
                         assert once == (0 if late else weight)
                         assert not member.session._kept.nbytes
     for member in cluster.gone.values():
         for number, weight in enumerate(member.weights):
-            for part, size in enumerate(sizes):
+            for part, size in enumerate(course.sizes):
                 for index in range(size):
                     once = found[member.seat, number, part, index]
                     assert once == 0 or once == pytest.approx(weight, rel=1e-12)
 
 
-@given(buckets, policies, actions, shards, st.integers(0, 2**20))
+@given(courses(st.just({})))
 @settings(max_examples=60, deadline=None)
-def test_a_round_has_its_quorum_and_nothing_is_left_behind(
-    sizes: list[int], lateness: Lateness, steps: list[tuple[str, int]], rates: tuple[float, ...], seed: int
-) -> None:
-    cluster = run(sizes, lateness, steps, {}, rates, seed)
+def test_a_round_has_its_quorum_and_nothing_is_left_behind(course: Course) -> None:
+    cluster = run(course)
 
     for command in cluster.reductions:
-        assert len(command.contributions) >= lateness.needed(3)
+        assert len(command.contributions) >= course.lateness.needed(3)
     ledger = cluster.harness.engine.control.groups["default"].ledger
     assert [record.round for record in ledger] == list(range(4))
     group = cluster.harness.engine.data.groups["default"]

@@ -92,7 +92,7 @@ class Donor:
     def check(self, transfer: Transfer) -> None:
         """Raise WorkerLostError if nobody takes that state any more. With the session's lock held."""
         if transfer.number not in self._under_way:
-            raise WorkerLostError("whoever was to have this worker's state has to join anew")
+            raise nobody_takes_it()
 
     def _give(self, transfers: list[Transfer]) -> None:
         """To several at once, if so many wait: of the same copy."""
@@ -128,6 +128,11 @@ class Donor:
         else:
             self._under_way.discard(transfer.number)
             log.info("the state was sent to who joins: %d bytes in %.1f s", packed.nbytes, time.monotonic() - began)
+
+
+def nobody_takes_it() -> WorkerLostError:
+    """What ends the sending of a state when books are opened."""
+    return WorkerLostError("whoever was to have this worker's state has to join anew")
 
 
 def parts(packed: Packed) -> Iterator[Bytes]:

@@ -41,7 +41,7 @@ from protocol.messages import Inquire, Message, Push, Result, Transfer, Welcome
 from protocol.plan import Plan
 from protocol.shards import Table
 from worker.coder import Coder
-from worker.donor import Donor
+from worker.donor import Donor, nobody_takes_it
 from worker.entry import Entry
 from worker.handle import VERDICT_SECONDS, Handle
 from worker.late import Latecomer
@@ -252,7 +252,7 @@ class Traffic(Latecomer):
         """Whoever was to have a state begins anew: the others may go on without it, or have another coordinator."""
         with self._state:
             self.donor.forget()
-        self._fail_states(WorkerLostError("whoever was to have this worker's state has to join anew"), MAX_COUNTER)
+        self._fail_states(nobody_takes_it(), MAX_COUNTER)
 
     def _fail_states(self, error: GradServerError, before: int) -> None:
         """Of transfers with a lower number than ``before`` nothing comes any more."""

@@ -124,15 +124,8 @@ class Fleet(Family[Child]):
         child = self._start("coordinator", *COORDINATOR, "serve", "--bind", f"tcp://{address}", *options)
         if address == self._address:
             return  # where it was: nobody has to be told, and nothing waits for it meanwhile
-        self._first = child
         self._url = self._first_line(child).removeprefix("listening on ")
         self._address = self._url.removeprefix("tcp://")
-
-    _first: Child
-
-    def serves(self, coordinator: Child) -> bool:
-        """Whether a coordinator has said that it listens."""
-        return coordinator is self._first or bool(coordinator.lines)
 
     def start_worker(self, name: str, world: int = 0) -> None:
         """Have a worker come; with so many others at once, if they found the group."""
@@ -161,7 +154,7 @@ class Fleet(Family[Child]):
             self._hear(0.1)
             if child.ended or time.monotonic() > deadline:
                 raise FleetError(f"{self.autopsy(child)}\nthe logs are in {self.folder}")
-        return child.lines.pop(0)
+        return child.lines[0]
 
     # ── living ────────────────────────────────────────────────────────────────────────────────────────────
 

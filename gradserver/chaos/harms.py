@@ -101,7 +101,7 @@ class Harms:
 
     def _fill_disk(self, _: str, seconds: float) -> None:
         child = self._fleet.running("coordinator")
-        if child is None or not self._fleet.serves(child):  # a coordinator comes only where it can write
+        if child is None or not child.lines:  # it does not listen yet, and comes only where it can write
             self._fleet.after(0.2, lambda: self._fill_disk(_, seconds))
             return
         pid = child.process.pid

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from gradserver.demo.lives import Churned
 from gradserver.demo.outcome import Result
-from gradserver.demo.plot import GREY, GROUP, REFERENCE, finish, new_figure
+from gradserver.demo.plot import GROUP, REFERENCE, finish, label_losses, new_figure
 from gradserver.demo.settings import Settings
 
 _DEATH, _ENTRY = "#b91c1c", "#15803d"
@@ -30,18 +30,7 @@ def _draw_losses(axes: Axes, settings: Settings, group: Churned, reference: Resu
     used = [(step.step + 1) * settings.global_batch for step in reference.steps]
     axes.plot(used, reference.losses, color=REFERENCE, linewidth=1.3, label="undisturbed")
     _mark(axes, group)
-    axes.set_ylabel("loss (nats per byte)")
-    axes.set_ylim(bottom=0)
-    axes.set_title(
-        f"{settings.workers} workers, of which one is killed each {settings.churn:g} s",
-        loc="left",
-        fontsize=13,
-        fontweight="bold",
-        pad=24,
-    )
-    model = f"byte-level GPT of {settings.parameters / 1e6:.1f} M parameters on Python's standard library"
-    axes.text(0, 1.025, f"{model}, seed {settings.seed}", transform=axes.transAxes, color=GREY)
-    axes.legend(frameon=False, loc="upper right")
+    label_losses(axes, settings, f"{settings.workers} workers, of which one is killed each {settings.churn:g} s")
 
 
 def _draw_workers(axes: Axes, settings: Settings, group: Churned) -> None:

@@ -57,15 +57,18 @@ def _draw_losses(axes: Axes, settings: Settings, group: Result, reference: Resul
         va="top",
         color=GREY,
     )
+    label_losses(
+        axes,
+        settings,
+        f"{settings.crew} with {settings.batch} sequences each, and one process with {settings.global_batch}",
+    )
+
+
+def label_losses(axes: Axes, settings: Settings, title: str) -> None:
+    """Says what loss curves are of."""
     axes.set_ylabel("loss (nats per byte)")
     axes.set_ylim(bottom=0)
-    axes.set_title(
-        f"{settings.crew} with {settings.batch} sequences each, and one process with {settings.global_batch}",
-        loc="left",
-        fontsize=13,
-        fontweight="bold",
-        pad=24,
-    )
+    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=24)
     model = f"byte-level GPT of {settings.parameters / 1e6:.1f} M parameters on Python's standard library"
     axes.text(0, 1.025, f"{model}, seed {settings.seed}", transform=axes.transAxes, color=GREY)
     axes.legend(frameon=False, loc="upper right")

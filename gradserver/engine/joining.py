@@ -278,19 +278,15 @@ def awaits_state(group: Group, seats: Iterable[int]) -> bool:
 
 def let_in(group: Group, number: int, epoch: Callable[[], int], commands: list[Command]) -> list[RemoteOrder]:
     """Those who contribute to round ``number`` are members from now on, as it is over or what they gave may count."""
-    entered = [s for s, j in group.joiners.items() if j.entered and j.round <= number]
+    entered = {s: j for s, j in group.joiners.items() if j.entered and j.round <= number}
     if not entered:
         return []
-    for seat in entered:
-        joiner = group.joiners.pop(seat)
-        group.members[seat] = Seat(joiner.connection, joiner.join.name)
-        group.first_rounds[seat] = joiner.round
+    for seat, joiner in entered.items():
+        del group.joiners[seat]
         if joiner.serves:
             group.donors[seat] = max(group.donors.values(), default=0)
-    group.members = dict(sorted(group.members.items()))
-    group.seats.reseat(tuple(group.members))
-    group.epoch = epoch()
-    what = f"{group.calls(entered)} joined in round {number}; {len(group.members)} workers go on"
+    seats = {seat: Seat(joiner.connection, joiner.join.name) for seat, joiner in entered.items()}
+    what = group.seat_in(seats, number, epoch())
     announce(group, what, False, commands)
     chronicle.members(group, what, commands)
     return [Reseat(group.name, group.epoch, group.seats.present)]

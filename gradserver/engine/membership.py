@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gradserver.engine.events import Command, Log, Seat
@@ -223,6 +223,14 @@ class Group:
         """Seats of those who contribute to the open round as their first one; members or not."""
         early = [s for s, first in self.first_rounds.items() if s in self.members and first >= self.rounds]
         return sorted([*early, *(seat for seat, joiner in self.joiners.items() if joiner.entered)])
+
+    def seat_in(self, entered: Mapping[int, Seat], number: int, epoch: int) -> str:
+        """Those who contribute to round ``number`` as their first one are members from now on. Says so, for people."""
+        self.members = dict(sorted({**self.members, **entered}.items()))
+        self.first_rounds |= dict.fromkeys(entered, number)
+        self.seats.reseat(tuple(self.members))
+        self.epoch = epoch
+        return f"{self.calls(entered)} joined in round {number}; {len(self.members)} workers go on"
 
     def is_inside(self, seat: int) -> bool:
         """Whether what is there of ``seat`` may count: it is a member's, or of who was told that it contributes."""

@@ -22,7 +22,7 @@ from gradserver.engine.closing import cut
 from gradserver.engine.events import Admit, Command, Excuse, Expect, Report, Reseat, Send
 from gradserver.engine.exchanges import Group
 from protocol.errors import OutOfStepError, WorkerLostError
-from protocol.exchange import STATE_TAG, ExchangeKey, Stream, pool_of
+from protocol.exchange import ExchangeKey, Stream, is_state, pool_of
 from protocol.messages import Failure, Push, Scope
 
 NOT_YET = -1
@@ -100,7 +100,7 @@ def check_may_begin(group: Group, rank: int, key: ExchangeKey) -> None:
 def is_stale(group: Group, rank: int, push: Push) -> bool:
     """Whether this is for whoever had somebody's seat before."""
     key = push.key
-    if key.stream != Stream.TRANSFER or key.part >= STATE_TAG:
+    if key.stream != Stream.TRANSFER or is_state(key):
         return False
     other = key.target if key.source == rank else key.source
     since = group.since.get(other, 0)

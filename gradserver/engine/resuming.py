@@ -265,7 +265,7 @@ class Past:
         """What was written of it."""
         self.halt: Halt | None = None
         self.entered: Entered | None = None
-        """Who contributed, and was no member yet."""
+        """Who contributed to the open round as his first one."""
         self.positions = Positions()
 
     def take(self, record: Kind) -> None:
@@ -364,28 +364,25 @@ def restore(
 
 def _let_in(group: Group, entered: Entered, now: float, number: Callable[[], int], commands: list[Command]) -> None:
     """Who contributed to the open round counts as a member: what it gave may be in results that others hold."""
-    seats = [seat for seat, _ in entered.members if seat not in group.members]
-    known = {seat: name for seat, name in entered.members if seat in seats or group.members[seat].name == name}
-    group.first_rounds = dict.fromkeys(known, entered.round)
-    if not seats:
+    new = {seat: Seat(-1, name) for seat, name in entered.members if seat not in group.members}
+    group.first_rounds = {
+        seat: entered.round for seat, name in entered.members if seat in new or group.members[seat].name == name
+    }
+    if not new:
         return
-    for seat in seats:
-        name = known[seat]
-        group.seats.admit(seat, name)
-        group.members[seat] = Seat(-1, name)
-    group.members = dict(sorted(group.members.items()))
-    group.seats.reseat(tuple(group.members))
+    for seat, occupant in new.items():
+        group.seats.admit(seat, occupant.name)
     group.world = len(group.seats.names)
+    what = group.seat_in(new, entered.round, number())
+    group.founded = group.epoch
     group.away = dict.fromkeys(group.members, max(group.away.values(), default=now))
-    group.epoch = group.founded = number()
-    what = f"{group.calls(seats)} joined in round {entered.round}; {len(group.members)} workers go on"
     chronicle.members(group, what, commands)
     group.news.append(Membership(group.epoch, group.seats.present, group.seats.present_names(), what, False))
 
 
 def reopen(group: Group, credit: int, digests: bool, shard: int = 0) -> Iterable[RemoteOrder]:
     """What a data half has to know of a group that was restored, or that it is new to."""
-    new = set(group.entering).intersection(group.members)
+    new = tuple(seat for seat in group.entering if seat in group.members)
     seats = tuple(Seat(-1, "" if seat in new else name) for seat, name in enumerate(group.seats.names))
     opened = OpenGroup(group.name, group.founded, seats, credit, group.timeout, elastic=True, digests=digests)
     tokens = tuple(token_of(group, seat) for seat in range(len(seats))) if shard else ()
@@ -399,5 +396,5 @@ def reopen(group: Group, credit: int, digests: bool, shard: int = 0) -> Iterable
     for seat in new:
         yield Admit(group.name, seat, Seat(-1, group.seats.names[seat]), token_of(group, seat) if shard else "")
     if new:  # collectives that the others have called before do not wait for them
-        yield Expect(group.name, tuple(sorted(new)), group.rounds, False)
+        yield Expect(group.name, new, group.rounds, False)
         yield Reseat(group.name, group.epoch, group.seats.present)
