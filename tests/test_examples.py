@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -99,3 +100,37 @@ def test_checkpoint(tmp_path: Path) -> None:
             programs = start(stack, "two")
             assert {int(program.expect("from round ", PATIENCE)) % 10 for program in programs} == {0}
             assert weights(programs) == undisturbed
+
+
+def test_elastic() -> None:
+    """Whoever comes later joins; who froze is left out, joins again, and ends with the weights of the other."""
+    with (
+        Daemon("--workers", "1:8", "--gather", "0", "--frozen-after", "1") as daemon,
+        ExitStack() as stack,
+    ):
+
+        def start(name: str) -> Program:
+            environment = {"GRADSERVER_URL": daemon.url, "GRADSERVER_NAME": name, "PAUSE": "0.02"}
+            return stack.enter_context(Program(str(EXAMPLES / "elastic.py"), environment=environment))
+
+        def round_of(program: Program, name: str) -> int:
+            return int(program.expect(f"{name}: from round ", PATIENCE))
+
+        first, second = start("first"), start("second")
+        assert 0 in {round_of(first, "first"), round_of(second, "second")}
+        wait_until(lambda: len(daemon.group()["members"]) == 2, "both train", PATIENCE)
+        begun = daemon.group()["round"]
+        second.send_signal(signal.SIGSTOP)
+        wait_until(lambda: len(daemon.group()["members"]) == 1, "the other goes on", PATIENCE)
+        second.send_signal(signal.SIGCONT)
+
+        second.expect("joining again", PATIENCE)
+        assert round_of(second, "second") > begun
+        assert [program.end(PATIENCE) for program in (first, second)] == [0, 0]
+        told = second.output()
+        assert any(
+            "this worker, 'second' (rank " in line and "was left out of group 'default'" in line for line in told
+        )
+        ends = {program.output()[-1].partition(": ")[2] for program in (first, second)}
+        assert len(ends) == 1
+        assert ends.pop().startswith("round ")
