@@ -6,12 +6,20 @@ from copy import deepcopy
 
 import pytest
 
-from gradserver.engine.events import Disconnected, Log
+from gradserver.engine.events import Disconnected, Garbled, Log
 from gradserver.engine.policy import Policy
 from gradserver.engine.records import Boundary, Dated, Epoch, Halt, Round, RoundRecord
-from protocol.errors import GradServerError, JoinRefusedError, LeftOutError, NonFiniteError, ProtocolError
+from gradserver.engine.rehoming import HIRE_SECONDS
+from protocol.errors import (
+    GradServerError,
+    JoinRefusedError,
+    LeftOutError,
+    MalformedMessageError,
+    NonFiniteError,
+    ProtocolError,
+)
 from protocol.limits import MAX_COUNTER
-from protocol.messages import Agreed, Failure, Membership, Propose, Push, Result, RoundDone, Welcome
+from protocol.messages import Agreed, Enlist, Failure, Membership, Propose, Push, Result, RoundDone, Welcome
 from protocol.plan import Plan
 from protocol.positions import Claim, Register, Used
 from protocol.presence import presence_of
@@ -586,3 +594,17 @@ def test_what_nobody_asked_for_is_refused_or_passed_over() -> None:
     assert SEATS + 1 not in group.harness.closed
     group.harness.receive(SEATS + 9, Holding(1, 0, 1.0), b"")
     assert isinstance(group.harness.refusal(SEATS + 9), ProtocolError)
+
+
+def test_a_data_shard_that_is_given_up_for_what_it_sent_is_waited_for_from_then_on() -> None:
+    shard, harness = 1, Fused({"default": POLICY})
+    harness.receive(shard, Enlist("tcp://10.0.0.2:7411", 1.0))
+    for rank in range(2):
+        harness.join(SEATS + rank, f"w{rank}", rank=rank, world=2)
+    harness.now += 10 * TIMEOUT  # in which control heard of nothing
+
+    harness.feed(Garbled(shard, MalformedMessageError("no message")))
+
+    assert harness.wait(0.0) == []
+    assert harness.engine.next_deadline() == harness.now + HIRE_SECONDS
+    assert harness.group()["broken"] is None

@@ -36,6 +36,7 @@ from gradserver.engine.events import (
     Violation,
 )
 from gradserver.engine.policy import Policy
+from gradserver.engine.registry import Registry
 from protocol.limits import CREDIT_BYTES
 from protocol.messages import Inquire, Push, Taken
 from protocol.resuming import Held, Holding
@@ -65,7 +66,7 @@ class Engine:
         incarnation: int = 0,
         runs: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        self.control = Control(worlds or {}, credit, entropy, rate, digests, incarnation, runs)
+        self.control = Control(Registry(worlds or {}, credit, entropy, rate, digests, incarnation, runs))
         self.data = Data()
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -102,7 +103,7 @@ class Engine:
         while orders or reports:
             for order in orders:
                 reports += self.data.obey(order, now, commands)
-            orders = [order for report in reports for order in self.control.heed(report, commands)]
+            orders = [order for report in reports for order in self.control.heed(report, now, commands)]
             reports = []
         return commands
 

@@ -28,11 +28,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gradserver.engine import chronicle, joining
-from gradserver.engine.events import Command, CutRound, Depart, Late, Log, RemoteOrder, Send, dismiss
+from gradserver.engine import chronicle, claims, joining
+from gradserver.engine.events import Command, CutRound, Depart, Late, Log, RemoteOrder, Send
 from gradserver.engine.membership import MAX_REASON, Group, announce
 from gradserver.engine.records import RoundRecord
-from protocol.errors import DeadlineError, LeftOutError
+from protocol.errors import LeftOutError
 from protocol.limits import MIB
 from protocol.messages import RoundDone
 
@@ -145,6 +145,8 @@ def close_round(group: Group, late: Late, commands: list[Command]) -> CutRound |
     chronicle.cut(group, late.round, who, text, commands)
     if late.tell:
         commands.append(Log(text, warning=True))
+    for seat in who:
+        claims.not_counted(group, seat, late.round, group.late_are == "keep", commands)
     return CutRound(group.name, late.round, tuple(who))
 
 
@@ -153,20 +155,6 @@ def behind(group: Group, seat: int, number: int) -> LeftOutError:
     size = (group.policy.backlog if group.policy is not None else 0) / MIB
     what = f"more than {size:g} MiB of results, of rounds that closed without it, wait to be read (--backlog)"
     return group.seats.left_out(seat, f"group {group.name!r} in round {number}: {what}")
-
-
-def give_up(group: Group, commands: list[Command]) -> None:
-    """Nobody has come to take the place of those who departed: tell those who wait."""
-    least = group.policy.minimum if group.policy else 0
-    error = DeadlineError(
-        f"group {group.name!r} waited {group.timeout:g} s for workers after round {group.rounds - 1}: it has "
-        f"{len(group.members)}, {group.calls(group.members)}, and at least {least} are needed to go on",
-        missing=(f"{least - len(group.members)} more, of any rank",),
-        round=group.rounds,
-    )
-    for connection in group.connections:
-        commands += dismiss(connection, error)
-    commands.append(Log(error.message, warning=True))
 
 
 def _count(workers: int) -> str:

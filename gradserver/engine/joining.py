@@ -38,9 +38,8 @@ from gradserver.engine.events import Admit, Command, Depart, Excuse, Expect, Log
 from gradserver.engine.joiners import Joiner, Stage
 from gradserver.engine.membership import MAX_REASON, Applicant, Group, Unheeded, announce
 from gradserver.engine.records import RoundRecord
-from gradserver.engine.resuming import token_of
 from gradserver.engine.seats import seat_for
-from gradserver.engine.welcome import welcome_to
+from gradserver.engine.welcome import token_of, welcome_to
 from protocol.errors import (
     DeadlineError,
     GradServerError,

@@ -2,15 +2,76 @@
 
 from __future__ import annotations
 
-from gradserver.engine import chronicle
-from gradserver.engine.events import Command, Log, Send
-from gradserver.engine.membership import Group
-from protocol.errors import DeadlineError, GradServerError, PlanMismatchError
-from protocol.messages import Agreed, Failure, Scope
-from protocol.plan import Plan, first_difference
+from collections import Counter
+
+from gradserver.engine import chronicle, joining
+from gradserver.engine.events import Command, Log, Order, Send, SetPlan
+from gradserver.engine.membership import Group, Proposal
+from gradserver.engine.registry import Registry
+from protocol.buffer import Buffer
+from protocol.errors import (
+    DeadlineError,
+    GradServerError,
+    MalformedMessageError,
+    PlanMismatchError,
+    UnexpectedMessageError,
+)
+from protocol.messages import Agreed, Failure, Propose, Scope
+from protocol.plan import Plan, decode_plan, first_difference
 
 
-def agree(group: Group, plan: Plan, commands: list[Command]) -> None:
+def propose(
+    registry: Registry, group: Group, seat: int, message: Propose, data: Buffer, now: float, commands: list[Command]
+) -> list[Order]:
+    """A member, or who joins, has made its plan."""
+    if seat in group.joiners:
+        joining.propose(group, seat, _plan_of(message, data), now, commands)
+        return []
+    if group.broken is not None:
+        _fail(group, seat, group.broken, commands)
+        return []
+    if seat in group.proposals:
+        raise UnexpectedMessageError(f"{group.call(seat)} proposed a second plan before the first was settled")
+    plan = _plan_of(message, data)
+    if seat in group.unaware and group.plan is not None and plan.hash == group.plan.hash:
+        group.unaware.discard(seat)
+        commands.append(Send(group.members[seat].connection, Agreed(plan.hash, group.planned)))
+        return []
+    group.proposals[seat] = Proposal(plan, now, message.round)
+    return settle(registry, group, commands)
+
+
+def _plan_of(message: Propose, data: Buffer) -> Plan:
+    plan = decode_plan(memoryview(data))
+    if plan.hash != message.hash:
+        raise MalformedMessageError(f"a plan whose hash is {plan.hash}, announced as {message.hash[:64]}")
+    return plan
+
+
+def settle(registry: Registry, group: Group, commands: list[Command]) -> list[Order]:
+    """Agree on a plan, if all who are there have proposed one, and the same.
+
+    Joiners that had agreed to the plan before are `gradserver.engine.joining.outdated` then.
+    """
+    if not 0 < len(group.proposals) == len(group.members) or group.unconfirmed or group.recovering:
+        return []
+    votes = Counter(proposal.plan.hash for proposal in group.proposals.values())
+    leading = max(votes.values())
+    reference = min(rank for rank, p in group.proposals.items() if votes[p.plan.hash] == leading)
+    plan = group.proposals[reference].plan
+    if len(votes) > 1:
+        _reject_minority(group, reference, commands)
+        return []
+    if not group.shards:
+        _agree(group, plan, commands)
+    else:
+        # A round may be over for its members, and not for us yet: what other shards report takes its time.
+        group.rounds = max(group.rounds, *(proposal.round for proposal in group.proposals.values()))
+        group.unconfirmed = set(group.shards)
+    return registry.order(group, SetPlan(group.name, plan, group.rounds), commands)
+
+
+def _agree(group: Group, plan: Plan, commands: list[Command]) -> None:
     """Rounds are this plan's from now on: tell everybody."""
     chronicle.planned(group, plan, commands)
     group.plan, group.planned = plan, group.rounds
@@ -22,6 +83,7 @@ def agree(group: Group, plan: Plan, commands: list[Command]) -> None:
     for seat in group.members.values():
         commands.append(Send(seat.connection, Agreed(plan.hash, group.rounds)))
     commands.append(Log(f"group {group.name!r}: plan of {plan.size}"))
+    joining.compare_plans(group, commands)
 
 
 def confirm(group: Group, source: int, digest: str, commands: list[Command]) -> None:
@@ -31,10 +93,10 @@ def confirm(group: Group, source: int, digest: str, commands: list[Command]) -> 
         return
     group.unconfirmed.discard(source)
     if not group.unconfirmed:
-        agree(group, plan, commands)
+        _agree(group, plan, commands)
 
 
-def reject_minority(group: Group, reference: int, commands: list[Command]) -> None:
+def _reject_minority(group: Group, reference: int, commands: list[Command]) -> None:
     """Tell those who differ from most (a tie goes to the lowest rank); the others' proposals stand."""
     plan = group.proposals[reference].plan
     for rank, proposal in sorted(group.proposals.items()):
@@ -46,7 +108,7 @@ def reject_minority(group: Group, reference: int, commands: list[Command]) -> No
             f"the plans of group {group.name!r} differ, first here: {group.call(reference)} has {theirs}; "
             f"{group.call(rank)} has {own}. Every worker must wrap the same module in the same way"
         )
-        fail_proposal(group, rank, error, commands)
+        _fail(group, rank, error, commands)
         del group.proposals[rank]
         commands.append(Log(error.message, warning=True))
 
@@ -54,18 +116,20 @@ def reject_minority(group: Group, reference: int, commands: list[Command]) -> No
 def fail_all(group: Group, error: GradServerError, commands: list[Command]) -> None:
     """Nothing comes of any proposal."""
     for rank in group.proposals:
-        fail_proposal(group, rank, error, commands)
+        _fail(group, rank, error, commands)
     group.proposals.clear()
     group.unconfirmed.clear()
 
 
-def fail_proposal(group: Group, rank: int, error: GradServerError, commands: list[Command]) -> None:
+def _fail(group: Group, rank: int, error: GradServerError, commands: list[Command]) -> None:
     """Tell ``rank`` that nothing comes of what it has proposed."""
     commands.append(Send(group.members[rank].connection, Failure.of(error, Scope.PROPOSAL)))
 
 
-def fail_overdue(group: Group, commands: list[Command]) -> None:
-    """Tell those who proposed who did not."""
+def overdue(group: Group, now: float, commands: list[Command]) -> None:
+    """Tell those who have proposed, and waited too long, who did not."""
+    if all(proposal.since + group.timeout > now for proposal in group.proposals.values()):
+        return
     missing = [rank for rank in group.members if rank not in group.proposals]
     what = f"{group.calls(missing)} to propose one" if missing else "its data shards to confirm it"
     error = DeadlineError(

@@ -2,7 +2,7 @@
 
 Slices of a round in flight are named by the table that the group was founded with, so that stays what it is, and with
 it the number of shards: whoever comes has the lost one's slices, and knows nothing of them. Members hold what it knew,
-and all of them come back, since they had a connection to it: then the books are opened (`gradserver.engine.resuming`).
+and all of them come back, since they had a connection to it: then the books are opened (`gradserver.engine.books`).
 
     place     event                                     next      what happens
     ────────  ────────────────────────────────────────  ────────  ──────────────────────────────────────────────────────
@@ -18,15 +18,15 @@ Of a group that was restored time counts from the first member on that comes bac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
-from gradserver.engine.events import Admit, Command, Hire, Log, RemoteOrder, Seat, Send
+from gradserver.engine.books import open_for_shards
+from gradserver.engine.events import Admit, Command, Hire, Log, Order, RemoteOrder, Seat, Send
 from gradserver.engine.membership import Group
 from gradserver.engine.orders import encode_order
 from gradserver.engine.policy import Policy
-from gradserver.engine.resuming import reopen
-from gradserver.engine.roster import DataShard
+from gradserver.engine.registry import Registry
+from gradserver.engine.restoring import reopen
 from protocol.errors import DeadlineError
 from protocol.messages import Ordered
 
@@ -56,8 +56,18 @@ def missed(group: Group, now: float) -> None:
         group.lacking_since, group.hire_at = now, now + HIRE_SECONDS
 
 
-def fill(group: Group, roster: Mapping[int, DataShard], credit: int, digests: bool, commands: list[Command]) -> bool:
+def rehome(registry: Registry, now: float, commands: list[Command]) -> list[Order]:
+    """Have groups that lack data shards use those that are there."""
+    orders: list[Order] = []
+    for group in registry.groups.values():
+        if group.lacking and not _fill(registry, group, commands):
+            orders += open_for_shards(registry, group, now, commands)
+    return orders
+
+
+def _fill(registry: Registry, group: Group, commands: list[Command]) -> bool:
     """Give vacant places to shards that the group does not use: to who had them, if possible. Whether any is left."""
+    roster = registry.roster.shards
     spare = [connection for connection in roster if connection not in group.shards]
     for place in sorted(group.lacking):
         if not spare:
@@ -68,7 +78,7 @@ def fill(group: Group, roster: Mapping[int, DataShard], credit: int, digests: bo
         group.owed_nothing = group.owed_nothing or group.is_lossy
         group.shards = (*group.shards[:place], connection, *group.shards[place + 1 :])
         group.urls = (*group.urls[:place], roster[connection].url, *group.urls[place + 1 :])
-        orders = list[RemoteOrder](reopen(group, credit, digests, place + 1))
+        orders = list[RemoteOrder](reopen(registry, group, place + 1))
         for seat, joiner in group.joiners.items():
             orders.append(Admit(group.name, seat, Seat(-1, joiner.join.name), joiner.token))
         for order in orders:
@@ -82,6 +92,8 @@ def fill(group: Group, roster: Mapping[int, DataShard], credit: int, digests: bo
 
 def overdue(group: Group, now: float, commands: list[Command]) -> DeadlineError | None:
     """Look for somebody, or say that it was for nothing."""
+    if group.broken is not None:
+        return None
     if group.lacking_since is not None and group.lacking_since + group.timeout <= now:
         places = ", ".join(group.urls[place] or f"shard {place + 1}" for place in sorted(group.lacking))
         return DeadlineError(

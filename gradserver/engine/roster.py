@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from gradserver.engine.events import Command, Log, Send
 from gradserver.engine.membership import Group, check_name
 from gradserver.engine.records import RoundRecord
-from gradserver.engine.resuming import token_of
+from gradserver.engine.welcome import token_of
 from protocol.digest import MODULUS
 from protocol.errors import JoinRefusedError, LimitExceededError, MalformedMessageError, UnexpectedMessageError
 from protocol.exchange import ExchangeKey, Stream
@@ -81,7 +81,7 @@ class Roster:
         return self._numbers
 
     def token(self) -> str:
-        """What one more member of a group that uses shards shows them."""
+        """Text that nobody can guess, to show shards or to be a group's secret; empty if there is none."""
         return "" if self._entropy is None else self._entropy()
 
     def snapshot(self) -> list[dict[str, object]]:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+
 from gradserver.engine.membership import Group
-from gradserver.engine.resuming import token_of
+from protocol.limits import MAX_TOKEN
 from protocol.messages import Welcome
+
+
+def token_of(group: Group, seat: int) -> str:
+    """What the member in ``seat`` of a durable group shows when it comes back.
+
+    Whoever had that seat before shows something else.
+    """
+    whose = f"{seat} {group.seats.names[seat]}"
+    return hmac.new(group.secret.encode(), whose.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
 
 
 def welcome_to(group: Group, seat: int, token: str, credit: int, incarnation: int) -> Welcome:

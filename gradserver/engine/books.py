@@ -1,0 +1,84 @@
+"""What control does about a durable group whose members find out who holds what: its books are opened.
+
+    group       event                                   next        what happens
+    ──────────  ──────────────────────────────────────  ──────────  ──────────────────────────────────────────────────
+    (none)      Restored                                SUSPENDED   all its members are away
+    SERVING     the last of those attached is away      SUSPENDED
+    SUSPENDED   Resume                                  RECOVERING  data is to find out who holds what
+    SERVING     Resume                                  RECOVERING  the same, and Resumed to everybody
+    RECOVERING  Resume                                  RECOVERING  Resumed to it
+    RECOVERING  data reports CaughtUp                   RECOVERING  RoundDone to whom it lacks; Proceed
+    RECOVERING  data reports Recovered                  SERVING     members go on
+    any         the last member departs                 (none)
+
+SERVING stands for what the tables of `control` and `elastic` know. What data does is in `recovery`.
+"""
+
+from __future__ import annotations
+
+from gradserver.engine import chronicle, joining
+from gradserver.engine.events import CaughtUp, Command, Log, Order, Proceed, Recover, Recovered, Send
+from gradserver.engine.membership import Group
+from gradserver.engine.registry import Registry
+from protocol.messages import RoundDone
+from protocol.resuming import Resumed
+
+
+def let_in(registry: Registry, group: Group, commands: list[Command]) -> list[Order]:
+    """When books are opened, who contributes counts as a member: what it gave may be in results that some hold."""
+    return registry.order_all(group, joining.let_in(group, group.rounds, registry.next_epoch, commands), commands)
+
+
+def open_books(registry: Registry, group: Group, version: int, now: float, commands: list[Command]) -> Recover:
+    """Have everybody who is here say what he holds. ``version`` is a new number, for what is found out of that."""
+    group.recovering, group.version = True, version
+    group.founded = version  # what shards have reported so far, and what we have heard of it, is void
+    group.paused = group.held = None  # if a round is complete, data says so once more
+    group.made = -1
+    for void in (group.partial, group.caught_up, group.standing, group.unconfirmed):
+        void.clear()
+    for order in group.unheeded:
+        order.waiting.clear()  # members hear of it now, and push only when shards have come to this
+    here = [seat for seat in group.members if seat not in group.away]
+    if here:
+        until = now + (group.policy.missing if group.policy is not None else 0.0)
+        group.away = {other: min(at, until) for other, at in group.away.items()}
+    resumed = Resumed(registry.incarnation, version, group.urls)
+    commands += [Send(group.members[seat].connection, resumed) for seat in here]
+    return Recover(group.name, version)
+
+
+def open_for_shards(registry: Registry, group: Group, now: float, commands: list[Command]) -> list[Order]:
+    """In a group with shards elsewhere: what they find out is of one membership, and of shards that are there."""
+    if group.lacking or not group.recovering or not group.shards or group.broken is not None:
+        return []
+    order = open_books(registry, group, registry.next_epoch(), now, commands)
+    return registry.order_all(group, [order], commands)
+
+
+def caught_up(registry: Registry, group: Group, report: CaughtUp, source: int, commands: list[Command]) -> list[Order]:
+    """Some have all of a round, and have yet to hear that it is over: when all shards say so."""
+    group.caught_up.add(source)
+    if len(group.caught_up) <= len(group.shards):
+        return []
+    number = report.round - 1
+    epoch = group.told[1] if group.told[0] == number else group.epoch
+    group.rounds = report.round
+    commands += [Send(group.members[seat].connection, RoundDone(number, epoch)) for seat in report.seats]
+    return registry.order(group, Proceed(group.name), commands)
+
+
+def recovered(group: Group, report: Recovered, source: int, commands: list[Command]) -> None:
+    """Everybody goes on, as soon as all shards do."""
+    if not group.standing:
+        group.rounds = report.round
+    group.standing.add(source)
+    if len(group.standing) <= len(group.shards):
+        return
+    group.recovering = False
+    if group.owed_nothing:
+        group.owed_nothing = False
+        chronicle.reset(group, commands)
+        what = "what lossy codecs had kept back at the coordinator was lost: residuals reset"
+        commands.append(Log(f"group {group.name!r}: {what}", warning=True))
+    commands.append(Log(f"group {group.name!r}: {len(group.members)} workers go on with round {group.rounds}"))

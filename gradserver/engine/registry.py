@@ -1,0 +1,133 @@
+"""What control knows: groups, who is in them, and data shards; and how its orders reach all data halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from gradserver.engine.elastic import go_on
+from gradserver.engine.events import Command, OpenGroup, Order, RemoteOrder, Seat, Send
+from gradserver.engine.membership import Group, check_world
+from gradserver.engine.orders import encode_order
+from gradserver.engine.policy import Policy
+from gradserver.engine.roster import Roster
+from protocol.errors import InvalidArgumentError, UnexpectedMessageError
+from protocol.limits import BACKLOG_BYTES, MIN_CREDIT_BYTES
+from protocol.messages import Ordered
+
+HERE: Final = 0
+"""Where the coordinator's own data half reports from; connections have larger numbers."""
+
+
+class Registry:
+    """All that control keeps, and what it was started with.
+
+    Args:
+        worlds: of groups whose size the coordinator was told: that, or the policy of an elastic one.
+        credit: bytes that one worker may have in flight.
+        entropy: gives text that nobody can guess; without it no data shards are taken.
+        rate: of this process's link in Gbit/s; None if nobody said.
+        digests: whether data halves hash what they sum.
+        incarnation: how often a coordinator has begun where this one writes its records; 0 if nobody keeps them.
+        runs: whether the process that has a presence is known to run.
+
+    Attributes:
+        groups: by name.
+        places: the group that each connection has joined, as applicant, joiner or member.
+        roster: the data shards that have enlisted.
+    """
+
+    def __init__(
+        self,
+        worlds: Mapping[str, int | Policy],
+        credit: int,
+        entropy: Callable[[], str] | None,
+        rate: float | None,
+        digests: bool,
+        incarnation: int,
+        runs: Callable[[str], bool],
+    ) -> None:
+        if credit < MIN_CREDIT_BYTES:
+            raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
+        for name, world in worlds.items():
+            if not isinstance(world, Policy):
+                check_world(world, f"group {name!r}")
+        self.groups: dict[str, Group] = {}
+        self.places: dict[int, str] = {}
+        self.roster = Roster(entropy, rate)
+        self.worlds = dict(worlds)
+        self.credit = credit
+        self.incarnation = incarnation
+        self.runs = runs
+        self._digests = digests
+        self._epochs = 0
+
+    # ── who is where ──────────────────────────────────────────────────────────────────────────────────
+
+    def group_of(self, connection: int) -> Group | None:
+        """The group that somebody has joined; None if there is none."""
+        return self.groups.get(self.places.get(connection, ""))
+
+    def seat(self, connection: int) -> tuple[Group, int]:
+        """Where a member sits, or who joins a running group."""
+        group = self.group_of(connection)
+        if group is not None and (seat := group.seat_of(connection)) >= 0:
+            return group, seat
+        raise UnexpectedMessageError("this message is for members of a group: join first")
+
+    def check_free(self, connection: int) -> None:
+        """UnexpectedMessageError if somebody has joined a group already."""
+        if connection in self.places:
+            raise UnexpectedMessageError(f"this connection already joined group {self.places[connection]!r}")
+
+    def next_epoch(self) -> int:
+        """The number of a new membership, or of an opening of books."""
+        self._epochs += 1
+        return self._epochs
+
+    def skip_to(self, epoch: int) -> None:
+        """``epoch`` was given before, by another coordinator: go on behind it."""
+        self._epochs = max(self._epochs, epoch)
+
+    # ── orders ────────────────────────────────────────────────────────────────────────────────────────
+
+    def opening(self, group: Group, seats: tuple[Seat, ...], tokens: tuple[str, ...], shard: int = 0) -> OpenGroup:
+        """What a data half hears first of a group. ``shard`` is its place there; members show ``tokens``."""
+        policy = group.policy
+        return OpenGroup(
+            group.name,
+            group.founded,
+            seats,
+            self.credit,
+            group.timeout,
+            rates=group.table.rates,
+            shard=shard,
+            tokens=tokens,
+            elastic=policy is not None,
+            digests=self._digests,
+            backlog=BACKLOG_BYTES if policy is None else policy.backlog,
+            lateness=None if policy is None or group.secret else policy.lateness,  # a durable one waits for all
+            durable=bool(group.secret),
+        )
+
+    def order(self, group: Group, order: RemoteOrder, commands: list[Command], but: int = HERE) -> list[Order]:
+        """Send ``order`` to all shards of ``group`` elsewhere, ``but`` to one; and give it, for the one here."""
+        for connection in group.shards:
+            if connection != but and connection in self.roster.shards:
+                commands.append(Send(connection, Ordered(), (encode_order(order),)))
+        return [order]
+
+    def order_all(self, group: Group, orders: Sequence[RemoteOrder], commands: list[Command]) -> list[Order]:
+        """Have ``orders`` concerning the membership carried out, and whatever may follow when shards go by them."""
+        orders = [*orders, *go_on(group, self.next_epoch, self.credit, self.incarnation, commands)]
+        return [order for one in orders for order in self.order(group, one, commands)]
+
+    # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
+
+    def validate(self) -> None:
+        """Raise AssertionError if an invariant does not hold."""
+        for name, group in self.groups.items():
+            for connection in group.validate():
+                assert self.places[connection] == name, f"{connection} is in two groups"
+        seated = sum(len(group.connections) for group in self.groups.values())
+        assert seated == len(self.places), "a connection without a place"
