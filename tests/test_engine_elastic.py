@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from gradserver.engine.events import Disconnected
 from gradserver.engine.policy import Policy
 from protocol.errors import (
+    ConnectionLostError,
     DeadlineError,
     InvalidWorldSizeError,
     JoinTimeoutError,
@@ -14,6 +16,7 @@ from protocol.errors import (
 )
 from protocol.limits import MAX_WORLD_SIZE
 from protocol.messages import Agreed, Failure, Leave, Membership, Result, RoundDone, Welcome
+from tests.crash_harness import Fused
 from tests.engine_harness import SEATS, TIMEOUT, Harness, bucket, collective, floats, plan_of
 from tests.test_engine_closing import BARRIER
 
@@ -290,6 +293,48 @@ def test_who_leaves_a_pause_ends_it() -> None:
 
     assert driven.engine.control.groups == {}
     assert driven.engine.next_deadline() is None
+
+
+def test_whatever_else_is_due_when_a_pause_ends_ends_with_it() -> None:
+    driven = Fused({"default": Policy(2, 3)})
+    driven.assemble(2, plan_of(1))
+    driven.leave(1)
+    driven.push(0, bucket(0), floats(1))
+    driven.answer(driven.reduces.pop())
+    assert driven.group()["state"] == "paused"
+    driven.lose(0)
+    driven.sent(0)
+
+    driven.wait(1000.0)  # as when the coordinator was stopped, and goes on
+
+    assert driven.engine.control.groups == {}
+    driven.assemble(2)
+
+
+def test_a_report_that_comes_when_its_group_has_ended_is_of_no_use() -> None:
+    driven = Fused({"default": Policy(1, 3)})
+    driven.assemble(2, plan_of(1))
+    driven.push(0, bucket(0), floats(1))
+    driven.lose(0)
+    driven.lose(1)
+
+    driven.wait(1000.0)  # data says who is late, of a group that all members have gone from by then
+
+    assert driven.engine.control.groups == {}
+    driven.assemble(2)
+
+
+def test_who_waits_for_a_seat_and_freezes_is_told_that_it_was_given_up() -> None:
+    driven = harness(1, 1)
+    driven.join(SEATS, "a")
+    driven.join(SEATS + 1, "b")
+    welcomes(driven, 0)
+
+    driven.feed(Disconnected(SEATS + 1, "nothing was heard of it for 3 s", silent=True))
+
+    assert isinstance(driven.refusal(SEATS + 1), ConnectionLostError)
+    assert driven.group()["waiting"] == []
+    assert driven.silent(0)
 
 
 def test_collectives_go_on_below_the_minimum() -> None:

@@ -339,6 +339,15 @@ def test_groups_that_formed_before_a_shard_came_do_without_it() -> None:
     assert harness.group()["state"] == "active"
 
 
+def test_a_data_shard_that_wants_to_join_a_group_is_no_shard_any_more() -> None:
+    harness = ShardedHarness()
+    harness.join(LINKS + 1, "w0", world=1)
+
+    assert any("a data shard's, which joins no group" in log.text for log in harness.logs)
+    assert harness.engine.control.roster.shards == {}
+    assert harness.engine.control.groups == {}
+
+
 @pytest.mark.parametrize(
     "record",
     [

@@ -153,7 +153,9 @@ class Control:
         registry = self._registry
         if isinstance(report, Violation):
             return refuse(registry, report.connection, report.error, now, commands)
-        group = self.groups[report.group]
+        group = self.groups.get(report.group)
+        if group is None:
+            return []  # it has ended meanwhile
         match report:
             case RoundCompleted(_, record, adopted):
                 group.made = group.made if adopted else max(group.made, record.round)
@@ -195,8 +197,7 @@ class Control:
         """Tell somebody who is silent that he is too late, for when he can hear again."""
         error: GradServerError = ConnectionLostError(f"the coordinator has given this connection up: {reason}")
         group = self._registry.group_of(connection)
-        if group is not None and group.members:
-            _, seat = self._registry.seat(connection)
+        if group is not None and (seat := group.seat_of(connection)) >= 0:
             error = left_out(group, seat, reason)
         commands += dismiss(connection, error)
 
@@ -233,7 +234,7 @@ class Control:
         if (error := rehoming.overdue(group, now, commands)) is not None:
             orders += halt(registry, group, error, commands)
         if group.paused is not None and group.paused + group.timeout <= now:
-            orders += give_up(registry, group, commands)
+            return orders + give_up(registry, group, commands)
         orders += refuse_all(registry, joining.overdue(group, now), now, commands)
         orders += resuming.overdue(registry, group, now, commands)
         proposals.overdue(group, now, commands)

@@ -76,9 +76,11 @@ class Registry:
         raise UnexpectedMessageError("this message is for members of a group: join first")
 
     def check_free(self, connection: int) -> None:
-        """UnexpectedMessageError if somebody has joined a group already."""
+        """UnexpectedMessageError if somebody has joined a group already, or is a data shard."""
         if connection in self.places:
             raise UnexpectedMessageError(f"this connection already joined group {self.places[connection]!r}")
+        if connection in self.roster.shards:
+            raise UnexpectedMessageError("this connection is a data shard's, which joins no group")
 
     def next_epoch(self) -> int:
         """The number of a new membership, or of an opening of books."""
