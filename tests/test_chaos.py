@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,24 @@ def test_a_minute_has_a_hundred_events() -> None:
         events = draw(seed, ways, 4, 60.0, 0.3, DEFAULT).events
         assert len(events) >= 100
         assert set(Counter(event.kind for event in events)) >= {"stop", "blackhole"}
+
+
+@given(
+    seed=st.integers(0, 1000),
+    every=st.floats(0.2, 3.0),
+    apart=st.floats(0.0, 10.0),
+    coordinator=st.none() | st.floats(3.0, 30.0),
+)
+def test_those_for_which_everybody_waits_are_as_far_apart_as_they_are_to_be(
+    seed: int, every: float, apart: float, coordinator: float | None
+) -> None:
+    ways = ways_of(8, list(SPECS))
+    schedule = draw(seed, ways, 4, 120.0, every, list(SPECS), coordinator, apart)
+    halts = [event.at for event in schedule.events if event.kind in ("freeze", "partition", "coordinator", "shard")]
+    least = apart if coordinator is None else min(apart, coordinator)
+    assert all(later - at >= least - 1e-6 for at, later in pairwise(halts))
+    kills = sum(event.kind == "coordinator" for event in schedule.events)
+    assert coordinator is None or kills >= int((schedule.calm - schedule.storm - 1e-6) / coordinator)
 
 
 def test_another_seed_is_another_storm() -> None:

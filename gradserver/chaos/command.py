@@ -65,6 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="kill the coordinator each so many seconds, beside the other events",
     )
     parser.add_argument(
+        "--apart",
+        type=number(float, 0, 3600, "", "{:g} to {:g}"),
+        default=0.0,
+        metavar="S",
+        help="seconds between two events that make everybody wait (freeze, partition, coordinator, shard), whose times "
+        "add up otherwise (default 0)",
+    )
+    parser.add_argument(
         "--shards", type=number(int, 1, MAX_SHARDS), default=1, metavar="S", help="data shards (default 1)"
     )
     parser.add_argument(
@@ -153,6 +161,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
         arguments.every,
         arguments.events,
         arguments.coordinator_kill,
+        arguments.apart,
     )
     view = View(None if arguments.json else Screen(sys.stdout), sys.stdout.isatty())
     view.introduce(schedule, names, arguments.shards, arguments.seed, folder)
@@ -249,5 +258,5 @@ def _kinds(text: str) -> list[str]:
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    own = ("workers", "seconds", "seed", "every", "coordinator_kill", "shards", "pace")
+    own = ("workers", "seconds", "seed", "every", "coordinator_kill", "apart", "shards", "pace")
     return {**{name: getattr(arguments, name) for name in own}, "kinds": arguments.events, "cores": os.cpu_count()}

@@ -3,11 +3,15 @@
 The storm lies between a calm beginning, by which it is measured, and a calm end, in which everybody has to come back.
 Nobody is hit again before it can have recovered, and never so many at once that fewer than the group's minimum are
 left: what is drawn can be survived without losing the training, so whatever is lost is a fault.
+
+Some events make everybody wait until they are noticed or mended, and such times add up: who freezes while the
+coordinator starts again is noticed after both. So that a run can say how long one takes, they can be kept apart.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +41,7 @@ class Spec(NamedTuple):
         way: the workers whom it can hit; None for any.
         share: how often it is drawn, beside the others.
         target: "worker", or what else there is.
+        halts: whether everybody waits for seconds, until it is noticed or mended.
     """
 
     brief: str
@@ -48,6 +53,7 @@ class Spec(NamedTuple):
     way: Way | None = None
     share: float = 1.0
     target: str = "worker"
+    halts: bool = False
 
 
 SPECS: Final = {
@@ -76,6 +82,7 @@ SPECS: Final = {
         6.0,
         6.0,
         True,
+        halts=True,
     ),
     "leave": Spec(
         "a polite leave; a new process under the name comes",
@@ -115,6 +122,7 @@ SPECS: Final = {
         6.0,
         True,
         Way.WIRE,
+        halts=True,
     ),
     "throttle": Spec("a connection is slow", "its connection has 2 MB/s for {:.1f} s", 0.5, 2.0, 2.0, False, Way.WIRE),
     "drop": Spec("a message is lost", "a message is lost, to it or from it", 0.0, 0.0, 6.0, True, Way.RELAY),
@@ -145,9 +153,18 @@ SPECS: Final = {
         None,
         0.3,
         "it",
+        halts=True,
     ),
     "shard": Spec(
-        "SIGKILL to a data shard", "SIGKILL to a data shard", 0.0, 0.0, 5.0, False, share=0.3, target="shard"
+        "SIGKILL to a data shard",
+        "SIGKILL to a data shard",
+        0.0,
+        0.0,
+        5.0,
+        False,
+        share=0.3,
+        target="shard",
+        halts=True,
     ),
 }
 DEFAULT: Final = tuple(kind for kind in SPECS if kind != "shard")
@@ -179,13 +196,22 @@ class Schedule(NamedTuple):
 
 @dataclass(slots=True)
 class _Times:
-    """Until when somebody recovers from what was done to it."""
+    """Until when somebody recovers from what was done to it, and when everybody has to wait.
 
+    Attributes:
+        apart: seconds between two of those times.
+    """
+
+    apart: float
+    halts: list[float]
     busy: dict[str, float] = field(default_factory=dict)
     out: dict[str, float] = field(default_factory=dict)
 
     def is_free(self, name: str, at: float) -> bool:
         return self.busy.get(name, 0.0) <= at
+
+    def may_halt(self, at: float) -> bool:
+        return all(abs(at - other) >= self.apart for other in self.halts)
 
     def outside(self, at: float) -> int:
         return sum(until > at for until in self.out.values())
@@ -204,6 +230,7 @@ def draw(
     every: float,
     kinds: Sequence[str],
     coordinator: float | None = None,
+    apart: float = 0.0,
 ) -> Schedule:
     """Draw the events of a run.
 
@@ -215,10 +242,14 @@ def draw(
         every: seconds from one event to the next, in the mean.
         kinds: what may be drawn.
         coordinator: seconds from one kill of the coordinator to the next; None for only what is drawn.
+        apart: seconds between events for which everybody waits; 0: their times may add up.
     """
     chance = random.Random(seed)
     begin, end = calm_seconds(seconds)
-    times, events = _Times(), []
+    kills: list[float] = []
+    if coordinator:
+        kills = [begin + coordinator * n for n in range(1, math.ceil((seconds - end - begin) / coordinator))]
+    times, events = _Times(apart, list(kills)), []
     fresh = itertools.count()
     at = begin
     while True:
@@ -228,12 +259,8 @@ def draw(
         event = _draw(chance, at, seconds - 1.0, kinds, ways, spare, times, fresh)
         if event is not None:
             events.append(event)
-    if coordinator:
-        steps = itertools.takewhile(
-            lambda moment: moment < seconds - end, (begin + coordinator * n for n in itertools.count(1))
-        )
-        events = sorted(events + [Event(moment, "coordinator", "coordinator", 0.0) for moment in steps])
-    return Schedule(events, begin, seconds - end, seconds)
+    events += [Event(moment, "coordinator", "coordinator", 0.0) for moment in kills]
+    return Schedule(sorted(events), begin, seconds - end, seconds)
 
 
 def _draw(
@@ -250,6 +277,8 @@ def _draw(
         kind = chance.choices(kinds, [SPECS[kind].share for kind in kinds])[0]
         spec = SPECS[kind]
         amount = round(chance.uniform(spec.low, spec.high), 3)
+        if spec.halts and not times.may_halt(at):
+            continue
         if spec.target == "worker":
             names = [name for name, way in ways.items() if spec.way in (None, way) and times.is_free(name, at)]
         else:
@@ -261,5 +290,7 @@ def _draw(
         times.busy[target] = at + amount + spec.recovery
         if spec.out:
             times.out[target] = times.busy[target]
+        if spec.halts:
+            times.halts.append(at)
         return Event(at, kind, f"x{next(fresh)}" if target == "newcomer" else target, amount)
     return None
