@@ -51,7 +51,7 @@ anyone
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -122,6 +122,9 @@ class Membership:
         names: theirs, by rank.
         reason: what has changed, for people.
         lost: whether somebody was lost, rather than left.
+        entering: the seats among them of those who contribute to ``round`` as their first one. Until that is over for
+            a member they are not there for it: it may still be in collectives that were called before they came.
+        round: the round that they came with.
     """
 
     epoch: int
@@ -129,6 +132,16 @@ class Membership:
     names: tuple[str, ...]
     reason: str
     lost: bool
+    entering: tuple[int, ...] = ()
+    round: int = 0
+
+    def behind(self, number: int) -> Membership:
+        """Who is there for a member that has ended round ``number``, and not the next one."""
+        if not self.entering or number >= self.round:
+            return self
+        there = [(seat, name) for seat, name in zip(self.seats, self.names, strict=True) if seat not in self.entering]
+        seats, names = zip(*there, strict=True) if there else ((), ())
+        return replace(self, seats=seats, names=names)
 
 
 class Transfer(NamedTuple):

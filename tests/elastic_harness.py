@@ -169,7 +169,7 @@ class Member:
                 assert number == self.round, "the end of another round"
                 assert all(task.done for task in self.tasks), "over before its results are here"
                 self.over = number
-                self.adopt(epoch)
+                self.adopt(epoch, number)
                 self.side = [task for task in self.side if not task.done]
                 self.side += [state(one, number + 1, self.seat) for one in transfers if one.donor == self.seat]
                 self.boundaries[number] = self.epoch, self.seats
@@ -190,7 +190,7 @@ class Member:
         elif errors and isinstance(errors[0], MembershipChangedError):
             self.changes += 1
             self.attempt += 1
-            self.adopt(errors[0].epoch)
+            self.adopt(errors[0].epoch, self.round - 1)
             self.tasks = []
         else:
             self.next()
@@ -198,11 +198,12 @@ class Member:
     def next(self) -> None:
         self.at, self.attempt, self.tasks = self.at + 1, 0, []
 
-    def adopt(self, epoch: int) -> None:
-        if epoch > self.epoch:
-            new = set(self.announced[epoch].seats).difference(self.seats)
+    def adopt(self, epoch: int, ended: int) -> None:
+        if epoch > self.epoch or (epoch in self.announced and self.announced[epoch].entering):
+            there = self.announced[epoch].behind(ended).seats
+            new = set(there).difference(self.seats)
             self.pairs = {pair: number for pair, number in self.pairs.items() if not new.intersection(pair)}
-            self.epoch, self.seats = epoch, self.announced[epoch].seats
+            self.epoch, self.seats = epoch, there
 
 
 def state(transfer: Transfer, number: int, seat: int) -> Task:

@@ -223,12 +223,15 @@ class Harness:
         index: int = 0,
         weight: float = 1.0,
         operation: Operation | None = None,
+        epoch: int = 0,
     ) -> list[Command]:
         """One contribution to one slice."""
         if isinstance(payload, np.ndarray):
             payload = payload.tobytes()
         payloads = () if payload is None else (payload,)
-        return self.receive(SEATS + rank, Push(key, index, weight, payload is not None, operation), *payloads)
+        return self.receive(
+            SEATS + rank, Push(key, index, weight, payload is not None, operation, epoch=epoch), *payloads
+        )
 
     # ── what was sent ─────────────────────────────────────────────────────────────────────────────────
 

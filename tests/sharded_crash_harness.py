@@ -275,7 +275,7 @@ class Spread(Durable):
 
     def go_on(self) -> None:
         if self.tasks and all(task.done for task in self.tasks) and self.over == self.round in self.ended:
-            self.adopt(self.ended.pop(self.round))
+            self.adopt(self.ended.pop(self.round), self.round)
             self.boundaries[self.round] = self.epoch, self.seats
         super().go_on()
 

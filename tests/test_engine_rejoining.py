@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 from gradserver.engine.policy import Policy
-from protocol.errors import JoinRefusedError, LeftOutError
+from protocol.dtypes import FLOAT32
+from protocol.errors import JoinRefusedError, LeftOutError, MembershipChangedError
+from protocol.exchange import Kind, Op, Operation
 from protocol.messages import (
     Agreed,
     Enter,
     Entered,
+    Failure,
     Join,
     Membership,
     Propose,
@@ -258,3 +261,29 @@ def test_what_members_called_before_somebody_came_does_not_wait_for_him_after_a_
 
     assert type(group.told(0)[-1]) is Result
     assert not any(isinstance(message, Result) for message in group.told(2))
+
+
+def test_what_members_call_again_behind_the_round_before_he_came_is_theirs_alone() -> None:
+    """They learn of him when the books are opened, and he waits in his first round for them to begin it."""
+    group, welcome = entered()
+    tokens = [*group.tokens, welcome.token]
+    group.harness.restart()
+    heard = [[m for m in group.come_back(s, tokens[s]) if isinstance(m, Membership)] for s in (0, 1, 2)]
+    for seat in (0, 1, 2):
+        group.hold(seat, 2, *([Span(State.LACKING, collective(0, 2), 0, 1)] if seat < 2 else []))
+        group.told(seat)
+    news = heard[0][-1]
+    assert (news.behind(1).names, news.behind(2).names) == (("w0", "w1"), ("w0", "w1", "spot"))
+
+    operation = Operation(Kind.ALL_GATHER, Op.NONE, FLOAT32, 4)
+    group.harness.push(50, collective(0, 2), ONE, operation=operation, epoch=1)
+    (failure,) = [message for message in group.told(0) if isinstance(message, Failure)]
+    error = failure.exception()
+    assert isinstance(error, MembershipChangedError)
+    assert error.epoch == news.epoch
+    group.harness.push(51, collective(0, 2), ONE, operation=operation, epoch=1)
+    for seat in (0, 1):
+        group.harness.push(50 + seat, collective(1, 2), ONE, operation=operation, epoch=news.epoch)
+
+    (reduce,) = group.harness.reduces
+    assert (reduce.key, [given.rank for given in reduce.contributions]) == (collective(1, 2), [0, 1])

@@ -16,7 +16,7 @@ from protocol.errors import (
     MembershipChangedError,
     WorkerLostError,
 )
-from protocol.exchange import Kind, Op, Operation
+from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
 from protocol.messages import Failure, Join, Membership, Push, Result, RoundDone, Scope, Transfer, Welcome
 from protocol.plan import simple_plan
 from tests.cluster import Task, wait_until
@@ -58,11 +58,12 @@ def gather(session: Session) -> Handle:
     return session.collective(GATHER, memory(3), lambda *_: None)
 
 
-def one_round(session: Session, tape: Tape) -> Handle:
+def one_round(session: Session, tape: Tape, number: int = 0) -> Handle:
     """Everything of a round but its end."""
-    agree(session, tape, simple_plan([("b0", 2)], FLOAT32))
+    if number == 0:
+        agree(session, tape, simple_plan([("b0", 2)], FLOAT32))
     handle = session.push_bucket(0, np.zeros(8, np.uint8), 1.0, True)
-    session.receive(Result(bucket(0), 0, 3.0, False), ())
+    session.receive(Result(bucket(number), 0, 3.0, False), ())
     return handle
 
 
@@ -137,13 +138,33 @@ def test_the_end_of_a_round_may_overtake_the_membership_that_it_brings(
     assert session.round == 1
 
 
+def test_who_comes_with_a_round_is_there_behind_it(session: Session, tape: Tape) -> None:
+    """Though the membership is in force before: a collective behind the round before is called again in it."""
+    came = Membership(8, (1, 2, 3), ("w1", "w2", "spot"), "'w0' was lost, 'spot' joined in round 1", True, (3,), 1)
+    session.receive(came, ())
+    session.receive(RoundDone(0, 7), ())
+    one_round(session, tape)
+    session.finish_round(None)
+    handle = gather(session)
+    session.receive(Failure.of(changed(), Scope.EXCHANGE, ExchangeKey(Stream.COLLECTIVE, 0, 1)), ())
+    with pytest.raises(MembershipChangedError):
+        handle.wait()
+    assert place(session) == AFTER
+
+    one_round(session, tape, 1)
+    session.receive(RoundDone(1, 8), ())
+    session.finish_round(None)
+
+    assert place(session) == (8, 0, ("w1", "w2", "spot"))
+
+
 def test_memberships_may_overtake_one_another(session: Session, tape: Tape) -> None:
     one_round(session, tape)
     session.receive(Membership(9, (1,), ("w1",), "w2 left", False), ())
     session.receive(RoundDone(0, 9), ())
     session.finish_round(None)
     session.receive(NEWS, ())
-    session.adopt(NEWS.epoch)
+    session.adopt(NEWS.epoch, 1)
 
     assert place(session) == (9, 0, ("w1",))
 

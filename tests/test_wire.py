@@ -238,6 +238,7 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Welcome("default", 1, 5, 1 << 24, ("w0", "w1")), []),
     (Welcome("default", 1, 5, 1 << 24, ("w0", "w1"), seats=(0, 2)), []),
     (Membership(6, (0, 2), ("w0", "w2"), "'w1' (rank 1) was lost in round 3 (it died); 2 workers go on", True), []),
+    (Membership(6, (0, 2), ("w0", "w2"), "'w2' (rank 1) joined in round 3; 2 workers go on", False, (2,), 3), []),
     (RoundDone(211, 6, (Transfer(3, 0, 2),)), []),
     (Serve(), []),
     (Enter(3), []),

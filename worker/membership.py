@@ -36,12 +36,20 @@ class Announced:
         self._latest = max(self._latest, membership.epoch)
         return self._satisfied()
 
-    def take(self, epoch: int) -> Membership | None:
-        """The one that is in force from now on; None if it is already. Earlier ones will never be."""
+    def take(self, epoch: int, ended: int) -> Membership | None:
+        """The one that is in force from now on, behind round ``ended``; None if it is already.
+
+        Earlier ones will never be. One in which somebody is yet to be there, when his first round is over, comes again.
+        """
         self._in_force = max(self._in_force, epoch)
         found = self._memberships.get(epoch)
         self._memberships = {later: news for later, news in self._memberships.items() if later > epoch}
-        return found
+        if found is None:
+            return None
+        there = found.behind(ended)
+        if there is not found:
+            self._memberships[epoch] = found
+        return there
 
     def awaits(self, number: int) -> bool:
         """Whether round ``number`` waits for somebody who joins."""

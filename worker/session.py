@@ -230,16 +230,16 @@ class Session(Traffic):
             waiting.wait(timeout)
         with self._state:
             epoch = self._announced.epoch_after(self.round)
-        self.adopt(epoch)
+        self.adopt(epoch, self.round)
 
     def on_membership(self, listener: Callable[[Membership], None]) -> None:
         """Have ``listener`` called whenever another membership is in force."""
         self._listeners.append(listener)
 
-    def adopt(self, epoch: int) -> None:
-        """From now on the membership ``epoch`` is in force, if it is a new one."""
+    def adopt(self, epoch: int, ended: int) -> None:
+        """From now on, behind round ``ended``, the membership ``epoch`` is in force, if it is a new one."""
         with self._state:
-            news, welcome = self._announced.take(epoch), self.membership
+            news, welcome = self._announced.take(epoch, ended), self.membership
             if news is None:
                 return
             rank = news.seats.index(welcome.seats[welcome.rank])
@@ -265,7 +265,7 @@ class Session(Traffic):
                 self.check_open()
         if waiting is not None:
             waiting.wait()
-        self.adopt(error.epoch)
+        self.adopt(error.epoch, self.round - 1)
 
     @property
     def is_inside(self) -> bool:

@@ -124,7 +124,9 @@ SPECS: Final = {
         Way.WIRE,
         halts=True,
     ),
-    "throttle": Spec("a connection is slow", "its connection has 2 MB/s for {:.1f} s", 0.5, 2.0, 2.0, False, Way.WIRE),
+    "throttle": Spec(
+        "a connection is slow", "its connection has 2 MB/s for {:.1f} s", 0.5, 2.0, 2.0, False, Way.WIRE, halts=True
+    ),
     "drop": Spec("a message is lost", "a message is lost, to it or from it", 0.0, 0.0, 6.0, True, Way.RELAY),
     "repeat": Spec("messages come twice", "20 messages come twice", 0.0, 0.0, 2.0, False, Way.RELAY),
     "swap": Spec(

@@ -232,6 +232,12 @@ class Group:
         self.epoch = epoch
         return f"{self.calls(entered)} joined in round {number}; {len(self.members)} workers go on"
 
+    def membership(self, reason: str, lost: bool) -> Membership:
+        """What members are told of who is there now."""
+        early = tuple(seat for seat in self.entering if seat in self.members)
+        first = max((self.first_rounds[seat] for seat in early), default=0)
+        return Membership(self.epoch, self.seats.present, self.seats.present_names(), reason, lost, early, first)
+
     def is_inside(self, seat: int) -> bool:
         """Whether what is there of ``seat`` may count: it is a member's, or of who was told that it contributes."""
         return seat in self.members or (seat in self.joiners and self.joiners[seat].entered)
@@ -378,7 +384,7 @@ def left_out(group: Group, seat: int, reason: str) -> LeftOutError:
 def announce(group: Group, what: str, lost: bool, commands: list[Command]) -> None:
     """The present membership is a new one: members hear of it when all shards go by it, or when they come back."""
     commands.append(Log(f"group {group.name!r}: {what}, epoch {group.epoch}", warning=lost))
-    news = Membership(group.epoch, group.seats.present, group.seats.present_names(), what, lost)
+    news = group.membership(what, lost)
     group.unheeded.append(Unheeded(set(group.shards), news))
     group.news.append(news)
 

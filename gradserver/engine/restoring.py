@@ -94,7 +94,7 @@ def _let_in(registry: Registry, group: Group, entered: Entered, now: float, comm
     group.founded = group.epoch
     group.away = dict.fromkeys(group.members, max(group.away.values(), default=now))
     chronicle.members(group, what, commands)
-    group.news.append(Membership(group.epoch, group.seats.present, group.seats.present_names(), what, False))
+    group.news.append(group.membership(what, False))
 
 
 def reopen(registry: Registry, group: Group, shard: int = 0) -> Iterable[RemoteOrder]:
@@ -174,9 +174,6 @@ class _Past:
         group.away = dict.fromkeys(group.members, now + policy.reconnect)
         group.epoch = group.founded = latest.epoch
         group.timeout, group.secret, group.told = self.founded.timeout, self.secret, self.told
-        for epoch in self.epochs:
-            seats, present = zip(*sorted(epoch.members), strict=True)
-            group.news.append(Membership(epoch.epoch, seats, present, epoch.reason, True))
         group.positions = self.positions
         group.rounds = self.told[0] + 1
         if self.plan is not None:
@@ -184,8 +181,18 @@ class _Past:
             group.rounds = max(group.rounds, group.planned)
             group.table.set_plan(group.plan)
             group.busy_shards = group.table.busy(group.plan)
+        for epoch in self.epochs:
+            seats, present = zip(*sorted(epoch.members), strict=True)
+            group.news.append(Membership(epoch.epoch, seats, present, epoch.reason, True, *self._early(epoch, group)))
         if self.done is not None:
             group.ledger.append(self.done)
         if self.halt is not None:
             group.broken = ERRORS.get(self.halt.error, GradServerError)(self.halt.reason)
         return group
+
+    def _early(self, epoch: Epoch, group: Group) -> tuple[tuple[int, ...], int]:
+        """Who was a member in ``epoch`` before the round was over that he came with, and which one that was."""
+        if self.entered is None or self.entered.round < group.rounds:
+            return (), 0
+        early = sorted({*epoch.members}.intersection(self.entered.members))
+        return tuple(seat for seat, _ in early), self.entered.round
