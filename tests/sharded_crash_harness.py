@@ -243,7 +243,9 @@ class Spread(Durable):
             case Standing(version, number):
                 if version != self.version:
                     return
-                assert abs(number - self.round) <= 1  # results of others may be on their way, or have just come
+                # Results of others may be on their way. This member's own round may be any later one meanwhile: a shard
+                # that has no part of the buckets holds up none.
+                assert abs(number - self.said_round) <= 1
                 assert place not in self.stands
                 assert self.said[place] == version
                 self.stands.add(place)
