@@ -82,6 +82,19 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "tcp://0.0.0.0:7411 is reachable from others; port 0 picks a free one)",
     )
     parser.add_argument(
+        "--credit", type=_mebibytes, metavar="MIB", help="MiB that one worker may have in flight (default 16)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="log warnings only")
+    _add_groups(parser.add_argument_group("groups"))
+    _add_lateness(parser.add_argument_group("late workers of an elastic group"))
+    _add_silence(parser.add_argument_group("workers that die or freeze"))
+    _add_shards(parser.add_argument_group("data shards"))
+    _add_ledger_options(parser.add_argument_group("what is kept on disk"))
+    parser.set_defaults(run=_serve)
+
+
+def _add_groups(parser: argparse._ArgumentGroup) -> None:
+    parser.add_argument(
         "--workers",
         type=workers,
         metavar="N|MIN:MAX",
@@ -97,6 +110,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that an elastic group waits for more than MIN before it begins (default 2)",
     )
+
+
+def _add_lateness(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--quorum",
         type=quorum,
@@ -129,6 +145,28 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="MiB of results that a member of an elastic group may leave unread, before it is left out, and that who "
         "joins may, before the others wait for it; 0: they always do (default 64)",
     )
+
+
+def _add_silence(parser: argparse._ArgumentGroup) -> None:
+    seconds = number(float, 0.5, 3600, "a number of seconds", "{:g} to {:g}")
+    parser.add_argument(
+        "--dead-after",
+        type=seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds after which the owner of a connection that broke is dead (default 1)",
+    )
+    parser.add_argument(
+        "--frozen-after",
+        type=seconds,
+        default=3.0,
+        metavar="S",
+        help="seconds of silence after which a worker is taken for frozen, or cut off (default 3; one that computes "
+        "is not silent)",
+    )
+
+
+def _add_shards(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--shards",
         type=number(int, 1, MAX_SHARDS, "a number of data shards"),
@@ -156,13 +194,14 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="this machine's link in Gbit/s: shards get slices by their rates (default: all alike; "
         "0 at a coordinator: none but small ones)",
     )
-    parser.add_argument(
-        "--credit", type=_mebibytes, metavar="MIB", help="MiB that one worker may have in flight (default 16)"
-    )
+
+
+def _add_ledger_options(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--state-dir",
         metavar="DIR",
-        help="write the ledger into DIR: who contributed to each round, when, and digests (see `gradserver ledger`)",
+        help="write the ledger into DIR: who contributed to each round, when, and digests (see `gradserver ledger`). "
+        "Killed and started again with the same DIR, the coordinator goes on with its elastic groups",
     )
     parser.add_argument(
         "--ledger-hashes",
@@ -186,24 +225,6 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="how much of the ledger a power failure may cost (default 1 second; the coordinator's own death costs "
         "nothing of it)",
     )
-    seconds = number(float, 0.5, 3600, "a number of seconds", "{:g} to {:g}")
-    parser.add_argument(
-        "--dead-after",
-        type=seconds,
-        default=1.0,
-        metavar="S",
-        help="seconds after which the owner of a connection that broke is dead (default 1)",
-    )
-    parser.add_argument(
-        "--frozen-after",
-        type=seconds,
-        default=3.0,
-        metavar="S",
-        help="seconds of silence after which a worker is taken for frozen, or cut off (default 3; one that computes "
-        "is not silent)",
-    )
-    parser.add_argument("--quiet", action="store_true", help="log warnings only")
-    parser.set_defaults(run=_serve)
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
