@@ -19,6 +19,9 @@ from protocol.limits import MAX_SHARDS
 
 if TYPE_CHECKING:
     from gradserver.bench.netns import Lab
+    from gradserver.chaos.fleet import Fleet
+    from gradserver.chaos.report import Uses
+    from gradserver.chaos.view import View
 
 _LINK_RATE = 1.25e9
 """Of the emulated hosts' links, in bytes a second: as fast as it goes."""
@@ -146,17 +149,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, folder: Path) -> bool:
     from gradserver.chaos import report
     from gradserver.chaos.fleet import Fleet
-    from gradserver.chaos.harms import Harms
     from gradserver.chaos.view import View
     from gradserver.demo.screen import Screen
 
     names = ways_of(arguments.workers, arguments.events)
     minimum = max(1, arguments.workers // 2)
-    spare = arguments.workers - minimum
     schedule = draw(
         arguments.seed,
         names,
-        spare,
+        arguments.workers - minimum,
         arguments.seconds,
         arguments.every,
         arguments.events,
@@ -170,55 +171,75 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
         lab = stack.enter_context(_hosts(names)) if arguments.netns else None
         settings = folder, arguments.seed, names, minimum, arguments.shards, arguments.pace, lab
         fleet = stack.enter_context(Fleet(*settings))
-        harms = Harms(fleet)
         fleet.begin()
         fleet.start_judge()
         fleet.note("begun")
         view.begun()
-        began = time.monotonic()
-
-        def keep_distance(moment: float) -> None:
-            """Whatever held this process up must not make events come closer together than they were drawn."""
-            nonlocal began
-            began = max(began, time.monotonic() - moment - _LATE_SECONDS)
-
-        def until(moment: float, done: int) -> None:
-            while (now := time.monotonic()) < began + moment:
-                fleet.run_until(min(now + _TICK, began + moment))
-                view.status(fleet, schedule, done)
-
-        until(schedule.storm, 0)
-        before = fleet.use()
-        fleet.note("storm")
-        done: list[Event] = []
-        missed: list[Event] = []
-        for event in schedule.events:
-            until(event.at, len(done))
-            keep_distance(event.at)
-            happened = harms.do(event)
-            (done if happened else missed).append(event)
-            view.event(event, fleet, happened)
-        until(schedule.calm, len(done))
-        fleet.note("calm")
-        until(schedule.seconds, len(done))
-        deadline = schedule.seconds
-        while fleet.absent() and deadline < schedule.seconds + _RETURN_SECONDS:
-            deadline += _TICK
-            until(deadline, len(done))
-        faults = [f"{name} is not back" for name in fleet.absent()]
-        after = fleet.use()
-        fleet.note("end")
+        course = _Course(fleet, schedule, view)
+        use = course.run()
         fleet.leave()
         verdict = fleet.verdict(view.judging)
-        faults += fleet.faults
-        result = report.summary(done, missed, verdict, fleet.outs, fleet.back, faults, (before, after))
+        faults = course.faults + fleet.faults
+        result = report.summary(course.done, course.missed, verdict, fleet.outs, fleet.back, faults, use)
     wrongs = report.wrongs(result, arguments.stall) + ([f"{len(faults)} surprises"] if faults else [])
-    if len(done) < arguments.least:
-        wrongs.append(f"{len(done)} events, and {arguments.least} there should be")
+    if len(course.done) < arguments.least:
+        wrongs.append(f"{len(course.done)} events, and {arguments.least} there should be")
     view.conclude(result, wrongs, folder)
     if arguments.json:
         print(json.dumps({**_settings(arguments), **result, "passed": not wrongs, "failed_because": wrongs}))
     return not wrongs
+
+
+class _Course:
+    """A run's time: calm, storm, calm, and until everybody is back.
+
+    Attributes:
+        done, missed: events that happened, and those whose target was not there.
+        faults: who is not back in the end.
+    """
+
+    def __init__(self, fleet: Fleet, schedule: Schedule, view: View) -> None:
+        self.done: list[Event] = []
+        self.missed: list[Event] = []
+        self.faults: list[str] = []
+        self._fleet, self._schedule, self._view = fleet, schedule, view
+        self._began = time.monotonic()
+
+    def run(self) -> tuple[Uses, Uses]:
+        """All of it. What processes had open before the storm, and behind it."""
+        fleet, schedule = self._fleet, self._schedule
+        self._until(schedule.storm)
+        before = fleet.use()
+        fleet.note("storm")
+        self._storm()
+        self._until(schedule.calm)
+        fleet.note("calm")
+        self._until(schedule.seconds)
+        deadline = schedule.seconds
+        while fleet.absent() and deadline < schedule.seconds + _RETURN_SECONDS:
+            deadline += _TICK
+            self._until(deadline)
+        self.faults = [f"{name} is not back" for name in fleet.absent()]
+        after = fleet.use()
+        fleet.note("end")
+        return before, after
+
+    def _storm(self) -> None:
+        from gradserver.chaos.harms import Harms
+
+        harms = Harms(self._fleet)
+        for event in self._schedule.events:
+            self._until(event.at)
+            # Whatever held this process up must not make events come closer together than they were drawn.
+            self._began = max(self._began, time.monotonic() - event.at - _LATE_SECONDS)
+            happened = harms.do(event)
+            (self.done if happened else self.missed).append(event)
+            self._view.event(event, self._fleet, happened)
+
+    def _until(self, moment: float) -> None:
+        while (now := time.monotonic()) < self._began + moment:
+            self._fleet.run_until(min(now + _TICK, self._began + moment))
+            self._view.status(self._fleet, self._schedule, len(self.done))
 
 
 def _why_no_hosts(kinds: list[str]) -> str | None:
