@@ -6,7 +6,7 @@
     UP        … of who is about to join               CLOSED    LeftOutError: it has nothing that others may need
     UP        the coordinator says that it stops      DOWN      another one may take its place
     UP        any other Failure of the connection     CLOSED    everything open fails with it
-    DOWN      each 50 ms                              DOWN      somebody is looked for; each 5 s the log says so
+    DOWN      each 50 ms, or 0.4 s                    DOWN      somebody is looked for; each 5 s the log says so
     DOWN      a connection stands                     RESUMING  Resume, and who this was
     DOWN      patience is over                        CLOSED    ConnectionLostError: how long, and what was tried
     RESUMING  Resumed                                 RESUMING  memory is shared again; Holding
@@ -63,6 +63,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradserver")
 
 RETRY_SECONDS: Final = 0.05
+_MOST_RETRY_SECONDS: Final = 0.4
+"""Where somebody accepts connections who is no coordinator, as a proxy whose coordinator is not there: to find that out
+costs milliseconds of a processor, which a coordinator of the same machine needs to start."""
 SAY_SO_EVERY: Final = 5.0
 """Seconds between two lines of the log that say who is waited for."""
 _LOOK_SECONDS: Final = 0.1
@@ -248,12 +251,14 @@ class Lifeline:
     def _come_back(self) -> None:
         """Look for the coordinator until it is there again, or patience is over."""
         session, since, old = self._session, time.monotonic(), self._channel
-        tried, said = 0, since
+        tried, said, pause = 0, since, RETRY_SECONDS
         memory, presence = old.detach_memory(), old.detach_presence()
         old.close()  # from now on nothing arrives, and what this member holds does not change
         while not self._closing:
             tried += 1
             try:
+                self._find(old.url)
+                pause = min(2 * pause, _MOST_RETRY_SECONDS)
                 self._resume(memory, presence, since)
                 return
             except GradServerError as error:
@@ -273,17 +278,21 @@ class Lifeline:
                     "giving up after %g s",
                     *(old.url, now - since, reason.message, session.round, self._patience),
                 )
-            time.sleep(RETRY_SECONDS)
+            time.sleep(pause)
         if presence is not None:
             presence.close()
 
-    def _resume(self, memory: SharedMemory | None, presence: Presence | None, since: float) -> None:
-        """Try once: reach the coordinator, be known to it again, and hear what stands. Raises why not."""
-        books = self.books
+    @staticmethod
+    def _find(url: str) -> None:
+        """Raise why nobody is there."""
         try:
-            reach(self._channel.url, _REACH_SECONDS)
+            reach(url, _REACH_SECONDS)
         except OSError as error:
             raise CoordinatorUnreachableError(reason_of(error)) from None
+
+    def _resume(self, memory: SharedMemory | None, presence: Presence | None, since: float) -> None:
+        """Try once: be known to the coordinator again, and hear what stands. Raises why not."""
+        books = self.books
         channel = TcpChannel(self._channel.url, _REACH_SECONDS)
         with self._lock:
             self._trying, self._failed, self._introduced = channel, None, False
