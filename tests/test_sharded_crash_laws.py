@@ -69,6 +69,7 @@ def test_a_shard_or_a_coordinator_that_is_lost_at_any_point_costs_nobody_anythin
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # it computes all that time, and others may beside it
 def test_thousands_of_runs_lose_nothing() -> None:
     chance = random.Random(23)
     for seed in range(5000):
