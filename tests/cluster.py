@@ -39,6 +39,8 @@ PROGRAMS = Path(__file__).with_name("worker_programs.py")
 
 PATIENCE = 30.0
 """Seconds after which what should have happened by itself will not happen any more."""
+STARTED_WITHIN = 90.0
+"""The same where several programs load torch at once, on machines that may have other things to do."""
 TIMEOUT = 20.0
 """The workers' own, unless a test is about it. Shorter, so that an error that names somebody comes first."""
 

@@ -14,13 +14,11 @@ import torch
 from gradserver import daemon
 from gradserver.cli import main
 from gradserver.engine.policy import Lateness, Policy
-from tests.cluster import PATIENCE, Daemon, Program, joined, wait_until
+from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, joined, wait_until
 from tests.elastic_training import FATAL, STEPS, VICTIM, WORLD, alone
 from tests.replicas import distance, same
 
 PROGRAM = Path(__file__).with_name("elastic_training.py")
-STARTED_WITHIN = 80.0
-"""Four processes load torch."""
 GOES_ON_WITHIN = 1.0 + 4.0
 """From a death to the end of its round: what is promised, and what a machine that has other things to do may add."""
 

@@ -27,7 +27,7 @@ from protocol.errors import (
     UsageError,
     WorkerLeftError,
 )
-from tests.cluster import PATIENCE, Daemon, Program, wait_until
+from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, wait_until
 from tests.job_training import EPOCHS, ROUNDS, SAMPLES, Run, train
 from tests.replicas import alone, on, same
 from tests.test_checkpoint import largest_file, names
@@ -241,7 +241,7 @@ print("pid", os.getpid(), flush=True)
 time.sleep(60)
 """
     with Program("-c", code) as program:
-        os.kill(int(program.expect("pid ")), signal.SIGTERM)
+        os.kill(int(program.expect("pid ", STARTED_WITHIN)), signal.SIGTERM)
         assert program.end(10.0) == (0 if "fork" in case else -signal.SIGTERM)
 
 
@@ -560,7 +560,7 @@ def test_killed_and_terminated_processes_go_on_to_the_bits_of_the_undisturbed_ru
     with Daemon("--workers", "2") as daemon:
         with programs(daemon.url, 2, tmp_path, pause=3) as processes:
             for process in processes:
-                process.expect("round 3")
+                process.expect("round 3", STARTED_WITHIN)
             wait_until((tmp_path / "round-000000002.gsckpt").exists, "round 2 is saved")
             for process in processes:
                 process.send_signal(signal.SIGKILL)
@@ -569,7 +569,7 @@ def test_killed_and_terminated_processes_go_on_to_the_bits_of_the_undisturbed_ru
 
         with programs(daemon.url, 2, tmp_path, pause=5) as processes:
             for process in processes:
-                process.expect("round 5")
+                process.expect("round 5", STARTED_WITHIN)
             processes[1].send_signal(signal.SIGTERM)
             for process in processes:
                 process.tell()
@@ -579,6 +579,6 @@ def test_killed_and_terminated_processes_go_on_to_the_bits_of_the_undisturbed_ru
             assert processes[1].complaints() == []
 
         with programs(daemon.url, 2, tmp_path) as processes:
-            ends = {(process.expect("resumed "), process.expect("weights ")) for process in processes}
+            ends = {(process.expect("resumed ", STARTED_WITHIN), process.expect("weights ")) for process in processes}
             assert ends == {("round-000000006.gsckpt", str(undisturbed.digest))}
             assert [process.end() for process in processes] == [0, 0]

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import Daemon, Program, wait_until
+from tests.cluster import STARTED_WITHIN, Daemon, Program, wait_until
 
 PROGRAM = Path(__file__).with_name("join_training.py")
-STARTED_WITHIN = 80.0
 MIB_OF_FLOATS = 1 << 18
 
 
@@ -35,7 +34,14 @@ class Fleet:
         return {joiner["name"]: joiner["stage"] for joiner in self.daemon.group()["joining"]}
 
 
-@pytest.fixture(params=[("tcp", 1), ("shm", 1), pytest.param(("tcp", 2), marks=pytest.mark.long)], ids=str)
+def over(first: str) -> pytest.MarkDecorator:
+    """Over one channel; over the others, and with two data shards, among the long tests."""
+    ways = [("tcp", 1), ("shm", 1), ("tcp", 2)]
+    params = [way if way == (first, 1) else pytest.param(way, marks=pytest.mark.long) for way in ways]
+    return pytest.mark.parametrize("fleet", params, indirect=True, ids=str)
+
+
+@pytest.fixture
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     channel, shards = request.param
     with ExitStack() as stack:
@@ -61,6 +67,7 @@ def check(*everybody: Said) -> list[int]:
     return worlds
 
 
+@over("tcp")
 def test_processes_join_and_leave_and_all_have_the_same_bits(fleet: Fleet) -> None:
     programs = [fleet.start("box-0", hold=[2], rounds=12, world=1)]
     programs[0].expect("round 2 ", STARTED_WITHIN)
@@ -79,6 +86,7 @@ def test_processes_join_and_leave_and_all_have_the_same_bits(fleet: Fleet) -> No
     assert check(founder, joiner, killed) == [1, 1, 1, 2, 3, 3, *[2] * 6]
 
 
+@over("shm")
 def test_a_joiner_killed_in_the_midst_of_its_state_costs_nobody_a_round(fleet: Fleet) -> None:
     shape = {"rounds": 10, "ballast": 3 * MIB_OF_FLOATS}
     founder = fleet.start("box-0", hold=[2], world=1, **shape)
@@ -96,6 +104,7 @@ def test_a_joiner_killed_in_the_midst_of_its_state_costs_nobody_a_round(fleet: F
     assert {(rank, world, epoch) for rank, world, epoch, _, _ in rounds.values()} == {(0, 1, 1)}
 
 
+@over("tcp")
 def test_a_donor_killed_in_the_midst_of_its_state_is_followed_by_another_one(fleet: Fleet) -> None:
     shape = {"rounds": 12, "ballast": 3 * MIB_OF_FLOATS, "world": 2}
     donor = fleet.start("box-0", rank=0, stop_at_part=4, hold=[2], **shape)
@@ -118,6 +127,7 @@ def test_a_donor_killed_in_the_midst_of_its_state_is_followed_by_another_one(fle
     assert came[12][:3] == [1, 2, 3]
 
 
+@over("shm")
 def test_who_comes_back_by_its_name_has_its_rank_again(fleet: Fleet) -> None:
     founders = [fleet.start(f"box-{rank}", rank=rank, rounds=14, hold=[3, 6], world=3) for rank in range(3)]
     for founder in founders:
@@ -141,7 +151,7 @@ def test_who_comes_back_by_its_name_has_its_rank_again(fleet: Fleet) -> None:
     assert said(again)[14][:2] == [1, 3]
 
 
-@pytest.mark.parametrize("channel", ["tcp", "shm"])
+@pytest.mark.parametrize("channel", ["tcp", pytest.param("shm", marks=pytest.mark.long)])
 def test_the_others_do_not_wait_for_a_process_that_joins(channel: str, tmp_path: Path) -> None:
     shape = {"rounds": 150, "ballast": 3 * MIB_OF_FLOATS, "pause": 0.01}
     with ExitStack() as stack:
