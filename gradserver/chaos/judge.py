@@ -7,6 +7,7 @@ when it reads ``end`` on standard input it checks the rest and prints its verdic
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import sys
@@ -17,6 +18,8 @@ from gradserver.chaos.evidence import HEARD, LEDGER, HeardTail, LedgerTail
 from gradserver.chaos.oracle import Oracle
 
 _EVERY_SECONDS = 2.0
+_SETTLED = 5.0
+"""Seconds after which what was done is over. A storm is looked at in parts of that length for being quiet."""
 
 
 class Judge:
@@ -65,7 +68,7 @@ class Judge:
             "longest_stall_at": stall[1] - begun,
             "resumed": self._resumed(moments),
             "rates": {
-                "begin": _rate(moments, spans.get("begun"), spans.get("storm")),
+                "calm": self._calm(moments),
                 "storm": _rate(moments, spans.get("storm"), spans.get("calm")),
                 "quiet": self._quiet(moments),
             },
@@ -82,18 +85,27 @@ class Judge:
                 found.setdefault(kind, []).append(moments[place] - at)
         return found
 
+    def _calm(self, moments: list[float]) -> float | None:
+        """The rate before the storm and behind it, by which the storm is measured: the machine may have changed."""
+        spans = self._spans
+        parts = [(spans.get("begun"), spans.get("storm")), (spans.get("calm", math.inf) + _SETTLED, spans.get("end"))]
+        found = [
+            (rate, stop - start) for start, stop in parts if start and stop and (rate := _rate(moments, start, stop))
+        ]
+        return sum(rate * seconds for rate, seconds in found) / sum(seconds for _, seconds in found) if found else None
+
     def _quiet(self, moments: list[float]) -> float | None:
-        """The rate in windows of five seconds of the storm in which nothing was done, nor in those before."""
+        """The rate in windows of the storm in which nothing was done, nor in those before."""
         spans = self._spans
         if "storm" not in spans or "calm" not in spans:
             return None
         times = [at for _, at in self._events]
         starts, at = [], spans["storm"]
-        while at + 5.0 <= spans["calm"]:
-            if not any(at - 5.0 < time < at + 5.0 for time in times):
+        while at + _SETTLED <= spans["calm"]:
+            if not any(at - _SETTLED < time < at + _SETTLED for time in times):
                 starts.append(at)
-            at += 5.0
-        rates = [rate for start in starts if (rate := _rate(moments, start, start + 5.0)) is not None]
+            at += _SETTLED
+        rates = [rate for start in starts if (rate := _rate(moments, start, start + _SETTLED)) is not None]
         return sum(rates) / len(rates) if rates else None
 
 

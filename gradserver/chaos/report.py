@@ -55,7 +55,7 @@ def summary(
     returned: dict[str, list[float]] = {}
     for kind, seconds in back:
         returned.setdefault(kind, []).append(seconds)
-    calm = rates["begin"]
+    calm = rates["calm"]
     share = verdict["committed"] / verdict["contributions"] if verdict["contributions"] else 1.0
     return {
         "events": len(events),

@@ -1,6 +1,6 @@
 """What will happen in a chaos run, and to whom: drawn from the seed before anything begins.
 
-The storm lies between a calm beginning, by which it is measured, and a calm end, in which everybody has to come back.
+The storm lies between a calm beginning and a calm end, by which it is measured; by that end everybody has to be back.
 Nobody is hit again before it can have recovered, and never so many at once that fewer than the group's minimum are
 left: what is drawn can be survived without losing the training, so whatever is lost is a fault.
 

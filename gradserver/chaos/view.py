@@ -117,7 +117,7 @@ class View:
                 "stall",
                 f"{result['longest_stall']:.2f} s at most, {result['longest_stall_at']:.1f} s from the beginning",
             ),
-            ("speed", f"{_rate(rates['begin'])} calm, {_rate(rates['storm'])} in the storm: {_share(kept['storm'])}"),
+            ("speed", f"{_rate(rates['calm'])} calm, {_rate(rates['storm'])} in the storm: {_share(kept['storm'])}"),
             ("", f"{_rate(rates['quiet'])} in its quiet parts: {_share(kept['quiet'])}") if kept["quiet"] else ("", ""),
             ("left out", ", ".join(f"{count} {error}" for error, count in sorted(result["outs"].items())) or "nobody"),
         )
