@@ -15,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from gradserver.chaos.command import ways_of
 from gradserver.chaos.fleet import Use
+from gradserver.chaos.judge import before_and_after, calm_rate
 from gradserver.chaos.report import leaks, wrongs
 from gradserver.chaos.schedule import DEFAULT, SPECS, draw
 from gradserver.cli import main
@@ -91,6 +92,19 @@ def test_what_a_process_has_more_of_is_told_if_it_is_the_same() -> None:
         "coordinator has 450 MiB more than before the storm",
     ]
     assert leaks(before, before) == []
+
+
+def test_rates_are_compared_on_both_sides_of_an_event_and_of_the_storm() -> None:
+    spans = {"begun": 0.0, "storm": 10.0, "calm": 80.0, "end": 100.0}
+    moments = [n / 10 for n in range(1000) if not 30 <= n / 10 < 32]  # ten a second, but for what an event costs
+    assert calm_rate(moments, spans) == pytest.approx(10.0)
+    assert before_and_after(moments, [30.0, 60.0], spans) == pytest.approx([1.0, 1.0])
+    slower = [moment for moment in moments if moment < 30 or round(moment * 10) % 2]
+    assert before_and_after(slower, [30.0, 60.0], spans) == pytest.approx([0.5, 1.0], rel=0.02)
+    assert calm_rate(slower, spans) == pytest.approx((10 * 10 + 15 * 5) / 25, rel=0.02)
+    assert before_and_after(moments, [30.0, 36.0, 70.0], spans) == pytest.approx([1.0])
+    assert before_and_after(moments, [], spans) == []
+    assert calm_rate([], {}) is None
 
 
 def test_a_run_fails_for_each_reason() -> None:

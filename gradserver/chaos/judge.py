@@ -7,10 +7,10 @@ when it reads ``end`` on standard input it checks the rest and prints its verdic
 from __future__ import annotations
 
 import json
-import math
 import os
 import select
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from gradserver.chaos.oracle import Oracle
 
 _EVERY_SECONDS = 2.0
 _SETTLED = 5.0
-"""Seconds after which what was done is over. A storm is looked at in parts of that length for being quiet."""
+"""Seconds after which what was done is over."""
+_LOOK, _LEAST = 15.0, 4.0
+"""Seconds before an event, and from when it is over, in which rounds are counted; and how many that are at least."""
 
 
 class Judge:
@@ -68,10 +70,10 @@ class Judge:
             "longest_stall_at": stall[1] - begun,
             "resumed": self._resumed(moments),
             "rates": {
-                "calm": self._calm(moments),
+                "calm": calm_rate(moments, spans),
                 "storm": _rate(moments, spans.get("storm"), spans.get("calm")),
-                "quiet": self._quiet(moments),
             },
+            "before_and_after": before_and_after(moments, [at for _, at in self._events], spans),
         }
 
     def _resumed(self, moments: list[float]) -> dict[str, list[float]]:
@@ -85,28 +87,36 @@ class Judge:
                 found.setdefault(kind, []).append(moments[place] - at)
         return found
 
-    def _calm(self, moments: list[float]) -> float | None:
-        """The rate before the storm and behind it, by which the storm is measured: the machine may have changed."""
-        spans = self._spans
-        parts = [(spans.get("begun"), spans.get("storm")), (spans.get("calm", math.inf) + _SETTLED, spans.get("end"))]
-        found = [
-            (rate, stop - start) for start, stop in parts if start and stop and (rate := _rate(moments, start, stop))
-        ]
-        return sum(rate * seconds for rate, seconds in found) / sum(seconds for _, seconds in found) if found else None
 
-    def _quiet(self, moments: list[float]) -> float | None:
-        """The rate in windows of the storm in which nothing was done, nor in those before."""
-        spans = self._spans
-        if "storm" not in spans or "calm" not in spans:
-            return None
-        times = [at for _, at in self._events]
-        starts, at = [], spans["storm"]
-        while at + _SETTLED <= spans["calm"]:
-            if not any(at - _SETTLED < time < at + _SETTLED for time in times):
-                starts.append(at)
-            at += _SETTLED
-        rates = [rate for start in starts if (rate := _rate(moments, start, start + _SETTLED)) is not None]
-        return sum(rates) / len(rates) if rates else None
+def calm_rate(moments: list[float], spans: Mapping[str, float]) -> float | None:
+    """Rounds a second before the storm and behind it, by which that is measured: the machine may have changed."""
+    rounds = seconds = 0.0
+    for begin, end, settled in (("begun", "storm", 0.0), ("calm", "end", _SETTLED)):
+        if begin not in spans or end not in spans:
+            continue
+        start, stop = spans[begin] + settled, spans[end]
+        if (rate := _rate(moments, start, stop)) is not None:
+            rounds, seconds = rounds + rate * (stop - start), seconds + stop - start
+    return rounds / seconds if seconds else None
+
+
+def before_and_after(moments: list[float], times: list[float], spans: Mapping[str, float]) -> list[float]:
+    """How much of the rate just before an event there is when it is over, for those of ``times`` that stand alone.
+
+    So the machine's own changes of speed, which take longer, do not count.
+    """
+    if "begun" not in spans or "end" not in spans:
+        return []
+    ratios = []
+    lasts, followings = [spans["begun"] - _SETTLED, *times[:-1]], [*times[1:], spans["end"]]
+    for last, at, following in zip(lasts, times, followings, strict=True) if times else ():
+        if min(at - last, following - at) < _SETTLED + _LEAST:
+            continue
+        before = _rate(moments, max(last + _SETTLED, at - _LOOK), at)
+        after = _rate(moments, at + _SETTLED, min(following, at + _SETTLED + _LOOK))
+        if before and after is not None:
+            ratios.append(after / before)
+    return ratios
 
 
 def _rate(moments: list[float], start: float | None, stop: float | None) -> float | None:

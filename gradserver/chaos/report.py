@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, Final
 
 from gradserver.chaos.fleet import Use
@@ -15,6 +15,8 @@ _MORE_DESCRIPTORS: Final = 8
 _MORE_SEGMENTS: Final = 8
 _MORE_MEMORY: Final = 64 * MIB
 """What a process may use beyond what it used before the storm, of connections and memory that it keeps for later."""
+_FEW: Final = 4
+"""Events of which nothing is said, as a median would mean nothing."""
 Uses = Mapping[str, tuple[int, Use]]
 
 
@@ -76,8 +78,8 @@ def summary(
         "back_after": {kind: times(seconds) for kind, seconds in sorted(returned.items())},
         "rounds_per_second": {name: None if rate is None else round(rate, 2) for name, rate in rates.items()},
         "throughput_kept": {
-            name: round(rates[name] / calm, 3) if calm and rates[name] is not None else None
-            for name in ("storm", "quiet")
+            "storm": round(rates["storm"] / calm, 3) if calm and rates["storm"] is not None else None,
+            "behind_each_event": _spread(verdict["before_and_after"]),
         },
         "use": {
             name: {
@@ -88,6 +90,14 @@ def summary(
             if name in uses[0] and uses[0][name][0] == uses[1][name][0]
         },
     }
+
+
+def _spread(ratios: Sequence[float]) -> dict[str, float]:
+    """Their number, median and quartiles; nothing if there are too few."""
+    if len(ratios) < _FEW:
+        return {}
+    low, middle, high = (round(ratio, 3) for ratio in quantiles(ratios, n=4))
+    return {"count": len(ratios), "low": low, "median": middle, "high": high}
 
 
 def wrongs(result: Mapping[str, Any], stall: float) -> list[str]:

@@ -118,7 +118,7 @@ class View:
                 f"{result['longest_stall']:.2f} s at most, {result['longest_stall_at']:.1f} s from the beginning",
             ),
             ("speed", f"{_rate(rates['calm'])} calm, {_rate(rates['storm'])} in the storm: {_share(kept['storm'])}"),
-            ("", f"{_rate(rates['quiet'])} in its quiet parts: {_share(kept['quiet'])}") if kept["quiet"] else ("", ""),
+            *_behind(kept["behind_each_event"]),
             ("left out", ", ".join(f"{count} {error}" for error, count in sorted(result["outs"].items())) or "nobody"),
         )
         for finding in result["findings"][:_FINDINGS]:
@@ -164,6 +164,14 @@ def _both(found: Mapping[str, float]) -> tuple[str, str]:
 
 def _rate(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:.1f} rounds/s"
+
+
+def _behind(kept: Mapping[str, float]) -> list[tuple[str, str]]:
+    """How fast they are again when an event is over, if enough stood alone to say so."""
+    if not kept:
+        return []
+    text = f"{kept['median']:.1%} behind an event of what it was before: median of {kept['count']:.0f}, "
+    return [("", f"{text}quartiles {kept['low']:.1%} and {kept['high']:.1%}")]
 
 
 def _share(share: float | None) -> str:
