@@ -127,6 +127,7 @@ def test_loopback_prints_a_table() -> None:
     assert re.fullmatch(r"gradserver was faster than gloo in [01] of 1 row \(.*\); every value was exact\.", last)
 
 
+@pytest.mark.long
 def test_latency_compares_with_plain_pyzmq() -> None:
     rows = document("latency", "--workers", "2", "--sizes", "8B,4KiB", *QUICK_SAMPLES)["rows"]
     assert [(row["bytes"], row["variant"]) for row in rows] == [(n, v) for n in (8, 4096) for v in ("default", "tcp")]
@@ -395,6 +396,7 @@ def test_wrong_values_are_counted() -> None:
     assert wrong(mean_pattern(2000)[1000:], 0.5) == 1000  # another slice's
 
 
+@pytest.mark.long
 def test_contenders_that_no_suite_shows_without_lossy_wires(tmp_path: Path) -> None:
     """And that a sample of something slow is one operation."""
     contenders = (Contender("gloo bf16", "gloo", "bf16"), Contender("limit", "sockets", options={"nbytes": 200_000}))

@@ -83,6 +83,7 @@ def test_demo_passes_and_leaves_its_results(tmp_path: Path) -> None:
     assert state_sha256(model).startswith(digest[1])
 
 
+@pytest.mark.long
 def test_demo_over_a_lossy_wire_holds_replicas_together_and_says_how_near_it_came(tmp_path: Path) -> None:
     ran = subprocess.run(
         command(tmp_path / "out", "--steps", "12", "--wire", "topk:0.1"),

@@ -26,7 +26,7 @@ SURVIVORS = [seat for seat in range(WORLD) if seat != VICTIM]
 
 
 @pytest.mark.parametrize(
-    ("channel", "shards"), [("tcp", 1), ("shm", 1), pytest.param("tcp", 2, marks=pytest.mark.long)]
+    ("channel", "shards"), [("shm", 1), *(pytest.param("tcp", shards, marks=pytest.mark.long) for shards in (1, 2))]
 )
 def test_a_worker_killed_in_the_middle_of_a_round_costs_one_contribution_and_no_step(
     channel: str, shards: int, tmp_path: Path

@@ -125,10 +125,9 @@ def test_elastic() -> None:
         second.expect("joining again", STARTED_WITHIN)
         assert round_of(second, "second") > begun
         assert [program.end(STARTED_WITHIN) for program in (first, second)] == [0, 0]
-        told = second.output()
-        assert any(
-            "this worker, 'second' (rank " in line and "was left out of group 'default'" in line for line in told
-        )
+        # What it was told can be lost with its connection; then it knows no more than that.
+        why = second.output()[1]
+        assert "this worker, 'second' (rank " in why or why.startswith("lost the coordinator at "), why
         ends = {program.output()[-1].partition(": ")[2] for program in (first, second)}
         assert len(ends) == 1
         assert ends.pop().startswith("round ")

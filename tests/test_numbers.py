@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from gradserver.channels.strangers import Strangers
 from gradserver.chaos.relay import Fate
-from protocol.errors import ConnectionLostError, WorkerLostError
+from protocol.errors import ConnectionLostError, LeftOutError, WorkerLostError
 from protocol.messages import Ping, Push, Result
 from protocol.numbers import GAP_SECONDS, MAX_EARLY, Frames, Numbers, numbered, split
 from protocol.wire import encode
@@ -137,6 +137,19 @@ def test_whoever_has_gone_is_nobody_any_more_whatever_comes_again() -> None:
             strangers.take(WHO, of(number), 0.0)
     assert list(strangers.take(WHO, [b"status"], 0.0)) == [[b"status"]]
     assert strangers.is_past(WHO)
+
+
+def test_what_somebody_was_told_when_he_was_given_up_is_told_again() -> None:
+    strangers, told = Strangers(), LeftOutError("the others went on")
+    strangers.part(WHO, told)
+    strangers.part(WHO)
+    assert strangers.farewell(WHO) is told
+    strangers.admit(WHO)
+    strangers.part(WHO)
+    assert strangers.farewell(WHO) is told
+    for number in range(2000):
+        strangers.part(b"%d" % number, told)
+    assert strangers.farewell(WHO) is None
 
 
 def test_of_strangers_little_is_kept() -> None:

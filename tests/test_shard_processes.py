@@ -164,6 +164,7 @@ def test_workers_that_share_memory_get_the_same_bits(
         assert digests(coordinator.url) == alone
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # torch starts slowly
 def test_training_ends_with_the_same_weights_with_any_number_of_shards() -> None:
     cases = [(2, "sgd"), (2, "by tokens, accumulated")]

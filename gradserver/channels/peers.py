@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from gradserver.channels.hosted import Line
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError
-from protocol.messages import Message, Ping, Welcome
+from protocol.messages import Failure, Message, Ping, Scope, Welcome
 from protocol.numbers import Numbers
 
 _PING: Final = Ping()
@@ -23,8 +23,8 @@ class Server(Protocol):
     def route(self, identity: bytes, header: bytes, payloads: Sequence[Buffer] = ()) -> bool:
         """Send; False if there is no connection to send on."""
 
-    def forget(self, identity: bytes) -> None:
-        """What still comes from there is a stranger's."""
+    def forget(self, identity: bytes, farewell: GradServerError | None) -> None:
+        """What still comes from there is a stranger's, who was told ``farewell``."""
 
     def welcomed(self, peer: Peer, welcome: Welcome) -> None:
         """It is about to be told that it is in a group, to which it may come back."""
@@ -77,6 +77,8 @@ class Peer:
         """Since when it is not."""
         self.doubtful: float | None = None
         """Since when process and connection disagree."""
+        self._farewell: GradServerError | None = None
+        """Why this is the end, as it was told."""
 
     def attach(self, receiver: object) -> None:
         """What comes in goes to the coordinator, always."""
@@ -85,6 +87,8 @@ class Peer:
         """Send, or find out soon that the worker is gone: it may have said more than was read so far."""
         if type(message) is Welcome and message.durable:
             self._server.welcomed(self, message)
+        elif type(message) is Failure and message.scope is Scope.CONNECTION:
+            self._farewell = message.exception()
         line, header = self.line, self._server.encoded(message)
         sent = self._reachable and (
             line.send(header, payloads)
@@ -108,4 +112,4 @@ class Peer:
 
     def close(self) -> None:
         """What it still says is a stranger's."""
-        self._server.forget(self.identity)
+        self._server.forget(self.identity, self._farewell)

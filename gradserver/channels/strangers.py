@@ -7,7 +7,7 @@
     NEW     a later one: the first was lost, or swapped  NEW     it is kept, for as long as `protocol.numbers` says …
     NEW     … and what is missing does not come          PAST    ConnectionLostError
     (peer)  it is refused, left out, has left, is lost   PAST
-    PAST    a message with a number                      PAST    ConnectionLostError: what he was told may be lost
+    PAST    a message with a number                      PAST    he is told once more what he was told
 
 So whoever missed something hears that, and can come again on a new connection; and a message that a network repeats
 late brings nobody in who has gone. As many are known as are likely to say anything more.
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from protocol.buffer import Buffer
-from protocol.errors import ConnectionLostError
+from protocol.errors import ConnectionLostError, GradServerError
 from protocol.messages import Join, Message, Ping
 from protocol.numbers import Frames, Numbers, split
 
@@ -36,6 +36,8 @@ class Strangers:
     def __init__(self) -> None:
         self._known: dict[bytes, Numbers | None] = {}
         """None for those who are past. The last one is the youngest."""
+        self._farewells: dict[bytes, GradServerError] = {}
+        """What those were told."""
         self._waiting: dict[bytes, Sequence[Buffer]] | None = None
         """What those have said who wait, if anybody has to."""
 
@@ -85,10 +87,17 @@ class Strangers:
         self._waiting[identity] = frames
         return True
 
-    def part(self, identity: bytes) -> None:
-        """From now on he is past."""
+    def part(self, identity: bytes, farewell: GradServerError | None = None) -> None:
+        """From now on he is past. ``farewell`` is what he was told, which may be lost; None: nothing, or not now."""
+        farewell = farewell or self._farewells.get(identity)
         self._make_room(identity)
         self._known[identity] = None
+        if farewell is not None:
+            self._farewells[identity] = farewell
+
+    def farewell(self, identity: bytes) -> GradServerError | None:
+        """What he was told who is past."""
+        return self._farewells.get(identity)
 
     def gap(self, identity: bytes) -> Numbers | None:
         """His numbers, if something is missing."""
@@ -101,6 +110,10 @@ class Strangers:
         return numbers
 
     def _make_room(self, identity: bytes) -> None:
-        self._known.pop(identity, None)
+        self._drop(identity)
         while len(self._known) >= _KNOWN:
-            del self._known[next(iter(self._known))]
+            self._drop(next(iter(self._known)))
+
+    def _drop(self, identity: bytes) -> None:
+        self._known.pop(identity, None)
+        self._farewells.pop(identity, None)

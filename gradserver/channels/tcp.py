@@ -282,9 +282,11 @@ class TcpServer:
         peer = self._peers.get(identity)
         if peer is None and not self._strangers.is_past(identity):
             log.info("a stranger's connection is given up: %s", error.message)
-        told = ConnectionLostError(f"this connection to {self.url} is given up: {error.message}")
+        told = self._strangers.farewell(identity) or ConnectionLostError(
+            f"this connection to {self.url} is given up: {error.message}"
+        )
         self.route(identity, encode(Failure.of(told, Scope.CONNECTION)))
-        self.forget(identity)
+        self.forget(identity, told)
         if peer is not None:
             self._coordinator.lost(peer.connection, error.message)
 
@@ -385,12 +387,12 @@ class TcpServer:
             raise
         return True
 
-    def forget(self, identity: bytes) -> None:
-        """Drop a peer: nothing that still comes from there is taken."""
+    def forget(self, identity: bytes, farewell: GradServerError | None = None) -> None:
+        """Drop a peer, who was told ``farewell``: nothing that still comes from there is taken."""
         if (peer := self._peers.pop(identity, None)) is not None:
             self._attendance.forget(peer)
         self._gaps.pop(identity, None)
-        self._strangers.part(identity)
+        self._strangers.part(identity, farewell)
         if self._unix is not None:
             self._unix.forget(identity)
 
