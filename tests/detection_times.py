@@ -1,4 +1,4 @@
-"""How long a round takes in which a worker dies, freezes or is cut off: the figures in docs/architecture.md.
+"""How long a round takes in which a worker dies, freezes or is cut off: the figures in docs/reliability.md.
 
 Run as ``python -m tests.detection_times CHANNEL KILL|STOP|CUT [COUNT]``. One after another, COUNT members of an elastic
 group are killed, stopped, or behind a connection through which nothing passes any more (tcp only); times are from

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from gradserver.channels.strangers import Strangers
 from gradserver.chaos.relay import Fate
 from protocol.errors import ConnectionLostError, LeftOutError, WorkerLostError
-from protocol.messages import Ping, Push, Result
+from protocol.messages import Failure, Ping, Push, Result, Scope
 from protocol.numbers import GAP_SECONDS, MAX_EARLY, Frames, Numbers, numbered, split
 from protocol.wire import encode
 from tests.cluster import PATIENCE, Task, coordinator, together
@@ -140,7 +140,7 @@ def test_whoever_has_gone_is_nobody_any_more_whatever_comes_again() -> None:
 
 
 def test_what_somebody_was_told_when_he_was_given_up_is_told_again() -> None:
-    strangers, told = Strangers(), LeftOutError("the others went on")
+    strangers, told = Strangers(), Failure.of(LeftOutError("the others went on"), Scope.CONNECTION)
     strangers.part(WHO, told)
     strangers.part(WHO)
     assert strangers.farewell(WHO) is told

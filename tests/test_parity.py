@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from gradserver.local import LocalCluster
-from tests.cluster import Daemon, Program
+from tests.cluster import STARTED_WITHIN, Daemon, Program
 from tests.training import RECIPES, digest, distance, train, train_alone
 
 pytestmark = pytest.mark.timeout(300)  # torch starts slowly where four processes do it at once
@@ -73,7 +73,7 @@ def over_tcp(cases: tuple[Case, ...]) -> dict[Case, list[str]]:
         for rank, program in enumerate(programs):
             for case in cases:
                 if rank < case[0]:
-                    world_size, name, weights = json.loads(program.expect("trained ", timeout=90))
+                    world_size, name, weights = json.loads(program.expect("trained ", STARTED_WITHIN))
                     assert (world_size, name) == case
                     found.setdefault(case, []).append(weights)
             assert program.end() == 0, program.complaints()

@@ -36,7 +36,17 @@ from protocol.exchange import ExchangeKey, Stream
 from protocol.messages import Attend, Enlist, Enlisted, Failure, Join, Message, Ordered, Push, Reported, Scope, Welcome
 from protocol.plan import simple_plan
 from protocol.wire import encode
-from tests.cluster import Daemon, Program, Task, errors, joined, together, wait_until, worker_program
+from tests.cluster import (
+    STARTED_WITHIN,
+    Daemon,
+    Program,
+    Task,
+    errors,
+    joined,
+    together,
+    wait_until,
+    worker_program,
+)
 from tests.strangers import Stranger, impostor, plain_server
 from tests.training import RECIPES
 from worker.client import Worker
@@ -175,7 +185,7 @@ def test_training_ends_with_the_same_weights_with_any_number_of_shards() -> None
                 stack.enter_context(Program("-m", "tests.training", coordinator.url, str(rank), json.dumps(cases)))
                 for rank in range(2)
             ]
-            found.append([program.expect("trained ", timeout=90) for _ in cases for program in programs])
+            found.append([program.expect("trained ", STARTED_WITHIN) for _ in cases for program in programs])
     assert all(name in RECIPES for _, name in cases)
     assert found[1] == found[0]
     assert found[2] == found[0]

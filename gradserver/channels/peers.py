@@ -23,7 +23,7 @@ class Server(Protocol):
     def route(self, identity: bytes, header: bytes, payloads: Sequence[Buffer] = ()) -> bool:
         """Send; False if there is no connection to send on."""
 
-    def forget(self, identity: bytes, farewell: GradServerError | None) -> None:
+    def forget(self, identity: bytes, farewell: Failure | None) -> None:
         """What still comes from there is a stranger's, who was told ``farewell``."""
 
     def welcomed(self, peer: Peer, welcome: Welcome) -> None:
@@ -77,8 +77,8 @@ class Peer:
         """Since when it is not."""
         self.doubtful: float | None = None
         """Since when process and connection disagree."""
-        self._farewell: GradServerError | None = None
-        """Why this is the end, as it was told."""
+        self._farewell: Failure | None = None
+        """What it was told that this is the end for."""
 
     def attach(self, receiver: object) -> None:
         """What comes in goes to the coordinator, always."""
@@ -88,7 +88,7 @@ class Peer:
         if type(message) is Welcome and message.durable:
             self._server.welcomed(self, message)
         elif type(message) is Failure and message.scope is Scope.CONNECTION:
-            self._farewell = message.exception()
+            self._farewell = message
         line, header = self.line, self._server.encoded(message)
         sent = self._reachable and (
             line.send(header, payloads)

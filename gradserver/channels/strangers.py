@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from protocol.buffer import Buffer
-from protocol.errors import ConnectionLostError, GradServerError
-from protocol.messages import Join, Message, Ping
+from protocol.errors import ConnectionLostError
+from protocol.messages import Failure, Join, Message, Ping
 from protocol.numbers import Frames, Numbers, split
 
 _KNOWN: Final = 1024
@@ -36,7 +36,7 @@ class Strangers:
     def __init__(self) -> None:
         self._known: dict[bytes, Numbers | None] = {}
         """None for those who are past. The last one is the youngest."""
-        self._farewells: dict[bytes, GradServerError] = {}
+        self._farewells: dict[bytes, Failure] = {}
         """What those were told."""
         self._waiting: dict[bytes, Sequence[Buffer]] | None = None
         """What those have said who wait, if anybody has to."""
@@ -87,7 +87,7 @@ class Strangers:
         self._waiting[identity] = frames
         return True
 
-    def part(self, identity: bytes, farewell: GradServerError | None = None) -> None:
+    def part(self, identity: bytes, farewell: Failure | None = None) -> None:
         """From now on he is past. ``farewell`` is what he was told, which may be lost; None: nothing, or not now."""
         farewell = farewell or self._farewells.get(identity)
         self._make_room(identity)
@@ -95,7 +95,7 @@ class Strangers:
         if farewell is not None:
             self._farewells[identity] = farewell
 
-    def farewell(self, identity: bytes) -> GradServerError | None:
+    def farewell(self, identity: bytes) -> Failure | None:
         """What he was told who is past."""
         return self._farewells.get(identity)
 

@@ -282,10 +282,9 @@ class TcpServer:
         peer = self._peers.get(identity)
         if peer is None and not self._strangers.is_past(identity):
             log.info("a stranger's connection is given up: %s", error.message)
-        told = self._strangers.farewell(identity) or ConnectionLostError(
-            f"this connection to {self.url} is given up: {error.message}"
-        )
-        self.route(identity, encode(Failure.of(told, Scope.CONNECTION)))
+        lost = ConnectionLostError(f"this connection to {self.url} is given up: {error.message}")
+        told = self._strangers.farewell(identity) or Failure.of(lost, Scope.CONNECTION)
+        self.route(identity, encode(told))
         self.forget(identity, told)
         if peer is not None:
             self._coordinator.lost(peer.connection, error.message)
@@ -387,7 +386,7 @@ class TcpServer:
             raise
         return True
 
-    def forget(self, identity: bytes, farewell: GradServerError | None = None) -> None:
+    def forget(self, identity: bytes, farewell: Failure | None = None) -> None:
         """Drop a peer, who was told ``farewell``: nothing that still comes from there is taken."""
         if (peer := self._peers.pop(identity, None)) is not None:
             self._attendance.forget(peer)

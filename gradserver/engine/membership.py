@@ -221,8 +221,12 @@ class Group:
     @property
     def entering(self) -> list[int]:
         """Seats of those who contribute to the open round as their first one; members or not."""
-        early = [s for s, first in self.first_rounds.items() if s in self.members and first >= self.rounds]
-        return sorted([*early, *(seat for seat, joiner in self.joiners.items() if joiner.entered)])
+        return sorted([*self.early, *(seat for seat, joiner in self.joiners.items() if joiner.entered)])
+
+    @property
+    def early(self) -> tuple[int, ...]:
+        """Those of them who are members: before their first round is over, as books were opened in it."""
+        return tuple(sorted(seat for seat in self.members if self.first_rounds.get(seat, -1) >= self.rounds))
 
     def seat_in(self, entered: Mapping[int, Seat], number: int, epoch: int) -> str:
         """Those who contribute to round ``number`` as their first one are members from now on. Says so, for people."""
@@ -234,9 +238,8 @@ class Group:
 
     def membership(self, reason: str, lost: bool) -> Membership:
         """What members are told of who is there now."""
-        early = tuple(seat for seat in self.entering if seat in self.members)
-        first = max((self.first_rounds[seat] for seat in early), default=0)
-        return Membership(self.epoch, self.seats.present, self.seats.present_names(), reason, lost, early, first)
+        first = max((self.first_rounds[seat] for seat in self.early), default=0)
+        return Membership(self.epoch, self.seats.present, self.seats.present_names(), reason, lost, self.early, first)
 
     def is_inside(self, seat: int) -> bool:
         """Whether what is there of ``seat`` may count: it is a member's, or of who was told that it contributes."""

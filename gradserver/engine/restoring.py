@@ -71,7 +71,7 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, commands: l
             commands.append(Log(f"group {name!r} was durable: {what}", warning=True))
             continue
         group = found.group(policy, now)
-        if found.entered is not None and found.entered.round >= group.rounds:
+        if found.entered is not None:
             _let_in(registry, group, found.entered, now, commands)
         names = ", ".join(group.seats.present_names())
         what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
@@ -99,7 +99,7 @@ def _let_in(registry: Registry, group: Group, entered: Entered, now: float, comm
 
 def reopen(registry: Registry, group: Group, shard: int = 0) -> Iterable[RemoteOrder]:
     """What a data half has to know of a group that was restored, or that it is new to."""
-    new = tuple(seat for seat in group.entering if seat in group.members)
+    new = group.early
     seats = tuple(Seat(-1, "" if seat in new else name) for seat, name in enumerate(group.seats.names))
     tokens = tuple(token_of(group, seat) for seat in range(len(seats))) if shard else ()
     yield registry.opening(group, seats, tokens, shard)
@@ -181,18 +181,20 @@ class _Past:
             group.rounds = max(group.rounds, group.planned)
             group.table.set_plan(group.plan)
             group.busy_shards = group.table.busy(group.plan)
+        if self.entered is not None and self.entered.round < group.rounds:
+            self.entered = None  # that round is over
         for epoch in self.epochs:
             seats, present = zip(*sorted(epoch.members), strict=True)
-            group.news.append(Membership(epoch.epoch, seats, present, epoch.reason, True, *self._early(epoch, group)))
+            group.news.append(Membership(epoch.epoch, seats, present, epoch.reason, True, *self._early(epoch)))
         if self.done is not None:
             group.ledger.append(self.done)
         if self.halt is not None:
             group.broken = ERRORS.get(self.halt.error, GradServerError)(self.halt.reason)
         return group
 
-    def _early(self, epoch: Epoch, group: Group) -> tuple[tuple[int, ...], int]:
+    def _early(self, epoch: Epoch) -> tuple[tuple[int, ...], int]:
         """Who was a member in ``epoch`` before the round was over that he came with, and which one that was."""
-        if self.entered is None or self.entered.round < group.rounds:
+        if self.entered is None:
             return (), 0
         early = sorted({*epoch.members}.intersection(self.entered.members))
         return tuple(seat for seat, _ in early), self.entered.round
