@@ -73,6 +73,8 @@ Guarantees
 - The connections to all data shards are one: whoever loses one of them makes all anew, and says Attend to each shard
   behind Resumed, with its ``version`` for an epoch.
 - All waits end: who does not come back, or does not say Holding, departs, and the others hear of it (Membership).
+- A member of an elastic group that is not durable is out when its connection breaks. It says Resume too, to hear that
+  from a coordinator that lives: LeftOutError.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ from protocol.limits import MAX_COUNTER, MAX_FRAME_BYTES, MAX_WEIGHT, MAX_WORLD_
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A member of a durable group is back, on a new connection.
+    """A member of a durable group is back, on a new connection; one of another group asks whether it is out.
 
     Attributes:
         group: name of the group.

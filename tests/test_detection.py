@@ -17,9 +17,13 @@ import zmq
 
 from gradserver.channels.attendance import Attendance, Patience
 from gradserver.channels.peers import Peer
+from protocol.errors import LeftOutError
 from protocol.messages import Join, Present
 from protocol.numbers import Numbers
-from tests.cluster import PATIENCE, Daemon, Program, wait_until, worker_program
+from tests.cluster import PATIENCE, Daemon, Program, Task, together, wait_until, worker_program
+from tests.test_chaos_network import between
+from worker.client import Worker
+from worker.connect import connect
 
 WORLD = 3
 VICTIM = 1
@@ -127,6 +131,24 @@ def test_a_frozen_worker_is_left_out_and_told_so_when_it_is_back(channel: str) -
         assert text.endswith("nothing was heard of it for 1 s. It has to join again")
 
 
+@channels
+def test_whose_connection_breaks_in_a_group_that_goes_on_hears_that_from_a_coordinator_that_lives(channel: str) -> None:
+    with Daemon("--workers", "1:3", "--gather", "60") as daemon, ExitStack() as stack:
+        wires = stack.enter_context(between("wires", daemon.url.removeprefix("tcp://")))
+
+        def join(rank: int) -> Worker:
+            url = f"tcp://127.0.0.1:{wires.port}" if rank == VICTIM else daemon.url
+            return stack.enter_context(connect(url, rank, WORLD, name=f"w{rank}", timeout=PATIENCE, channel=channel))
+
+        workers = together(range(WORLD), join)
+        together(workers, lambda worker: worker.barrier())
+        waiting = Task(workers[VICTIM].barrier)
+        wires.say("reset w")
+        error = waiting.error(LeftOutError)
+        assert "this worker, 'w1' (rank 1), was left out of group 'default' in round 0: its connection" in str(error)
+        assert error.rank == VICTIM
+
+
 @pytest.mark.parametrize(
     ("frozen_after", "point", "channel"),
     [
@@ -153,6 +175,9 @@ def test_who_freezes_as_soon_as_it_has_joined_is_noticed_as_soon_as_later(
         assert max(times) < 10, times
         for other in others:
             other.expect("ok")
+        if point == "in":
+            victim.send_signal(signal.SIGCONT)
+            assert error_of(victim)[0] == "LeftOutError"
     print(f"noticed after {min(times):.2f} to {max(times):.2f} s")
 
 

@@ -26,6 +26,7 @@ from protocol.errors import (
 from protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
 from protocol.messages import Join
 from worker.client import Worker
+from worker.farewell import Farewell
 from worker.handle import VERDICT_SECONDS, Handle
 from worker.resume import Lifeline
 from worker.session import Session, ShardReceiver
@@ -118,6 +119,8 @@ def connect(
     try:
         if session.membership.durable:  # also with no patience: others may come back, and ask what this one holds
             session.endure(Lifeline(connection, session, reconnect))
+        elif session.membership.seats:
+            connection.attach(Farewell(session, url))
         _attend_shards(connection, session, started + timeout)
         if channel != "tcp":
             _share_memory(connection, channel == "shm", session.books is not None)

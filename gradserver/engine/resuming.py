@@ -15,7 +15,8 @@ groups from records (`gradserver.engine.restoring`). It shows the token that its
     ATTACHED  Leave, or a violation                     gone      it departs
     gone      Resume                                    gone      refused with LeftOutError
 
-What becomes of its group is in `gradserver.engine.books`.
+What becomes of its group is in `gradserver.engine.books`. In an elastic group that is not durable nobody can come back;
+a member whose connection broke says Resume all the same, to hear whether the others go on.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from gradserver.engine.events import (
     dismiss,
 )
 from gradserver.engine.leaving import gone, refuse, refuse_all, vacate
-from gradserver.engine.membership import Group, announce
+from gradserver.engine.membership import Group, announce, left_out
 from gradserver.engine.policy import Policy
 from gradserver.engine.registry import HERE, Registry
 from gradserver.engine.welcome import token_of
@@ -154,9 +155,11 @@ def resume(registry: Registry, connection: int, message: Resume, now: float, com
 
 def _check(group: Group | None, message: Resume) -> Group:
     """The group that somebody comes back to. Raises why he cannot."""
+    name = group.seats.names[message.seat] if group is not None and message.seat < len(group.seats.names) else ""
     if group is None or not group.secret:
+        if group is not None and group.policy is not None and name and group.broken is None:
+            raise left_out(group, message.seat, "its connection broke, and without --state-dir no place is kept")
         raise JoinRefusedError(f"there is no durable group {message.group[:128]!r} to come back to: join it")
-    name = group.seats.names[message.seat] if message.seat < len(group.seats.names) else ""
     if name and not hmac.compare_digest(token_of(group, message.seat).encode(), message.token.encode()):
         raise JoinRefusedError(
             f"this is not the token of seat {message.seat} in group {group.name!r}: somebody else has it, or it is not "
