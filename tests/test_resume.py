@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from protocol.dtypes import FLOAT32
-from protocol.errors import ConnectionLostError, CoordinatorStoppedError, DeadlineError, LeftOutError
+from protocol.errors import (
+    ConnectionLostError,
+    CoordinatorStoppedError,
+    DeadlineError,
+    LeftOutError,
+    MalformedMessageError,
+)
 from protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
 from protocol.limits import SLICE_BYTES
 from protocol.messages import (
@@ -271,6 +277,20 @@ def test_a_connection_that_breaks_while_resuming_is_tried_again(scene: Scene) ->
     scene.again(1)
     scene.now.say(Standing(1, 0))
     scene.pushes((SHORT, 0))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before Standing", "after it"])
+def test_a_result_that_is_wrong_on_the_next_connection_too_is_an_error_that_names_it(scene: Scene, late: bool) -> None:
+    waiting = Task(scene.worker.push(1, scene.data[1]).wait)
+    scene.pushes((SHORT, 0))
+    scene.answer(SHORT, 0, 3.0, 11)
+    scene.reopen(1)
+    if late:
+        scene.now.say(Standing(1, 0))
+        scene.pushes((SHORT, 0))
+    scene.answer(SHORT, 0, 3.0, 11)
+    assert "came with 44 bytes, 40 are due" in str(waiting.error(MalformedMessageError))
+    assert scene.worker.closed
 
 
 def test_waiting_is_said_and_has_an_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,8 @@
     UP        … of who is about to join               CLOSED    LeftOutError: it has nothing that others may need
     UP        the coordinator says that it stops      DOWN      another one may take its place
     UP        any other Failure of the connection     CLOSED    everything open fails with it
+    UP        what comes cannot be                    DOWN      it may have been made wrong once
+    any       … again, in the same round              CLOSED    ProtocolError: it would come for ever
     DOWN      each 50 ms, or 0.4 s                    DOWN      somebody is looked for; each 5 s the log says so
     DOWN      a connection stands                     RESUMING  Resume, and who this was
     DOWN      patience is over                        CLOSED    ConnectionLostError: how long, and what was tried
@@ -43,6 +45,7 @@ from protocol.errors import (
     CoordinatorUnreachableError,
     GradServerError,
     LeftOutError,
+    ProtocolError,
     reason_of,
 )
 from protocol.messages import Message, Place, Push
@@ -103,6 +106,8 @@ class Lifeline:
         """It was said there who this is."""
         self._failed: GradServerError | None = None
         """What has become of it, if it broke."""
+        self._garbled: int | None = None
+        """The round in which something came last that cannot be."""
         self._enough: Callable[[], bool] = lambda: True
         self._waiting: Counter[int] = Counter()
         """Threads that wait, by the connection that stood when they began."""
@@ -211,7 +216,7 @@ class Lifeline:
                 return
             else:
                 self._is_up = False
-                if session.is_inside:
+                if session.is_inside and not self._is_hopeless(error):
                     self._clock.stop()
                     self.books.suspend()
                     log.warning("%s; round %d goes on when it is back", error.message, session.round)
@@ -220,7 +225,14 @@ class Lifeline:
         if is_trying:
             self.books.interrupt(error)
         else:
-            session.lost(_out(session, error))
+            session.lost(error if session.is_inside else _out(session, error))
+
+    def _is_hopeless(self, error: GradServerError) -> bool:
+        """Whether the coordinator has now said twice in a round what cannot be: it would come on each connection."""
+        if not isinstance(error, ProtocolError):
+            return False
+        last, self._garbled = self._garbled, self._session.round
+        return last == self._garbled
 
     def part(self) -> None:
         """The membership is over, and its presence with it: who joins again in its place will have the same name."""
@@ -263,6 +275,8 @@ class Lifeline:
                 return
             except GradServerError as error:
                 reason = error
+                if self._is_hopeless(error):
+                    session.lost(error)
             finally:
                 self._let_go()
             if session.closed:
