@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
@@ -40,7 +41,7 @@ _CHRONIC_ROUNDS: Final = 8
 """In a row, after which a worker that is late is told what that means."""
 
 
-class Latecomer:
+class Latecomer(ABC):
     """A part of `worker.traffic.Traffic`, which has these attributes."""
 
     round: int
@@ -65,17 +66,17 @@ class Latecomer:
         """The last round in which something of this worker did not count."""
 
     @property
+    @abstractmethod
     def membership(self) -> Welcome:
         """Who is in the group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def seat_of(self, rank: int) -> int:
         """The seat of ``rank``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lost(self, error: GradServerError) -> None:
         """Nothing goes any more."""
-        raise NotImplementedError
 
     def _lacks_us(self, result: Result) -> bool:
         return lacks(result, self.seat_of(self.membership.rank))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -113,22 +114,22 @@ class Traffic(Latecomer):
         if self._closed is not None:
             raise self._closed.again()
 
+    @abstractmethod
     def lost(self, error: GradServerError) -> None:
         """The channel broke."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin_round(self, number: int) -> None:
         """Before the first push of a round."""
-        raise NotImplementedError
 
     def tell(self, message: Message) -> None:
         """Say something to the coordinator."""
         self.check_open()
         self._channel.send(message)
 
+    @abstractmethod
     def _heed(self, error: GradServerError) -> None:
         """A collective of an elastic group has failed, and whoever waits for it is about to raise ``error``."""
-        raise NotImplementedError
 
     # ── exchanging ────────────────────────────────────────────────────────────────────────────────────
 

@@ -6,6 +6,7 @@ All of them reduce `case.numel` fp32 numbers over all workers, or move the bytes
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ _STEP = {"bf16": _LARGEST * 2.0**-8, "int8": _LARGEST / 127}
 _WARM_UP: Final = 5
 
 
-class Contestant:
+class Contestant(ABC):
     """One contender in one process. What it sets up before `once` is not measured."""
 
     def __init__(self, member: Member, case: Case, spec: Contender) -> None:
@@ -38,9 +39,9 @@ class Contestant:
         """Waits for all processes; by the contender's own means if it has any, so that these are awake."""
         self.member.barrier()
 
+    @abstractmethod
     def once(self) -> None:
         """Does the work."""
-        raise NotImplementedError
 
     def timed(self, count: int) -> float:
         """Seconds for doing it `count` times, one right after the other.
@@ -60,7 +61,7 @@ class Contestant:
         """`wrong`: how many elements are not what they should be. Perhaps more figures."""
         return {"wrong": 0}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most have nothing to give back)
         """Gives back what it holds."""
 
 
