@@ -79,7 +79,7 @@ def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) ->
         patch.setattr("protocol.exchange.SLICE_BYTES", size)
         patch.setattr("protocol.exchange.MIN_SLICE_COST", smallest_cost)
         patch.setattr("protocol.exchange.SHARED_SLICE_COST", 0)
-        patch.setattr("gradserver.engine.exchanges.SLICE_BYTES", size)
+        patch.setattr("gradserver.engine.groups.SLICE_BYTES", size)
         patch.setattr("gradserver.engine.registry.MIN_CREDIT_BYTES", smallest_credit)
         for cached in (layout_of, share_of):
             cached.cache_clear()

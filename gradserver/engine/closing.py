@@ -23,8 +23,9 @@ Anything else is as in `gradserver.engine.data`, whose table this one extends.
 from __future__ import annotations
 
 from gradserver.engine.events import Absent, Command, Depart, Report
-from gradserver.engine.exchanges import Exchange, Group, Piece
+from gradserver.engine.exchanges import Exchange, Piece
 from gradserver.engine.failures import fail, forget_if_over, remember
+from gradserver.engine.groups import Group
 from gradserver.engine.lateness import note_what_counted
 from gradserver.engine.results import complete
 from protocol.errors import GradServerError, MembershipChangedError

@@ -56,8 +56,9 @@ from gradserver.engine.events import (
     Undecodable,
     Violation,
 )
-from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Run
+from gradserver.engine.exchanges import WEIGHED, Exchange, Run
 from gradserver.engine.failures import fail, forget_if_over, halt_all, tell, tell_all
+from gradserver.engine.groups import Group
 from gradserver.engine.lateness import close, contributed, is_closed, look, next_look
 from gradserver.engine.reseating import admit, check_may_begin, excuse, expect, is_stale, reseat, turn_away
 from gradserver.engine.results import answer, complete, refund

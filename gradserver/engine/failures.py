@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from gradserver.engine.events import Command, Send
-from gradserver.engine.exchanges import Exchange, Group
+from gradserver.engine.exchanges import Exchange
+from gradserver.engine.groups import Group
 from protocol.errors import GradServerError
 from protocol.exchange import Stream
 from protocol.messages import Failure, Scope

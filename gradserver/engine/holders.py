@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from gradserver.engine.exchanges import Group
+from gradserver.engine.groups import Group
 from gradserver.engine.rounds import Round
 from protocol.buffer import Buffer
 from protocol.errors import LimitExceededError, UnexpectedMessageError

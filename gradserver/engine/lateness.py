@@ -24,8 +24,9 @@ from __future__ import annotations
 from typing import Final
 
 from gradserver.engine.events import Command, CutRound, Late, Report
-from gradserver.engine.exchanges import Exchange, Group
+from gradserver.engine.exchanges import Exchange
 from gradserver.engine.failures import tell
+from gradserver.engine.groups import Group
 from gradserver.engine.results import complete
 from gradserver.engine.rounds import Round
 from protocol.exchange import ExchangeKey, Pool, Stream

@@ -36,7 +36,7 @@ from typing import Final, NamedTuple
 
 from gradserver.engine.closing import left_out
 from gradserver.engine.events import CaughtUp, Command, Recovered, Report, RoundCompleted, Send
-from gradserver.engine.exchanges import Group
+from gradserver.engine.groups import Group
 from gradserver.engine.holders import Holder, Place, adopt, places, said, shares
 from protocol.buffer import Buffer
 from protocol.errors import (

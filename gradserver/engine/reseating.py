@@ -20,7 +20,7 @@ from collections import Counter
 
 from gradserver.engine.closing import cut
 from gradserver.engine.events import Admit, Command, Excuse, Expect, Report, Reseat, Send
-from gradserver.engine.exchanges import Group
+from gradserver.engine.groups import Group
 from protocol.errors import OutOfStepError, WorkerLostError
 from protocol.exchange import ExchangeKey, Stream, is_state, pool_of
 from protocol.messages import Failure, Push, Scope

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gradserver.engine.events import Command, Contribution, Digests, Reduce, Report, RoundCompleted, Send
-from gradserver.engine.exchanges import WEIGHED, Exchange, Group, Piece, Run
+from gradserver.engine.exchanges import WEIGHED, Exchange, Piece, Run
+from gradserver.engine.groups import Group
 from gradserver.engine.rounds import Round
 from gradserver.engine.unasked import listeners, send_unasked, without
 from protocol.buffer import Buffer

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gradserver.engine.events import Behind, Command, Report, Send
-from gradserver.engine.exchanges import Exchange, Group, Piece
+from gradserver.engine.exchanges import Exchange, Piece
+from gradserver.engine.groups import Group
 from protocol.buffer import Buffer
 from protocol.exchange import Stream, unasked_cost
 from protocol.messages import Result

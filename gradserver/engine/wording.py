@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gradserver.engine.events import NonFinite, Undecodable
-from gradserver.engine.exchanges import Exchange, Group
+from gradserver.engine.exchanges import Exchange
+from gradserver.engine.groups import Group
 from protocol.errors import (
     AbandonedError,
     CollectiveMismatchError,
