@@ -519,6 +519,29 @@ def test_a_group_to_which_nobody_comes_back_ends() -> None:
     assert group.harness.engine.control.groups == {}, "that was written down, too"
 
 
+def test_in_a_pause_nobody_waits_for_workers_while_nobody_is_there() -> None:
+    """The last one has as long to come back as anybody, and then the group's timeout for others to come."""
+    policy = Policy(2, 3)
+    assert policy.reconnect > TIMEOUT
+    group = Group(policy=policy)
+    group.harness.leave(1)
+    group.harness.push(0, bucket(0, 0), ONE)
+    group.harness.push(0, bucket(0, 1), ONE)
+    while group.harness.reduces:
+        group.harness.answer(group.harness.reduces.pop())
+    assert group.state() == "paused"
+    group.harness.lose(0)
+    group.harness.wait(TIMEOUT + 1)
+    group.resume(0)
+    group.hold(0, 0, held(0, 0), held(0, 1))
+    assert group.told(0)
+    assert group.state() == "paused"
+    group.harness.wait(TIMEOUT - 1)
+    assert group.state() == "paused"
+    group.harness.wait(1)
+    assert "waited 10 s for workers after round 0" in group.refusal(0).message
+
+
 def test_those_who_are_back_do_not_wait_long_for_the_others() -> None:
     group = Group(3)
     group.harness.restart()

@@ -233,7 +233,7 @@ class Control:
         orders = founding.overdue(registry, group, now, commands)
         if (error := rehoming.overdue(group, now, commands)) is not None:
             orders += halt(registry, group, error, commands)
-        if group.paused is not None and group.paused + group.timeout <= now:
+        if group.pause_ends is not None and group.pause_ends <= now:
             return orders + give_up(registry, group, commands)
         orders += refuse_all(registry, joining.overdue(group, now), now, commands)
         orders += resuming.overdue(registry, group, now, commands)

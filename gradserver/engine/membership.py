@@ -186,6 +186,13 @@ class Group:
         return "active" if self.paused is None else "paused"
 
     @property
+    def pause_ends(self) -> float | None:
+        """When members have waited long enough for others; None if they wait for nobody, or nobody is there."""
+        if self.paused is None or len(self.away) == len(self.members):
+            return None
+        return self.paused + self.timeout
+
+    @property
     def is_lossy(self) -> bool:
         """Whether anything of its plan travels with a loss."""
         return self.plan is not None and any(bucket.operation.is_lossy for bucket in self.plan.buckets)
@@ -396,8 +403,8 @@ def deadlines(group: Group) -> Iterable[float]:
     """When somebody's patience in this group ends."""
     if group.opens is not None:
         yield group.opens
-    if group.paused is not None:
-        yield group.paused + group.timeout
+    if group.pause_ends is not None:
+        yield group.pause_ends
     yield from group.away.values()
     if group.lacking_since is not None and group.broken is None:
         yield group.lacking_since + group.timeout
