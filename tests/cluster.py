@@ -26,6 +26,7 @@ from gradserver.engine import Engine
 from gradserver.local import LocalCluster
 from gradserver.status import fetch
 from protocol.limits import CREDIT_BYTES
+from tests.nursery import Child, nursery
 from worker.client import Worker
 from worker.connect import connect
 
@@ -209,19 +210,28 @@ class _Lines:
 
 
 class Program:
-    """A Python process. Its ``with`` block ends it, whatever it is doing."""
+    """A Python process. Its ``with`` block ends it, whatever it is doing.
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
+    It begins with what it needs ``loaded``, one of `tests.nursery.LOADED`; with nothing if that is empty, and if it is
+    no module or script but a few lines.
+    """
+
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None, loaded: str = "numpy") -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+        self._process: subprocess.Popen[str] | Child
+        if loaded and arguments[0] != "-c":
+            self._process = nursery(loaded).start(arguments, environment)
+        else:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+            )
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._out, self._err = _Lines(self._process.stdout), _Lines(self._process.stderr)
@@ -298,8 +308,8 @@ class Program:
 class Daemon(Program):
     """``gradserver serve`` on a free port; ready when it is constructed."""
 
-    def __init__(self, *options: str) -> None:
-        super().__init__("-m", "gradserver", "serve", "--bind", "tcp://127.0.0.1:0", *options)
+    def __init__(self, *options: str, loaded: str = "numpy") -> None:
+        super().__init__("-m", "gradserver", "serve", "--bind", "tcp://127.0.0.1:0", *options, loaded=loaded)
         try:
             self.url = self.expect("listening on ")
         except BaseException:

@@ -49,7 +49,7 @@ def free_url() -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_daemon_says_where_it_listens_and_nothing_else_until_a_signal_ends_it(number: signal.Signals) -> None:
-    with Daemon() as daemon:
+    with Daemon(loaded="") as daemon:
         with joined(daemon.url, 2) as workers:
             together(workers, lambda worker: worker.barrier())
         wait_until(lambda: not daemon.group(), "everybody has left")

@@ -113,10 +113,12 @@ def test_the_training_script_trains(tmp_path: Path) -> None:
     digest = "print('weights', sum(p.double().sum().item() for p in network.parameters()))\n"
     script.write_text("".join(block.text for block in blocks("python")) + digest)
     with Daemon("--workers", "2") as daemon, ExitStack() as stack:
-        environment = {"GRADSERVER_URL": daemon.url, "WORLD_SIZE": "2"}
-        workers = [
-            stack.enter_context(Program(str(script), environment={**environment, "RANK": str(rank)})) for rank in (0, 1)
-        ]
+
+        def start(rank: int) -> Program:
+            environment = {"GRADSERVER_URL": daemon.url, "WORLD_SIZE": "2", "RANK": str(rank)}
+            return stack.enter_context(Program(str(script), environment=environment, loaded="torch"))
+
+        workers = [start(rank) for rank in (0, 1)]
         weights = [worker.expect("weights ", timeout=60) for worker in workers]
         assert [worker.end() for worker in workers] == [0, 0]
     assert weights[0] == weights[1]

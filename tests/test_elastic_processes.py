@@ -33,13 +33,13 @@ def test_a_worker_killed_in_the_middle_of_a_round_costs_one_contribution_and_no_
 ) -> None:
     with ExitStack() as stack:
         coordinator = stack.enter_context(Daemon("--workers", "2:8", "--gather", "60", "--shards", str(shards)))
-        environment = {"GRADSERVER_CHANNEL": channel}
-        workers = [
-            stack.enter_context(
-                Program(str(PROGRAM), coordinator.url, str(seat), str(tmp_path / f"{seat}"), environment=environment)
-            )
-            for seat in range(WORLD)
-        ]
+
+        def start(seat: int) -> Program:
+            arguments = str(PROGRAM), coordinator.url, str(seat), str(tmp_path / f"{seat}")
+            environment = {"GRADSERVER_CHANNEL": channel}
+            return stack.enter_context(Program(*arguments, environment=environment, loaded="torch"))
+
+        workers = [start(seat) for seat in range(WORLD)]
         workers[VICTIM].expect("halfway", STARTED_WITHIN)
         killed = time.monotonic()
         workers[VICTIM].send_signal(signal.SIGKILL)

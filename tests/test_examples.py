@@ -17,7 +17,7 @@ MOST_LINES = 80
 
 def output_of(*arguments: str | Path) -> list[str]:
     """What a program prints that must succeed."""
-    with Program(*map(str, arguments)) as program:
+    with Program(*map(str, arguments), loaded="torch") as program:
         status = program.end(STARTED_WITHIN)
         assert status == 0, "\n".join([*program.output(), *program.complaints()])
         return program.output()
@@ -56,7 +56,9 @@ def test_train_ddp(world_size: int) -> None:
     """Ranks are assigned; whoever prints the losses has rank 0."""
     with Daemon("--workers", str(world_size)) as daemon, ExitStack() as stack:
         programs = [
-            stack.enter_context(Program(str(EXAMPLES / "train_ddp.py"), environment={"GRADSERVER_URL": daemon.url}))
+            stack.enter_context(
+                Program(str(EXAMPLES / "train_ddp.py"), environment={"GRADSERVER_URL": daemon.url}, loaded="torch")
+            )
             for _ in range(world_size)
         ]
         assert [program.end(STARTED_WITHIN) for program in programs] == [0] * world_size
@@ -79,7 +81,9 @@ def test_checkpoint(tmp_path: Path) -> None:
             common = {"GRADSERVER_URL": daemon.url, "CHECKPOINTS": str(tmp_path / directory), "PAUSE": str(pause)}
             example = str(EXAMPLES / "checkpoint.py")
             return [
-                stack.enter_context(Program(example, environment={**common, "RANK": str(rank), "WORLD_SIZE": "2"}))
+                stack.enter_context(
+                    Program(example, environment={**common, "RANK": str(rank), "WORLD_SIZE": "2"}, loaded="torch")
+                )
                 for rank in (0, 1)
             ]
 
@@ -109,7 +113,7 @@ def test_elastic() -> None:
 
         def start(name: str) -> Program:
             environment = {"GRADSERVER_URL": daemon.url, "GRADSERVER_NAME": name, "PAUSE": "0.02"}
-            return stack.enter_context(Program(str(EXAMPLES / "elastic.py"), environment=environment))
+            return stack.enter_context(Program(str(EXAMPLES / "elastic.py"), environment=environment, loaded="torch"))
 
         def round_of(program: Program, name: str) -> int:
             return int(program.expect(f"{name}: from round ", STARTED_WITHIN))

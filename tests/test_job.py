@@ -548,7 +548,15 @@ def programs(url: str, world: int, checkpoint: Path, pause: int = -1) -> Iterato
     with ExitStack() as stack:
         yield [
             stack.enter_context(
-                Program("-m", "tests.job_training", str(rank), str(world), str(checkpoint), environment=environment)
+                Program(
+                    "-m",
+                    "tests.job_training",
+                    str(rank),
+                    str(world),
+                    str(checkpoint),
+                    environment=environment,
+                    loaded="torch",
+                )
             )
             for rank in range(world)
         ]

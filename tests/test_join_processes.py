@@ -28,7 +28,7 @@ class Fleet:
 
     def start(self, name: str, **options: Any) -> Program:
         arguments = [str(PROGRAM), self.daemon.url, name, str(self._folder / name), json.dumps(options)]
-        return self._stack.enter_context(Program(*arguments, environment=self._environment))
+        return self._stack.enter_context(Program(*arguments, environment=self._environment, loaded="torch"))
 
     def stages(self) -> dict[str, str]:
         return {joiner["name"]: joiner["stage"] for joiner in self.daemon.group()["joining"]}

@@ -62,7 +62,7 @@ class Run:
     def __init__(self, stack: ExitStack, directory: Path) -> None:
         self._stack = stack
         options = ("--workers", "2:3", "--gather", "60", "--state-dir", str(directory), "--credit", "2", "--quiet")
-        self.daemon = stack.enter_context(Daemon(*options))
+        self.daemon = stack.enter_context(Daemon(*options, loaded=""))
         self.staying = [self._start(name, channel) for name, channel in CHANNELS.items()]
         self._start_victim()
         self._open: dict[str, list[Use]] = {}
@@ -72,7 +72,9 @@ class Run:
 
     def _start(self, name: str, channel: str) -> Program:
         environment = {"GRADSERVER_CHANNEL": channel}
-        return self._stack.enter_context(Program(str(PROGRAM), self.daemon.url, name, environment=environment))
+        return self._stack.enter_context(
+            Program(str(PROGRAM), self.daemon.url, name, environment=environment, loaded="")
+        )
 
     def _start_victim(self, channel: str = "tcp") -> None:
         self.channel, self.victim = channel, self._start(VICTIM, channel)

@@ -23,7 +23,7 @@ def exchange_with_one_late(world_size: int, buckets: int, numel: int, late: floa
 
     The last of them begins ``late`` seconds after the others have sent all that their credit allows.
     """
-    with Daemon("--quiet") as daemon, ExitStack() as stack:
+    with Daemon("--quiet", loaded="") as daemon, ExitStack() as stack:
         idle = daemon.memory("VmRSS")
         workers = [
             stack.enter_context(
@@ -76,7 +76,7 @@ def test_coordinators_memory_does_not_grow_with_rounds() -> None:
             if number % 10 == 0:
                 worker.barrier()
 
-    with Daemon("--quiet") as daemon, joined(daemon.url, 2) as workers:
+    with Daemon("--quiet", loaded="") as daemon, joined(daemon.url, 2) as workers:
         together(workers, lambda worker: worker.agree(simple_plan([("b0", 1000)], FLOAT32)))
         together(workers, train, 500)
         before = daemon.memory()
@@ -87,7 +87,7 @@ def test_coordinators_memory_does_not_grow_with_rounds() -> None:
 
 
 def test_coordinators_memory_does_not_grow_with_groups_that_come_and_go() -> None:
-    with Daemon("--quiet") as daemon:
+    with Daemon("--quiet", loaded="") as daemon:
 
         def descriptors() -> int:
             return len(os.listdir(f"/proc/{daemon.pid}/fd"))

@@ -66,6 +66,7 @@ def over_tcp(cases: tuple[Case, ...]) -> dict[Case, list[str]]:
                 Program(
                     *("-m", "tests.training", daemon.url, str(rank), json.dumps(cases)),
                     environment={"GRADSERVER_CHANNEL": "auto" if rank == 1 else "tcp"},
+                    loaded="torch",
                 )
             )
             for rank in range(4)

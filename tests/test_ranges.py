@@ -214,7 +214,9 @@ def test_a_process_that_is_killed_leaves_what_it_has_not_used_to_the_others(shar
         coordinator = stack.enter_context(
             Daemon("--workers", "1:3", "--gather", "60", "--shards", str(shards), "--state-dir", str(tmp_path))
         )
-        workers = [stack.enter_context(Program(str(PROGRAM), coordinator.url, str(seat))) for seat in range(3)]
+        workers = [
+            stack.enter_context(Program(str(PROGRAM), coordinator.url, str(seat), loaded="torch")) for seat in range(3)
+        ]
         workers[1].expect("round 2")
         workers[1].send_signal(signal.SIGKILL)
         for seat in (0, 2):
@@ -229,7 +231,9 @@ def test_a_coordinator_that_is_killed_and_comes_back_knows_whose_data_is_whose(t
     options = "--workers", "1:3", "--gather", "60", "--state-dir", str(tmp_path)
     with ExitStack() as stack:
         coordinator = stack.enter_context(Daemon(*options))
-        workers = [stack.enter_context(Program(str(PROGRAM), coordinator.url, str(seat))) for seat in range(3)]
+        workers = [
+            stack.enter_context(Program(str(PROGRAM), coordinator.url, str(seat), loaded="torch")) for seat in range(3)
+        ]
         for number in (3, 9):
             workers[0].expect(f"round {number}")
             coordinator.send_signal(signal.SIGKILL)

@@ -182,7 +182,9 @@ def test_training_ends_with_the_same_weights_with_any_number_of_shards() -> None
     for count in (1, 2, 3):
         with Daemon("--shards", str(count)) as coordinator, ExitStack() as stack:
             programs = [
-                stack.enter_context(Program("-m", "tests.training", coordinator.url, str(rank), json.dumps(cases)))
+                stack.enter_context(
+                    Program("-m", "tests.training", coordinator.url, str(rank), json.dumps(cases), loaded="torch")
+                )
                 for rank in range(2)
             ]
             found.append([program.expect("trained ", STARTED_WITHIN) for _ in cases for program in programs])

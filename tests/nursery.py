@@ -1,0 +1,216 @@
+"""Programs that begin with their imports done, as copies of a process that has done them once.
+
+Most of what a short program takes is imports: 0.3 s of a processor for numpy and ZeroMQ, 2 s for torch. A nursery does
+them once and forks for each program, which then is a process like any other, with its own memory, signals, descriptors
+and end. Where it matters what a program loads, or takes, it is started in the usual way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parent.parent
+LOADED = {
+    "numpy": ("gradserver.cli", "gradserver.daemon", "gradserver.ledger.state", "worker.connect"),
+    "torch": ("gradserver.cli", "worker.connect", "worker.job", "torch", "torch.utils.data"),
+}
+"""What each nursery has imported, and what these import."""
+
+# ── as tests use it ───────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class Fate:
+    """Whether a process has ended, and how."""
+
+    pid: int
+    status: int | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class Child:
+    """A process that a nursery has made. It is used as a `subprocess.Popen` with pipes is."""
+
+    def __init__(self, fate: Fate, ends: Sequence[int]) -> None:
+        self.pid = fate.pid
+        self.stdin: IO[str] = open(ends[0], "w", buffering=1)  # noqa: SIM115 (whoever has it closes it)
+        self.stdout: IO[str] = open(ends[1])  # noqa: SIM115
+        self.stderr: IO[str] = open(ends[2])  # noqa: SIM115
+        self._fate = fate
+
+    def poll(self) -> int | None:
+        """The exit status, or minus the number of the signal that ended it; None while it runs."""
+        return self._fate.status
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it ends; the exit status."""
+        if not self._fate.ended.wait(timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        assert self._fate.status is not None
+        return self._fate.status
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it runs."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._fate.status is None:
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Nursery:
+    """This process's end of a nursery, which has ``loaded`` one of `LOADED`."""
+
+    def __init__(self, loaded: str) -> None:
+        self._line, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with there:
+            command = [sys.executable, "-m", "tests.nursery", loaded, str(there.fileno())]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
+            )
+        self._lock = threading.Lock()
+        self._fates: dict[int, Fate] = {}
+        self._born: Fate | None = None
+        self._answered = threading.Semaphore(0)
+        threading.Thread(target=self._listen, daemon=True).start()
+        atexit.register(self.end)
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """A process that does what ``python ARGUMENTS`` would."""
+        stdin, stdout, stderr = os.pipe(), os.pipe(), os.pipe()
+        theirs = stdin[0], stdout[1], stderr[1]
+        request = json.dumps([list(arguments), dict(environment)]).encode()
+        with self._lock:
+            socket.send_fds(self._line, [request], theirs)
+            for descriptor in theirs:
+                os.close(descriptor)
+            self._answered.acquire()
+            assert self._born is not None, "the nursery has died"
+            return Child(self._born, (stdin[1], stdout[0], stderr[0]))
+
+    def _listen(self) -> None:
+        while news := self._line.recv(4096):
+            pid, status = json.loads(news)
+            if status is None:
+                self._born = self._fates[pid] = Fate(pid)
+                self._answered.release()
+            else:
+                fate = self._fates.pop(pid)
+                fate.status = status
+                fate.ended.set()
+        self._born = None
+        self._answered.release()
+
+    def end(self) -> None:
+        """It ends when nobody listens, and all that it has made with it."""
+        self._line.shutdown(socket.SHUT_RDWR)
+        self._process.wait()
+        self._line.close()
+
+
+@cache
+def nursery(loaded: str) -> Nursery:
+    """That of this process."""
+    return Nursery(loaded)
+
+
+# ── its process ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def serve(line: socket.socket) -> list[str]:
+    """Fork for everything that is asked for. Returns in each child, with its arguments."""
+    heard, hears = os.pipe()
+    os.set_blocking(hears, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(hears, warn_on_full_buffer=False)
+    children: set[int] = set()
+    with selectors.DefaultSelector() as selector:
+        selector.register(line, selectors.EVENT_READ)
+        selector.register(heard, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj == heard:
+                    os.read(heard, 4096)
+                    _bury(line, children)
+                    continue
+                request, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 3)
+                if not request:
+                    for pid in children:
+                        os.kill(pid, signal.SIGKILL)
+                    os._exit(0)
+                if (pid := os.fork()) == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    os.close(heard)
+                    os.close(hears)
+                    line.close()
+                    arguments, environment = json.loads(request)
+                    _dress(environment, descriptors)
+                    return list(arguments)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                children.add(pid)
+                line.send(json.dumps([pid, None]).encode())
+
+
+def _bury(line: socket.socket, children: set[int]) -> None:
+    """Say who has ended, and how."""
+    for pid in list(children):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            children.remove(pid)
+            with contextlib.suppress(BrokenPipeError):
+                line.send(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
+
+
+def _dress(environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
+    """Give a child what is its own."""
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def run(arguments: list[str]) -> None:
+    """As ``python ARGUMENTS``."""
+    first, *rest = arguments
+    if first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = arguments
+        runpy.run_path(first, run_name="__main__")
+
+
+def main() -> None:
+    """Serve; and in each child do what it is for, and end as any program does."""
+    for name in LOADED[sys.argv[1]]:
+        importlib.import_module(name)
+    run(serve(socket.socket(fileno=int(sys.argv[2]))))
+
+
+if __name__ == "__main__":
+    main()
