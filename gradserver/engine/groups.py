@@ -7,10 +7,11 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from gradserver.engine.events import OpenGroup
 from gradserver.engine.exchanges import Exchange, Run
+from gradserver.engine.holding import Recovery
 from gradserver.engine.pace import Pace
 from gradserver.engine.rounds import Hashing, Round
 from gradserver.engine.seats import Seats
@@ -21,9 +22,6 @@ from protocol.limits import MAX_TRANSFERS, SLICE_BYTES
 from protocol.messages import Push
 from protocol.plan import Plan
 from protocol.shards import Table, share_of
-
-if TYPE_CHECKING:
-    from gradserver.engine.recovery import Recovery
 
 _NUMBERS: Final = 1 << 62
 """Of collectives in one round."""

@@ -8,54 +8,21 @@ gone counted for: the number of slices says which.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 from gradserver.engine.groups import Group
+from gradserver.engine.holding import Holder, Place
 from gradserver.engine.rounds import Round
 from protocol.buffer import Buffer
 from protocol.errors import LimitExceededError, UnexpectedMessageError
 from protocol.exchange import ExchangeKey, Stream
 from protocol.limits import MAX_SLICES
-from protocol.messages import Result
 from protocol.resuming import Holding, State, unpack_spans
 
 _MAX_LOOSE: Final = 16 * MAX_SLICES
 """Slices of collectives and transfers that one member can speak of."""
-
-Place = tuple[ExchangeKey, int]
-"""An exchange, and a slice of it."""
-
-
-@dataclass(slots=True)
-class Holder:
-    """What one member has said."""
-
-    round: int
-    weight: float
-    slices: dict[State, dict[ExchangeKey, set[int]]] = field(
-        default_factory=lambda: {state: defaultdict(set) for state in State}
-    )
-    weights: dict[ExchangeKey, dict[int, tuple[float, ...]]] = field(default_factory=lambda: defaultdict(dict))
-    """Of buckets' slices which it holds: who counted, by seat."""
-
-    def has(self, state: State, place: Place) -> bool:
-        """Whether it has a slice in this state."""
-        return place[1] in self.slices[state].get(place[0], ())
-
-    def take(self, result: Result) -> None:
-        """It is being sent the result of a slice, and may be the only one who has it then."""
-        key, index = result.key, result.slice
-        if result.weights:
-            self.weights[key][index] = result.weights
-        self.slices[State.HELD][key].add(index)
-        self.slices[State.LACKING].get(key, set()).discard(index)
-
-    def loose(self) -> Iterable[Place]:
-        """What it has begun of collectives and transfers, and has no result for."""
-        return ((key, index) for key, found in self.slices[State.LACKING].items() for index in found)
 
 
 def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:

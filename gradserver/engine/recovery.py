@@ -30,14 +30,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
-from typing import Final, NamedTuple
+from dataclasses import replace
+from typing import Final
 
 from gradserver.engine.closing import left_out
 from gradserver.engine.events import CaughtUp, Command, Recovered, Report, RoundCompleted, Send
 from gradserver.engine.groups import Group
-from gradserver.engine.holders import Holder, Place, adopt, places, said, shares
+from gradserver.engine.holders import adopt, places, said, shares
+from gradserver.engine.holding import Recovery, Stage, Wanted
 from protocol.buffer import Buffer
 from protocol.errors import (
     ConnectionLostError,
@@ -52,49 +52,6 @@ from protocol.resuming import Fetch, Held, Holding, Standing, State
 
 _MAX_ASKED: Final = 16
 """Results that are on their way from who holds them: so many are in memory at most."""
-
-
-class Stage(Enum):
-    """Of a recovery, as the table has them."""
-
-    COLLECTING = auto()
-    PREVIOUS = auto()
-    TOLD = auto()
-    PRESENT = auto()
-
-
-class Wanted(NamedTuple):
-    """A result that some lack and others hold."""
-
-    place: Place
-    lacking: tuple[int, ...]
-    holding: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Recovery:
-    """One opening of a group's books."""
-
-    version: int
-    touched: float
-    draining: set[tuple[int, ExchangeKey, int]]
-    """Reductions of before that have not come back, with the number of the books that they are of."""
-    stage: Stage = Stage.COLLECTING
-    round: int = 0
-    holders: dict[int, Holder] = field(default_factory=dict)
-    """By seat."""
-    wanted: deque[Wanted] = field(default_factory=deque)
-    asked: dict[Place, tuple[int, Wanted]] = field(default_factory=dict)
-    """Of what is being fetched, from whom, and for whom."""
-    came: dict[Place, tuple[Result, tuple[Buffer, ...]]] = field(default_factory=dict)
-    """What of that has come before something in front of it: it is handed on in order."""
-
-    def start_again(self) -> None:
-        """Somebody has gone, or has to say anew what he holds."""
-        self.stage = Stage.COLLECTING
-        self.wanted.clear()
-        self.asked.clear()
-        self.came.clear()
 
 
 # ── what happens ──────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,176 @@
+"""Whether a contribution may come: what it belongs to, which is opened if need be, and whether it is what is due.
+
+Raised is what no correct worker says, and so is a violation of whoever did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradserver.engine.closing import outdated
+from gradserver.engine.events import Command, Send
+from gradserver.engine.exchanges import WEIGHED, Exchange, Run
+from gradserver.engine.failures import fail, forget_if_over, tell
+from gradserver.engine.groups import Group
+from gradserver.engine.lateness import is_closed
+from gradserver.engine.reseating import check_may_begin, is_stale, turn_away
+from gradserver.engine.rounds import Round
+from gradserver.engine.wording import abandoned, mismatch
+from protocol.buffer import Buffer
+from protocol.errors import (
+    InvalidArgumentError,
+    InvalidRankError,
+    OutOfStepError,
+    SizeMismatchError,
+    UnexpectedMessageError,
+)
+from protocol.exchange import IN_PLACE, ExchangeKey, Kind, Op, Operation, Stream, check_reducible, gives
+from protocol.messages import Failure, Push, Scope
+
+
+def admitted(group: Group, rank: int, push: Push, now: float, commands: list[Command]) -> Exchange | None:
+    """The exchange that ``push`` is for, opened if need be; None if there is nothing more to do."""
+    key = push.key
+    exchange = group.exchanges.get(key)
+    if is_closed(group, rank, key):
+        _refuse_late(group, rank, key, commands)
+        return None
+    begins = group.begins(push) if group.table.rates or group.recovered else push.slice == 0
+    if begins:
+        if group.entered:
+            if is_stale(group, rank, push):
+                turn_away(group, rank, push, commands)
+                return None
+            check_may_begin(group, rank, key)
+        for earlier in group.take_number(rank, key):
+            fail(group, earlier, abandoned(group, earlier, rank, key), commands)
+        operation = _operation(group, rank, push)
+        if exchange is None:
+            exchange = _open(group, rank, key, operation, push.epoch, now)
+        elif exchange.operation is not operation and exchange.operation != operation and exchange.failure is None:
+            error = mismatch(group, exchange, rank, operation)
+            exchange.join(rank, push.weight)
+            fail(group, exchange, error, commands)
+            return None
+        exchange.join(rank, push.weight)
+    elif exchange is None:
+        if group.is_past(rank, key) or (group.entered and key.stream == Stream.TRANSFER):
+            return None  # the tail of an exchange that failed meanwhile, or of one that never began
+        raise UnexpectedMessageError(f"slice {push.slice} of an exchange that did not begin with its first slice")
+    if exchange.failure is not None:
+        if begins:
+            tell(group, exchange, rank, commands)
+            forget_if_over(group, exchange)
+        return None
+    return exchange
+
+
+def _refuse_late(group: Group, rank: int, key: ExchangeKey, commands: list[Command]) -> None:
+    """A push for a round that was closed without ``rank``, whose results come to it unasked, if there are any."""
+    error = group.halted or group.buckets_halted
+    if error is not None:
+        commands.append(Send(group.connections[rank], Failure.of(error, Scope.EXCHANGE, key)))
+
+
+def _operation(group: Group, rank: int, push: Push) -> Operation:
+    key, operation = push.key, push.operation
+    if key.stream == Stream.BUCKET:
+        if group.plan is None or key.part >= len(group.plan.buckets):
+            raise OutOfStepError(f"bucket {key.part} is in no plan that {group.call(rank)} agreed on")
+        return group.plan.buckets[key.part].operation
+    if operation is None:
+        raise UnexpectedMessageError("the first slice of a collective must say which one it is")
+    if key.stream == Stream.TRANSFER and rank not in (key.source, key.target):
+        raise InvalidRankError(f"rank {rank} cannot take part in a transfer from {key.source} to {key.target}")
+    return operation
+
+
+def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float) -> Exchange:
+    _check_operation(key, operation, group.world, group.order.elastic)
+    if group.order.elastic and (failed := outdated(group, rank, key, operation, epoch, now)) is not None:
+        return failed
+    layout, start, stop = group.share(key, operation)
+    if start == stop:
+        empty = layout.count == 0
+        raise UnexpectedMessageError(
+            "empty tensors are not exchanged" if empty else f"{group.describe(key, operation)} has no slice here"
+        )
+    participants: tuple[int, ...] = group.participants(key)
+    late: tuple[int, ...] = ()
+    if group.closed and key.stream == Stream.BUCKET:
+        late = tuple(seat for seat in participants if is_closed(group, seat, key))
+        participants = tuple(seat for seat in participants if seat not in late)
+    exchange = Exchange(key, operation, layout, start, stop, participants, rank, now, now, start, absent=late)
+    halted = group.halted or (group.buckets_halted if key.stream == Stream.BUCKET else None)
+    first_to_depart = next((rank for rank in group.departed if rank in participants), None)
+    exchange.failure = halted or (None if first_to_depart is None else group.departed[first_to_depart])
+    if exchange.failure is not None:  # for the others too, when they come: there is nothing to remember
+        return exchange
+    if key in group.settled:
+        exchange.settled = group.settled[key]
+        exchange.complete = exchange.open_from(start)
+        exchange.answered = len(exchange.settled)
+        exchange.before = group.settled_of(key)
+    group.exchanges[key] = exchange
+    if key.stream == Stream.BUCKET:
+        hashed = group.hashing is not None and group.hashing.is_due(key.number)
+        group.rounds.setdefault(key.number, Round(now, hashed))
+    if group.next_check is None:  # else an exchange that began earlier is due earlier
+        group.next_check = now + group.order.timeout
+    return exchange
+
+
+def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: Sequence[Buffer]) -> Run:
+    """Check a contribution against what is due from ``rank``."""
+    layout, operation = exchange.layout, exchange.operation
+    payload, target = payloads[0] if payloads else None, payloads[-1] if len(payloads) > 1 else None
+    start, stop = push.slice, push.slice + push.slices
+    if start != exchange.pushed.get(rank, -1) or stop > exchange.stop or exchange.crosses(start, stop):
+        raise OutOfStepError(
+            f"{group.describe(exchange.key)} from {group.call(rank)}: slice {start} came, "
+            f"{exchange.pushed.get(rank, exchange.start)} of {exchange.stop} is due"
+        )
+    if push.slices > 1 and operation.kind not in IN_PLACE:
+        raise OutOfStepError(f"{operation} from {group.call(rank)} goes slice by slice, {push.slices} came together")
+    has_to_give = gives(operation, rank, exchange.key)
+    expected = layout.run_bytes(start, stop)
+    size = min(map(len, payloads), default=0)
+    shared = push.place is not None
+    if shared:  # there must be room for what is given, and for the result
+        is_right = size >= expected * layout.replies and (
+            push.present == has_to_give or (has_to_give and operation.kind in WEIGHED)
+        )
+    elif payload is None:
+        is_right = not has_to_give or operation.kind in WEIGHED
+    else:
+        is_right = has_to_give and size == expected
+    if not is_right:
+        raise SizeMismatchError(
+            f"{group.describe(exchange.key)} from {group.call(rank)}: slice {start} has {size} "
+            f"bytes, {expected if has_to_give else 0} were agreed"
+        )
+    if push.present:
+        group.bytes_in += expected
+    weight = exchange.weights[rank]
+    if group.order.lateness is not None:  # slices to which something was added weigh more
+        weight = push.weight
+        exchange.weights[rank] = max(exchange.weights[rank], weight)
+    return Run(start, stop, payload, push.present, shared, target, weight)
+
+
+def _check_operation(key: ExchangeKey, operation: Operation, world: int, elastic: bool) -> None:
+    """Refuse what no correct client says."""
+    transfer = key.stream == Stream.TRANSFER
+    part = key.part if key.stream == Stream.BUCKET or elastic else 0
+    if not transfer and key != (key.stream, key.number, part, -1, -1):
+        raise UnexpectedMessageError(f"no exchange has the key {tuple(key)}")
+    if transfer != (operation.kind is Kind.TRANSFER):
+        raise UnexpectedMessageError(f"{operation} cannot be exchanged under the key {tuple(key)}")
+    if transfer and not (0 <= key.source < world and 0 <= key.target < world and key.source != key.target):
+        raise InvalidRankError(f"a transfer from {key.source} to {key.target} in a group of {world}")
+    if operation.kind is Kind.BROADCAST and not 0 <= operation.root < world:
+        raise InvalidRankError(f"root {operation.root} is not in a group of {world}")
+    if operation.kind in WEIGHED:
+        if operation.op is Op.NONE:
+            raise InvalidArgumentError("a reduction that does not say how to reduce")
+        check_reducible(operation.op, operation.dtype)
