@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from gradserver.channels.attendance import Attendance, Patience
+from gradserver.channels.binding import bind_router
 from gradserver.channels.peers import Peer
 from protocol.errors import LeftOutError
 from protocol.messages import Join, Present
@@ -241,6 +242,14 @@ def test_a_coordinator_that_stands_still_loses_nobody(
         for worker in workers:
             worker.expect("ok")
             assert worker.end() == 0
+
+
+def test_a_server_sends_no_heartbeats_as_whoever_freezes_behind_his_answer_would_not_be_noticed() -> None:
+    """libzmq 4.3: what comes, other than a PING, stops the clock of silence until the next PING."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        bind_router(router, "tcp://127.0.0.1:0")
+        assert router.get(zmq.HEARTBEAT_IVL) == 0
+        assert router.get(zmq.TCP_KEEPALIVE) == 1
 
 
 def test_a_server_that_stands_still_in_the_midst_of_a_look_gives_peers_time_to_show(

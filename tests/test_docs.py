@@ -178,7 +178,10 @@ def test_numbers_are_those_of_the_code() -> None:
         assert f"| `{option} S` | {default:g} s |" in architecture
     assert f"closed after {attendance._SILENT:g}·S of silence" in architecture
     assert f"not open again {attendance._BACK:g}·S later" in architecture
-    assert f"given {(binding._HEARTBEAT_INTERVAL_MS + binding._HEARTBEAT_TIMEOUT_MS) / 1000:g} s" in architecture
+    _, idle, interval, probes = binding._KEEPALIVE.values()
+    assert f"host is gone is closed after {idle + interval * probes} s, by the system" in architecture
+    noticed = attendance._ENLISTING_SECONDS + attendance._BACK * serve.frozen_after
+    assert f"in that very moment is noticed after {noticed:.0f} s" in architecture
     assert f"after {limits.COORDINATOR_SILENCE:g} s of silence" in architecture
     assert f"a receiver waits {GAP_SECONDS:g} s" in architecture
     assert f"tcp, slice of {tcp._ZERO_COPY_BYTES // limits.KIB} KiB and more" in architecture

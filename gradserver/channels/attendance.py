@@ -23,7 +23,6 @@ libzmq's own thread says from time to time that its process runs, and which noth
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Collection
@@ -48,6 +47,8 @@ _BACK: Final = 0.3
 _FIRST: Final = 0.7
 _LEAST_SECONDS: Final = 2.0
 """The same, for it to show for the first time; and how long that may take a busy machine."""
+_ENLISTING_SECONDS: Final = 30.0
+"""The same for a data shard, which does nothing before, and says no more of it."""
 _LOOK_SECONDS: Final = 0.05
 
 
@@ -100,11 +101,9 @@ class Attendance:
         presence = presence_of(token) if token else secrets.token_hex(16)
         peer.presence = presence.encode()
         peer.beats, peer.silent = isinstance(why, Resume | Enlist), None  # these say no more of it
-        if isinstance(why, Enlist):
-            peer.due = math.inf  # until it has come: it does nothing before
-        else:
-            peer.due = time.monotonic() + max(_FIRST * self._patience.frozen_after, _LEAST_SECONDS)
-            self.disconnects.look_at(peer.due)
+        least = _ENLISTING_SECONDS if isinstance(why, Enlist) else _LEAST_SECONDS
+        peer.due = time.monotonic() + max(_FIRST * self._patience.frozen_after, least)
+        self.disconnects.look_at(peer.due)
         self._invited[peer.presence] = peer
         peer.presences.append(peer.presence)
         return BePresent(presence, _SILENT * self._patience.frozen_after)
@@ -112,7 +111,7 @@ class Attendance:
     def has_come(self, identity: bytes) -> bool:
         """Whether what came from ``identity`` is a presence that was asked for."""
         peer = self._invited.get(identity)
-        if peer is not None and peer.due == math.inf:
+        if peer is not None and peer.beats:
             peer.due = 0.0
         return peer is not None
 
@@ -141,7 +140,7 @@ class Attendance:
         verdicts = [verdict for peer in peers if (verdict := self._judge(peer, now)) is not None]
         if any(peer.doubtful is not None or peer.silent is not None for peer in peers):
             self.disconnects.look_at(self._looked + _LOOK_SECONDS)
-        if (due := min((peer.due for peer in peers if self._looked < peer.due < math.inf), default=None)) is not None:
+        if (due := min((peer.due for peer in peers if self._looked < peer.due), default=None)) is not None:
             self.disconnects.look_at(due)
         return verdicts
 

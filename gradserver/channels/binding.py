@@ -13,10 +13,12 @@ from protocol.errors import CoordinatorError, InvalidArgumentError
 from protocol.limits import MAX_FRAME_BYTES
 from protocol.url import parse_url
 
-_HEARTBEAT_INTERVAL_MS: Final = 5_000
-_HEARTBEAT_TIMEOUT_MS: Final = 30_000
-"""For those who have no presence yet (`.attendance`). Behind messages that nobody reads heartbeats are not read either,
-so a server may stand still for as long."""
+_KEEPALIVE: Final = {"TCP_KEEPALIVE": 1, "TCP_KEEPALIVE_IDLE": 10, "TCP_KEEPALIVE_INTVL": 5, "TCP_KEEPALIVE_CNT": 4}
+"""Connections whose host is gone are closed after 30 s, whoever's they are.
+
+The system asks, and not libzmq by its heartbeats: whatever comes, an answer to one too, has libzmq wait for the next
+beat of a presence (`.attendance`) before it looks for silence again, so one that froze right behind it went unnoticed.
+"""
 
 RECEIVE_QUEUE: Final = 16
 """Messages that libzmq reads ahead of a connection; with the largest frame, 64 MiB for a hostile one."""
@@ -50,8 +52,9 @@ def _configure(router: zmq.Socket[bytes]) -> None:
     router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
     router.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
-    router.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
-    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    router.setsockopt(zmq.HEARTBEAT_IVL, 0)
+    for option, value in _KEEPALIVE.items():
+        router.setsockopt(getattr(zmq, option), value)
     router.setsockopt(zmq.LINGER, 1000)
     router.setsockopt(zmq.BACKLOG, 1024)
 
