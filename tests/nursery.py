@@ -140,6 +140,7 @@ def serve(line: socket.socket) -> list[str]:
     """Fork for everything that is asked for. Returns in each child, with its arguments."""
     heard, hears = os.pipe()
     os.set_blocking(hears, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; whoever listens has it too, and ends
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(hears, warn_on_full_buffer=False)
     children: set[int] = set()
@@ -160,6 +161,7 @@ def serve(line: socket.socket) -> list[str]:
                 if (pid := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
                     os.close(heard)
                     os.close(hears)
                     line.close()
