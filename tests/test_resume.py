@@ -58,7 +58,7 @@ class Scene:
         self.now.agree()
         self.plan = agreeing.result()
         lifeline, books = self.worker._session._lifeline, self.worker._session.books
-        assert lifeline is not None
+        assert isinstance(lifeline, resume.Lifeline)
         assert books is not None
         self.lifeline, self.books = lifeline, books
         self.data = [np.full(bucket.numel, 1.0 + index, np.float32) for index, bucket in enumerate(plan.buckets)]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from protocol.buffer import Buffer
 from protocol.channel import Channel
 from protocol.errors import ClosedError, DeadlineError, GradServerError, UsageError
+from protocol.messages import Message
 from protocol.positions import Claim, Claimed, Located, Register, Used
 from protocol.ranges import Ranges, pack, unpack
 from worker.handle import Handle
-
-if TYPE_CHECKING:
-    from worker.session import Session
 
 Question = Register | Claim
 
@@ -38,6 +36,21 @@ class Source(Protocol):
         """The last round closed without this worker, and what it gave is kept: it is used in the next one instead."""
 
 
+class Speaker(Protocol):
+    """What asks and tells the coordinator: a worker's session."""
+
+    round: int
+
+    def check_open(self) -> None:
+        """Raise what ended this membership, if anything has."""
+
+    def new_handle(self, overdue: Callable[[float], DeadlineError]) -> Handle:
+        """Of something that the coordinator is asked."""
+
+    def send(self, message: Message, payloads: Sequence[Buffer]) -> None:
+        """Say something to the coordinator."""
+
+
 class Asked(NamedTuple):
     """A question that has no answer yet."""
 
@@ -52,7 +65,7 @@ class Claims:
     What has no answer is asked again on a new connection, and the same claim is given the same ranges.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Speaker) -> None:
         self._session = session
         self._lock = threading.Lock()
         self._sources: dict[str, Source] = {}

@@ -21,9 +21,9 @@ from protocol.exchange import EXACT, STATE_TAG, Kind, Op, Operation, operation_o
 from protocol.limits import MAX_WEIGHT
 from protocol.messages import Membership
 from protocol.plan import EXEMPT_BYTES, Plan, with_codec
-from worker.entry import enter
+from worker.entry import Arrival
 from worker.handle import Handle
-from worker.joiner import Arrival
+from worker.joiner import enter
 from worker.outbox import Destination
 from worker.session import Session
 from worker.stages import Stage

@@ -18,20 +18,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from protocol.digest import MODULUS, digest
 from protocol.errors import GradServerError, WorkerLostError
 from protocol.limits import MIB
-from protocol.messages import RoundDone, Serve, StateFailed, Transfer
+from protocol.messages import Message, RoundDone, Serve, StateFailed, Transfer
 from worker.handle import Handle
 from worker.tensors import Bytes
 from worker.tree import Packed, Tree, pack
-
-if TYPE_CHECKING:
-    from worker.traffic import Traffic
 
 log = logging.getLogger("gradserver")
 
@@ -43,6 +40,18 @@ IN_FLIGHT: Final = 2
 _MAX_REASON: Final = 500
 
 
+class Sender(Protocol):
+    """What sends for a donor: a member's session."""
+
+    round: int
+
+    def tell(self, message: Message) -> None:
+        """Say something to the coordinator."""
+
+    def state_part(self, transfer: Transfer, index: int, memory: Bytes) -> Handle:
+        """Send part ``index`` of a state."""
+
+
 class Donor:
     """What one member has to send, and when.
 
@@ -50,7 +59,7 @@ class Donor:
         due: what it was asked for, and has yet to begin with: the round behind which, and the transfer.
     """
 
-    def __init__(self, session: Traffic) -> None:
+    def __init__(self, session: Sender) -> None:
         self.due: list[tuple[int, Transfer]] = []
         self._session = session
         self._snapshot: Callable[[], Tree] | None = None

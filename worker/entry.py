@@ -2,7 +2,7 @@
 
     stage     event                                       next      what happens
     ────────  ──────────────────────────────────────────  ────────  ───────────────────────────────────────────────
-    JOINING   `enter`                                     JOINING   Enter: it waits for the end of a round
+    JOINING   `worker.joiner.enter`                       JOINING   Enter: it waits for the end of a round
     JOINING   RoundDone that names it                     JOINING   it takes the state, and installs it
     JOINING   … and does not get it                       JOINING   Enter, again
     JOINING   … while the next round waits for it         JOINING   … and says Ready
@@ -18,23 +18,24 @@ when it has ENTERED counts as that of a member; collectives it takes part in fro
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from protocol.errors import DeadlineError, PeerError, UsageError
-from protocol.messages import Enter, Ready, RoundDone, Transfer
+from protocol.messages import RoundDone, Transfer
 from worker.handle import Handle
-from worker.joiner import Arrival, receive
-from worker.stages import Stage
-from worker.tree import Tree
 
-if TYPE_CHECKING:
-    from worker.session import Session
 
-log = logging.getLogger("gradserver")
+class Arrival(NamedTuple):
+    """How a worker that joined got the state.
+
+    Attributes:
+        donor: the name of the member that sent it.
+        nbytes: how large it was.
+        seconds: how long that took.
+    """
+
+    donor: str
+    nbytes: int
+    seconds: float
 
 
 class Entry:
@@ -76,37 +77,3 @@ class Entry:
         """Who waits."""
         waiting, self._waiting = self._waiting, None
         return [] if waiting is None else [waiting]
-
-
-def enter(session: Session, install: Callable[[Tree], object], waits: bool) -> int:
-    """Get the state from a member, and come in; the first round that this worker contributes to."""
-    if session.stage is not Stage.JOINING:
-        raise UsageError(f"this worker {session.stage.value}: only who joins a group that trains already can enter it")
-    if session.plan is None:
-        raise UsageError("before it enters a group a worker agrees on the plan: wrap the model, or call agree(plan)")
-    session.tell(Enter(0, waits))
-    seen = 0
-    while True:
-        transfer, number = session.next_instruction(seen)
-        if number is not None:
-            return number
-        seen, began = transfer.number, time.monotonic()
-        try:
-            tree, nbytes = receive(session, transfer)
-        except (PeerError, DeadlineError) as error:
-            log.info("the state of seat %d did not come (%s): another one is asked for it", transfer.donor, error)
-            session.tell(Enter(transfer.number))
-            continue
-        arrival = Arrival(_name_of(session, transfer.donor), nbytes, time.monotonic() - began)
-        log.info("the state of %r came: %.1f MB in %.2f s", arrival.donor, nbytes / 1e6, arrival.seconds)
-        session.entry.arrival = arrival
-        if not transfer.waits and session.observe(transfer, partial(install, tree)):
-            return session.round
-        if transfer.waits:
-            install(tree)
-            session.tell(Ready(transfer.number))
-
-
-def _name_of(session: Session, seat: int) -> str:
-    here = session.membership
-    return here.names[here.seats.index(seat)] if seat in here.seats else f"seat {seat}"

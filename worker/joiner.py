@@ -1,22 +1,28 @@
-"""How a worker that joins gets the state of a member: `worker.donor` says what comes."""
+"""How a worker that joins gets the state of a member, and comes in: `worker.donor` says what comes."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from protocol.digest import MODULUS, digest
-from protocol.errors import MalformedMessageError
-from protocol.messages import Transfer
+from protocol.errors import DeadlineError, MalformedMessageError, PeerError, UsageError
+from protocol.messages import Enter, Ready, Transfer
 from worker.donor import HEAD, IN_FLIGHT, PART_BYTES, TAIL
+from worker.entry import Arrival
 from worker.handle import Handle
+from worker.session import Session
+from worker.stages import Stage
 from worker.tensors import Bytes
 from worker.tree import MAX_MANIFEST_BYTES, Tree, unpack
 
-if TYPE_CHECKING:
-    from worker.traffic import Traffic
+log = logging.getLogger("gradserver")
 
 
 class _Part(NamedTuple):
@@ -26,21 +32,41 @@ class _Part(NamedTuple):
     memory: Bytes
 
 
-class Arrival(NamedTuple):
-    """How a worker that joined got the state.
+def enter(session: Session, install: Callable[[Tree], object], waits: bool) -> int:
+    """Get the state from a member, and come in; the first round that this worker contributes to."""
+    if session.stage is not Stage.JOINING:
+        raise UsageError(f"this worker {session.stage.value}: only who joins a group that trains already can enter it")
+    if session.plan is None:
+        raise UsageError("before it enters a group a worker agrees on the plan: wrap the model, or call agree(plan)")
+    session.tell(Enter(0, waits))
+    seen = 0
+    while True:
+        transfer, number = session.next_instruction(seen)
+        if number is not None:
+            return number
+        seen, began = transfer.number, time.monotonic()
+        try:
+            tree, nbytes = receive(session, transfer)
+        except (PeerError, DeadlineError) as error:
+            log.info("the state of seat %d did not come (%s): another one is asked for it", transfer.donor, error)
+            session.tell(Enter(transfer.number))
+            continue
+        arrival = Arrival(_name_of(session, transfer.donor), nbytes, time.monotonic() - began)
+        log.info("the state of %r came: %.1f MB in %.2f s", arrival.donor, nbytes / 1e6, arrival.seconds)
+        session.entry.arrival = arrival
+        if not transfer.waits and session.observe(transfer, partial(install, tree)):
+            return session.round
+        if transfer.waits:
+            install(tree)
+            session.tell(Ready(transfer.number))
 
-    Attributes:
-        donor: the name of the member that sent it.
-        nbytes: how large it was.
-        seconds: how long that took.
-    """
 
-    donor: str
-    nbytes: int
-    seconds: float
+def _name_of(session: Session, seat: int) -> str:
+    here = session.membership
+    return here.names[here.seats.index(seat)] if seat in here.seats else f"seat {seat}"
 
 
-def receive(session: Traffic, transfer: Transfer) -> tuple[Tree, int]:
+def receive(session: Session, transfer: Transfer) -> tuple[Tree, int]:
     """The state that comes in ``transfer``, in memory of its own, and its size.
 
     Raises:
@@ -60,7 +86,7 @@ def receive(session: Traffic, transfer: Transfer) -> tuple[Tree, int]:
 class _Incoming:
     """The bytes of a state, one after the other."""
 
-    def __init__(self, session: Traffic, transfer: Transfer) -> None:
+    def __init__(self, session: Session, transfer: Transfer) -> None:
         self._session = session
         self._transfer = transfer
         self._index = 0

@@ -30,7 +30,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -56,12 +56,9 @@ from worker.line import reach
 from worker.memory import SharedMemory
 from worker.presence import Presence
 from worker.regions import Regions
-from worker.session import ShardReceiver
+from worker.session import Session, ShardReceiver
 from worker.standing import Books
 from worker.tcp import TcpChannel
-
-if TYPE_CHECKING:
-    from worker.session import Session
 
 log = logging.getLogger("gradserver")
 

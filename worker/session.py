@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from protocol.buffer import Buffer
 from protocol.channel import Channel
@@ -54,11 +54,9 @@ from worker.handle import Handle
 from worker.outbox import ShardTraffic
 from worker.slots import Slots
 from worker.stages import Stage
+from worker.standing import Books
 from worker.tensors import Bytes
 from worker.traffic import Traffic
-
-if TYPE_CHECKING:
-    from worker.resume import Lifeline
 
 log = logging.getLogger("gradserver")
 
@@ -68,6 +66,29 @@ _FAREWELL_SECONDS = 1.0
 """How long a worker that leaves waits for the coordinator to have heard it."""
 MAX_REASON = 500
 """Characters of a reason for leaving that others are shown."""
+
+
+class Lasting(Channel, Protocol):
+    """The channel of a durable group, which outlives connections: `worker.resume.Lifeline`."""
+
+    @property
+    def books(self) -> Books:
+        """What the member holds, and what of its exchanges counts."""
+
+    def region(self, nbytes: int) -> Bytes | None:
+        """Memory that the coordinator may write to; None if there is none."""
+
+    def goes_on_with(self, shards: tuple[str, ...], answers: bool) -> bool:
+        """Whether data shards are where this worker takes them to be, from now on if that ``answers`` its Resume."""
+
+    def stopped(self, error: CoordinatorStoppedError) -> None:
+        """The coordinator has said that it stops."""
+
+    def prepare_to_leave(self, patience: float) -> None:
+        """From now on waits end. If there is no coordinator, give it ``patience`` seconds to be back first."""
+
+    def part(self) -> None:
+        """The membership is over."""
 
 
 class Session(Traffic):
@@ -82,7 +103,7 @@ class Session(Traffic):
         self._leaving: dict[int, Handle] = {}
         self._proposal: tuple[Plan, Handle] | None = None
         self._listeners: list[Callable[[Membership], None]] = []
-        self._lifeline: Lifeline | None = None
+        self._lifeline: Lasting | None = None
         self.claims = Claims(self)
         channel.attach(self)
 
@@ -103,7 +124,7 @@ class Session(Traffic):
             if handle.done():
                 self._proposal = None
 
-    def endure(self, lifeline: Lifeline) -> None:
+    def endure(self, lifeline: Lasting) -> None:
         """From now on ``lifeline`` is the channel, and sees to it that this membership outlives connections."""
         self._channel, self._lifeline, self.books = lifeline, lifeline, lifeline.books
         self._slots = Slots(lifeline, lifeline.region)
