@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,42 +15,22 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.cluster import PATIENCE, ROOT, Daemon, wait_until, worker_program
+from tests.cluster import PATIENCE, Daemon, Program, wait_until, worker_program
 
 
-class Between:
+class Between(Program):
     """The process ``module`` in front of ``address``, with one worker called "w"."""
 
     def __init__(self, module: str, address: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", f"gradserver.chaos.{module}", address, "w"],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8",
-        )  # fmt: skip
-        assert self._process.stdout is not None
-        self.port: int = json.loads(self._process.stdout.readline())["w"]
+        super().__init__("-m", f"gradserver.chaos.{module}", address, "w")
+        self.port: int = json.loads(self.expect(""))["w"]
 
     def say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        assert self._process.stdout.readline() == "done\n"
+        self.tell(line)
+        self.expect("done")
 
     def descriptors(self) -> int:
-        return len(list(Path(f"/proc/{self._process.pid}/fd").iterdir()))
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-@contextmanager
-def between(module: str, address: str) -> Iterator[Between]:
-    process = Between(module, address)
-    try:
-        yield process
-    finally:
-        process.end()
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
 
 @contextmanager
@@ -61,7 +39,7 @@ def connection() -> Iterator[tuple[Between, socket.socket, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(PATIENCE)
         with (
-            between("wires", f"127.0.0.1:{server.getsockname()[1]}") as wires,
+            Between("wires", f"127.0.0.1:{server.getsockname()[1]}") as wires,
             socket.create_connection(("127.0.0.1", wires.port), PATIENCE) as here,
         ):
             there, _ = server.accept()
@@ -129,7 +107,7 @@ def relayed() -> Iterator[tuple[Between, zmq.Socket[bytes], zmq.Socket[bytes]]]:
             end.setsockopt(zmq.LINGER, 0)
             end.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1000))
         port = router.bind_to_random_port("tcp://127.0.0.1")
-        with between("relay", f"127.0.0.1:{port}") as relay:
+        with Between("relay", f"127.0.0.1:{port}") as relay:
             dealer.connect(f"tcp://127.0.0.1:{relay.port}")
             dealer.send(b"hello")
             yield relay, dealer, router
@@ -203,7 +181,7 @@ def test_last_words_get_through_and_leave_nothing_behind() -> None:
 
 def test_a_worker_that_freezes_behind_a_relay_is_found_out_and_told_as_any_other() -> None:
     with Daemon("--workers", "2:3", "--gather", "60", "--frozen-after", "1") as daemon, ExitStack() as stack:
-        through = stack.enter_context(between("relay", daemon.url.removeprefix("tcp://")))
+        through = stack.enter_context(Between("relay", daemon.url.removeprefix("tcp://")))
         urls = daemon.url, f"tcp://127.0.0.1:{through.port}", daemon.url
         workers = [
             stack.enter_context(worker_program(url, "exchange_until_fewer", rank, 3, "tcp"))

@@ -22,7 +22,7 @@ from protocol.errors import LeftOutError
 from protocol.messages import Join, Present
 from protocol.numbers import Numbers
 from tests.cluster import PATIENCE, Daemon, Program, Task, together, wait_until, worker_program
-from tests.test_chaos_network import between
+from tests.test_chaos_network import Between
 from worker.client import Worker
 from worker.connect import connect
 
@@ -135,7 +135,7 @@ def test_a_frozen_worker_is_left_out_and_told_so_when_it_is_back(channel: str) -
 @channels
 def test_whose_connection_breaks_in_a_group_that_goes_on_hears_that_from_a_coordinator_that_lives(channel: str) -> None:
     with Daemon("--workers", "1:3", "--gather", "60") as daemon, ExitStack() as stack:
-        wires = stack.enter_context(between("wires", daemon.url.removeprefix("tcp://")))
+        wires = stack.enter_context(Between("wires", daemon.url.removeprefix("tcp://")))
 
         def join(rank: int) -> Worker:
             url = f"tcp://127.0.0.1:{wires.port}" if rank == VICTIM else daemon.url
