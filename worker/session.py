@@ -7,9 +7,8 @@ each from any thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Protocol
 
 from protocol.buffer import Buffer
@@ -20,7 +19,6 @@ from protocol.errors import (
     DeadlineError,
     GradServerError,
     MalformedMessageError,
-    MembershipChangedError,
     OutOfStepError,
     UsageError,
 )
@@ -29,7 +27,6 @@ from protocol.messages import (
     Agreed,
     Attend,
     Attended,
-    Enter,
     Entered,
     Failure,
     Join,
@@ -38,25 +35,22 @@ from protocol.messages import (
     Message,
     Missing,
     Propose,
-    Ready,
     Result,
     RoundDone,
     Scope,
-    Transfer,
     Welcome,
 )
 from protocol.plan import Plan
 from protocol.positions import Claimed, Located
 from protocol.resuming import Fetch, Resumed, Standing
 from protocol.shards import Table
-from worker.claims import Claims
+from worker.boundaries import Boundaries
 from worker.handle import Handle
 from worker.outbox import ShardTraffic
 from worker.slots import Slots
 from worker.stages import Stage
 from worker.standing import Books
 from worker.tensors import Bytes
-from worker.traffic import Traffic
 
 log = logging.getLogger("gradserver")
 
@@ -91,8 +85,8 @@ class Lasting(Channel, Protocol):
         """The membership is over."""
 
 
-class Session(Traffic):
-    """A worker's membership of one group, over one channel; what it exchanges there is `Traffic`."""
+class Session(Boundaries):
+    """A worker's membership of one group, over one channel; what it exchanges there is `worker.traffic`."""
 
     def __init__(self, channel: Channel, timeout: float) -> None:
         super().__init__(channel, timeout)
@@ -102,9 +96,7 @@ class Session(Traffic):
         """Shards that know of us, or will."""
         self._leaving: dict[int, Handle] = {}
         self._proposal: tuple[Plan, Handle] | None = None
-        self._listeners: list[Callable[[Membership], None]] = []
         self._lifeline: Lasting | None = None
-        self.claims = Claims(self)
         channel.attach(self)
 
     # ── joining, agreeing, leaving ────────────────────────────────────────────────────────────────────
@@ -185,161 +177,6 @@ class Session(Traffic):
                 for number in numbers:
                     with suppress(DeadlineError):
                         self._leaving[number].wait(_FAREWELL_SECONDS)
-
-    # ── data ──────────────────────────────────────────────────────────────────────────────────────────
-
-    def new_handle(self, overdue: Callable[[float], DeadlineError]) -> Handle:
-        """Of something that the coordinator is asked."""
-        return Handle(self.timeout, self._channel, None, overdue)
-
-    def send(self, message: Message, payloads: Sequence[Buffer]) -> None:
-        """Say something to the coordinator."""
-        self._channel.send(message, payloads)
-
-    @property
-    def round_to_open(self) -> int:
-        """The first round of which nothing was pushed."""
-        with self._state:
-            return self.round + bool(self._pushed)
-
-    def begin_round(self, number: int) -> None:
-        """Before the first push of a round."""
-        self.claims.begin_round(number, len(self._shards) > 1)
-
-    # ── rounds and memberships ────────────────────────────────────────────────────────────────────────
-
-    def finish_round(self, timeout: float | None) -> None:
-        """Wait for every bucket of the round, and go on to the next one."""
-        assert self.plan is not None
-        missing = [b.key for i, b in enumerate(self.plan.buckets) if b.numel and i not in self._pushed]
-        if missing:
-            self.check_open()
-            raise OutOfStepError(f"round {self.round} cannot be finished: these buckets were not pushed: {missing[:8]}")
-        for handle in self._pushed.values():
-            self._await(handle, timeout)
-        if self.membership.seats and any(bucket.numel for bucket in self.plan.buckets):
-            self._await_boundary(timeout)
-        with self._state:
-            self._pushed.clear()
-            is_kept = self._note_lateness()
-            self.round += 1
-            self._backlog.forget(self.round)
-            if self.membership.seats:
-                self._numbers.pop((Stream.COLLECTIVE,), None)
-        if is_kept:
-            self.claims.carry()
-        self._say_if_caught_up()
-
-    def _await(self, handle: Handle, timeout: float | None) -> None:
-        """Wait for a bucket: as long as the coordinator does, if somebody joins whom the round waits for."""
-        while True:
-            try:
-                handle.wait(timeout)
-                return
-            except DeadlineError as error:
-                if handle.done() or timeout is not None or not (error.missing and self._announced.awaits(self.round)):
-                    raise
-
-    def _await_boundary(self, timeout: float | None) -> None:
-        """Wait until the round is over for all members of an elastic group, and go by what that changes."""
-        handle = Handle(self.timeout, self._channel, None, self._no_boundary)
-        with self._state:
-            waiting = self._announced.wait_for_round(self.round, handle, self.stage is not Stage.OBSERVING)
-            if waiting is not None:
-                self.check_open()
-        if waiting is not None:
-            waiting.wait(timeout)
-        with self._state:
-            epoch = self._announced.epoch_after(self.round)
-        self.adopt(epoch, self.round)
-
-    def on_membership(self, listener: Callable[[Membership], None]) -> None:
-        """Have ``listener`` called whenever another membership is in force."""
-        self._listeners.append(listener)
-
-    def adopt(self, epoch: int, ended: int) -> None:
-        """From now on, behind round ``ended``, the membership ``epoch`` is in force, if it is a new one."""
-        with self._state:
-            news, welcome = self._announced.take(epoch, ended), self.membership
-            if news is None:
-                return
-            rank = news.seats.index(welcome.seats[welcome.rank])
-            new = set(news.seats).difference(() if self.stage is Stage.ENTERED else welcome.seats)
-            self.welcome = replace(welcome, rank=rank, epoch=epoch, names=news.names, seats=news.seats)
-            self.stage = Stage.MEMBER
-            self._table.world_size = len(news.seats)
-            self._numbers = {
-                sequence: number
-                for sequence, number in self._numbers.items()
-                if sequence[0] != Stream.TRANSFER or not new.intersection(sequence[1:3])
-            }
-        for listener in self._listeners:
-            listener(news)
-
-    def _heed(self, error: GradServerError) -> None:
-        """What the failure of a collective says of the membership is in force from now on."""
-        if not isinstance(error, MembershipChangedError):
-            return
-        with self._state:
-            waiting = self._announced.wait_for_epoch(error.epoch, Handle(self.timeout, self._channel))
-            if waiting is not None:
-                self.check_open()
-        if waiting is not None:
-            waiting.wait()
-        self.adopt(error.epoch, self.round - 1)
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether this worker contributes, or was told that it is to."""
-        return self.entry.round is not None or self.stage in (Stage.ENTERED, Stage.MEMBER)
-
-    def next_instruction(self, seen: int) -> tuple[Transfer, int | None]:
-        """For who joins: the next transfer after number ``seen``; or the round from which on it contributes."""
-        while True:
-            with self._state:
-                self.check_open()
-                transfer, number = self.entry.transfer, self.entry.round
-                if number is not None and transfer is not None:
-                    self.stage, self.round = Stage.ENTERED, number
-                    return transfer, number
-                if transfer is not None and transfer.number > seen:
-                    return transfer, None
-                handle = self.entry.wait(Handle(self.timeout, self._channel, None, _no_entry))
-            handle.wait()
-
-    def observe(self, transfer: Transfer, install: Callable[[], object]) -> bool:
-        """For who joins: begin with the state of ``transfer``, while the others go on. False if that is too old."""
-        self._channel.watch(self.idle)  # results come while this thread is busy
-        if not self._outgrown(transfer):
-            install()
-        if self._outgrown(transfer):
-            self.tell(Enter(transfer.number, True))
-            return False
-        with self._state:
-            self.stage, self.round = Stage.OBSERVING, self.entry.begins
-            self._backlog.forget(self.round)
-        self._say_if_caught_up()
-        return True
-
-    def _outgrown(self, transfer: Transfer) -> bool:
-        return self.entry.behind or self.entry.transfer is not transfer
-
-    @property
-    def has_next(self) -> bool:
-        """Whether this worker has yet to catch up with a round that is over."""
-        with self._state:
-            return self.stage is Stage.OBSERVING and self._backlog.has(self.round)
-
-    def _say_if_caught_up(self) -> None:
-        entry = self.entry
-        if self.stage is Stage.OBSERVING and not entry.ready and not self.has_next and entry.transfer is not None:
-            entry.ready = True
-            self.tell(Ready(entry.transfer.number))
-
-    def _no_boundary(self, seconds: float) -> DeadlineError:
-        return DeadlineError(
-            f"round {self.round} is not over after {seconds:g} s: the group waits for more workers", round=self.round
-        )
 
     # ── its end ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -545,7 +382,3 @@ class ShardReceiver:
 
 def _not_agreed(seconds: float) -> DeadlineError:
     return DeadlineError(f"the plan is not agreed on after {seconds:g} s: not every member has proposed it")
-
-
-def _no_entry(seconds: float) -> DeadlineError:
-    return DeadlineError(f"no round of the group that this worker joins was over for {seconds:g} s")
