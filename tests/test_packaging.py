@@ -18,6 +18,8 @@ import gradserver
 import protocol
 import worker
 
+pytestmark = pytest.mark.long  # to build and to install takes a while; `make check` does it
+
 ROOT = Path(gradserver.__file__).resolve().parent.parent
 PACKAGES = {"gradserver", "protocol", "worker"}
 CORE_DEPENDENCIES = {"numpy", "pyzmq", "msgpack", "ml_dtypes"}
