@@ -218,7 +218,7 @@ def test_hosts_speak_tcp_with_the_congestion_control_that_was_asked_for() -> Non
         pass
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_interrupted_cluster_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
     needs_hosts()
     options = ("--hosts", "2", "--repetitions", "10000", "--json")

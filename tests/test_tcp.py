@@ -301,13 +301,15 @@ def test_worker_that_computed_meanwhile_finds_its_coordinator_dead(daemon: Daemo
                 worker.all_reduce(floats(1))
 
 
-def test_frozen_coordinator_is_noticed_soon(daemon: Daemon) -> None:
+@pytest.mark.parametrize("silence", [2.0, pytest.param(COORDINATOR_SILENCE, marks=pytest.mark.long)])
+def test_frozen_coordinator_is_noticed_soon(daemon: Daemon, silence: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.line.COORDINATOR_SILENCE", silence)
     with joined(daemon.url, 2) as (zero, _):
         waiting = Task(zero.barrier)
         assert not waiting.ended(0.05)
         daemon.send_signal(signal.SIGSTOP)
 
-        waiting.error(ConnectionLostError, timeout=COORDINATOR_SILENCE + 4.0)
+        waiting.error(ConnectionLostError, timeout=silence + 4.0)
 
 
 def test_closing_does_not_wait_for_a_coordinator_that_is_gone(daemon: Daemon) -> None:
