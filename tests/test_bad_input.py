@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,8 +53,9 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.plan import simple_plan
+from protocol.url import parse_target
 from protocol.wire import decode, encode
-from tests.cluster import PATIENCE, Daemon, Task, coordinator, joined, wait_until
+from tests.cluster import PATIENCE, Daemon, Program, Task, coordinator, joined, wait_until
 from tests.strangers import Stranger, impostor, plain_server, say_plainly
 from worker.client import Worker
 from worker.connect import connect
@@ -298,6 +300,47 @@ def test_thousands_of_messages_from_strangers_while_a_group_trains() -> None:
         assert bystanders.rounds > before
         bystanders.check()
         assert daemon.running
+
+
+LISTENER = """
+import sys, zmq
+from gradserver.channels.binding import bind_router
+router = zmq.Context().socket(zmq.ROUTER)
+print(bind_router(router, "tcp://127.0.0.1:0"), flush=True)
+sys.stdin.readline()
+print(sum(len(router.recv_multipart()) == 2 for _ in range(int(sys.argv[1]))), flush=True)
+"""
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL".ljust(55, b"\0")
+READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+"""ZMTP 3.1, as https://rfc.zeromq.org/spec/37 has it."""
+
+
+def frame(body: bytes, is_command: bool = False) -> bytes:
+    return bytes([4 * is_command, len(body)]) + body
+
+
+@contextmanager
+def speaking_zmtp(url: str) -> Iterator[socket.socket]:
+    with socket.create_connection(parse_target(url), PATIENCE) as peer, peer.makefile("rb") as heard:
+        peer.sendall(GREETING + frame(READY, is_command=True))
+        assert len(heard.read(64)) == 64
+        assert heard.read(2)[0] == 4
+        yield peer
+
+
+def test_a_connection_that_breaks_behind_much_that_was_not_read_and_a_ping_ends_nothing() -> None:
+    """libzmq 4.3 ends the process, if it stopped to read when the connection broke."""
+    count = 500
+    with Program("-c", LISTENER, str(count)) as listener:
+        url = listener.expect("")
+        with speaking_zmtp(url) as peer:
+            peer.sendall(frame(b"message") * count + frame(b"\x04PING\0\x0a", is_command=True))
+            with speaking_zmtp(url):  # which is answered behind what the other has said,
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with speaking_zmtp(url):  # and this one behind its end
+            listener.tell()
+            assert listener.expect("") == str(count)
+            assert listener.end() == 0
 
 
 def test_thousands_of_messages_from_a_member_harm_no_other_group() -> None:

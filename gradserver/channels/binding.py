@@ -20,8 +20,12 @@ The system asks, and not libzmq by its heartbeats: whatever comes, an answer to 
 beat of a presence (`.attendance`) before it looks for silence again, so one that froze right behind it went unnoticed.
 """
 
-RECEIVE_QUEUE: Final = 16
-"""Messages that libzmq reads ahead of a connection; with the largest frame, 64 MiB for a hostile one."""
+_RECEIVE_QUEUE: Final = 0
+"""libzmq reads whatever comes; credit bounds what a member has under way.
+
+Where libzmq 4.3 has stopped to read, as a queue is full, and the connection then breaks, a PING among what it had read
+already ends the whole process: "Assertion failed: !_io_error".
+"""
 _SEND_QUEUE: Final = 50_000
 """Replies that may wait for a connection which does not read; credits keep members far below it."""
 
@@ -50,7 +54,7 @@ def bind_router(router: zmq.Socket[bytes], bind: str) -> str:
 def _configure(router: zmq.Socket[bytes]) -> None:
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
+    router.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
     router.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
     router.setsockopt(zmq.HEARTBEAT_IVL, 0)
     for option, value in _KEEPALIVE.items():

@@ -25,7 +25,7 @@ from typing import Final
 import zmq
 
 from gradserver.channels.attendance import Attendance, Patience, Verdict
-from gradserver.channels.binding import RECEIVE_QUEUE, bind_router
+from gradserver.channels.binding import bind_router
 from gradserver.channels.hosted import Line
 from gradserver.channels.peers import Link, Peer
 from gradserver.channels.strangers import Strangers
@@ -68,6 +68,8 @@ _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _BATCH: Final = 64
 """Messages taken before timers and the monitor are looked at again."""
+_LAST_WORDS: Final = 64
+"""Messages of each peer that are read when somebody has gone: others go on to speak meanwhile."""
 _ZERO_COPY_BYTES: Final = 32 * 1024
 """Below this a copy costs less than handing memory over and getting it back."""
 
@@ -444,7 +446,7 @@ class TcpServer:
         verdicts = self._attendance.look(self._peers.values())
         if not verdicts:
             return
-        for _ in range(2 * RECEIVE_QUEUE * len(self._peers)):  # what they said before they went counts
+        for _ in range(_LAST_WORDS * len(self._peers)):  # what they said before they went counts
             if not int(self._router.get(_EVENTS)) & _POLLIN:
                 break
             self._take_one()
