@@ -4,8 +4,8 @@ Beside the connection that its messages pass through, each peer opens a second o
 libzmq's own thread says from time to time that its process runs, and which nothing else ever passes through. So
 
 - a peer whose Python is busy for minutes is there, and one that froze is not;
-- it does not matter how much of what peers said is still unread: where heartbeats share a queue with messages, libzmq
-  reads neither when it is full, and a server that stood still for a while would take everybody for dead;
+- it does not matter how much of what peers said is still unread: where heartbeats come behind messages, a server that
+  stood still for a while would take everybody for dead;
 - a server that stood still finds presences closed, and a moment later open again: peers' libzmq sees to that. That
   moment is counted in the server's own time, in which it does not stand still.
 
