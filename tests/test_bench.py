@@ -134,6 +134,7 @@ def test_latency_compares_with_plain_pyzmq() -> None:
     assert {row["limit"] for row in rows} == {"plain pyzmq"}
 
 
+@pytest.mark.long
 def test_train_says_what_is_exposed_and_what_was_learnt() -> None:
     rows = document("train", "--width", "32", "--blocks", "2", "--context", "32", *QUICK, "--overlap-size", "1MB")[
         "rows"

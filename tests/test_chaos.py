@@ -20,9 +20,10 @@ from gradserver.chaos.report import leaks, wrongs
 from gradserver.chaos.schedule import DEFAULT, SPECS, draw
 from gradserver.cli import main
 from tests.cluster import ROOT, wait_until
+from tests.examples import examples
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     workers=st.integers(2, 32),

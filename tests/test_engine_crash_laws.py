@@ -24,6 +24,7 @@ from protocol.exchange import ExchangeKey, Kind, Stream
 from tests.crash_harness import Crashing
 from tests.elastic_harness import Step
 from tests.engine_harness import Outcome, small_slices
+from tests.examples import examples
 
 SLICE = 16
 """Bytes of a slice in these tests: four elements of float32."""
@@ -84,7 +85,7 @@ def answers(cluster: Crashing) -> dict[tuple[ExchangeKey, int], dict[int, Outcom
 
 
 @given(worlds, sizes, programs, fuses, seeds)
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 def test_a_coordinator_that_is_lost_at_any_point_costs_nobody_anything(
     world: int, buckets: list[int], program: list[Step], crashes: list[int], seed: int
 ) -> None:
@@ -112,7 +113,7 @@ def nothing_was_lost(cluster: Crashing, world: int) -> None:
 
 
 @given(worlds, sizes, rounds, fuses, seeds, happenings, st.lists(st.integers(-1, 3), max_size=4))
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 def test_whoever_dies_or_is_cut_off_those_who_are_left_hold_the_same_and_lose_no_round(
     world: int,
     buckets: list[int],
@@ -146,7 +147,7 @@ def those_left_agree(cluster: Crashing) -> None:
 
 
 @given(worlds, sizes, programs, fuses, seeds, happenings, st.lists(st.integers(-1, 3), max_size=4))
-@settings(max_examples=80)
+@settings(max_examples=examples(40))
 def test_collectives_end_the_same_for_all_or_say_why_not(
     world: int,
     buckets: list[int],
@@ -169,7 +170,7 @@ def test_collectives_end_the_same_for_all_or_say_why_not(
 
 
 @given(worlds, sizes, rounds, seeds, st.dictionaries(st.integers(0, 80), seats, max_size=6), st.booleans())
-@settings(max_examples=80)
+@settings(max_examples=examples(40))
 def test_connections_that_break_cost_nobody_anything(
     world: int, buckets: list[int], program: list[Step], seed: int, breaks: dict[int, int], noticed: bool
 ) -> None:

@@ -12,6 +12,7 @@ from protocol.errors import MembershipChangedError, WorkerLeftError, WorkerLostE
 from protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Operation, Stream, gets
 from tests.elastic_harness import Cluster, Step
 from tests.engine_harness import TIMEOUT, Array, Outcome, small_slices
+from tests.examples import examples
 from tests.test_engine_laws import Cluster as FixedCluster, Scenario
 
 SLICE = 16
@@ -54,7 +55,7 @@ def answers(cluster: Cluster) -> dict[tuple[ExchangeKey, int], dict[int, tuple[O
 
 
 @given(st.integers(1, 5), sizes, programs, departures, seeds)
-@settings(max_examples=300)
+@settings(max_examples=examples(120))
 def test_everybody_who_is_left_comes_to_the_end_with_the_same_bytes_the_exact_mean_of_those_who_counted(
     world: int, buckets: list[int], program: list[Step], goes: Departures, seed: int
 ) -> None:

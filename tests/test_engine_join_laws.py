@@ -13,6 +13,7 @@ from protocol.exchange import WORLD_BOUND, Kind, Stream, gets
 from protocol.limits import BACKLOG_BYTES
 from tests.elastic_harness import Cluster, Newcomer, Step
 from tests.engine_harness import TIMEOUT, small_slices
+from tests.examples import examples
 from tests.test_engine_elastic_laws import SLICE, collectives, seeds, sizes
 
 Events = list[tuple[int, str, int]]
@@ -64,7 +65,7 @@ def _both(one: object, other: object) -> None:
 
 
 @given(st.integers(1, 4), sizes, programs, events, seeds)
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 def test_whoever_comes_and_goes_all_get_the_same_bytes_the_exact_mean_of_those_who_counted(
     world: int, buckets: list[int], program: list[Step], happens: Events, seed: int
 ) -> None:

@@ -46,6 +46,7 @@ from tests.engine_harness import (
     small_slices,
     transfer,
 )
+from tests.examples import examples
 
 SLICE = 16
 """Bytes of a slice in these tests: four elements of float32."""
@@ -593,7 +594,7 @@ def test_after_a_non_finite_contribution_nobody_gets_anything_any_more(
 
 
 @given(scenarios(), seeds, st.integers(2, 4))
-@settings(max_examples=80)
+@settings(max_examples=examples(40))
 def test_with_next_to_no_credit_all_is_exchanged_all_the_same(scenario: Scenario, seed: int, slices: int) -> None:
     cluster = Cluster(scenario, seed, credit=slices * SLICE)
     cluster.run()

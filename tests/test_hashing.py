@@ -25,6 +25,7 @@ from protocol.exchange import EXACT, ExchangeKey, Kind, Op, Operation, Stream
 from protocol.limits import MIB
 from tests.cluster import wait_until
 from tests.engine_harness import Harness, bucket, floats, plan_of
+from tests.examples import examples
 from tests.reference import samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -114,7 +115,7 @@ def test_threads_hash_their_own_blocks() -> None:
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "topk:0.01", "randomk:0.01"])
 @given(cuts=st.lists(st.integers(1, 1200), max_size=4), tail=st.integers(0, 300))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_digests_do_not_depend_on_how_a_bucket_is_cut(wire: str, cuts: list[int], tail: int) -> None:
     """As slices are, and as data shards have them: at blocks, or at groups of 256 elements."""
     codec = EXACT if wire == "fp32" else codec_of(wire)

@@ -562,6 +562,7 @@ def programs(url: str, world: int, checkpoint: Path, pause: int = -1) -> Iterato
         ]
 
 
+@pytest.mark.long
 def test_killed_and_terminated_processes_go_on_to_the_bits_of_the_undisturbed_run(tmp_path: Path) -> None:
     """All are killed after a save; then one is told to stop, as on a spot host. Threads run undisturbed."""
     undisturbed, _ = on(2, train)

@@ -151,7 +151,8 @@ def test_who_comes_back_by_its_name_has_its_rank_again(fleet: Fleet) -> None:
     assert said(again)[14][:2] == [1, 3]
 
 
-@pytest.mark.parametrize("channel", ["tcp", pytest.param("shm", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("channel", ["tcp", "shm"])
 def test_the_others_do_not_wait_for_a_process_that_joins(channel: str, tmp_path: Path) -> None:
     shape = {"rounds": 150, "ballast": 3 * MIB_OF_FLOATS, "pause": 0.01}
     with ExitStack() as stack:

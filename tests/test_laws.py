@@ -30,6 +30,7 @@ from protocol.plan import Bucket, Component, Plan, simple_plan
 from protocol.wire import decode, encode
 from tests.cluster import Program, joined, members, together
 from tests.engine_harness import small_slices
+from tests.examples import examples
 from worker.client import Worker
 from worker.handle import Handle
 from worker.session import Session
@@ -258,7 +259,7 @@ def run(network: Network, given: list[list[list[Array]]], chance: random.Random)
     spare=st.integers(0, 40),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 def test_every_schedule_comes_to_the_same_end(sizes: list[int], world_size: int, spare: int, seed: int) -> None:
     plan = simple_plan([(f"b{index}", size) for index, size in enumerate(sizes)], FLOAT32)
     given = [[contributions("float32", size, world_size, seed=n) for n, size in enumerate(sizes, r)] for r in (0, 10)]

@@ -22,6 +22,7 @@ from protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES
 from protocol.packets import PACKET_BYTES, PacketStream
 from protocol.sharing import Offer, Refused, Taken, Talk, Talking
 from tests.cluster import Daemon, coordinator, joined, together, wait_until
+from tests.examples import examples
 from tests.test_memory_sharing import memfd
 from tests.unix_host import WORKER, Host, Hostile
 from worker.client import Worker
@@ -56,7 +57,7 @@ headers = st.integers(1, 200) | st.sampled_from([MAX_HEADER_BYTES])
 sizes = st.none() | st.integers(0, 5000) | st.sampled_from([PACKET_BYTES - 8, PACKET_BYTES, 3 * PACKET_BYTES + 1])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.tuples(headers, sizes, st.booleans()), max_size=12))
 def test_messages_arrive_whole_and_in_order_at_a_slow_reader(
     messages: list[tuple[int, int | None, bool]],

@@ -145,6 +145,7 @@ def run(directory: Path, parts: int, rounds: int) -> list[list[int]]:
     return group.memory
 
 
+@pytest.mark.long
 def test_nothing_stays_open_behind_workers_that_died(tmp_path: Path) -> None:
     run(tmp_path, 5, 200)
 

@@ -86,6 +86,7 @@ def test_coordinators_memory_does_not_grow_with_rounds() -> None:
     assert growth < 2 * MEGABYTE, f"{growth / MEGABYTE:.1f} MB"
 
 
+@pytest.mark.long
 def test_coordinators_memory_does_not_grow_with_groups_that_come_and_go() -> None:
     with Daemon("--quiet", loaded="") as daemon:
 

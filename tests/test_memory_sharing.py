@@ -62,6 +62,7 @@ from protocol.sharing import (
     encode_packet,
 )
 from tests.cluster import PATIENCE, ROOT, Daemon, Program, Task, coordinator, together, wait_until
+from tests.examples import examples
 from tests.strangers import Stranger
 from tests.unix_host import WORKER, Host, Hostile
 from worker.client import Worker
@@ -356,7 +357,7 @@ def test_lending_gets_nobody_past_a_check(host: Host, lent: str, offered: str, w
 SIZES = st.integers(1, ARENA_BYTES // 8) | st.integers(1, 2000)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.tuples(SIZES, st.integers(0, 10)), max_size=60))
 def test_no_two_arrays_share_a_byte(wishes: list[tuple[int, int]]) -> None:
     host = Host()

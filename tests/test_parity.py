@@ -6,9 +6,10 @@ A four-block transformer, 50 steps, fp32, no dropout; 1 to 4 workers over memory
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +26,14 @@ Case = tuple[int, str]
 
 ALL = [(world_size, name) for name in RECIPES for world_size in (1, 2, 3, 4)]
 FAST = tuple(case for case in ALL if case[1] == "sgd" or case in ((2, "adamw"), (3, "by tokens"), (4, "unused")))
-REST = tuple(case for case in ALL if case not in FAST)
+OVER_TCP = (2, "sgd"), (3, "by tokens"), (4, "unused")
 
-CASES = [pytest.param(*case, id=f"{case[0]} {case[1]}") for case in FAST] + [
-    pytest.param(*case, id=f"{case[0]} {case[1]}", marks=pytest.mark.long) for case in REST
-]
+
+def cases(soon: Sequence[Case]) -> list[Any]:
+    """All of them; those that are not to be tried ``soon`` among the long tests."""
+    return [
+        pytest.param(*case, id=f"{case[0]} {case[1]}", marks=() if case in soon else pytest.mark.long) for case in ALL
+    ]
 
 
 @cache
@@ -86,7 +90,7 @@ def tolerance(name: str) -> float:
     return 2e-3 if RECIPES[name].adam else 1e-6
 
 
-@pytest.mark.parametrize(("world_size", "name"), CASES)
+@pytest.mark.parametrize(("world_size", "name"), cases(FAST))
 def test_replicas_are_bit_identical_and_as_one_process_would_have_them(world_size: int, name: str) -> None:
     modules = over_memory(world_size, name)
 
@@ -94,10 +98,16 @@ def test_replicas_are_bit_identical_and_as_one_process_would_have_them(world_siz
     assert distance(modules[0], alone(name)) <= tolerance(name)
 
 
-@pytest.mark.parametrize(("world_size", "name"), CASES)
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [
+        pytest.param(*case, marks=() if case in OVER_TCP else pytest.mark.long, id=f"{case[0]} {case[1]}")
+        for case in ALL
+    ],
+)
 def test_processes_over_tcp_get_the_same_bits_as_threads_over_memory(world_size: int, name: str) -> None:
     case = (world_size, name)
-    digests = over_tcp(FAST if case in FAST else REST)[case]
+    digests = over_tcp(OVER_TCP if case in OVER_TCP else tuple(case for case in ALL if case not in OVER_TCP))[case]
 
     assert digests == [digest(over_memory(world_size, name)[0])] * world_size
 

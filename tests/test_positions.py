@@ -16,6 +16,7 @@ from gradserver.engine.records import Books, Dated, Epoch, Group, Kind, Round, R
 from protocol.errors import DisagreementError, LimitExceededError, MalformedMessageError, OutOfStepError
 from protocol.limits import MAX_DATA, MAX_NUMEL
 from protocol.ranges import Ranges, both, count, lowest, minus, pack, union, unpack
+from tests.examples import examples
 
 # ── ranges ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -202,7 +203,7 @@ steps = st.tuples(names, st.integers(0, 3), st.integers(0, 9), st.booleans())
 
 
 @given(st.lists(st.lists(steps, max_size=25), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 2**16))
-@settings(max_examples=400)
+@settings(max_examples=examples(200))
 def test_each_position_is_used_up_exactly_once_in_each_epoch(
     epochs: list[list[tuple[Any, ...]]], seats: int, seed: int
 ) -> None:

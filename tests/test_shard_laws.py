@@ -33,6 +33,7 @@ from protocol.exchange import ExchangeKey, Kind, Layout, Operation, Stream, pool
 from protocol.messages import Failure, Result, Scope
 from protocol.shards import Table, share_of
 from tests.engine_harness import SEATS, TIMEOUT, Array, all_reduce, bucket, collective, plan_of, reference, small_slices
+from tests.examples import examples
 from tests.sharded_harness import ShardedHarness, url_of
 from tests.test_engine_laws import SLICE, Scenario, scenarios, seeds
 
@@ -352,7 +353,7 @@ def test_results_do_not_depend_on_the_number_of_shards_or_their_rates(
 
 
 @given(scenarios(), seeds, many_rates, st.integers(2, 4))
-@settings(max_examples=80)
+@settings(max_examples=examples(40))
 def test_with_next_to_no_credit_all_is_exchanged_all_the_same(
     scenario: Scenario, seed: int, rates: tuple[float, ...], slices: int
 ) -> None:

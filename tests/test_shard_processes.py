@@ -149,7 +149,7 @@ def alone() -> list[str]:
         return digests(coordinator.url)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.long), 2, 3])
 def test_results_have_the_same_bits_with_shards_on_one_host(count: int, alone: list[str]) -> None:
     with Daemon("--shards", str(count)) as coordinator:
         assert len(children_of(coordinator.pid)) == count - 1
@@ -157,7 +157,13 @@ def test_results_have_the_same_bits_with_shards_on_one_host(count: int, alone: l
         assert digests(coordinator.url) == alone, "and again in another group"
 
 
-@pytest.mark.parametrize(("primary", "others"), [("0", ["10", "25"]), ("1", [""]), ("10", ["2.5", "1"])])
+@pytest.mark.parametrize(
+    ("primary", "others"),
+    [
+        ("0", ["10", "25"]),
+        *(pytest.param(*rates, marks=pytest.mark.long) for rates in [("1", [""]), ("10", ["2.5", "1"])]),
+    ],
+)
 def test_results_have_the_same_bits_with_shards_of_other_rates(
     primary: str, others: list[str], alone: list[str]
 ) -> None:

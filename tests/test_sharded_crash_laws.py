@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from protocol.exchange import Kind
 from tests.elastic_harness import Step
+from tests.examples import examples
 from tests.sharded_crash_harness import Sharded
 from tests.test_engine_crash_laws import nothing_was_lost
 from tests.test_shard_laws import many_rates, small_shares
@@ -54,7 +55,7 @@ def run(
 
 
 @given(worlds, sizes, programs, seeds, many_rates, kills, fuses, breaks)
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 def test_a_shard_or_a_coordinator_that_is_lost_at_any_point_costs_nobody_anything(
     world: int,
     buckets: list[int],

@@ -43,6 +43,7 @@ from protocol.errors import StateError
 from protocol.plan import simple_plan, with_codec
 from tests.cluster import Daemon, Program, wait_until, worker_program
 from tests.engine_harness import plan_of
+from tests.examples import examples
 
 
 def round_record(number: int, group: str = "g") -> Round:
@@ -238,7 +239,7 @@ def test_a_file_of_zeros_or_of_nothing_is_passed_over(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 def test_any_changed_byte_is_noticed_and_says_where(data: st.DataObject) -> None:
     whole, ends = a_file()
     at = data.draw(st.integers(HEADER_BYTES, len(whole) - 1))

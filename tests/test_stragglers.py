@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from gradserver.engine.policy import Lateness, Policy
 from protocol.messages import Result
 from tests.engine_harness import bucket, plan_of, small_slices
+from tests.examples import examples
 from tests.late_harness import LateCluster
 from tests.sharded_harness import ShardedHarness
 
@@ -111,7 +112,7 @@ def counted(cluster: LateCluster) -> Counter[tuple[int, int, int, int]]:
 
 
 @given(courses())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_everybody_comes_to_the_end_with_the_same_bytes_which_are_the_exact_mean_of_what_counted(
     course: Course,
 ) -> None:
@@ -138,7 +139,7 @@ def test_everybody_comes_to_the_end_with_the_same_bytes_which_are_the_exact_mean
 
 
 @given(courses())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_each_gradient_counts_once_or_not_at_all_and_is_kept_until_it_does(course: Course) -> None:
     cluster = run(course)
 
@@ -169,7 +170,7 @@ def test_each_gradient_counts_once_or_not_at_all_and_is_kept_until_it_does(cours
 
 
 @given(courses(st.just({})))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_a_round_has_its_quorum_and_nothing_is_left_behind(course: Course) -> None:
     cluster = run(course)
 

@@ -29,6 +29,7 @@ from tests.engine_harness import (
     plan_of,
     small_slices,
 )
+from tests.examples import examples
 from tests.sharded_harness import ShardedHarness
 from tests.test_session import CREDIT, Tape, agree, joined_session, memory, push
 from tests.test_session_shards import URLS, Shards
@@ -218,7 +219,7 @@ def test_who_departs_listens_no_more() -> None:
     st.integers(2, 8),
     st.integers(0, 2**20),
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 def test_whoever_listens_gets_the_others_bytes_in_whatever_order_slices_come_and_never_more_than_it_reads(
     sizes: list[int], rounds: int, first: int, room: int, seed: int
 ) -> None:

@@ -225,6 +225,10 @@ class Threads(Contestant):
         workers = self._cluster.workers
         self._tensors: list[torch.Tensor] = [worker.empty((case.numel,), torch.float32) for worker in workers]
 
+    def once(self) -> None:
+        """One operation of all threads."""
+        self.timed(1)
+
     def timed(self, count: int) -> float:
         """The longest of all threads."""
 
