@@ -31,7 +31,7 @@ test: $(STAMP) ## Run the tests, apart from the long ones
 	$(BIN)/pytest -m "not long" --numprocesses 2 --dist worksteal $(TEST_ARGS)
 
 test-long: $(STAMP) ## Run the long tests, and property tests with ten times the examples
-	GRADSERVER_TEST_EXAMPLES=10 $(BIN)/pytest -m "long or examples" $(TEST_ARGS)
+	GRADSERVER_TEST_EXAMPLES=10 $(BIN)/pytest -m "long or hypothesis" $(TEST_ARGS)
 
 chaos: $(STAMP) ## Harm a group for a minute, a hundred times and more, and recompute every round
 	$(BIN)/gradserver chaos --workers 8 --seconds 60 --least 100 $(CHAOS_ARGS)

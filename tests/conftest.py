@@ -34,10 +34,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and mark what tries examples."""
-    for item in items:
-        if getattr(getattr(item, "function", None), "is_hypothesis_test", False):
-            item.add_marker(pytest.mark.examples)
+    """Skip what needs a GPU where there is none."""
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and not _cuda_available():
         for item in gpu_tests:

@@ -6,7 +6,7 @@ import os
 from typing import Final
 
 _TIMES: Final = float(os.environ.get("GRADSERVER_TEST_EXAMPLES", "1"))
-"""`make test-long` tries many times as many."""
+"""`make test-long`, which selects these tests by the mark that hypothesis gives them, tries many times as many."""
 
 
 def examples(count: int) -> int:

@@ -95,7 +95,7 @@ class Nursery:
         atexit.register(self.end)
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """A process that does what ``python ARGUMENTS`` would."""
+        """A process that does what ``python ARGUMENTS``, of a module or a script, would."""
         stdin, stdout, stderr = os.pipe(), os.pipe(), os.pipe()
         theirs = stdin[0], stdout[1], stderr[1]
         request = json.dumps([list(arguments), dict(environment)]).encode()
@@ -194,14 +194,11 @@ def _dress(environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """As ``python ARGUMENTS``."""
+    """As ``python ARGUMENTS``, of a module or a script."""
     first, *rest = arguments
     if first == "-m":
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    elif first == "-c":
-        sys.argv = ["-c", *rest[1:]]
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = arguments
         runpy.run_path(first, run_name="__main__")

@@ -129,7 +129,9 @@ def test_elastic() -> None:
         second.expect("joining again", STARTED_WITHIN)
         assert round_of(second, "second") > begun
         assert [program.end(STARTED_WITHIN) for program in (first, second)] == [0, 0]
-        assert "this worker, 'second' (rank " in second.output()[1]
+        told = second.output()[1]
+        assert "this worker, 'second' (rank " in told
+        assert "was left out of group 'default'" in told
         ends = {program.output()[-1].partition(": ")[2] for program in (first, second)}
         assert len(ends) == 1
         assert ends.pop().startswith("round ")

@@ -27,6 +27,7 @@ Case = tuple[int, str]
 ALL = [(world_size, name) for name in RECIPES for world_size in (1, 2, 3, 4)]
 FAST = tuple(case for case in ALL if case[1] == "sgd" or case in ((2, "adamw"), (3, "by tokens"), (4, "unused")))
 OVER_TCP = (2, "sgd"), (3, "by tokens"), (4, "unused")
+REST = tuple(case for case in ALL if case not in OVER_TCP)
 
 
 def cases(soon: Sequence[Case]) -> list[Any]:
@@ -98,16 +99,10 @@ def test_replicas_are_bit_identical_and_as_one_process_would_have_them(world_siz
     assert distance(modules[0], alone(name)) <= tolerance(name)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "name"),
-    [
-        pytest.param(*case, marks=() if case in OVER_TCP else pytest.mark.long, id=f"{case[0]} {case[1]}")
-        for case in ALL
-    ],
-)
+@pytest.mark.parametrize(("world_size", "name"), cases(OVER_TCP))
 def test_processes_over_tcp_get_the_same_bits_as_threads_over_memory(world_size: int, name: str) -> None:
     case = (world_size, name)
-    digests = over_tcp(OVER_TCP if case in OVER_TCP else tuple(case for case in ALL if case not in OVER_TCP))[case]
+    digests = over_tcp(OVER_TCP if case in OVER_TCP else REST)[case]
 
     assert digests == [digest(over_memory(world_size, name)[0])] * world_size
 

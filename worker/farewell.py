@@ -7,7 +7,6 @@ So it asks once, on a new one, before its user hears that the coordinator was lo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
@@ -16,6 +15,7 @@ from protocol.buffer import Buffer
 from protocol.errors import ConnectionLostError, GradServerError, LeftOutError
 from protocol.messages import Failure, Message, Welcome
 from protocol.resuming import Resume
+from worker.handle import Handle
 from worker.line import reach
 from worker.session import Session
 from worker.tcp import TcpChannel
@@ -43,36 +43,30 @@ def left_out(url: str, welcome: Welcome) -> LeftOutError | None:
     """That a group goes on without who got this ``welcome``. None if its coordinator does not say so."""
     with suppress(GradServerError, OSError):
         reach(url, _ASK_SECONDS)
-        channel, answer = TcpChannel(url, _ASK_SECONDS), _Answer()
+        channel = TcpChannel(url, _ASK_SECONDS)
         try:
-            channel.attach(answer)
+            answer = Handle(_ASK_SECONDS, channel)
+            channel.attach(_Listener(answer))
             seat = welcome.seats[welcome.rank]
             channel.send(Resume(welcome.group, seat, welcome.token, welcome.epoch, ""))
             channel.ask()
-            channel.wait(answer.come, _ASK_SECONDS)
+            answer.wait(_ASK_SECONDS)
+        except LeftOutError as error:
+            return error
         finally:
             channel.close()
-        return answer.error
     return None
 
 
-class _Answer:
-    """Takes the one message that matters."""
+class _Listener:
+    """Hears the one message that matters."""
 
-    def __init__(self) -> None:
-        self.error: LeftOutError | None = None
-        self.come = threading.Lock()
-        self.come.acquire()
+    def __init__(self, answer: Handle) -> None:
+        self._answer = answer
 
     def receive(self, message: Message, _payloads: Sequence[Buffer]) -> None:
         if isinstance(message, Failure):
-            error = message.exception()
-            self.error = error if isinstance(error, LeftOutError) else None
-            self._release()
+            self._answer._complete(message.exception())
 
-    def lost(self, _error: GradServerError) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        if self.come.locked():
-            self.come.release()
+    def lost(self, error: GradServerError) -> None:
+        self._answer._complete(error)

@@ -213,7 +213,9 @@ class Lifeline:
                 return
             else:
                 self._is_up = False
-                if session.is_inside and not self._is_hopeless(error):
+                if not session.is_inside:
+                    error = _out(session, error)
+                elif not self._is_garbled_again(error):
                     self._clock.stop()
                     self.books.suspend()
                     log.warning("%s; round %d goes on when it is back", error.message, session.round)
@@ -222,10 +224,10 @@ class Lifeline:
         if is_trying:
             self.books.interrupt(error)
         else:
-            session.lost(error if session.is_inside else _out(session, error))
+            session.lost(error)
 
-    def _is_hopeless(self, error: GradServerError) -> bool:
-        """Whether the coordinator has now said twice in a round what cannot be: it would come on each connection."""
+    def _is_garbled_again(self, error: GradServerError) -> bool:
+        """Note what cannot be; whether it is the second in this round, and so would come on each connection."""
         if not isinstance(error, ProtocolError):
             return False
         last, self._garbled = self._garbled, self._session.round
@@ -272,7 +274,7 @@ class Lifeline:
                 return
             except GradServerError as error:
                 reason = error
-                if self._is_hopeless(error):
+                if self._is_garbled_again(error):
                     session.lost(error)
             finally:
                 self._let_go()

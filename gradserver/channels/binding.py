@@ -13,7 +13,12 @@ from protocol.errors import CoordinatorError, InvalidArgumentError
 from protocol.limits import MAX_FRAME_BYTES
 from protocol.url import parse_url
 
-_KEEPALIVE: Final = {"TCP_KEEPALIVE": 1, "TCP_KEEPALIVE_IDLE": 10, "TCP_KEEPALIVE_INTVL": 5, "TCP_KEEPALIVE_CNT": 4}
+_KEEPALIVE: Final = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 10,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 4,
+}
 """Connections whose host is gone are closed after 30 s, whoever's they are.
 
 The system asks, and not libzmq by its heartbeats: whatever comes, an answer to one too, has libzmq wait for the next
@@ -58,7 +63,7 @@ def _configure(router: zmq.Socket[bytes]) -> None:
     router.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
     router.setsockopt(zmq.HEARTBEAT_IVL, 0)
     for option, value in _KEEPALIVE.items():
-        router.setsockopt(getattr(zmq, option), value)
+        router.setsockopt(option, value)
     router.setsockopt(zmq.LINGER, 1000)
     router.setsockopt(zmq.BACKLOG, 1024)
 

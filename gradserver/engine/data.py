@@ -135,7 +135,8 @@ class Data:
                 return recovery.forget(self.groups[name], rank, now, commands)
             case Recover(name, version):
                 recovery.begin(self.groups[name], version, now)
-                self._check_in(self.groups[name], now + self.groups[name].order.timeout)
+                self.groups[name].next_check = now + self.groups[name].order.timeout
+                self._plan_next_check()
             case Proceed(name):
                 return recovery.proceed(self.groups[name], now, commands)
             case CutRound(name):
@@ -227,10 +228,6 @@ class Data:
             group.next_check = look_at
             self._plan_next_check()
         return reports
-
-    def _check_in(self, group: Group, at: float) -> None:
-        group.next_check = at
-        self._plan_next_check()
 
     # ── who holds what ────────────────────────────────────────────────────────────────────────────────
 

@@ -179,18 +179,21 @@ class Group:
             return "forming"
         if self.broken:
             return "broken"
-        if len(self.away) == len(self.members):
+        if self.is_deserted:
             return "suspended"
         if self.recovering:
             return "recovering"
         return "active" if self.paused is None else "paused"
 
     @property
+    def is_deserted(self) -> bool:
+        """Whether nobody is there: all members are away."""
+        return len(self.away) == len(self.members)
+
+    @property
     def pause_ends(self) -> float | None:
         """When members have waited long enough for others; None if they wait for nobody, or nobody is there."""
-        if self.paused is None or len(self.away) == len(self.members):
-            return None
-        return self.paused + self.timeout
+        return None if self.paused is None or self.is_deserted else self.paused + self.timeout
 
     @property
     def is_lossy(self) -> bool:

@@ -92,7 +92,7 @@ def _detach(
     all_break = group.shards and group.recovering  # a shard was lost: everybody makes new connections
     group.away[seat] = now + (policy.missing if all_break else policy.dead_after / 2)
     commands.append(Log(f"group {group.name!r}: {group.call(seat)} is away ({reason})"))
-    if len(group.away) == len(group.members):
+    if group.is_deserted:
         group.away = dict.fromkeys(group.members, now + policy.reconnect)
         commands.append(
             Log(f"group {group.name!r}: nobody is left; it is kept for {policy.reconnect:g} s", warning=True)
