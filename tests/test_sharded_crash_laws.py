@@ -9,8 +9,11 @@ from functools import partial
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from gradserver.engine.events import Received
 from protocol.exchange import Kind
+from protocol.messages import Attend, Join, Welcome
 from tests.elastic_harness import Step
+from tests.engine_harness import TIMEOUT
 from tests.examples import examples
 from tests.sharded_crash_harness import Sharded
 from tests.test_engine_crash_laws import nothing_was_lost
@@ -81,3 +84,43 @@ def test_thousands_of_runs_lose_nothing() -> None:
         breaks = {chance.randint(0, 200): chance.randint(0, 2) for _ in range(2)}
         rates = chance.choice([(1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
         nothing_was_lost(run(world, buckets, program, seed, rates, kills, crashes, breaks), world)
+
+
+# ── workers that join while books are open ────────────────────────────────────────────────────────────
+
+
+def say_of(cluster: Sharded, line: int) -> list[str]:
+    """What has come on a connection, by its kinds."""
+    return [type(message).__name__ for message, _ in cluster.harness.waiting.pop(line, ())]
+
+
+def let_in(cluster: Sharded) -> tuple[int, list[int]]:
+    """Somebody joins, and attends both shards: its connections to the coordinator and to them."""
+    harness = cluster.harness
+    line = harness.number()
+    harness.feed(Received(line, Join("default", "late", -1, 0, TIMEOUT)))
+    cluster.settle()
+    ((welcome, _),) = harness.waiting.pop(line)
+    assert isinstance(welcome, Welcome)
+    attend = Attend("default", welcome.epoch, welcome.seats[welcome.rank], welcome.token)
+    lines = []
+    for url in welcome.shards:
+        lines.append(harness.number())
+        harness.feed_at(int(url.rpartition(":")[2]), Received(lines[-1], attend))
+    return line, lines
+
+
+@pytest.mark.parametrize("first", ["the books", "the joiner"])
+def test_who_joins_is_not_asked_what_it_holds(first: str) -> None:
+    cluster = Sharded(2, [8], [Step()], 0, (1.0, 1.0, 1.0))
+    lines: list[int] = []
+    if first == "the joiner":
+        _, lines = let_in(cluster)
+    cluster.break_line(0, False)
+    cluster.resume(cluster.members[0])
+    cluster.settle()
+    if first == "the books":
+        _, lines = let_in(cluster)
+
+    assert [say_of(cluster, line) for line in lines] == [["Attended"], ["Attended"]]
+    assert not cluster.members[0].stands, "the members are"

@@ -14,7 +14,7 @@ come by themselves, and show the token that the coordinator gave them:
     Leave                                     answered: all that it said before was heard
     the connection breaks before that         reported as Absent: control lets the member depart
     a member breaks the protocol              it is told, and reported as Absent
-    Recover                                   Resumed to all who are here, and to who attends later
+    Recover                                   Resumed to each member that is here, and to one that attends later
     the link breaks                           all groups are forgotten, and their members told to make new connections
 """
 
@@ -216,8 +216,10 @@ class ShardEngine:
         if isinstance(order, OpenGroup):
             self._void = {who: until for who, until in self._void.items() if who[0] != order.group}
         else:
-            here = [connection for connection, (name, _) in self._seats.items() if name == order.group]
-            commands += [Send(connection, Resumed(0, epoch)) for connection in here]
+            members = self.data.groups[order.group].seats.present
+            for connection, (name, rank) in self._seats.items():
+                if name == order.group and rank in members:
+                    commands.append(Send(connection, Resumed(0, epoch)))
         reports: list[Report] = []
         for connection, (attend, _) in list(self._attending.items()):
             if attend.group == order.group and attend.epoch <= epoch:
@@ -296,7 +298,7 @@ class ShardEngine:
         self._seats[connection] = attend.group, rank
         self.data.seat(attend.group, rank, connection)
         commands.append(Send(connection, Attended()))
-        if group.recovery is not None:
+        if group.recovery is not None and rank in group.seats.present:  # a joiner holds nothing yet
             commands.append(Send(connection, Resumed(0, group.recovery.version)))
 
     def _absent(self, connection: int, error: GradServerError, ended: bool = False) -> list[Report]:
