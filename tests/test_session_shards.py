@@ -9,6 +9,7 @@ from protocol.dtypes import UINT8
 from protocol.errors import (
     AbandonedError,
     CollectiveMismatchError,
+    CoordinatorStoppedError,
     DeadlineError,
     GradServerError,
     MalformedMessageError,
@@ -32,10 +33,14 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.plan import simple_plan
+from protocol.resuming import Resumed, Standing
 from tests.cluster import Task, wait_until
 from tests.test_session import CREDIT, NAMES, Tape, bucket, collective, joined_session, memory, slice_of
+from worker.clock import Clock
 from worker.handle import Handle
+from worker.regions import Regions
 from worker.session import Session, ShardReceiver
+from worker.standing import Books
 from worker.tensors import Bytes
 
 URLS = ("tcp://10.0.0.2:7411", "tcp://10.0.0.3:7411")
@@ -239,6 +244,94 @@ def test_a_lost_shard_takes_everything_with_it(session: Session) -> None:
         handle.wait()
     with pytest.raises(WorkerLostError, match="10.0.0.3"):
         session.check_open()
+
+
+# ── books that are opened anew, and slots of shared memory ────────────────────────────────────────────
+
+
+class Durable(Shards):
+    """The channel of a member of a durable group. Each piece of memory that it gives is a segment of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.segments: list[Bytes] = []
+        self.books: Books
+
+    def region(self, nbytes: int) -> Bytes:
+        self.segments.append(np.zeros(nbytes, np.uint8))
+        self.places[self.segments[-1].ctypes.data] = Place(len(self.segments), 0)
+        return self.segments[-1]
+
+    def goes_on_with(self, _shards: tuple[str, ...], _answers: bool) -> bool:
+        return True
+
+    def stopped(self, error: CoordinatorStoppedError) -> None:
+        raise AssertionError(error)
+
+    def prepare_to_leave(self, _patience: float) -> None: ...
+
+    def part(self) -> None: ...
+
+    def segments_pushed(self) -> list[int | None]:
+        """The segment of each Push since this was last asked; None if it carries a payload."""
+        found = [message.place for message in self.take() if isinstance(message, Push)]
+        return [None if place is None else place.segment for place in found]
+
+
+@pytest.fixture
+def durable() -> tuple[Session, Durable]:
+    """A member of a durable group with three shards, through slots of shared memory."""
+    tape = Durable()
+    session = joined_session(tape, URLS, (1.0, 1.0, 1.0), "secret")
+    tape.books = Books(session, Clock(), Regions(tape.region, tape.place_of))
+    session.endure(tape)
+    return session, tape
+
+
+def say(session: Session, shard: int, message: Resumed | Standing | Result) -> None:
+    if shard:
+        session.receive_from(shard, message, ())
+    else:
+        session.receive(message, ())
+
+
+def test_slots_of_before_are_used_no_more_whichever_shard_stands_first(durable: tuple[Session, Durable]) -> None:
+    session, tape = durable
+    all_reduce(session, memory(3))
+    assert tape.segments_pushed() == [1, 1, None], "two shards have a slot each, and there are no more"
+
+    for shard in range(3):
+        say(session, shard, Resumed(2, 8, URLS))
+    for shard in range(3):
+        say(session, shard, Standing(8, 0))
+    assert tape.segments_pushed() == [2, 2, None]
+    for shard in range(3):
+        answer(session, shard, collective(0), shard, bytes(SLICE_BYTES))
+    for _ in range(3):
+        all_reduce(session, memory(3))
+
+    assert 1 not in tape.segments_pushed(), "the coordinator that is there now has never seen that segment"
+
+
+def test_a_result_in_a_slot_of_before_is_read_though_another_shard_stands(durable: tuple[Session, Durable]) -> None:
+    session, tape = durable
+    data = memory(3)
+    handle = all_reduce(session, data)
+    (there,) = [message.place for message, _ in tape.sent if isinstance(message, Push) and message.slice == 1]
+    assert there is not None
+    say(session, 0, Resumed(1, 8, URLS))
+    say(session, 0, Standing(8, 0))
+
+    tape.segments[0][there.offset : there.offset + SLICE_BYTES] = 77
+    say(session, 1, Result(collective(0), 1, 3.0, True, 1, True))  # it was on its way before that shard's Resumed
+    for shard in (1, 2):
+        say(session, shard, Resumed(1, 8, URLS))
+        say(session, shard, Standing(8, 0))
+    for shard in (0, 2):
+        answer(session, shard, collective(0), shard, bytes(SLICE_BYTES))
+
+    handle.wait()
+    assert (data == np.repeat(np.array([0, 77, 0], np.uint8), SLICE_BYTES)).all()
 
 
 # ── coming and going ──────────────────────────────────────────────────────────────────────────────────

@@ -21,10 +21,15 @@ SMALLEST_BYTES: Final = 32 * KIB
 
 
 class Slot(NamedTuple):
-    """A piece of shared memory, and where the coordinator finds it."""
+    """A piece of shared memory, and where the coordinator finds it.
+
+    Attributes:
+        generation: how often all slots had been given up before this one was made.
+    """
 
     place: Place
     memory: Bytes
+    generation: int = 0
 
 
 class Slots:
@@ -41,6 +46,8 @@ class Slots:
         self._free: list[Slot] | None = None
         self._apart: set[int] = set()
         """Shards that memory is not shared with."""
+        self._generation = 0
+        """How often all slots were given up."""
 
     def take(self, shard: int = 0) -> Slot | None:
         """A slot to be given back; None if all are taken, or nothing is shared with that shard."""
@@ -60,13 +67,20 @@ class Slots:
         return self._free.pop()
 
     def give_back(self, slot: Slot) -> None:
-        """``slot`` may be taken again; the one given back last comes first, as it is in the cache."""
-        if self._free is not None:
+        """``slot`` may be taken again; the one given back last comes first, as it is in the cache.
+
+        A slot that was in use when all were given up is not: the coordinator that is there now has never seen it.
+        """
+        if self._free is not None and slot.generation == self._generation:
             self._free.append(slot)
 
     def forget(self) -> None:
-        """Use none of them any more, but others: a coordinator may still write there, and another one cannot."""
+        """Give up all slots, and make others: a coordinator may still write there, and another one cannot.
+
+        A slot that is in use stays valid for its exchange until that gives it back.
+        """
         self._free = None
+        self._generation += 1
         self._apart.clear()
 
     def _divide(self, shard: int) -> list[Slot]:
@@ -74,5 +88,7 @@ class Slots:
         place = None if memory is None else self._channel.place_of(memory, shard)
         if memory is None or place is None:
             return []
-        offsets = range(0, SLOTS * SLOT_BYTES, SLOT_BYTES)
-        return [Slot(Place(place.segment, place.offset + at), memory[at : at + SLOT_BYTES]) for at in offsets]
+        return [
+            Slot(Place(place.segment, place.offset + at), memory[at : at + SLOT_BYTES], self._generation)
+            for at in range(0, SLOTS * SLOT_BYTES, SLOT_BYTES)
+        ]
