@@ -28,7 +28,7 @@ from gradserver.engine.events import (
 )
 from gradserver.engine.records import Kind
 from gradserver.mean import Outcome
-from gradserver.reducer import PENDING, Reducer
+from gradserver.reducer import PENDING, Pending, Reducer, broken_by
 from protocol.buffer import Buffer
 from protocol.channel import Outlet
 from protocol.errors import ClosedError, GradServerError
@@ -187,9 +187,7 @@ class Coordinator:
             return
         match command:
             case Reduce():
-                if self._residuals is not None and command.operation.is_lossy:
-                    self._residuals.provide(command)
-                outcome = self._reducer.start(command, partial(self._reduced_later, command))
+                outcome = self._reduce(command)
                 if outcome is not PENDING:
                     self._reduced(command, outcome)
             case Close(connection):
@@ -205,6 +203,14 @@ class Coordinator:
                 self._hire()
             case Log(text, warning):
                 log.log(logging.WARNING if warning else logging.INFO, "%s", text)
+
+    def _reduce(self, command: Reduce) -> Outcome | Pending:
+        if self._residuals is not None and command.operation.is_lossy:
+            try:
+                self._residuals.provide(command)
+            except Exception as error:
+                return broken_by(error, command)
+        return self._reducer.start(command, partial(self._reduced_later, command))
 
     def _reduced(self, command: Reduce, outcome: Outcome) -> None:
         digests = command.digests.found if command.digests is not None else ()

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradserver.engine.events import NonFinite, Undecodable
+from gradserver.engine.events import Broken, NonFinite, Undecodable
 from protocol.buffer import Buffer
 
 Array = npt.NDArray[Any]
-Outcome = Buffer | NonFinite | Undecodable | None
+Outcome = Buffer | NonFinite | Undecodable | Broken | None
 """Of a reduction: the result's bytes (if they were to be kept), or what forbids a result."""
 
 

@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from gradserver.engine.events import RESULT, NonFinite, Reduce
+from gradserver.engine.events import RESULT, Broken, NonFinite, Reduce
 from gradserver.lossy import reduce_lossy
 from gradserver.mean import Outcome, divide, is_finite, scratch, weigh
 from protocol.buffer import Buffer
@@ -44,6 +44,8 @@ _SPREAD_BYTES: Final = 16 * MIB
 """Contributions of less than this in all are combined faster than another thread wakes up."""
 _LOSSY_NUMEL: Final = 65_536
 """Elements from which on decoding and encoding take longer than another thread's waking up."""
+_MAX_CAUSE: Final = 500
+"""Characters of an exception's text that members are told."""
 _UFUNCS: Final = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
 _WIDE: Final = {"float64": np.float64, "complex128": np.float64}
 
@@ -70,7 +72,16 @@ class Reducer:
         self._starting = threading.Lock()
 
     def start(self, command: Reduce, later: Callable[[Outcome], None]) -> Outcome | Pending:
-        """Carry out ``command``; if that is left to other threads, one of them will call ``later`` with the outcome."""
+        """Carry out ``command``; if that is left to other threads, one of them will call ``later`` with the outcome.
+
+        An exception of the reduction is an outcome as well, `Broken`.
+        """
+        try:
+            return self._start(command, later)
+        except Exception as error:
+            return broken_by(error, command)
+
+    def _start(self, command: Reduce, later: Callable[[Outcome], None]) -> Outcome | Pending:
         lossy = command.operation.is_lossy
         small = command.numel < _LOSSY_NUMEL if lossy else command.nbytes * len(command.contributions) < _SPREAD_BYTES
         if self._threads < 2 or small:
@@ -94,11 +105,12 @@ class _Spread:
     """One reduction in several threads: each takes the next block until there is none."""
 
     def __init__(self, command: Reduce, threads: int, later: Callable[[Outcome], None]) -> None:
-        self._job = _Job(command)
+        self._command, self._job = command, _Job(command)
         self._blocks = itertools.count()
         self._threads = threads
         self._finished = itertools.count(1)
         self._found: list[NonFinite] = []
+        self._broken: Broken | None = None
         self._later = later
 
     def submit(self, pool: ThreadPoolExecutor) -> None:
@@ -108,20 +120,36 @@ class _Spread:
     def _work(self) -> None:
         try:
             with np.errstate(all="ignore"):  # what is not finite is looked for, and reported with its owner
-                while (block := next(self._blocks)) < self._job.blocks and not self._found:
+                while (block := next(self._blocks)) < self._job.blocks and not self._found and self._broken is None:
                     if (found := self._job.combine(block)) is not None:
                         self._found.append(found)
-            if next(self._finished) == self._threads:
-                self._later(min(self._found, key=lambda found: found.element) if self._found else self._job.kept)
-        except Exception:  # nobody looks at this thread; whoever waits for the outcome runs into its deadline
-            log.exception("a reduction failed: this is a fault of gradserver")
+        except Exception as error:
+            self._broken = broken_by(error, self._command)
+        if next(self._finished) == self._threads:
+            first = min(self._found, key=lambda found: found.element) if self._found else self._job.kept
+            _tell(self._later, self._broken or first)
 
 
 def _reduce_then(command: Reduce, later: Callable[[Outcome], None]) -> None:
+    outcome: Outcome
     try:
-        later(reduce(command))
-    except Exception:  # as above
-        log.exception("a reduction failed: this is a fault of gradserver")
+        outcome = reduce(command)
+    except Exception as error:
+        outcome = broken_by(error, command)
+    _tell(later, outcome)
+
+
+def _tell(later: Callable[[Outcome], None], outcome: Outcome) -> None:
+    try:
+        later(outcome)
+    except Exception:  # nobody looks at this thread; whoever waits for the outcome runs into its deadline
+        log.exception("the outcome of a reduction cannot be told: this is a fault of gradserver")
+
+
+def broken_by(error: Exception, command: Reduce) -> Broken:
+    """The outcome of a reduction that has raised ``error``."""
+    log.error("%s of group %r could not be reduced", command.operation, command.group, exc_info=error)
+    return Broken(f"{type(error).__name__}: {str(error)[:_MAX_CAUSE]}")
 
 
 def reduce(command: Reduce) -> Outcome:

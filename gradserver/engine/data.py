@@ -35,6 +35,7 @@ from gradserver.engine.closing import depart, do_without, overdue_seats
 from gradserver.engine.events import (
     Admit,
     Attach,
+    Broken,
     CloseGroup,
     Command,
     CutRound,
@@ -57,14 +58,14 @@ from gradserver.engine.events import (
     Undecodable,
     Violation,
 )
-from gradserver.engine.exchanges import Exchange
+from gradserver.engine.exchanges import Exchange, Piece
 from gradserver.engine.failures import fail, forget_if_over, halt_all, tell_all
 from gradserver.engine.groups import Group
 from gradserver.engine.lateness import close, contributed, look, next_look
 from gradserver.engine.reseating import admit, excuse, expect, reseat
 from gradserver.engine.results import answer, complete, refund
 from gradserver.engine.seats import Seats
-from gradserver.engine.wording import non_finite, overdue, undecodable
+from gradserver.engine.wording import broken, non_finite, overdue, undecodable
 from protocol.buffer import Buffer
 from protocol.errors import (
     GradServerError,
@@ -276,6 +277,8 @@ class Data:
             refund(group, exchange, piece)
             fail(group, exchange, error, commands)
             return [violation]
+        if isinstance(event.outcome, Broken):
+            return self._break(group, exchange, piece, event.outcome, commands)
         if isinstance(event.outcome, NonFinite):
             refund(group, exchange, piece)
             return self._halt(group, exchange, piece.start, event.outcome, commands)
@@ -292,6 +295,15 @@ class Data:
         error = non_finite(group, exchange, element, found)
         halt_all(group, error, False, commands)
         return [Halted(group.order.group, error)]
+
+    def _break(
+        self, group: Group, exchange: Exchange, piece: Piece, found: Broken, commands: list[Command]
+    ) -> list[Report]:
+        """``piece`` cannot be reduced: its exchange fails, and nothing else."""
+        refund(group, exchange, piece)
+        error = broken(group, exchange, found)
+        fail(group, exchange, error, commands)
+        return [Halted(group.order.group, error, True)] if exchange.key.stream == Stream.BUCKET else []
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -69,6 +69,13 @@ class Undecodable:
     error: GradServerError
 
 
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A reduction ended with an exception: ``cause`` says which one."""
+
+    cause: str
+
+
 class Reduced(NamedTuple):
     """A `Reduce` was carried out. ``outcome`` holds the result's bytes, if asked for, or says what was wrong.
 
@@ -79,7 +86,7 @@ class Reduced(NamedTuple):
     epoch: int
     key: ExchangeKey
     slice: int
-    outcome: Buffer | NonFinite | Undecodable | None
+    outcome: Buffer | NonFinite | Undecodable | Broken | None
     digests: Sequence[tuple[int, int]] = ()
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from gradserver.engine.events import NonFinite, Undecodable
+from gradserver.engine.events import Broken, NonFinite, Undecodable
 from gradserver.engine.exchanges import Exchange
 from gradserver.engine.groups import Group
 from protocol.errors import (
     AbandonedError,
     CollectiveMismatchError,
+    CoordinatorError,
     DeadlineError,
     GradServerError,
     NonFiniteError,
@@ -58,6 +59,14 @@ def undecodable(group: Group, exchange: Exchange, found: Undecodable) -> GradSer
     what = group.describe(exchange.key, exchange.operation)
     return type(found.error)(
         f"{group.call(found.rank)} contributed to {what} what is no {exchange.layout.codec.name}: {found.error}"
+    )
+
+
+def broken(group: Group, exchange: Exchange, found: Broken) -> CoordinatorError:
+    """The coordinator could not reduce what was given."""
+    return CoordinatorError(
+        f"{group.describe(exchange.key, exchange.operation)} failed, because the coordinator could not reduce it: "
+        f"{found.cause}"
     )
 
 
