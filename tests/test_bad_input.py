@@ -501,7 +501,15 @@ def test_web_server_is_told_from_a_coordinator_at_once() -> None:
     assert str(error) == f"whatever listens at {url} is no gradserver coordinator"
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.fixture
+def punctual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that waits for hours, beyond its own timeout, for whoever has shown to be a coordinator."""
+    monkeypatch.setattr("worker.connect.VERDICT_SECONDS", 3600.0)
+    monkeypatch.setattr("worker.session._FAREWELL_SECONDS", 3600.0)
+    monkeypatch.setattr("worker.line._LINGER_MS", 3_600_000)
+
+
+@pytest.mark.usefixtures("punctual")
 def test_silent_server_is_told_from_a_coordinator() -> None:
     with plain_server() as url:
         error = Task(connect, url, 0, 2, timeout=0.2).error(CoordinatorUnreachableError)
@@ -517,7 +525,7 @@ def test_socket_that_takes_no_worker_is_told_from_a_coordinator_at_once(kind: in
     assert url in str(error)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("punctual")
 @pytest.mark.parametrize("kind", [zmq.REP, zmq.ROUTER, zmq.DEALER])
 def test_socket_that_never_answers_is_told_from_a_coordinator(kind: int) -> None:
     with impostor(kind) as url:

@@ -51,7 +51,7 @@ def test_a_collective_that_cannot_be_reduced_fails_alone_and_says_why(gather: Ga
 
 
 def test_a_bucket_that_cannot_be_reduced_ends_its_group_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_mean(self: Any, rows: Any) -> Any:
+    def no_mean(*_: object) -> None:
         raise MemoryError("no block of scratch memory")
 
     plan = simple_plan([("b0", 7)], FLOAT32)
@@ -94,7 +94,7 @@ def broken(reduction: Reducer, op: Op, dtype: DType, nbytes: int, codec: str = "
 
 @pytest.mark.parametrize("nbytes", [16, 16 * MIB])
 def test_in_whichever_thread_it_is_an_outcome(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(self: Any, rows: Any) -> Any:
+    def refused(*_: object) -> None:
         raise ZeroDivisionError("by nothing")
 
     monkeypatch.setattr(reducer._Job, "_fold", refused)
@@ -105,7 +105,7 @@ def test_in_whichever_thread_it_is_an_outcome(nbytes: int, monkeypatch: pytest.M
 
 
 def test_of_lossy_means_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(command: Reduce) -> Outcome:
+    def refused(*_: object) -> None:
         raise ZeroDivisionError("by nothing")
 
     monkeypatch.setattr(reducer, "reduce_lossy", refused)

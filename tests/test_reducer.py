@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from gradserver import reducer
-from gradserver.engine.events import Contribution, NonFinite, Reduce, Undecodable
+from gradserver.engine.events import Broken, Contribution, NonFinite, Reduce, Undecodable
 from protocol.buffer import Buffer
 from protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
 from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
@@ -47,7 +47,7 @@ def reduce(command: Reduce) -> Buffer | NonFinite:
     """The outcome of a reduction whose result is kept."""
     outcome = reducer.reduce(command)
     assert outcome is not None
-    assert not isinstance(outcome, Undecodable)
+    assert not isinstance(outcome, (Undecodable, Broken))
     return outcome
 
 

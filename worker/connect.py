@@ -145,9 +145,11 @@ def _join(url: str, join: Join, until: float) -> tuple[TcpChannel, Session]:
         try:
             joining = session.join(join)
             connection.ask()
-            _await_welcome(joining, url, until - time.monotonic(), join.timeout)
+            _await_welcome(joining, connection, until - time.monotonic(), join.timeout)
             return connection, session
         except BaseException as error:
+            if not connection.heard:
+                connection.give_up()
             session.close("it could not join")
             now = time.monotonic()
             if isinstance(error, ConnectionLostError):
@@ -199,16 +201,21 @@ def _leave_at_exit(reference: weakref.ref[Worker], process: int) -> None:
         worker.abort(f"it raised {type(error).__name__}: {error}")
 
 
-def _await_welcome(joining: Handle, url: str, left: float, timeout: float) -> None:
-    try:
-        # The coordinator's own deadline began later than ours, and its error names who is missing.
-        joining.wait(left + VERDICT_SECONDS)
-    except JoinTimeoutError:
-        raise
-    except TimeoutError:
-        raise CoordinatorUnreachableError(
-            f"whatever listens at {url} has not answered as a gradserver coordinator within {timeout:g} s"
-        ) from None
+def _await_welcome(joining: Handle, connection: TcpChannel, left: float, timeout: float) -> None:
+    """Wait to be let in. A coordinator gets time to say who is missing; one that has said no word gets none."""
+    for patience in (left, VERDICT_SECONDS):  # its own deadline began later than ours
+        try:
+            joining.wait(patience)
+        except JoinTimeoutError:
+            raise
+        except TimeoutError:
+            if not connection.heard:
+                break
+        else:
+            return
+    raise CoordinatorUnreachableError(
+        f"whatever listens at {connection.url} has not answered as a gradserver coordinator within {timeout:g} s"
+    )
 
 
 def _from_environment(names: tuple[str, ...], environment: Mapping[str, str] = os.environ) -> int | None:

@@ -97,6 +97,8 @@ class TcpChannel:
         self._edgy: tuple[Line, ...] = tuple(self._lines)
         """Lines of which to take what there is before waiting."""
         self._listen(self._lines[0])
+        self.heard = False
+        """Whether anybody has said a word that a coordinator or a shard would."""
         self._ask_at = time.monotonic() + _PING_SECONDS
         self._enough: Callable[[], bool] = lambda: True
         self._bystanders = 0
@@ -438,6 +440,7 @@ class TcpChannel:
         except ProtocolError as error:
             raise type(error)(f"{line.url} answers, but not as a gradserver {line.what}: {error}") from error
         assert line.receiver is not None
+        self.heard = True
         if type(message) is MemoryAt:
             self._heard_of_memory(message)
         elif type(message) is BePresent:
@@ -472,6 +475,12 @@ class TcpChannel:
         if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
             raise ConnectionLostError(line.lost_text(f"the {line.what} died, or the network between us did"))
         raise CoordinatorUnreachableError(f"whatever listens at {line.url} is no gradserver {line.what}")
+
+    def give_up(self) -> None:
+        """Close at once: nobody is there who would read what is queued."""
+        for line in self._lines:
+            line.gone = True
+        self.close()
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────
 
