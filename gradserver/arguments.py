@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from protocol.limits import KIB, MAX_WORLD_SIZE, MIB
+from protocol.limits import KIB, MAX_NAME_BYTES, MAX_WORLD_SIZE, MIB
 
 if TYPE_CHECKING:
     from gradserver.engine.policy import Policy
@@ -52,6 +52,21 @@ def workers(text: str) -> int | Policy:
         return Policy(count(least), count(most) if most else MAX_WORLD_SIZE)
     except InvalidWorldSizeError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+ANY: Final = ("any",)
+"""As names of groups: all names there can be."""
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names of groups, with commas between them; `ANY` for all."""
+    found = tuple(name.strip() for name in text.split(","))
+    for name in found:
+        if not name or not name.isprintable():
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of names with commas between them")
+        if len(name.encode()) > MAX_NAME_BYTES:
+            raise argparse.ArgumentTypeError(f"{name[:40]!r}… is longer than a name can be: {MAX_NAME_BYTES} bytes")
+    return found
 
 
 def quorum(text: str) -> int | str:

@@ -20,6 +20,8 @@ _COMING_SECONDS: Final = 10.0
 _SHORT_SECONDS: Final = 2.0
 """Whoever ends so soon is not replaced at once: the next one might do the same."""
 _MOST_KILLED: Final = 8
+SHARD_TOKEN: Final = "GRADSERVER_SHARD_TOKEN"
+"""The environment's variable in which a coordinator tells the data shards that it starts what to show."""
 _LOCAL: Final = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
@@ -37,11 +39,12 @@ class Children:
     They end when the coordinator does, also if it is killed: the kernel then closes their connections to it.
 
     Args:
-        enlisted: says how many data shards have come so far, whoever started them.
+        enlisted: says how many of them have enlisted so far.
+        token: what they show to the coordinator, so that it knows them; they find it in their environment.
     """
 
-    def __init__(self, enlisted: Callable[[], int] = lambda: 0) -> None:
-        self._enlisted = enlisted
+    def __init__(self, enlisted: Callable[[], int] = lambda: 0, token: str = "") -> None:
+        self._enlisted, self._token = enlisted, token
         self._children: list[Child] = []
         self._killed = 0
         """How many were, before all were there."""
@@ -57,6 +60,7 @@ class Children:
 
     def _start_one(self) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment[SHARD_TOKEN] = self._token
         process = subprocess.Popen(
             self._command,
             env=environment,

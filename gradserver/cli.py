@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradserver
-from gradserver.arguments import number, quorum, size, sync, workers
+from gradserver.arguments import ANY, names, number, quorum, size, sync, workers
 from protocol.errors import GradServerError, InvalidArgumentError
 from protocol.limits import MAX_COUNTER, MAX_RATE, MAX_SHARDS, MAX_WORLD_SIZE, MIB
 
@@ -105,6 +105,13 @@ def _add_groups(parser: argparse._ArgumentGroup) -> None:
         "--group", default="default", metavar="NAME", help="the group that --workers speaks of (default: default)"
     )
     parser.add_argument(
+        "--groups",
+        type=names,
+        metavar="NAME,…",
+        help="serve groups of these names only; `any` for groups of any name "
+        "(default: the group that --workers speaks of; without --workers, any)",
+    )
+    parser.add_argument(
         "--gather",
         type=number(float, 0, 3600, "a number of seconds", "{:g} to {:g}"),
         metavar="S",
@@ -175,9 +182,16 @@ def _add_shards(parser: argparse._ArgumentGroup) -> None:
         help="processes of this machine that hold slices (default 1: the coordinator alone)",
     )
     parser.add_argument(
+        "--allow-shards",
+        action="store_true",
+        help="take data shards that others start with --join, too: whoever reaches the port can then offer one, and "
+        "hold back or falsify what it holds (default: none but those of --shards)",
+    )
+    parser.add_argument(
         "--join",
         metavar="URL",
-        help="be a data shard of the coordinator at URL, and hold some of its slices here "
+        help="be a data shard of the coordinator at URL, which must allow it (--allow-shards), and hold some of its "
+        "slices here "
         "(then --bind is by default a free port of the address from which that one is reached)",
     )
     parser.add_argument(
@@ -291,8 +305,8 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
 
     patience = Patience(arguments.dead_after, arguments.frozen_after)
     if arguments.join is not None:
-        for option in ("workers", "gather", *_OF_THE_LATE, "backlog", "credit", "state_dir"):
-            if getattr(arguments, option) is not None:
+        for option in ("workers", "groups", "gather", *_OF_THE_LATE, "backlog", "credit", "state_dir", "allow_shards"):
+            if getattr(arguments, option) not in (None, False):
                 raise InvalidArgumentError(
                     f"--{option.replace('_', '-')} is the coordinator's to say, not a data shard's (--join)"
                 )
@@ -317,7 +331,20 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
         quiet=arguments.quiet,
         ledger=ledger,
         patience=patience,
+        groups=_names_of_groups(arguments),
+        allow_shards=arguments.allow_shards,
     )
+
+
+def _names_of_groups(arguments: argparse.Namespace) -> frozenset[str] | None:
+    """The groups that may be founded; None for any."""
+    if arguments.groups is None:
+        return None if arguments.workers is None else frozenset([arguments.group])
+    if arguments.groups == ANY:
+        return None
+    if arguments.workers is not None and arguments.group not in arguments.groups:
+        raise InvalidArgumentError(f"--workers speaks of group {arguments.group!r}, which --groups does not name")
+    return frozenset(arguments.groups)
 
 
 def _worlds(arguments: argparse.Namespace) -> dict[str, int | Policy]:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import os
 import resource
 import secrets
 import signal
@@ -19,12 +20,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import gradserver
 from gradserver.channels.attendance import Patience
 from gradserver.channels.tcp import TcpServer
-from gradserver.children import Children
+from gradserver.children import SHARD_TOKEN, Children
 from gradserver.coordinator import Coordinator, Residuals
 from gradserver.engine import Engine
+from gradserver.engine.access import Access
 from gradserver.engine.policy import Policy
 from protocol.errors import CoordinatorStoppedError
-from protocol.limits import CREDIT_BYTES, MIB
+from protocol.limits import CREDIT_BYTES, MAX_TOKEN, MIB
 from protocol.messages import Enlist
 from protocol.url import numeric_url, parse_url
 
@@ -67,6 +69,8 @@ def serve(
     quiet: bool = False,
     ledger: Ledger | None = None,
     patience: Patience | None = None,
+    groups: frozenset[str] | None = None,
+    allow_shards: bool = False,
 ) -> int:
     """Serve as a coordinator until SIGTERM or SIGINT; returns the exit status.
 
@@ -80,6 +84,8 @@ def serve(
         quiet: whether further processes log warnings only.
         ledger: where to write down what happens; None for nowhere.
         patience: how long workers and data shards may be away; None for the defaults.
+        groups: the names under which groups may be founded; None for any.
+        allow_shards: whether data shards are taken that this process has not started.
     """
     _raise_limits()
     keep_memory()
@@ -89,8 +95,9 @@ def serve(
         digests = ledger is not None and ledger.digests
         incarnation = 0 if journal is None else journal.incarnation
         credit = CREDIT_BYTES if credit is None else credit
-        engine = Engine(worlds, credit, entropy, own, digests, incarnation, lambda who: server.is_present(who))
-        children = Children(lambda: engine.control.roster.enlisted)
+        access = Access(groups, entropy(), allow_shards)
+        engine = Engine(worlds, credit, entropy, own, digests, incarnation, lambda who: server.is_present(who), access)
+        children = Children(lambda: engine.control.roster.enlisted, access.shard_token)
         coordinator = Coordinator(engine, journal=journal, residuals=_residuals(journal), hire=children.hire)
         if journal is not None:
             coordinator.restore(journal.restored)
@@ -105,7 +112,7 @@ def serve(
 
             def all_there() -> bool:
                 children.check()
-                return len(engine.control.roster.shards) >= shards - 1
+                return engine.control.roster.own >= shards - 1
 
             try:
                 children.start(server.url, shards - 1, options + ["--quiet"] * quiet)
@@ -161,7 +168,7 @@ def serve_shard(
     with _serving(server, coordinator):
         try:
             engine.url = advertised(server.url, link)
-            offer = Enlist(engine.url, rate)
+            offer = Enlist(engine.url, rate, os.environ.get(SHARD_TOKEN, "")[:MAX_TOKEN])
             enlisted = link.enlist(offer, _JOINING_SECONDS)
             print(f"listening on {server.url} (data shard {enlisted.number} of {primary})", flush=True)
             while True:

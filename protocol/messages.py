@@ -226,10 +226,14 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class Enlist:
-    """A data shard offers itself: workers reach it at ``url``; ``rate`` is its link's in Gbit/s, if it was told."""
+    """A data shard offers itself: workers reach it at ``url``; ``rate`` is its link's in Gbit/s, if it was told.
+
+    ``token`` shows that the coordinator has started it; empty at any other.
+    """
 
     url: str
     rate: float | None = None
+    token: str = ""
 
 
 @dataclass(frozen=True, slots=True)

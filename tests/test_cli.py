@@ -18,12 +18,13 @@ import zmq
 
 import gradserver
 from gradserver.cli import main
+from gradserver.engine.access import Access
 from protocol.dtypes import FLOAT32
-from protocol.errors import WorkerLostError
+from protocol.errors import JoinRefusedError, WorkerLostError
 from protocol.messages import Ping, Status
 from protocol.plan import simple_plan
 from protocol.wire import encode
-from tests.cluster import ROOT, Daemon, Program, Task, coordinator, joined, together, wait_until
+from tests.cluster import PATIENCE, ROOT, Daemon, Program, Task, coordinator, joined, together, wait_until
 from tests.strangers import impostor, plain_server
 from worker.client import Worker
 from worker.connect import connect
@@ -263,6 +264,52 @@ def test_asking_disturbs_nobody(capsys: pytest.CaptureFixture[str]) -> None:
             task.result()
 
 
+@pytest.mark.parametrize(
+    ("options", "taken", "refused"),
+    [
+        (["--workers", "1"], ["default"], ["mine"]),
+        (["--workers", "1", "--group", "mine"], ["mine"], ["default"]),
+        (["--groups", "mine, theirs"], ["mine", "theirs"], ["default"]),
+        (["--workers", "1", "--groups", "default,mine"], ["default", "mine"], ["theirs"]),
+        (["--workers", "1", "--groups", "any"], ["default", "mine"], []),
+        ([], ["default", "mine"], []),
+    ],
+)
+def test_groups_are_founded_under_allowed_names_only(
+    options: list[str], taken: list[str], refused: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access: list[Access] = []
+
+    def serve(*_: object, groups: frozenset[str] | None, **__: object) -> int:
+        access.append(Access(groups))
+        return 0
+
+    monkeypatch.setattr("gradserver.daemon.serve", serve)
+    assert main(["serve", *options]) == 0
+    for name in taken:
+        access[0].check_group(name)
+    for name in refused:
+        with pytest.raises(JoinRefusedError, match=f"and no group '{name}'"):
+            access[0].check_group(name)
+
+
+def test_a_group_that_nobody_allowed_is_refused_with_what_to_do() -> None:
+    with Daemon("--quiet", "--workers", "1") as daemon:
+        with pytest.raises(JoinRefusedError) as caught:
+            connect(daemon.url, 0, 1, "mine", timeout=PATIENCE)
+        with connect(daemon.url, 0, 1, timeout=PATIENCE) as worker:
+            worker.barrier()
+    assert str(caught.value) == (
+        "this coordinator serves group 'default', and no group 'mine': join one of these, "
+        "or start it with `gradserver serve --groups NAME,…` (`--groups any` for any name)"
+    )
+
+
+def test_workers_of_a_group_that_groups_does_not_name_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--workers", "1", "--groups", "mine"]) == 1
+    assert "--workers speaks of group 'default', which --groups does not name" in capsys.readouterr().err
+
+
 def complaint(capsys: pytest.CaptureFixture[str], url: str) -> str:
     """The one line in which ``status`` says what is wrong."""
     assert main(["status", url]) == 1
@@ -330,6 +377,8 @@ def test_status_of_no_url(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "the following arguments are required: COMMAND"),
         (["train"], "invalid choice: 'train'"),
+        (["serve", "--groups", "a,,b"], "'a,,b' is not a list of names with commas between them"),
+        (["serve", "--groups", "a" * 129], "is longer than a name can be: 128 bytes"),
         (["serve", "--workers", "0"], "0 is out of range: a number of workers is 1 to 1024"),
         (["serve", "--workers", "two"], "'two' is not a number of workers"),
         (["serve", "--credit", "1"], "1 is out of range: a number of MiB is 2 to "),

@@ -88,7 +88,7 @@ def test_nobody_joins_twice(judge: Judge) -> None:
 @pytest.mark.parametrize("kind", [Enlist, BePresent, Enlisted])
 def test_a_data_shard_is_enlisted_whatever_is_lost_of_its_first_messages(kind: type[Message]) -> None:
     loser = Loser(kind is Enlist, kind)
-    with Daemon() as daemon, relay(daemon.url, loser) as through, Shard(through):
+    with Daemon("--allow-shards") as daemon, relay(daemon.url, loser) as through, Shard(through):
         assert loser.lost == 1
         wait_until(lambda: len(daemon.snapshot()["shards"]) == 2, "the coordinator knows of that one, and no other")
         with joined(daemon.url, 2) as workers:
@@ -98,7 +98,7 @@ def test_a_data_shard_is_enlisted_whatever_is_lost_of_its_first_messages(kind: t
 
 def test_a_data_shard_notices_soon_that_an_order_was_lost() -> None:
     loser = Loser(False, Ordered)
-    with Daemon() as daemon, relay(daemon.url, loser) as through, Shard(through) as shard:
+    with Daemon("--allow-shards") as daemon, relay(daemon.url, loser) as through, Shard(through) as shard:
         joining = Task(connect, daemon.url, 0, 1, timeout=PATIENCE)
         assert shard.end() == 1
         assert "was lost on the way" in shard.complaints()[-1]
@@ -109,7 +109,7 @@ def test_a_data_shard_notices_soon_that_an_order_was_lost() -> None:
 def test_who_cannot_come_to_a_data_shard_hears_soon_why(kind: type[Message], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a member already then, so another connection would not help."""
     loser = Loser(kind is Attend, kind)
-    with Daemon() as daemon, Shard(daemon.url) as shard, relay(shard.url, loser) as through:
+    with Daemon("--allow-shards") as daemon, Shard(daemon.url) as shard, relay(shard.url, loser) as through:
         monkeypatch.setattr("worker.tcp.beside", lambda *_: through)
         joining = Task(connect, daemon.url, 0, 1, timeout=PATIENCE, channel="tcp")
         assert "was lost on the way" in str(joining.error(ConnectionLostError, PATIENCE / 2))

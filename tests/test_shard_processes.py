@@ -74,7 +74,7 @@ class Shard(Program):
 def shards(*rates: str, primary: str = "") -> Iterator[tuple[Daemon, list[Shard]]]:
     """A coordinator, and a data shard for each of ``rates`` (Gbit/s; empty: it says none)."""
     with ExitStack() as stack:
-        coordinator = stack.enter_context(Daemon(*(["--rate", primary] if primary else [])))
+        coordinator = stack.enter_context(Daemon("--allow-shards", *(["--rate", primary] if primary else [])))
         started = [Shard(coordinator.url, *(["--rate", rate] if rate else [])) for rate in rates]
         for shard in started:
             stack.enter_context(shard)
@@ -432,6 +432,20 @@ def test_an_offer_of_nonsense_is_refused(
     assert len(pair[0].snapshot()["shards"]) == 2
 
 
+def test_a_shard_that_nobody_allowed_is_refused_and_those_that_the_coordinator_starts_are_taken() -> None:
+    with Daemon("--shards", "2", "--quiet") as coordinator:
+        with Stranger(coordinator.url) as stranger:
+            stranger.send(Enlist("tcp://10.0.0.9:1", None, "guessed"))
+            error = stranger.error()
+            assert len(coordinator.snapshot()["shards"]) == 2
+        said = complaint("--join", coordinator.url)
+    assert type(error) is JoinRefusedError
+    assert "tcp://10.0.0.9:1 is none of them: start the coordinator with `gradserver serve --allow-shards`" in str(
+        error
+    )
+    assert "--allow-shards" in said
+
+
 def test_a_shard_that_reports_nonsense_is_thrown_out_and_a_member_cannot_report(pair: tuple[Daemon, Shard]) -> None:
     coordinator, _ = pair
     with Stranger(coordinator.url) as stranger:
@@ -507,6 +521,8 @@ def test_joining_where_nobody_is_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (["--workers", "2"], "--workers is the coordinator's to say"),
         (["--credit", "8"], "--credit is the coordinator's to say"),
+        (["--groups", "mine"], "--groups is the coordinator's to say"),
+        (["--allow-shards"], "--allow-shards is the coordinator's to say"),
         (["--shards", "2"], "--shards is for a coordinator"),
         (["--rate", "0"], "a data shard of rate 0 would hold nothing"),
     ],

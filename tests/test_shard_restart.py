@@ -18,6 +18,7 @@ from tests.test_restart import Group
 from tests.test_shard_processes import Shard, children_of
 
 CHILDREN = ("--shards", "3")
+ALLOWED = ("--allow-shards",)
 
 
 @contextmanager
@@ -63,7 +64,9 @@ def test_no_bit_depends_on_a_shard_that_is_killed(channel: str, tmp_path: Path) 
 def test_a_shard_of_another_host_comes_back_to_a_coordinator_that_was_killed(tmp_path: Path) -> None:
     with ExitStack() as stack:
         group = Group(
-            *(stack, tmp_path / "state", "tcp", "fp32", 40), beside=lambda url: stack.enter_context(Shard(url))
+            *(stack, tmp_path / "state", "tcp", "fp32", 40),
+            options=ALLOWED,
+            beside=lambda url: stack.enter_context(Shard(url)),
         )
         group.workers[0].expect("round 5 ")
         group.kill()
@@ -80,6 +83,7 @@ def held(tmp_path: Path, channel: str) -> Iterator[tuple[Group, Shard]]:
     with ExitStack() as stack:
         group = Group(
             *(stack, tmp_path / "state", channel, "fp32", 12, "5"),
+            options=ALLOWED,
             beside=lambda url: joined.append(stack.enter_context(Shard(url))),
         )
         for worker in group.workers:

@@ -155,7 +155,7 @@ class Fleet:
         port = 0 if isinstance(place, Here) else _PORT
         arguments = ["serve", "--bind", f"tcp://{place.coordinator_address()}:{port}", "--quiet"]
         if self._needs.shards:
-            arguments += ["--rate", "0"]  # it only says who is there: all slices are the shards'
+            arguments += ["--rate", "0", "--allow-shards"]  # it only says who is there: all slices are the shards'
         url = self._serve("coordinator", arguments, place.coordinator_prefix())
         if self._needs.shards:
             for rank in range(self.workers):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from gradserver.engine.access import OPEN, Access
 from gradserver.engine.control import Control
 from gradserver.engine.data import Data
 from gradserver.engine.events import (
@@ -54,6 +55,7 @@ class Engine:
         incarnation: how often a coordinator has begun where this one writes its records; 0 if nobody keeps them.
             Elastic groups are durable if somebody does.
         runs: whether the process that has a presence (`protocol.presence`) is known to run, whatever else it does.
+        access: which groups strangers may found, and whose data shards are taken.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class Engine:
         digests: bool = False,
         incarnation: int = 0,
         runs: Callable[[str], bool] = lambda _: False,
+        access: Access = OPEN,
     ) -> None:
-        self.control = Control(Registry(worlds or {}, credit, entropy, rate, digests, incarnation, runs))
+        self.control = Control(Registry(worlds or {}, credit, entropy, rate, digests, incarnation, runs, access))
         self.data = Data()
 
     def handle(self, event: Event, now: float) -> list[Command]:

@@ -26,6 +26,7 @@ def join(registry: Registry, connection: int, message: Join, now: float, command
     check_name("the group's name", message.group, MAX_NAME_BYTES)
     group = registry.groups.get(message.group)
     if group is None:
+        registry.access.check_group(message.group)
         group = new_group(message, registry.worlds.get(message.group, 0), len(registry.groups))
     check_applicant(group, message, now)
     registry.groups[message.group] = group

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from gradserver.engine.access import OPEN, Access
 from gradserver.engine.elastic import go_on
 from gradserver.engine.events import Command, OpenGroup, Order, RemoteOrder, Seat, Send
 from gradserver.engine.membership import Group, check_world
@@ -30,6 +31,7 @@ class Registry:
         digests: whether data halves hash what they sum.
         incarnation: how often a coordinator has begun where this one writes its records; 0 if nobody keeps them.
         runs: whether the process that has a presence is known to run.
+        access: which groups strangers may found, and whose data shards are taken.
 
     Attributes:
         groups: by name.
@@ -46,6 +48,7 @@ class Registry:
         digests: bool,
         incarnation: int,
         runs: Callable[[str], bool],
+        access: Access = OPEN,
     ) -> None:
         if credit < MIN_CREDIT_BYTES:
             raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
@@ -54,7 +57,8 @@ class Registry:
                 check_world(world, f"group {name!r}")
         self.groups: dict[str, Group] = {}
         self.places: dict[int, str] = {}
-        self.roster = Roster(entropy, rate)
+        self.roster = Roster(entropy, rate, access)
+        self.access = access
         self.worlds = dict(worlds)
         self.credit = credit
         self.incarnation = incarnation

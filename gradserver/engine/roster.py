@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from gradserver.engine.access import OPEN, Access
 from gradserver.engine.events import Command, Log, Send
 from gradserver.engine.membership import Group, check_name
 from gradserver.engine.records import RoundRecord
@@ -24,11 +25,12 @@ _MAX_PARTIAL = 256
 
 @dataclass(frozen=True, slots=True)
 class DataShard:
-    """One that has enlisted. ``rate`` in Gbit/s, None if nobody said."""
+    """One that has enlisted. ``rate`` in Gbit/s, None if nobody said. ``own``: the coordinator has started it."""
 
     number: int
     url: str
     rate: float | None
+    own: bool = True
 
 
 class Roster:
@@ -37,11 +39,13 @@ class Roster:
     Args:
         entropy: gives text that nobody can guess; without it no shards are taken.
         rate: of the coordinator's own link, in Gbit/s; None if nobody said.
+        access: whose shards are taken.
     """
 
-    def __init__(self, entropy: Callable[[], str] | None, rate: float | None) -> None:
+    def __init__(self, entropy: Callable[[], str] | None, rate: float | None, access: Access = OPEN) -> None:
         self.shards: dict[int, DataShard] = {}
-        self._entropy = entropy
+        self._entropy, self._access = entropy, access
+        self._own = 0
         self._rate = rate
         self._numbers = 0
 
@@ -54,12 +58,15 @@ class Roster:
         check_name("a data shard's URL", offer.url, MAX_URL)
         if parse_url(offer.url)[1] == 0:
             raise MalformedMessageError(f"{offer.url} is no data shard's URL: it has no port")
+        self._access.check_shard(offer.url, offer.token)
         if any(shard.url == offer.url for shard in self.shards.values()):
             raise JoinRefusedError(f"there is a data shard at {offer.url} already")
         if len(self.shards) >= MAX_SHARDS - 1:
             raise LimitExceededError(f"this coordinator has {MAX_SHARDS} data shards already, its own included")
         self._numbers += 1
-        shard = self.shards[connection] = DataShard(self._numbers, offer.url, offer.rate)
+        own = self._access.is_own_shard(offer.token)
+        self._own += own
+        shard = self.shards[connection] = DataShard(self._numbers, offer.url, offer.rate, own)
         commands.append(Send(connection, Enlisted(shard.number, returns)))
         rate = "" if shard.rate is None else f", {shard.rate:g} Gbit/s"
         commands.append(Log(f"data shard {shard.number} is at {shard.url}{rate}"))
@@ -77,8 +84,13 @@ class Roster:
 
     @property
     def enlisted(self) -> int:
-        """How many have, so far."""
-        return self._numbers
+        """How many of those that the coordinator has started have, so far."""
+        return self._own
+
+    @property
+    def own(self) -> int:
+        """How many of those that the coordinator has started are there."""
+        return sum(shard.own for shard in self.shards.values())
 
     def token(self) -> str:
         """Text that nobody can guess, to show shards or to be a group's secret; empty if there is none."""
