@@ -16,7 +16,7 @@ GradServerError
 ├── DisagreementError             the job's: members of one group want different things
 │   ├── PlanMismatchError
 │   ├── CollectiveMismatchError
-│   ├── AbandonedError            somebody went on without this exchange, and that is all that is known
+│   ├── AbandonedError            between a data shard and a worker: a member went on without this exchange
 │   ├── DivergedError             replicas that must hold the same weights do not
 │   └── MembershipChangedError    an elastic group is not the one that this call was made in: call it again
 ├── PeerError                     another worker's
@@ -138,7 +138,14 @@ class CollectiveMismatchError(DisagreementError):
 
 
 class AbandonedError(DisagreementError):
-    """A member went on without this exchange, as it does when the exchange has failed at another data shard."""
+    """A member went on without this exchange, as it does when the exchange has failed at another data shard.
+
+    A data shard says so to a worker. The worker raises what the other shard says.
+    """
+
+    def when_nothing_failed(self) -> CollectiveMismatchError:
+        """Tell what this means when no shard says of a failure: that member has called something else."""
+        return CollectiveMismatchError(f"{self.message}: the members have called different collectives")
 
 
 class DivergedError(DisagreementError):

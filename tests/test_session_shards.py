@@ -218,7 +218,12 @@ def test_that_somebody_has_gone_on_is_told_only_if_nobody_knows_why(session: Ses
     for shard in range(3):
         assert not handle.done()
         fail(session, shard, collective(1), AbandonedError("'w0' (rank 0) went on"))
-    with pytest.raises(AbandonedError):
+    with pytest.raises(CollectiveMismatchError, match="'w0' .rank 0. went on: the members have called different"):
+        handle.wait()
+
+    handle = all_reduce(session, memory(0.1))
+    fail(session, 0, collective(2), AbandonedError("'w0' (rank 0) went on"))
+    with pytest.raises(CollectiveMismatchError, match="went on: the members have called different collectives"):
         handle.wait()
 
 

@@ -19,6 +19,7 @@ from hypothesis import given, settings, strategies as st
 
 from gradserver.engine.events import NonFinite, Reduce
 from gradserver.engine.policy import Policy
+from protocol.dtypes import FLOAT32
 from protocol.errors import (
     AbandonedError,
     CollectiveMismatchError,
@@ -29,7 +30,7 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.exchange import ExchangeKey, Kind, Layout, Operation, Stream, pool_of
+from protocol.exchange import ExchangeKey, Kind, Layout, Op, Operation, Stream, pool_of
 from protocol.messages import Failure, Result, Scope
 from protocol.shards import Table, share_of
 from tests.engine_harness import SEATS, TIMEOUT, Array, all_reduce, bucket, collective, plan_of, reference, small_slices
@@ -223,6 +224,22 @@ class Cluster:
         self.harness.flush()
         self.deliver()
 
+    def run_to_deadlines(self) -> None:
+        """Go on until nothing waits for anything either."""
+        self.run()
+        while (deadline := self.harness.next_deadline()) is not None:
+            self.harness.wait(deadline - self.harness.now)
+            self.run()
+
+    def call_another(self, rank: int, key: ExchangeKey, other: Operation) -> None:
+        """``rank`` calls ``other`` as ``key``, and gives nothing to it."""
+        client, share = self.clients[rank], self.table.share(key, other)
+        client.parts = [part for part in client.parts if part.key != key]
+        for shard in range(self.table.shards):
+            start, stop = share.interval(shard)
+            if start < stop:
+                client.parts.append(Part(key, other, share.layout, shard, start, stop, None, 0.0))
+
     def push(self, client: Client, part: Part) -> None:
         index, part.sent = part.sent, part.sent + 1
         operation = None if part.key.stream == Stream.BUCKET or index != part.start else part.operation
@@ -272,15 +289,16 @@ class Cluster:
         return [(rank, key) for key in self.scenario.operations for rank, x in self.outcomes(key).items() if x is None]
 
     def errors(self) -> list[GradServerError]:
-        """What everybody was told. That somebody has gone on is not said to anybody who is not told why elsewhere."""
+        """What everybody is told. As a worker does: that somebody has gone on means more if no shard says why."""
         found: dict[tuple[int, ExchangeKey], list[GradServerError]] = {}
         for rank, client in self.clients.items():
             for part in client.parts:
                 if part.error is not None:
                     found.setdefault((rank, part.key), []).append(part.error)
         told = [e for errors in found.values() for e in errors if not isinstance(e, AbandonedError)]
+        unexplained = [errors for errors in found.values() if all(isinstance(e, AbandonedError) for e in errors)]
         return told + [
-            e for errors in found.values() for e in errors if all(isinstance(e, AbandonedError) for e in errors)
+            e.when_nothing_failed() for errors in unexplained for e in errors if isinstance(e, AbandonedError)
         ]
 
     def results(self) -> dict[tuple[ExchangeKey, int], tuple[float, bytes]]:
@@ -449,10 +467,7 @@ def test_every_wait_for_somebody_who_stopped_ends_with_an_error_that_names_him(
         cluster.clients[stopped].stalled = True
 
     cluster.at[step] = stop
-    cluster.run()
-    while (deadline := cluster.harness.next_deadline()) is not None:
-        cluster.harness.wait(deadline - cluster.harness.now)
-        cluster.run()
+    cluster.run_to_deadlines()
 
     assert {rank for rank, _ in cluster.unfinished()} <= {stopped}
     for error in cluster.errors():
@@ -497,19 +512,10 @@ def test_a_collective_that_is_not_the_same_everywhere_fails_and_the_group_goes_o
     key = ExchangeKey(Stream.COLLECTIVE, number)
     if other.numel % scenario.world or other.root >= scenario.world or other == scenario.operations[key]:
         return
-    client = cluster.clients[rank]
-    client.parts = [part for part in client.parts if part.key != key]
-    share = cluster.table.share(key, other)
-    for shard in range(len(rates)):
-        start, stop = share.interval(shard)
-        if start < stop:
-            client.parts.append(Part(key, other, share.layout, shard, start, stop, None, 0.0))
     if other.kind not in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):  # it gives nothing: only what is weighed may do that
         return
-    cluster.run()
-    while (deadline := cluster.harness.next_deadline()) is not None:  # at a shard that only some of them came to
-        cluster.harness.wait(deadline - cluster.harness.now)
-        cluster.run()
+    cluster.call_another(rank, key, other)
+    cluster.run_to_deadlines()
 
     assert cluster.unfinished() == []
     assert set(cluster.outcomes(key).values()) == {False}
@@ -518,6 +524,24 @@ def test_a_collective_that_is_not_the_same_everywhere_fails_and_the_group_goes_o
     for other_key in scenario.operations:
         if other_key != key:
             assert set(cluster.outcomes(other_key).values()) == {True}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_different_collectives_at_different_shards_are_a_mismatch_though_no_shard_sees_both(rank: int) -> None:
+    """Nobody waits for a deadline where both have gone on, and each shard knows of one collective alone."""
+    gathered = Operation(Kind.ALL_GATHER, Op.NONE, FLOAT32, 2)
+    scattered = Operation(Kind.REDUCE_SCATTER, Op.SUM, FLOAT32, 2)
+    scenario = Scenario(2, (1,), 1, (gathered, all_reduce(3)), (), 0)
+    found = set()
+    for seed in range(20):
+        cluster = Cluster(scenario, seed, (1.0, 1.0, 1.0))
+        cluster.call_another(rank, collective(0), scattered)
+        cluster.run_to_deadlines()
+        assert set(cluster.outcomes(collective(0)).values()) == {False}
+        assert set(cluster.outcomes(collective(1)).values()) == {True}
+        found |= {type(error) for error in cluster.errors()}
+
+    assert found == {CollectiveMismatchError, DeadlineError}
 
 
 # ── L7: memory is bounded ─────────────────────────────────────────────────────────────────────────────

@@ -470,6 +470,8 @@ class Traffic(Latecomer):
                 if exchange.siblings is not None:
                     done, verdict = self._part_over(exchange, exchange.siblings, error)
                     reason = verdict or error
+                elif isinstance(error, AbandonedError):
+                    reason = error.when_nothing_failed()
         for handle in held_back:
             handle._complete(error)
         if exchange is None:
@@ -489,7 +491,7 @@ class Traffic(Latecomer):
         """
         siblings.left -= 1
         if isinstance(error, AbandonedError):
-            siblings.verdict = error
+            siblings.verdict = error.when_nothing_failed()
         elif error is not None and siblings.error is None:
             siblings.error = error
             for shard in self._shards:
