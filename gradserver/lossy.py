@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gradserver.engine.events import RESULT, Digests, NonFinite, Reduce, Undecodable
-from gradserver.mean import Array, Outcome, divide, is_finite, scratch, weigh
+from gradserver.engine.policy import OnNonFinite
+from gradserver.mean import Array, Outcome, divide, is_finite, scratch, weigh, with_one_nan
 from protocol.codecs import Codec, Scratch, seed_of
 from protocol.digest import digest
 from protocol.errors import ProtocolError
@@ -34,7 +35,7 @@ _codecs = _Codecs()
 
 def reduce_lossy(command: Reduce) -> Outcome:
     """The encoded mean of encoded contributions of float32, weighed as any other."""
-    codec = command.operation.codec
+    codec, guarded = command.operation.codec, command.nonfinite is not OnNonFinite.PROPAGATE
     equal, divisor, weights = weigh([contribution.weight for contribution in command.contributions])
     given: list[_Given] = []
     for contribution, weight in zip(command.contributions, weights, strict=True):
@@ -56,7 +57,7 @@ def reduce_lossy(command: Reduce) -> Outcome:
                 return undecodable
             divide(mean, divisor)
             rest = None if owed is None else owed.carry(elements)
-            if not _encode(codec, mean, rest, result[piece], seed + number):
+            if not _encode(codec, mean, rest, result[piece], seed + number, guarded):
                 return _blame(command, seed)
             if command.digests is not None:
                 _hash(command, command.digests, elements, piece, [*given, _Given(RESULT, None, result)])
@@ -151,12 +152,17 @@ def _sum(given: list[_Given], codec: Codec, piece: slice, total: Array, seed: in
     return None
 
 
-def _encode(codec: Codec, mean: Array, residual: Array | None, out: Array, seed: int) -> bool:
-    """Encode one block of the mean, with what it is owed if somebody keeps count. False if it is not finite."""
+def _encode(codec: Codec, mean: Array, residual: Array | None, out: Array, seed: int, guarded: bool) -> bool:
+    """Encode one block of the mean, with what it is owed if somebody keeps count; that stays owed if it is not finite.
+
+    False if it is not finite and ``guarded``: nothing was encoded then.
+    """
     if residual is not None and codec.compensate_block(mean, residual, out, seed, _codecs.scratch):
         return True
     if not is_finite(mean):
-        return False
+        if guarded:
+            return False
+        with_one_nan(mean)
     codec.encode_block(mean, out, seed, _codecs.scratch)
     return True
 

@@ -35,6 +35,12 @@ def is_finite(values: Array) -> bool:
     return math.isfinite(np.maximum.reduce(values)) and math.isfinite(np.minimum.reduce(values))
 
 
+def with_one_nan(values: Array) -> Array:
+    """``values``, in which every NaN has the same bits: which of two NaN a sum keeps is the processor's choice."""
+    np.copyto(values, np.nan, where=np.isnan(values))
+    return values
+
+
 def divide(total: Array, divisor: float) -> None:
     """Divide in place. By a power of two a product has the same bits, and comes sooner."""
     number = total.dtype.type

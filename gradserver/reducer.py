@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.engine.events import RESULT, Broken, NonFinite, Reduce
+from gradserver.engine.policy import OnNonFinite
 from gradserver.lossy import reduce_lossy
-from gradserver.mean import Outcome, divide, is_finite, scratch, weigh
+from gradserver.mean import Outcome, divide, is_finite, scratch, weigh, with_one_nan
 from protocol.buffer import Buffer
 from protocol.digest import digest
 from protocol.dtypes import DType, numpy_dtype
@@ -175,6 +176,7 @@ class _Job:
     def __init__(self, command: Reduce) -> None:
         operation = command.operation
         self._op, self._dtype = operation.op, operation.dtype
+        self._guarded = command.nonfinite is not OnNonFinite.PROPAGATE
         self._elements = _number_type(self._dtype, Op.SUM if self._op is Op.MEAN else self._op)
         self._stored = _stored_type(self._dtype, self._elements)
         if self._op in (Op.NONE, Op.FIRST):  # bytes that are passed on
@@ -228,13 +230,13 @@ class _Job:
         return None
 
     def _mean(self, rows: Sequence[Array | None]) -> Array | None:
-        """The mean of a block; None if it has elements that are not finite."""
+        """The mean of a block; None if it has elements that are not finite and must not have any."""
         given = [(weight, row) for weight, row in zip(self._weights, rows, strict=True) if row is not None]
         if len(rows) == 1:  # its own mean, bit by bit; copied first, as a sharer could change it after the check
             ((_, row),) = given
             own = scratch(0, row.size, row.dtype)
             own[:] = row
-            return own if is_finite(self._widen(own)) else None
+            return own if not self._guarded or is_finite(self._widen(own)) else None
         values = [(weight, self._widen(row)) for weight, row in given]
         first = values[0][1]
         total = scratch(0, first.size, first.dtype)
@@ -252,7 +254,9 @@ class _Job:
                 np.multiply(row, self._elements.type(weight), out=product)
                 np.add(total, product, out=total)
         divide(total, self._divisor)
-        return self._narrow(total) if is_finite(total) else None
+        if is_finite(total):
+            return self._narrow(total)
+        return None if self._guarded else self._narrow(with_one_nan(total))
 
     def _fold(self, rows: Sequence[Array | None]) -> Array:
         """Sum, minimum, maximum or product of a block."""

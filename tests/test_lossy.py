@@ -169,6 +169,22 @@ def test_what_is_not_finite_halts_everybody_and_names_the_worker(wire: str) -> N
         assert ("or one beside it" in str(error)) == (wire not in ("bf16", "fp16"))
 
 
+@pytest.mark.parametrize("wire", DENSE)
+def test_lossy_collective_carries_what_is_not_finite_as_any_number(wire: str) -> None:
+    def work(worker: Worker) -> tuple[Array, Array]:
+        values = np.ones(SIZE, np.float32)
+        if worker.rank == 1:
+            values[[77, SIZE - 1]] = np.nan, np.inf
+        worker.all_reduce(values)
+        return values, worker.all_reduce(np.ones(SIZE, np.float32))
+
+    for mean, next_mean in on(3, wire, work):
+        assert np.isnan(mean[77])
+        assert np.isnan(mean[-1]) if wire == "int8" else mean[-1] == np.inf
+        assert np.isfinite(mean[1000:100_000]).all()
+        np.testing.assert_allclose(next_mean, 1, rtol=1e-2)
+
+
 def test_bytes_that_say_nothing_are_their_senders_fault() -> None:
     codec = codec_of("topk:0.1")
     good = bytes(codec.encode(gradient(0, 1000), None, seed_of(0, 0, 0)))

@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 from gradserver import reducer
 from gradserver.engine.events import Broken, Contribution, NonFinite, Reduce, Undecodable
+from gradserver.engine.policy import OnNonFinite
 from protocol.buffer import Buffer
 from protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
 from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
@@ -263,6 +264,31 @@ def test_mean_that_overflows_blames_nobody() -> None:
     largest = np.full(3, np.finfo(np.float32).max)
 
     assert blamed([largest, largest]) == NonFinite(-1, 0, "Inf")
+
+
+@pytest.mark.parametrize("name", HAVE_NAN)
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1.0, 2.0, 3.0]])
+def test_mean_that_is_to_carry_all_numbers_has_nan_where_one_had_and_alike_wherever_it_is_cut(
+    name: str, weights: list[float]
+) -> None:
+    tensors = [tensor.clone() for tensor in samples(name, 3, 50)]
+    clean = bytes(reduce(command(Op.MEAN, name, [bits(tensor) for tensor in tensors], weights)))  # type: ignore[arg-type]
+    tensors[0][17] = -math.nan
+    tensors[2][17] = tensors[1][48] = math.nan
+
+    def carried(start: int, stop: int) -> bytes:
+        whole = command(Op.MEAN, name, [bits(tensor[start:stop].clone()) for tensor in tensors], weights)
+        outcome = reduce(whole._replace(nonfinite=OnNonFinite.PROPAGATE))
+        assert not isinstance(outcome, NonFinite)
+        return bytes(outcome)
+
+    result, size = carried(0, 50), tensors[0].element_size()
+    rows = torch.frombuffer(bytearray(result), dtype=tensors[0].dtype)
+    assert [place for place in range(50) if torch.isnan(rows[place])] == [17, 48]
+    for place in set(range(50)) - {17, 48}:
+        assert result[place * size : (place + 1) * size] == clean[place * size : (place + 1) * size]
+    for cut in (1, 17, 18, 33, 49):
+        assert carried(0, cut) + carried(cut, 50) == result
 
 
 def test_sum_of_finite_elements_may_overflow_in_the_check_itself() -> None:

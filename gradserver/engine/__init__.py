@@ -6,7 +6,7 @@ Laws that this package keeps, whatever order events come in (each has a property
   the same place is refused.
 - Contributions are reduced in rank order (L2), when the last one is in, and everybody gets the same result (L1).
 - Everything that waits has a deadline (L5), and its error names who is missing.
-- After a non-finite contribution no result leaves any more (L6).
+- After a non-finite contribution to a bucket no result leaves any more (L6).
 - What a member has in flight is bounded by its credit (L7).
 - Whatever one connection sends, others lose nothing but the partner they cannot do without (L8).
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gradserver.engine.policy import Lateness
+from gradserver.engine.policy import Lateness, OnNonFinite
 from gradserver.engine.records import Kind, RoundRecord
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError
@@ -162,6 +162,7 @@ class Reduce(NamedTuple):
         targets: memory that the result is written to. Some of it may be where contributions lie.
         keep: whether the result's bytes are wanted too, in memory of their own.
         digests: what to hash for the ledger; None for nothing.
+        nonfinite: what becomes of contributions to a mean that are not finite.
     """
 
     group: str
@@ -177,6 +178,7 @@ class Reduce(NamedTuple):
     targets: Sequence[Buffer]
     keep: bool
     digests: Digests | None = None
+    nonfinite: OnNonFinite = OnNonFinite.HALT
 
 
 @dataclass(frozen=True, slots=True)

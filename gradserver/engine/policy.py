@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 from protocol.errors import InvalidArgumentError, InvalidWorldSizeError
 from protocol.limits import BACKLOG_BYTES, MAX_TIMEOUT, MAX_WORLD_SIZE
@@ -16,6 +17,15 @@ RECONNECT_SECONDS = 60.0
 MISSING_SECONDS = 2.0
 GRACE_SECONDS = 0.5
 """How long those have who are not of the quorum, if nobody says otherwise."""
+
+
+class OnNonFinite(StrEnum):
+    """What becomes of a round's gradients that are not finite."""
+
+    HALT = "halt"
+    """The group stops, and everybody gets an error that names worker, bucket and parameter."""
+    PROPAGATE = "propagate"
+    """They count like any number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from gradserver.engine.events import Command, Contribution, Digests, Reduce, Report, RoundCompleted, Send
 from gradserver.engine.exchanges import WEIGHED, Exchange, Piece, Run
 from gradserver.engine.groups import Group
+from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.rounds import Round
 from gradserver.engine.unasked import listeners, send_unasked, without
 from protocol.buffer import Buffer
@@ -43,11 +44,14 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
     nbytes, numel = layout.run_bytes(piece.start, piece.stop), layout.run_numel(piece.start, piece.stop)
     keep = len(targets) < len(getters) or bool(listeners(group, exchange, piece))
     key = exchange.key
-    hashed = key.stream == Stream.BUCKET and group.rounds[key.number].hashed
-    digests = Digests(group.places[key.part], []) if hashed else None
+    digests, nonfinite = None, OnNonFinite.PROPAGATE  # a collective carries any number
+    if key.stream == Stream.BUCKET:
+        nonfinite = OnNonFinite.HALT
+        if group.rounds[key.number].hashed:
+            digests = Digests(group.places[key.part], [])
     where = group.order.group, group.order.epoch, key, piece.start
     what = operation, layout.span(piece.start)[0], nbytes, numel
-    commands.append(Reduce(*where, *what, group.state, contributions, targets, keep, digests))
+    commands.append(Reduce(*where, *what, group.state, contributions, targets, keep, digests, nonfinite))
     return []
 
 

@@ -258,6 +258,8 @@ class Int8(Codec):
         integers = work.view(np.float32)
         _by_group(np.divide, values, scales, integers)
         np.rint(integers, out=integers)
+        if not finite:  # what NaN is as an integer is the processor's choice
+            np.copyto(integers, 0, where=np.isnan(integers))
         np.copyto(out[begin:].view(np.int8), integers, casting="unsafe")
         return scales if finite else None
 
