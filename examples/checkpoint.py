@@ -36,7 +36,7 @@ def main() -> None:
         model = gradserver.DistributedDataParallel(network, worker)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
-        data = gradserver.ShardSampler.for_worker(dataset, worker, seed=17)
+        data = gradserver.ShardSampler.for_worker(dataset, worker, seed=17, uneven="keep")
         job = gradserver.Job(model, optimizer, scheduler, data=data, checkpoint=DIRECTORY, every=10)
         print(f"from round {job.round}", flush=True)
         if job.resumed is None:

@@ -90,7 +90,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
     average = Average(model)
-    data = ShardSampler.for_worker(dataset, worker, seed=17)
+    data = ShardSampler.for_worker(dataset, worker, seed=17, uneven="keep")
     job = Job(
         model, optimizer, scheduler, data=data, state={"average": average}, checkpoint=checkpoint, every=every, keep=2
     )

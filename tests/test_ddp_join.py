@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from gradserver import DistributedDataParallel
+from gradserver import DistributedDataParallel, ShardSampler
+from protocol.errors import WorkerLeftError
 from tests.models import (
     Convolutional,
     Transformer,
@@ -40,6 +42,46 @@ torch.set_num_threads(1)
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def epochs_of(worker: Worker, **options: Any) -> tuple[list[list[int]], dict[str, Tensor]]:
+    """Train as a plain script does, three epochs of 129 samples; gives those of each epoch, and the weights."""
+    data = TensorDataset(torch.arange(129).float().unsqueeze(1) / 129, torch.arange(129))
+    sampler = ShardSampler.for_worker(data, worker, **options)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    model = DistributedDataParallel(nn.Linear(1, 1), worker)
+    optimizer = adam(model)
+    used: list[list[int]] = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        used.append([])
+        for inputs, numbers in loader:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            used[-1] += numbers.tolist()
+    worker.close("its work was done")
+    return used, state_of(model.module)
+
+
+def test_a_plain_loop_over_data_that_does_not_divide_evenly() -> None:
+    (used, weights), (others, weights_there) = on(2, epochs_of)
+
+    assert same(weights, weights_there)
+    for mine, theirs in zip(used, others, strict=True):
+        assert (len(mine), len(theirs)) == (65, 65)
+        assert set(mine) | set(theirs) == set(range(129))
+
+
+def test_a_worker_that_has_run_out_of_batches_is_told_of_with_what_to_do() -> None:
+    with pytest.raises(WorkerLeftError) as caught:
+        on(2, epochs_of, uneven="keep")
+
+    assert str(caught.value) == (
+        "'worker-1' (rank 1) left after round 5 and is needed to go on: its work was done. If it had no batches left: "
+        "give all workers equally many, with ShardSampler(uneven='pad'), wrap the loop in model.join(optimizer), or "
+        "hand samples out with DataRanges"
+    )
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adam])

@@ -304,7 +304,7 @@ def test_what_a_checkpoint_has(tmp_path: Path) -> None:
     assert list(tree["state"]) == ["average"]
     assert (tree["round"], tree["group"], tree["workers"]) == (2, "local", ["worker-0", "worker-1"])
     assert tree["data"] == {
-        "order": {"length": SAMPLES, "shuffle": True, "seed": 17, "drop_uneven": False},
+        "order": {"length": SAMPLES, "shuffle": True, "seed": 17, "uneven": "keep"},
         "epoch": 0,
         "begun": True,
         "done": [(10, 10)],

@@ -378,7 +378,7 @@ def test_who_joins_goes_on_in_the_present_epoch_and_later_ones_are_dealt_among_a
         def train(worker: Worker) -> tuple[int, int]:
             network = nn.Linear(1, 1)
             model = DistributedDataParallel(network, worker)
-            sampler = ShardSampler.for_worker(dataset, worker, seed=3)
+            sampler = ShardSampler.for_worker(dataset, worker, seed=3, uneven="keep")
             loader = DataLoader(dataset, batch_size=2, sampler=sampler)
             job = Job(model, torch.optim.SGD(model.parameters(), lr=0.01), data=sampler)
             for (inputs,) in job.batches(loader, epochs=3):

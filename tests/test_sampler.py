@@ -20,11 +20,18 @@ from protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorld
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset  # noqa: E402
+from torch.utils.data import (  # noqa: E402
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+)
 
 from tests.refusals import refused  # noqa: E402
 from worker.permutation import epoch_permutation  # noqa: E402
-from worker.sampler import ShardSampler  # noqa: E402
+from worker.sampler import ShardSampler, Uneven  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,14 +50,20 @@ def shards(length: int, world_size: int, epoch: int = 0, **options: Any) -> list
     return drawn
 
 
+def of_torch(length: int, world_size: int, rank: int, drop_last: bool = False) -> list[int]:
+    """What torch's own sampler gives without shuffling."""
+    data: Any = range(length)
+    return list(DistributedSampler[int](data, world_size, rank, shuffle=False, drop_last=drop_last))
+
+
 # --- shards ----------------------------------------------------------------------------------------
 
 
 @given(length=lengths, world_size=world_sizes, shuffle=st.booleans(), seed=keys, epoch=keys)
-def test_shards_are_disjoint_complete_and_balanced(
+def test_kept_shards_are_disjoint_complete_and_balanced(
     length: int, world_size: int, shuffle: bool, seed: int, epoch: int
 ) -> None:
-    drawn = shards(length, world_size, epoch, shuffle=shuffle, seed=seed)
+    drawn = shards(length, world_size, epoch, shuffle=shuffle, seed=seed, uneven="keep")
 
     assert sorted(sample for shard in drawn for sample in shard) == list(range(length))
     sizes = [len(shard) for shard in drawn]
@@ -58,10 +71,33 @@ def test_shards_are_disjoint_complete_and_balanced(
 
 
 @given(length=lengths, world_size=world_sizes, shuffle=st.booleans(), epoch=keys)
-def test_drop_uneven_makes_equal_shards_and_drops_only_the_remainder(
+def test_by_default_shards_are_padded_to_one_length_as_torch_does(
     length: int, world_size: int, shuffle: bool, epoch: int
 ) -> None:
-    drawn = shards(length, world_size, epoch, shuffle=shuffle, drop_uneven=True)
+    drawn = shards(length, world_size, epoch, shuffle=shuffle)
+    kept = shards(length, world_size, epoch, shuffle=shuffle, uneven="keep")
+
+    assert {len(shard) for shard in drawn} == {-(-length // world_size)}
+    assert [shard[: len(own)] for shard, own in zip(drawn, kept, strict=True)] == kept
+    order = [shard[turn] for turn in range(len(drawn[0])) for shard in drawn]
+    assert order == (order[:length] * world_size)[: len(order)], "repeated from the beginning of the epoch's order"
+    if length and not shuffle:
+        assert drawn == [of_torch(length, world_size, rank) for rank in range(world_size)]
+
+
+def test_torch_s_names_mean_what_they_mean_there() -> None:
+    for drop in (False, True):
+        sampler = ShardSampler(range(11), num_replicas=4, rank=3, shuffle=False, drop_last=drop)
+        assert list(sampler) == of_torch(11, 4, 3, drop_last=drop)
+        assert sampler.uneven == ("drop" if drop else "pad")
+    assert ShardSampler(11, 1, 4, num_replicas=4).world_size == 4
+
+
+@given(length=lengths, world_size=world_sizes, shuffle=st.booleans(), epoch=keys)
+def test_drop_makes_equal_shards_and_drops_only_the_remainder(
+    length: int, world_size: int, shuffle: bool, epoch: int
+) -> None:
+    drawn = shards(length, world_size, epoch, shuffle=shuffle, uneven="drop")
 
     assert {len(shard) for shard in drawn} == {length // world_size}
     together = [sample for shard in drawn for sample in shard]
@@ -70,24 +106,26 @@ def test_drop_uneven_makes_equal_shards_and_drops_only_the_remainder(
 
 
 @given(length=lengths, world_size=world_sizes, epoch=keys)
-def test_drop_uneven_only_shortens(length: int, world_size: int, epoch: int) -> None:
-    whole = shards(length, world_size, epoch)
-    dropped = shards(length, world_size, epoch, drop_uneven=True)
+def test_drop_only_shortens(length: int, world_size: int, epoch: int) -> None:
+    whole = shards(length, world_size, epoch, uneven="keep")
+    dropped = shards(length, world_size, epoch, uneven="drop")
 
     assert [shard[: length // world_size] for shard in whole] == dropped
 
 
-def test_drop_uneven_leaves_out_other_samples_in_other_epochs() -> None:
-    left_out = [set(range(11)).difference(*shards(11, 4, epoch, drop_uneven=True)) for epoch in range(20)]
+def test_drop_leaves_out_other_samples_in_other_epochs() -> None:
+    left_out = [set(range(11)).difference(*shards(11, 4, epoch, uneven="drop")) for epoch in range(20)]
 
     assert all(len(samples) == 3 for samples in left_out)
     assert set.union(*left_out) == set(range(11))
 
 
 def test_without_shuffle_shards_interleave() -> None:
-    assert shards(7, 3, shuffle=False) == [[0, 3, 6], [1, 4], [2, 5]]
-    assert shards(7, 3, shuffle=False, drop_uneven=True) == [[0, 3], [1, 4], [2, 5]]
-    assert shards(2, 4, shuffle=False) == [[0], [1], [], []]
+    assert shards(7, 3, shuffle=False) == [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
+    assert shards(7, 3, shuffle=False, uneven="keep") == [[0, 3, 6], [1, 4], [2, 5]]
+    assert shards(7, 3, shuffle=False, uneven="drop") == [[0, 3], [1, 4], [2, 5]]
+    assert shards(2, 4, shuffle=False, uneven="keep") == [[0], [1], [], []]
+    assert shards(2, 5, shuffle=False) == [[0], [1], [0], [1], [0]]
 
 
 @given(length=lengths, world_size=world_sizes, seed=keys, epoch=keys)
@@ -96,7 +134,8 @@ def test_ranks_shard_the_permutation_that_one_worker_would_read(
 ) -> None:
     (alone,) = shards(length, 1, epoch, seed=seed)
 
-    assert shards(length, world_size, epoch, seed=seed) == [alone[rank::world_size] for rank in range(world_size)]
+    kept = shards(length, world_size, epoch, seed=seed, uneven="keep")
+    assert kept == [alone[rank::world_size] for rank in range(world_size)]
 
 
 def test_samples_are_plain_ints_also_over_several_chunks() -> None:
@@ -159,14 +198,14 @@ def test_an_iteration_that_has_begun_keeps_its_epoch(shuffle: bool) -> None:
     length=lengths,
     world_size=world_sizes,
     shuffle=st.booleans(),
-    drop=st.booleans(),
+    uneven=st.sampled_from(["pad", "drop", "keep"]),
     epoch=keys,
 )
 def test_start_skips_what_this_rank_had_consumed(
-    data: st.DataObject, length: int, world_size: int, shuffle: bool, drop: bool, epoch: int
+    data: st.DataObject, length: int, world_size: int, shuffle: bool, uneven: Uneven, epoch: int
 ) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
-    sampler = ShardSampler(length, rank, world_size, shuffle=shuffle, drop_uneven=drop)
+    sampler = ShardSampler(length, rank, world_size, shuffle=shuffle, uneven=uneven)
     sampler.set_epoch(epoch)
     whole = list(sampler)
     start = data.draw(st.integers(0, len(whole)))
@@ -183,10 +222,10 @@ def test_start_skips_what_this_rank_had_consumed(
     length=lengths,
     world_sizes=st.lists(st.integers(1, 6), min_size=2, max_size=5),
     shuffle=st.booleans(),
-    drop=st.booleans(),
+    uneven=st.sampled_from(["pad", "drop", "keep"]),
 )
 def test_other_numbers_of_workers_go_on_with_what_is_left(
-    data: st.DataObject, length: int, world_sizes: list[int], shuffle: bool, drop: bool
+    data: st.DataObject, length: int, world_sizes: list[int], shuffle: bool, uneven: Uneven
 ) -> None:
     """They stop with each rank in a place of its own, any number of times; only the last ones come to the end."""
     done: list[list[int]] = []
@@ -195,7 +234,7 @@ def test_other_numbers_of_workers_go_on_with_what_is_left(
         own = done.pop() if done and len(done[-1]) == world_size else [0] * world_size
         counts = []
         for rank in range(world_size):
-            sampler = ShardSampler(length, rank, world_size, shuffle=shuffle, seed=4, drop_uneven=drop)
+            sampler = ShardSampler(length, rank, world_size, shuffle=shuffle, seed=4, uneven=uneven)
             sampler.set_epoch(9, done=[*done, own])
             samples = list(sampler)
             assert (sampler.start, sampler.done, len(sampler)) == (own[rank], tuple(map(tuple, done)), len(samples))
@@ -203,9 +242,10 @@ def test_other_numbers_of_workers_go_on_with_what_is_left(
             used += samples[:count]
             counts.append(own[rank] + count)
         done.append(counts)
-    assert len(set(used)) == len(used)
-    assert drop or sorted(used) == list(range(length))
-    assert length - len(used) < world_sizes[-1], "what earlier ones would have dropped is not lost"
+    assert uneven == "pad" or len(set(used)) == len(used)
+    assert uneven == "drop" or sorted(set(used)) == list(range(length))
+    assert length - len(set(used)) < world_sizes[-1], "what earlier ones would have dropped is not lost"
+    assert len(used) - len(set(used)) <= sum(world_sizes) - len(world_sizes), "fewer than one for each rank"
 
 
 def test_as_many_workers_as_before_go_on_in_their_own_shards() -> None:
@@ -238,8 +278,8 @@ def test_the_next_epoch_starts_at_its_beginning() -> None:
         ((0, 0, [(3, -1)]), "a count of done must be at least 0, not -1"),
         ((0, 0, [()]), "done has an empty entry: each says what at least one rank had"),
         (
-            (0, 0, [(2, 6)]),
-            "done says that rank 1 of 2 had 6 samples, and its shard of 11 samples had fewer: it is of another data "
+            (0, 0, [(2, 7)]),
+            "done says that rank 1 of 2 had 7 samples, and its shard of 11 samples had fewer: it is of another data "
             "set, or of another epoch",
         ),
     ],
@@ -302,7 +342,7 @@ def digest(samples: Any) -> str:
 def test_every_process_draws_the_same_permutation() -> None:
     code = (
         "import hashlib, sys, numpy as np, torch\n"
-        "from worker.sampler import ShardSampler\n"
+        "from worker.sampler import ShardSampler, Uneven\n"
         "np.random.seed(int(sys.argv[1])); torch.manual_seed(int(sys.argv[1]))\n"
         "sampler = ShardSampler(5000, 1, 3, seed=11)\n"
         "sampler.set_epoch(2)\n"
@@ -362,11 +402,11 @@ class FakeWorker:
 
 
 def test_for_worker_takes_rank_and_world_size_from_it() -> None:
-    sampler = ShardSampler.for_worker(range(23), FakeWorker(), seed=4, drop_uneven=True)
+    sampler = ShardSampler.for_worker(range(23), FakeWorker(), seed=4, uneven="drop")
 
     assert isinstance(sampler, ShardSampler)
     assert (sampler.rank, sampler.world_size) == (2, 5)
-    assert list(sampler) == list(ShardSampler(23, 2, 5, seed=4, drop_uneven=True))
+    assert list(sampler) == list(ShardSampler(23, 2, 5, seed=4, uneven="drop"))
     assert list(ShardSampler.for_worker(23, FakeWorker(), shuffle=False)) == [2, 7, 12, 17, 22]
 
 
@@ -430,6 +470,17 @@ def test_other_errors_of_the_constructor() -> None:
     with refused(InvalidArgumentError, "seed must be below 2**64, not 18446744073709551616"):
         ShardSampler(10, 0, 1, seed=2**64)
     assert len(ShardSampler(10, 0, 1, seed=2**64 - 1)) == 10
+    with refused(InvalidArgumentError, "uneven is 'pad', 'drop' or 'keep', not 'wrap'"):
+        ShardSampler(10, 0, 1, uneven="wrap")  # type: ignore[arg-type]
+    with refused(InvalidArgumentError, "drop_last=True means uneven='drop', and uneven is 'keep': give one"):
+        ShardSampler(10, 0, 1, uneven="keep", drop_last=True)
+    with refused(InvalidWorldSizeError, "world_size is 2 and num_replicas is 3: give one"):
+        ShardSampler(10, 0, 2, num_replicas=3)
+    how = "which was not given: give both, or call ShardSampler.for_worker(dataset, worker)"
+    with refused(InvalidWorldSizeError, f"a shard is one of world_size shards, {how}"):
+        ShardSampler(10)
+    with refused(InvalidRankError, f"a shard is that of one rank, {how}"):
+        ShardSampler(10, num_replicas=3)
 
 
 # --- in a DataLoader -------------------------------------------------------------------------------
@@ -441,7 +492,7 @@ def loaders(length: int, world_size: int, batch_size: int, **options: Any) -> li
         DataLoader(
             dataset,
             batch_size=batch_size,
-            sampler=ShardSampler(dataset, rank, world_size, seed=8),
+            sampler=ShardSampler(dataset, rank, world_size, seed=8, uneven="keep"),
             **options,
         )
         for rank in range(world_size)

@@ -65,7 +65,7 @@ class Job:
     Started again, the same script goes on from the last checkpoint in ``runs/7``. With as many workers as before it
     ends with the bits that it would have had without a stop, if its wire is not a lossy one and nothing else in it is
     left to chance (such as the seeds of a loader's own processes). With another number of workers every sample that
-    was left of the epoch is still used once.
+    was left of the epoch is still used: once, if the sampler has ``uneven="keep"``, which `batches` copes with.
 
     A checkpoint has the model's parameters and buffers (rank 0's), the optimizer, the scheduler, the objects in
     ``state``, the round, how much of the epoch every worker had used, and each worker's generators of random numbers:

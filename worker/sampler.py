@@ -7,17 +7,20 @@ that no message is needed to agree on who reads what.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 from torch.utils.data import Sampler
 
-from protocol.errors import InvalidArgumentError
+from protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
 from worker.permutation import epoch_permutation, key_half, length_of
 from worker.sharding import check_rank, shard_batches, whole_number
 
 if TYPE_CHECKING:
     from worker.permutation import Indices
+
+Uneven: TypeAlias = Literal["pad", "drop", "keep"]
+"""What becomes of the samples of an epoch that do not divide evenly among the ranks."""
 
 _CHUNK: Final = 4096
 """Samples turned into Python ints at a time: the whole shard as ints takes five times its memory."""
@@ -45,35 +48,46 @@ class ShardSampler(Sampler[int]):
             for batch in loader: ...
 
     ``dataset_or_length`` is anything with a length, or the number of samples; it must have the same
-    length on every rank, as must ``seed``, ``shuffle`` and ``drop_uneven`` be the same. Shards are
-    disjoint, cover every sample, and differ in size by at most one: no sample is repeated for padding.
-    Some ranks may thus have one batch more than others, or a last batch that is smaller.
+    length on every rank, as must ``seed``, ``shuffle`` and ``uneven`` be the same.
+
+    ``world_size`` does not always divide the number of samples. ``uneven`` says what happens then:
+
+    - ``"pad"``, as torch's DistributedSampler does: all shards are equally long, and up to ``world_size - 1``
+      samples from the beginning of the epoch's order are given a second time. All ranks have equally many
+      batches, so that a plain loop works.
+    - ``"drop"``: all shards are equally long, and the last ``length % world_size`` samples of the epoch's
+      order are left out. Which samples those are changes with each shuffled epoch.
+    - ``"keep"``: shards are disjoint, cover every sample, and differ in size by at most one. Some ranks may
+      have one batch more than others, so the loop needs `DistributedDataParallel.join` or `Job.batches`.
 
     ``shuffle``: draw a new order in each epoch; without it, rank r of n reads r, r + n, r + 2n, ….
     ``seed``: 0 … 2⁶⁴ - 1, together with the epoch the only source of randomness.
-    ``drop_uneven``: leave out the last ``length % world_size`` samples of the epoch's order, so that
-    all shards are equally long; which samples those are changes with each shuffled epoch.
+    ``num_replicas``: torch's name for ``world_size``.
+    ``drop_last``: torch's name for ``uneven="drop"``.
 
-    ``rank``, ``world_size``, ``epoch``, ``start`` and ``done`` can be read; `set_epoch` is how the last three change.
-    A worker whose rank or world size changed needs a new sampler, which can go on in the midst of an epoch.
+    ``rank``, ``world_size``, ``uneven``, ``epoch``, ``start`` and ``done`` can be read; `set_epoch` is how the last
+    three change. A worker whose rank or world size changed needs a new sampler, which can go on in the midst of an
+    epoch.
 
-    Raises InvalidArgumentError for something without a length and a seed out of range,
+    Raises InvalidArgumentError for something without a length, a seed out of range, or an ``uneven`` that is none,
     InvalidRankError and InvalidWorldSizeError for a rank that cannot be.
     """
 
     def __init__(
         self,
         dataset_or_length: Sized | int,
-        rank: int,
-        world_size: int,
+        rank: int | None = None,
+        world_size: int | None = None,
         *,
         shuffle: bool = True,
         seed: int = 0,
-        drop_uneven: bool = False,
+        uneven: Uneven | None = None,
+        num_replicas: int | None = None,
+        drop_last: bool = False,
     ) -> None:
-        self.rank, self.world_size = check_rank(rank, world_size)
+        self.rank, self.world_size = _place(rank, world_size, num_replicas)
         self._all_samples = length_of(dataset_or_length)
-        self._drop_uneven = bool(drop_uneven)
+        self.uneven: Uneven = _uneven(uneven, drop_last)
         self._shuffle = bool(shuffle)
         self._seed = key_half(seed, "seed")
         self.set_epoch(0)
@@ -86,7 +100,8 @@ class ShardSampler(Sampler[int]):
         *,
         shuffle: bool = True,
         seed: int = 0,
-        drop_uneven: bool = False,
+        uneven: Uneven | None = None,
+        drop_last: bool = False,
     ) -> ShardSampler:
         """A sampler for the rank and world size that ``worker`` has now; the rest as the constructor."""
         return cls(
@@ -95,7 +110,8 @@ class ShardSampler(Sampler[int]):
             worker.world_size,
             shuffle=shuffle,
             seed=seed,
-            drop_uneven=drop_uneven,
+            uneven=uneven,
+            drop_last=drop_last,
         )
 
     def set_epoch(self, epoch: int, start: int = 0, done: Sequence[Sequence[int]] = ()) -> None:
@@ -109,8 +125,9 @@ class ShardSampler(Sampler[int]):
 
         ``done``: what any number of workers had consumed of this epoch, the same on every rank: how many
         samples each rank had, ``[(3, 3, 2)]`` for three workers, followed by what those after them had of
-        the rest, and so on. What is left is dealt anew, so that each sample is given once. Where the last
-        ones were as many as there are now, each rank goes on in its own shard instead, which sets ``start``.
+        the rest, and so on. What is left is dealt anew, so that each sample is given once, but for those that
+        ``uneven="pad"`` repeats. Where the last ones were as many as there are now, each rank goes on in its own
+        shard instead, which sets ``start``.
 
         Raises InvalidArgumentError, and changes nothing, when ``epoch`` is out of range, ``start`` is not in
         0 … the size of this rank's shard, or ``done`` counts samples that its ranks did not have.
@@ -121,7 +138,7 @@ class ShardSampler(Sampler[int]):
         if stages and len(stages[-1]) == self.world_size:
             start += stages.pop()[self.rank]
         left = self._left_by(stages) if stages else None
-        samples = self._even(self._all_samples if left is None else len(left), self.world_size)
+        samples = self._dealt(self._all_samples if left is None else len(left), self.world_size)
         shard = shard_batches(samples, self.rank, self.world_size)
         if start > len(shard):
             raise InvalidArgumentError(
@@ -132,13 +149,13 @@ class ShardSampler(Sampler[int]):
         self._left, self._shard = left, shard
 
     @property
-    def order(self) -> dict[str, int | bool]:
+    def order(self) -> dict[str, int | bool | str]:
         """What an epoch's order follows from, besides its number; the same on every rank."""
         return {
             "length": self._all_samples,
             "shuffle": self._shuffle,
             "seed": self._seed,
-            "drop_uneven": self._drop_uneven,
+            "uneven": self.uneven,
         }
 
     def __len__(self) -> int:
@@ -147,20 +164,29 @@ class ShardSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """This rank's samples of the epoch, from ``start`` on, as plain ints."""
-        positions = self._shard[self.start :]
         left = self._left
-        if not self._shuffle:
-            return iter(positions) if left is None else _as_ints(left[positions])
+        samples = self._all_samples if left is None else len(left)
+        positions = self._shard[self.start :]
+        padded = len(positions) > 0 and positions[-1] >= samples
+        if not self._shuffle and left is None:
+            return (position % samples for position in positions) if padded else iter(positions)
         # Drawn now, not at the first sample: a set_epoch in between must not change a running epoch.
-        # The order is of all samples, even those that drop_uneven leaves out, so that it picks others
+        # The order is of all samples, even those that uneven="drop" leaves out, so that it picks others
         # each time; the copy lets go of the other ranks' part.
-        order = epoch_permutation(self._all_samples, self._seed, self.epoch)
-        order = order if left is None else order[left]
+        order = epoch_permutation(self._all_samples, self._seed, self.epoch) if self._shuffle else None
+        if left is not None:
+            order = left if order is None else order[left]
+        assert order is not None
+        if padded:
+            return _as_ints(order[np.arange(positions.start, positions.stop, positions.step) % samples])
         return _as_ints(order[positions.start : positions.stop : positions.step].copy())
 
-    def _even(self, samples: int, world_size: int) -> int:
-        """How many of ``samples`` so many ranks share."""
-        return samples - samples % world_size if self._drop_uneven else samples
+    def _dealt(self, samples: int, world_size: int) -> int:
+        """How many of ``samples`` so many ranks deal among each other; with ``"pad"`` more than there are."""
+        rest = samples % world_size
+        if not rest or self.uneven == "keep":
+            return samples
+        return samples - rest if self.uneven == "drop" else samples + world_size - rest
 
     def _left_by(self, stages: list[tuple[int, ...]]) -> Indices:
         """The positions in the epoch's order that nobody had, if ``stages`` say how many each rank of each had."""
@@ -168,8 +194,9 @@ class ShardSampler(Sampler[int]):
         for counts in stages:
             if not counts:
                 raise InvalidArgumentError("done has an empty entry: each says what at least one rank had")
+            dealt = max(len(left), self._dealt(len(left), len(counts)))
             for rank, count in enumerate(counts):
-                if count > len(shard_batches(len(left), rank, len(counts))):
+                if count > len(shard_batches(dealt, rank, len(counts))):
                     raise InvalidArgumentError(
                         f"done says that rank {rank} of {len(counts)} had {count} samples, and its shard of "
                         f"{len(left)} samples had fewer: it is of another data set, or of another epoch"
@@ -177,6 +204,31 @@ class ShardSampler(Sampler[int]):
             turn, rank_of = np.divmod(np.arange(len(left)), len(counts))
             left = left[turn >= np.array(counts)[rank_of]]
         return left
+
+
+def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -> tuple[int, int]:
+    """Rank and world size of a sampler, of which torch calls the second ``num_replicas``."""
+    if world_size is None:
+        world_size = num_replicas
+    elif num_replicas is not None and num_replicas != world_size:
+        raise InvalidWorldSizeError(f"world_size is {world_size!r} and num_replicas is {num_replicas!r}: give one")
+    how = "give both, or call ShardSampler.for_worker(dataset, worker)"
+    if world_size is None:
+        raise InvalidWorldSizeError(f"a shard is one of world_size shards, which was not given: {how}")
+    if rank is None:
+        raise InvalidRankError(f"a shard is that of one rank, which was not given: {how}")
+    return check_rank(rank, world_size)
+
+
+def _uneven(uneven: Uneven | None, drop_last: bool) -> Uneven:
+    """What becomes of uneven samples. ``drop_last`` is torch's name for ``"drop"``."""
+    if uneven is None:
+        return "drop" if drop_last else "pad"
+    if uneven not in get_args(Uneven):
+        raise InvalidArgumentError(f"uneven is 'pad', 'drop' or 'keep', not {uneven!r}")
+    if drop_last and uneven != "drop":
+        raise InvalidArgumentError(f"drop_last=True means uneven='drop', and uneven is {uneven!r}: give one")
+    return uneven
 
 
 def _as_ints(indices: Indices) -> Iterator[int]:

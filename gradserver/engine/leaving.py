@@ -7,6 +7,8 @@ in the tables of `gradserver.engine.control`, `elastic`, `joining` and `rehoming
 
 from __future__ import annotations
 
+from typing import Final
+
 from gradserver.engine import books, chronicle, claims, joining, rehoming
 from gradserver.engine.elastic import behind, depart
 from gradserver.engine.events import Behind, CloseGroup, Command, Depart, Halt, Halted, Log, Order, Send, dismiss
@@ -23,6 +25,12 @@ from protocol.errors import (
     WorkerLeftError,
 )
 from protocol.messages import Failure, Scope
+
+_OUT_OF_DATA: Final = (
+    ". If it had no batches left: give all workers equally many, with ShardSampler(uneven='pad'), wrap the loop in "
+    "model.join(optimizer), or hand samples out with DataRanges"
+)
+"""What to do about a worker that has left a training before the others came to its end."""
 
 # ── connections ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -159,7 +167,8 @@ def _break_without(
     commands.append(Log(f"group {group.name!r}: {departed}"))
     chronicle.members(group, departed, commands)
     when = f"after round {group.rounds - 1} " if group.rounds else ""
-    error = group.seats.departed(seat, politely, f"{when}and is needed to go on: {reason}")
+    remedy = _OUT_OF_DATA if politely and group.plan is not None else ""
+    error = group.seats.departed(seat, politely, f"{when}and is needed to go on: {reason}{remedy}")
     _break(group, error, commands)
     return registry.order(group, Depart(group.name, seat, error), commands)
 
