@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import gradserver
 from gradserver.arguments import ANY, names, number, quorum, size, sync, workers
 from protocol.errors import GradServerError, InvalidArgumentError
-from protocol.limits import MAX_COUNTER, MAX_RATE, MAX_SHARDS, MAX_WORLD_SIZE, MIB
+from protocol.limits import MAX_COUNTER, MAX_RATE, MAX_SHARDS, MAX_TIMEOUT, MAX_WORLD_SIZE, MIB, ROUND_TIMEOUT
 
 if TYPE_CHECKING:
     from gradserver.engine.policy import Policy
@@ -171,6 +171,13 @@ def _add_silence(parser: argparse._ArgumentGroup) -> None:
         help="seconds of silence after which a worker is taken for frozen, or cut off (default 3; one that computes "
         "is not silent)",
     )
+    parser.add_argument(
+        "--round-timeout",
+        type=number(float, 0.5, MAX_TIMEOUT, "a number of seconds", "{:g} to {:g}"),
+        metavar="S",
+        help="seconds that others wait for a worker that is alive but busy: with validation, compilation, or a "
+        f"checkpoint (default {ROUND_TIMEOUT:g})",
+    )
 
 
 def _add_shards(parser: argparse._ArgumentGroup) -> None:
@@ -305,7 +312,8 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
 
     patience = Patience(arguments.dead_after, arguments.frozen_after)
     if arguments.join is not None:
-        for option in ("workers", "groups", "gather", *_OF_THE_LATE, "backlog", "credit", "state_dir", "allow_shards"):
+        told = ("workers", "groups", "gather", *_OF_THE_LATE, "backlog", "round_timeout", "credit", "state_dir")
+        for option in (*told, "allow_shards"):
             if getattr(arguments, option) not in (None, False):
                 raise InvalidArgumentError(
                     f"--{option.replace('_', '-')} is the coordinator's to say, not a data shard's (--join)"
@@ -333,6 +341,7 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
         patience=patience,
         groups=_names_of_groups(arguments),
         allow_shards=arguments.allow_shards,
+        round_timeout=ROUND_TIMEOUT if arguments.round_timeout is None else arguments.round_timeout,
     )
 
 

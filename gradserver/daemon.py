@@ -10,7 +10,7 @@ import os
 import resource
 import secrets
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from gradserver.engine import Engine
 from gradserver.engine.access import Access
 from gradserver.engine.policy import Policy
 from protocol.errors import CoordinatorStoppedError
-from protocol.limits import CREDIT_BYTES, MAX_TOKEN, MIB
+from protocol.limits import CREDIT_BYTES, MAX_TOKEN, MIB, ROUND_TIMEOUT
 from protocol.messages import Enlist
 from protocol.url import numeric_url, parse_url
 
@@ -71,6 +71,7 @@ def serve(
     patience: Patience | None = None,
     groups: frozenset[str] | None = None,
     allow_shards: bool = False,
+    round_timeout: float = ROUND_TIMEOUT,
 ) -> int:
     """Serve as a coordinator until SIGTERM or SIGINT; returns the exit status.
 
@@ -86,6 +87,7 @@ def serve(
         patience: how long workers and data shards may be away; None for the defaults.
         groups: the names under which groups may be founded; None for any.
         allow_shards: whether data shards are taken that this process has not started.
+        round_timeout: seconds that others wait for a worker that is alive, and does not take part.
     """
     _raise_limits()
     keep_memory()
@@ -96,7 +98,8 @@ def serve(
         incarnation = 0 if journal is None else journal.incarnation
         credit = CREDIT_BYTES if credit is None else credit
         access = Access(groups, entropy(), allow_shards)
-        engine = Engine(worlds, credit, entropy, own, digests, incarnation, lambda who: server.is_present(who), access)
+        known: tuple[bool, int, Callable[[str], bool]] = digests, incarnation, lambda who: server.is_present(who)
+        engine = Engine(worlds, credit, entropy, own, *known, access, round_timeout)
         children = Children(lambda: engine.control.roster.enlisted, access.shard_token)
         coordinator = Coordinator(engine, journal=journal, residuals=_residuals(journal), hire=children.hire)
         if journal is not None:

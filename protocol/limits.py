@@ -71,6 +71,10 @@ MAX_SEED: Final = (1 << 64) - 1
 MAX_TIMEOUT: Final = 7 * 24 * 3600.0
 """Seconds. Every wait ends; a week is for groups that a cluster's queue fills slowly."""
 
+ROUND_TIMEOUT: Final = 1800.0
+"""Seconds that others wait by default for a worker that is alive, as in torch.distributed. One that validates or writes
+a checkpoint needs minutes; one that is dead or frozen is noticed within seconds in other ways."""
+
 HEARTBEAT_SECONDS: Final = 1.0
 COORDINATOR_SILENCE: Final = 8.0
 """After so long without a word, asked for each second, a coordinator counts as gone. It may stand still for a while,

@@ -92,6 +92,7 @@ class Welcome:
     ``founded`` is the epoch by which shards know the group, if that is another one. Who ``joins`` a group that has
     begun is not a member yet: seats, names and its rank are what they would be if it were. What a member
     gives ``late`` is to be kept for the next round ("keep"), or forgotten ("drop"); if empty, all are waited for.
+    ``timeout`` is how long an exchange waits for a member that is alive, in seconds.
     """
 
     group: str
@@ -108,6 +109,7 @@ class Welcome:
     founded: int = 0
     joins: bool = False
     late: str = ""
+    timeout: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

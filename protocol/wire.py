@@ -169,7 +169,11 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Join, (_text, _text, _rank, integer(0, MAX_WORLD_SIZE), number(0.0, MAX_TIMEOUT)), 0, 0, 0),
     (
         Welcome,
-        (_text, _rank, *(_counter,) * 2, *(_texts,) * 2, _rates, _text, _seats, flag, *(_counter,) * 2, flag, _text),
+        (
+            *(_text, _rank, *(_counter,) * 2, *(_texts,) * 2, _rates, _text, _seats, flag),
+            *(*(_counter,) * 2, flag, _text),
+            number(0.0, MAX_TIMEOUT),
+        ),
         *(0, 0, 0),
     ),
     (Propose, (_text, _counter), 1, 1, MAX_FRAME_BYTES),

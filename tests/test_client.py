@@ -680,9 +680,8 @@ def test_coordinators_deadline_names_who_is_missing_to_everybody_else(gather: Ga
 
     for error in errors(DeadlineError, [zero, two], lambda worker: worker.all_reduce(floats(0))):
         assert error.missing == (f"{one.name!r} (rank 1)",)
-        assert f"waited 0.3 s for {one.name!r} (rank 1); {zero.name!r} (rank 0), {two.name!r} (rank 2) had come" in str(
-            error
-        )
+        come = f"{zero.name!r} (rank 0), {two.name!r} (rank 2) had come"
+        assert f"waited 0.3 s (--round-timeout) for {one.name!r} (rank 1); {come}" in str(error)
 
 
 def test_group_goes_on_after_a_collective_that_was_overdue(gather: Gather) -> None:

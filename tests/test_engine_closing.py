@@ -397,8 +397,8 @@ def test_who_does_not_come_to_a_bucket_in_time_is_left_out_and_the_others_go_on(
     error = harness.refusal(SEATS + 1)
     assert isinstance(error, LeftOutError)
     assert str(error) == (
-        "this worker, 'w1' (rank 1), was left out of group 'default': bucket 'b0' of round 0 waited 10 s for it. "
-        "It has to join again"
+        "this worker, 'w1' (rank 1), was left out of group 'default': bucket 'b0' of round 0 waited 10 s "
+        "(--round-timeout) for it. It has to join again"
     )
     (news,) = harness.told(0, Membership)
     assert news.reason == "'w1' (rank 1) was lost in round 0 (it did not come in time); 2 workers go on"

@@ -66,7 +66,7 @@ def test_applicants_wait_until_the_last_one_has_come() -> None:
     harness.join(3, "c", world=3)
     names = ("a", "b", "c")
     assert [welcome(harness, c) for c in (1, 2, 3)] == [
-        Welcome("default", rank, 1, harness.credit, names) for rank in range(3)
+        Welcome("default", rank, 1, harness.credit, names, timeout=10.0) for rank in range(3)
     ]
     assert harness.group()["state"] == "active"
 
@@ -83,7 +83,7 @@ def test_a_group_of_one_is_complete_at_once() -> None:
     harness = Harness()
     harness.join(1, "alone", world=1)
 
-    assert welcome(harness, 1) == Welcome("default", 0, 1, harness.credit, ("alone",))
+    assert welcome(harness, 1) == Welcome("default", 0, 1, harness.credit, ("alone",), timeout=10.0)
 
 
 def test_the_coordinator_may_be_told_the_world_size_and_workers_then_need_not_say_it() -> None:

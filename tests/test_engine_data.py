@@ -789,7 +789,7 @@ def test_a_bucket_that_waits_too_long_names_who_is_missing_the_bucket_and_the_ro
         error = harness.failure(rank, key=bucket(0, 1))
         assert isinstance(error, DeadlineError)
         assert error.fields == {"missing": ("'w1' (rank 1)", "'w3' (rank 3)"), "bucket": "b1", "round": 0}
-        assert "bucket 'b1' of round 0 waited 10 s for 'w1' (rank 1), 'w3' (rank 3)" in str(error)
+        assert "bucket 'b1' of round 0 waited 10 s (--round-timeout) for 'w1' (rank 1), 'w3' (rank 3)" in str(error)
         assert "'w0' (rank 0), 'w2' (rank 2) had come" in str(error)
     assert harness.engine.next_deadline() is None
     assert harness.group()["state"] == "broken"
@@ -807,7 +807,7 @@ def test_a_collective_that_waits_too_long_fails_alone() -> None:
     error = harness.failure(0, key=collective(0))
     assert isinstance(error, DeadlineError)
     assert (error.missing, error.bucket, error.round) == (("'w1' (rank 1)", "'w2' (rank 2)"), "", -1)
-    assert "collective 0, all_reduce(mean) of float32[1], waited 10 s for" in str(error)
+    assert "collective 0, all_reduce(mean) of float32[1], waited 10 s (--round-timeout) for" in str(error)
     for rank in (1, 2):
         harness.push(rank, collective(0), floats(1), operation=all_reduce(1))
         assert isinstance(harness.failure(rank, key=collective(0)), DeadlineError)
@@ -853,7 +853,8 @@ def test_when_it_is_not_a_worker_who_is_late_the_error_says_so() -> None:
     error = harness.failure(0, key=bucket(0))
     assert isinstance(error, DeadlineError)
     assert error.missing == ()
-    assert "waited 10 s for the coordinator to reduce it; 'w0' (rank 0), 'w1' (rank 1) had come" in str(error)
+    had_come = "; 'w0' (rank 0), 'w1' (rank 1) had come"
+    assert f"waited 10 s (--round-timeout) for the coordinator to reduce it{had_come}" in str(error)
 
 
 @pytest.mark.usefixtures("four_byte_slices")
@@ -868,7 +869,7 @@ def test_when_everybody_stopped_in_the_middle_everybody_is_missing() -> None:
     error = harness.failure(0, key=bucket(0))
     assert isinstance(error, DeadlineError)
     assert error.missing == ("'w0' (rank 0)", "'w1' (rank 1)")
-    assert str(error).endswith("waited 10 s for 'w0' (rank 0), 'w1' (rank 1)")
+    assert str(error).endswith("waited 10 s (--round-timeout) for 'w0' (rank 0), 'w1' (rank 1)")
 
 
 def test_a_tick_that_comes_early_or_twice_does_nothing() -> None:

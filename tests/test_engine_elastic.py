@@ -53,7 +53,7 @@ def test_a_group_that_has_its_minimum_waits_for_more_and_begins() -> None:
 
     names = ("a", "b", "c")
     assert welcomes(driven, 0, 1, 2) == [
-        Welcome("default", rank, 1, driven.credit, names, seats=(0, 1, 2)) for rank in range(3)
+        Welcome("default", rank, 1, driven.credit, names, seats=(0, 1, 2), timeout=10.0) for rank in range(3)
     ]
     assert driven.group()["state"] == "active"
     assert driven.group()["world_size"] == 3

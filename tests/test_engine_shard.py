@@ -166,7 +166,7 @@ def test_a_worker_that_never_attends_is_found_by_the_deadline() -> None:
 
     ((failure, _),) = harness.sent(0)
     assert isinstance(failure, Failure)
-    assert "waited 10 s for 'w1' (rank 1); 'w0' (rank 0) had come" in failure.text
+    assert "waited 10 s (--round-timeout) for 'w1' (rank 1); 'w0' (rank 0) had come" in failure.text
 
 
 # ── who is gone ───────────────────────────────────────────────────────────────────────────────────────

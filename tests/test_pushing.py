@@ -453,7 +453,7 @@ def test_one_slow_worker_is_named_with_bucket_and_round(gather: Gather) -> None:
     for error in errors(DeadlineError, [zero, two], work):
         assert error.missing == (f"{one.name!r} (rank 1)",)
         assert (error.bucket, error.round) == ("b1", 1)
-        assert f"bucket 'b1' of round 1 waited 0.3 s for {one.name!r} (rank 1)" in str(error)
+        assert f"bucket 'b1' of round 1 waited 0.3 s (--round-timeout) for {one.name!r} (rank 1)" in str(error)
 
 
 def test_round_that_is_not_done_in_time_can_be_waited_for_again(gather: Gather) -> None:

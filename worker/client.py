@@ -44,7 +44,7 @@ class Worker:
     Attributes:
         name: what people call this worker.
         group: name of the group.
-        timeout: seconds that any one exchange may wait for the others.
+        timeout: seconds that any one exchange waits for a worker that is alive, as the coordinator said.
         wire: what gradients travel as, unless a plan says otherwise; see `gradserver.connect`.
         channel: how gradients reach the coordinator: "memory" (threads of one process), "shm" (processes of one
             host, where they lie in what `empty` returns) or "tcp".

@@ -75,7 +75,9 @@ def connect(
         group: the group to join; a coordinator serves many.
         name: what to call this worker in messages, and what it is known by when it comes back to an elastic group. If
             it is not given: GRADSERVER_NAME, else the host's with LOCAL_RANK, SLURM_LOCALID or the process id.
-        timeout: seconds to wait for the coordinator and the other workers, and later for any one exchange.
+        timeout: seconds to wait for the coordinator and the other workers. How long an exchange waits later for a
+            worker that is alive is the coordinator's to say: ``gradserver serve --round-timeout``, 30 minutes if
+            it says nothing.
         channel: how gradients reach the coordinator: ``"shm"``, memory shared with a coordinator of the same
             host; ``"tcp"``, the connection; or ``"auto"``, shared memory if that is possible.
         wire: what float32 gradients travel as, to be the same at all members: ``"fp32"`` (as they are), or

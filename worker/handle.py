@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from protocol.channel import Channel
 from protocol.errors import DeadlineError, GradServerError
 
-VERDICT_SECONDS = 2.0
+log = logging.getLogger("gradserver")
+
+VERDICT_SECONDS: Final = 2.0
 """How long after its own timeout a worker waits for the coordinator to say who was missing."""
+REMINDER_SECONDS: Final = 60.0
+"""Wait after which the log first says what is waited for; the next reminders come after twice as long each."""
 
 
 class Handle:
@@ -95,13 +101,19 @@ class Handle:
     def _wait(self, timeout: float | None) -> None:
         # The coordinator's own deadline is as long as the worker's, and its error says more: give it time to come.
         patience = self._timeout + VERDICT_SECONDS if timeout is None else timeout
+        patience = min(max(patience, 0.0), threading.TIMEOUT_MAX)
         assert self._channel is not None
-        if not self._channel.wait(self._lock, min(max(patience, 0.0), threading.TIMEOUT_MAX)):
+        waited, remind = 0.0, REMINDER_SECONDS if self._overdue is not None else math.inf
+        while not self._channel.wait(self._lock, min(remind, patience - waited)):
+            waited = min(waited + remind, patience)
             overdue = self._overdue or (lambda seconds: DeadlineError(f"not done after {seconds:g} s"))
-            error = overdue(patience)
-            if self._open:
+            error = overdue(waited)
+            if not self._open:
+                return
+            if waited >= patience:
                 raise error
-            return
+            log.warning("%s. Waiting on, for %g s in all", error.message, patience)
+            remind *= 2
         self._lock.release()
 
     def _complete(self, error: GradServerError | None = None) -> None:

@@ -210,6 +210,7 @@ class Session(Boundaries):
                     )
                 with self._state:
                     self.welcome = message
+                    self.timeout = message.timeout or self.timeout
                     self._announced.welcomed(message.epoch)
                     self.stage = Stage.JOINING if message.joins else Stage.MEMBER
                     self._table = Table(len(message.names), message.rates)

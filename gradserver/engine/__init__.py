@@ -56,6 +56,8 @@ class Engine:
             Elastic groups are durable if somebody does.
         runs: whether the process that has a presence (`protocol.presence`) is known to run, whatever else it does.
         access: which groups strangers may found, and whose data shards are taken.
+        round_timeout: seconds that an exchange waits for a member that is alive. None: as long as the longest timeout
+            that a founder of the group named.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Engine:
         incarnation: int = 0,
         runs: Callable[[str], bool] = lambda _: False,
         access: Access = OPEN,
+        round_timeout: float | None = None,
     ) -> None:
-        self.control = Control(Registry(worlds or {}, credit, entropy, rate, digests, incarnation, runs, access))
+        registry = Registry(worlds or {}, credit, entropy, rate, digests, incarnation, runs, access, round_timeout)
+        self.control = Control(registry)
         self.data = Data()
 
     def handle(self, event: Event, now: float) -> list[Command]:

@@ -135,7 +135,7 @@ def overdue_seats(group: Group, exchange: Exchange, now: float) -> list[Report] 
         exchange.touched = receiving
         return []
     exchange.touched = now
-    what = f"{group.describe(exchange.key)} waited {group.order.timeout:g} s for it"
+    what = f"{group.describe(exchange.key)} waited {group.order.timeout:g} s (--round-timeout) for it"
     return [left_out(group, seat, what) for seat in missing]
 
 

@@ -79,6 +79,7 @@ def _seat_all(registry: Registry, group: Group) -> tuple[Seat, ...]:
     seats = tuple(group.members.get(place, _NOBODY) for place in range(group.world))
     group.seats, group.table = Seats(seat.name for seat in seats), Table(len(chosen))
     group.timeout = max(applicant.join.timeout for applicant in group.applicants)
+    group.round_timeout = registry.round_timeout or group.timeout
     group.applicants.clear()
     waits_for_all = group.policy is not None and group.policy.lateness is None
     if waits_for_all and registry.incarnation:

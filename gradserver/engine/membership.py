@@ -134,6 +134,9 @@ class Group:
     planned: int = 0
     """The first round of the plan."""
     timeout: float = 0.0
+    """Seconds that the longest-waiting founder waits for others to come."""
+    round_timeout: float = 0.0
+    """Seconds that an exchange or a plan waits for a member that is alive."""
     plan: Plan | None = None
     proposals: dict[int, Proposal] = field(default_factory=dict)
     rounds: int = 0
@@ -416,7 +419,7 @@ def deadlines(group: Group) -> Iterable[float]:
     for applicant in group.applicants:
         yield applicant.deadline
     for proposal in group.proposals.values():
-        yield proposal.since + group.timeout
+        yield proposal.since + group.round_timeout
     for applicant in group.queue:
         yield applicant.deadline
     for joiner in group.joiners.values():
@@ -442,6 +445,7 @@ def describe(group: Group, now: float) -> dict[str, object]:
         "data": group.positions.snapshot(),
         "last_round": _record(group, group.ledger[-1]) if group.ledger else None,
         "timeout": group.timeout,
+        "round_timeout": group.round_timeout,
     }
 
 

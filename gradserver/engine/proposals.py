@@ -128,12 +128,12 @@ def _fail(group: Group, rank: int, error: GradServerError, commands: list[Comman
 
 def overdue(group: Group, now: float, commands: list[Command]) -> None:
     """Tell those who have proposed, and waited too long, who did not."""
-    if all(proposal.since + group.timeout > now for proposal in group.proposals.values()):
+    if all(proposal.since + group.round_timeout > now for proposal in group.proposals.values()):
         return
     missing = [rank for rank in group.members if rank not in group.proposals]
     what = f"{group.calls(missing)} to propose one" if missing else "its data shards to confirm it"
     error = DeadlineError(
-        f"the plan of group {group.name!r} waited {group.timeout:g} s for {what}",
+        f"the plan of group {group.name!r} waited {group.round_timeout:g} s for {what}",
         missing=tuple(group.call(rank) for rank in missing),
     )
     fail_all(group, error, commands)

@@ -32,6 +32,7 @@ class Registry:
         incarnation: how often a coordinator has begun where this one writes its records; 0 if nobody keeps them.
         runs: whether the process that has a presence is known to run.
         access: which groups strangers may found, and whose data shards are taken.
+        round_timeout: seconds that an exchange waits for a member that is alive; None for the members' own timeout.
 
     Attributes:
         groups: by name.
@@ -49,6 +50,7 @@ class Registry:
         incarnation: int,
         runs: Callable[[str], bool],
         access: Access = OPEN,
+        round_timeout: float | None = None,
     ) -> None:
         if credit < MIN_CREDIT_BYTES:
             raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
@@ -63,6 +65,7 @@ class Registry:
         self.credit = credit
         self.incarnation = incarnation
         self.runs = runs
+        self.round_timeout = round_timeout
         self._digests = digests
         self._epochs = 0
 
@@ -105,7 +108,7 @@ class Registry:
             group.founded,
             seats,
             self.credit,
-            group.timeout,
+            group.round_timeout,
             rates=group.table.rates,
             shard=shard,
             tokens=tokens,

@@ -71,6 +71,7 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, commands: l
             commands.append(Log(f"group {name!r} was durable: {what}", warning=True))
             continue
         group = found.group(policy, now)
+        group.round_timeout = registry.round_timeout or group.timeout
         if found.entered is not None:
             _let_in(registry, group, found.entered, now, commands)
         names = ", ".join(group.seats.present_names())

@@ -9,7 +9,7 @@ groups from records (`gradserver.engine.restoring`). It shows the token that its
     AWAY      … for half of `dead_after`                gone      … and then it departs
     AWAY      … as nobody is left                       AWAY      all have `reconnect` seconds
     AWAY      … and somebody comes back                 AWAY      the others have `missing` seconds from then on
-    AWAY      … and its process runs, but is busy       AWAY      it is waited for, for as long as the group's timeout
+    AWAY      … and its process runs, but is busy       AWAY      it is waited for, for as long as the round timeout
     AWAY      Resume                                    ATTACHED  Resumed
     ATTACHED  Resume, on another connection             ATTACHED  the same; the old connection is closed
     ATTACHED  Leave, or a violation                     gone      it departs
@@ -110,7 +110,7 @@ def overdue(registry: Registry, group: Group, now: float, commands: list[Command
 
 
 def _not_back(registry: Registry, group: Group, now: float, commands: list[Command]) -> list[int]:
-    """Who is not back. Who is busy, as his process runs, has the group's timeout for that.
+    """Who is not back. Who is busy, as his process runs, has the round timeout for that.
 
     A worker inside of one long call that keeps Python's lock cannot connect again, but libzmq's thread can, and says
     so by its presence.
@@ -118,16 +118,15 @@ def _not_back(registry: Registry, group: Group, now: float, commands: list[Comma
     late: list[int] = []
     for seat in [seat for seat, until in group.away.items() if until <= now]:
         since = group.busy.get(seat, now)
-        if since + group.timeout <= now or not registry.runs(presence_of(token_of(group, seat))):
+        if since + group.round_timeout <= now or not registry.runs(presence_of(token_of(group, seat))):
             late.append(seat)
             continue
         if seat not in group.busy:
             group.busy[seat] = since
-            what = (
-                f"{group.call(seat)} is not back, and its process runs: it is waited for, {group.timeout:g} s at most"
-            )
+            who, most = group.call(seat), f"{group.round_timeout:g} s at most"
+            what = f"{who} is not back, and its process runs: it is waited for, {most}"
             commands.append(Log(f"group {group.name!r}: {what}", warning=True))
-        group.away[seat] = min(now + _LOOK_SECONDS, since + group.timeout)
+        group.away[seat] = min(now + _LOOK_SECONDS, since + group.round_timeout)
     return late
 
 

@@ -41,4 +41,5 @@ def welcome_to(group: Group, seat: int, token: str, credit: int, incarnation: in
         founded=group.founded if joins else 0,
         joins=joins,
         late=group.late_are,
+        timeout=group.round_timeout,
     )

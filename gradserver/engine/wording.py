@@ -77,7 +77,7 @@ def overdue(group: Group, exchange: Exchange) -> DeadlineError:
     have = [rank for rank in exchange.participants if rank not in missing]
     whom = group.calls(missing) if missing else "the coordinator to reduce it"
     return DeadlineError(
-        f"{group.describe(exchange.key, exchange.operation)} waited {timeout:g} s for {whom}"
+        f"{group.describe(exchange.key, exchange.operation)} waited {timeout:g} s (--round-timeout) for {whom}"
         + (f"; {group.calls(have)} had come" if have else ""),
         missing=tuple(group.call(rank) for rank in missing),
         bucket=group.bucket_name(exchange.key),
