@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradserver import DistributedDataParallel, ShardSampler
-from protocol.errors import WorkerLeftError
+from protocol.errors import DisagreementError, WorkerLeftError
 from tests.models import (
     Convolutional,
     Transformer,
@@ -256,27 +256,97 @@ def test_two_forwards_before_two_backwards() -> None:
     on(2, work)
 
 
-def test_nothing_is_exchanged_in_eval_mode() -> None:
-    def work(worker: Worker) -> dict[str, Tensor]:
+def test_gradients_are_exchanged_in_eval_mode_as_in_training_mode() -> None:
+    """Fine-tuning with frozen statistics: the whole wrapper is in eval mode."""
+
+    def work(worker: Worker) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
         model = DistributedDataParallel(Convolutional(worker.rank), worker)
+        optimizer = sgd(model)
+        model.eval()
+        before = buffers(model.module)
+        for step in range(3):
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss_of(model, *images(20 + step + worker.rank, 4)).backward()
+            loss_of(model, *images(10 * step + worker.rank, 4)).backward()
+            optimizer.step()
+        assert same(before, buffers(model.module))
+        with torch.no_grad():
+            model(images(0, 4)[0])
+        return worker.round, state_of(model.module), gradients(model.module)
+
+    first, second = on(2, work)
+    assert first[0] == second[0] == 3
+    assert same(first[1], second[1])
+    assert same(first[2], second[2])
+
+
+def test_a_worker_in_eval_mode_and_one_in_training_mode_exchange() -> None:
+    def work(worker: Worker) -> dict[str, Tensor]:
+        model = DistributedDataParallel(Transformer(), worker).train(worker.rank == 0)
+        loss_of(model, *shard(worker.rank, 2, *tokens(0, ROWS))).backward()
+        return gradients(model.module)
+
+    assert same(*on(2, work))
+
+
+def test_nothing_is_exchanged_in_eval_mode_if_that_is_said() -> None:
+    def work(worker: Worker) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model = DistributedDataParallel(Convolutional(worker.rank), worker, exchange_in_eval=False)
         model.eval()
         assert not model.module.training
         before = buffers(model.module)
         for _ in range(worker.rank + 1):
             model(images(worker.rank, 4)[0])
         assert same(before, buffers(model.module))
-        loss = loss_of(model, *images(worker.rank, 4))
+        loss_of(model, *images(worker.rank, 4)).backward()
+        own = gradients(model.module)
         if worker.rank == 0:
-            with pytest.warns(UserWarning, match="the gradients stay with this worker"):
-                loss.backward()
-            assert worker.round == 0
+            with model.no_sync():  # nobody else has to do so
+                loss_of(model, *images(worker.rank, 4)).backward()
+        assert worker.round == 0
         model.zero_grad()
         model.train()
         loss_of(model, *images(worker.rank, 4)).backward()
         assert worker.round == 1
-        return gradients(model.module)
+        return own, gradients(model.module)
 
-    assert same(*on(2, work))
+    (own, averaged), (own_there, averaged_there) = on(2, work)
+    assert not same(own, own_there)
+    assert same(averaged, averaged_there)
+
+
+def test_workers_in_different_modes_are_told_so_at_once() -> None:
+    def work(worker: Worker) -> str:
+        model = DistributedDataParallel(Transformer(), worker, exchange_in_eval=False).train(worker.rank != 1)
+        with pytest.raises(DisagreementError) as caught:
+            loss_of(model, *tokens(0, 2)).backward()
+        return str(caught.value)
+
+    texts = on(3, work, timeout=1000.0)
+    assert set(texts) == {
+        "backward ran in training mode at 'worker-0' (rank 0), 'worker-2' (rank 2), and in eval mode at 'worker-1' "
+        "(rank 1): with exchange_in_eval=False all workers must be in the same mode (a backward of one worker alone "
+        "belongs into no_sync)"
+    }
+
+
+def test_uneven_batches_in_eval_mode_without_an_exchange() -> None:
+    def work(worker: Worker) -> tuple[dict[str, Tensor], int]:
+        model = DistributedDataParallel(Transformer(), worker, exchange_in_eval=False)
+        optimizer = sgd(model)
+        with model.join(optimizer):
+            for step in range(1 + 3 * worker.rank):
+                model.train(step != 1)
+                optimizer.zero_grad()
+                loss_of(model, *tokens(step, 2)).backward()
+                if model.training:
+                    optimizer.step()
+        return state_of(model.module), worker.round
+
+    (state, rounds), (other, _) = on(2, work)
+    assert same(state, other)
+    assert rounds == 4, "three with gradients of rank 1, and the last, without any"
 
 
 def test_module_wrapped_in_eval_mode_is_in_eval_mode() -> None:

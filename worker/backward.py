@@ -2,7 +2,8 @@
 
     state      event                                   next       what happens
     ─────────  ──────────────────────────────────────  ─────────  ───────────────────────────────────────────
-    IDLE       first hook, inside no_sync or eval      LOCAL
+    IDLE       first hook, inside no_sync              LOCAL
+    IDLE       … in eval mode that does not exchange   LOCAL
     IDLE       first hook                              EXCHANGE
     LOCAL      end of backward                         IDLE       gradients stay where they are
     EXCHANGE   last gradient of a bucket               EXCHANGE   the bucket is pushed
@@ -20,7 +21,6 @@ CUDA device.
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from protocol.errors import OutOfStepError, UsageError
 from worker.buckets import Slot
 from worker.client import Worker
+from worker.modes import Mode
 from worker.rounds import Options, Rounds
 
 _MAX_NAMED = 8
@@ -74,7 +75,6 @@ class Backward:
         self._pending = 0
         """Backwards whose gradients were accumulated since the last exchange."""
         self._learned = False
-        self._warned = False
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self._hook_parameters()
 
@@ -116,6 +116,14 @@ class Backward:
         """Before a forward. OutOfStepError if an exchange broke; UsageError for parameters thawed since wrapping."""
         if self._broken:
             raise self._out_of_step()
+        self._check_frozen()
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the present mode exchanges gradients; inside `no_sync` that happens later."""
+        return self.training or self._options.exchange_in_eval
+
+    def _check_frozen(self) -> None:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UsageError(
@@ -131,7 +139,9 @@ class Backward:
             raise self._out_of_step()
         if self._state is not State.IDLE:
             return
-        self._start(State.EXCHANGE if self.syncs and self.training else State.LOCAL)
+        if self.exchanges and not self.training:  # the forward has not looked
+            self._check_frozen()
+        self._start(State.EXCHANGE if self.syncs and self.exchanges else State.LOCAL)
         self.rounds.begin(self._pending + 1, foreseen=self._learned)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(_Ending(self))
@@ -182,10 +192,11 @@ class Backward:
         fired = any(slot.fired for slot in self.rounds.slots)
         if self._state is State.LOCAL:
             self._state = State.IDLE
-            if self.training:
+            if self.exchanges:
                 self._pending += fired
-            elif fired:
-                self._warn_of_eval()
+            elif fired and self.syncs:
+                with self._failing():
+                    self.rounds.modes.check(Mode.EVAL)
         elif not fired:  # torch.autograd.grad, say
             self._state = State.IDLE
         else:
@@ -213,6 +224,8 @@ class Backward:
             self._start(State.EXCHANGE)
             if self._pending:
                 self._check_all_touched()
+            else:
+                self.rounds.modes.pass_eval()
             self.rounds.begin(self._pending, leaves=not self._pending)
             anybody = self._finish()
         if not anybody:
@@ -274,15 +287,6 @@ class Backward:
             f"in this backward, and {slot.expected} times in the first. If the loss does not always depend on the same "
             f"parameters, pass find_unused_parameters=True instead"
         )
-
-    def _warn_of_eval(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "backward in eval mode: the gradients stay with this worker, and replicas that apply them will differ. "
-                "To train, call train() on the wrapper; the modules inside may stay in eval mode",
-                stacklevel=2,
-            )
 
 
 class _Ending:

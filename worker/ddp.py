@@ -44,8 +44,8 @@ class DistributedDataParallel(nn.Module):
     A gradient that is not finite reaches nobody: every worker gets a NonFiniteError that names worker and
     parameter. (So a GradScaler, which overflows on purpose to find its scale, cannot be used; bfloat16 needs none.)
 
-    Exchanged is what backward computes while the wrapper is in training mode and outside of `no_sync`.
-    In eval mode gradients stay local; modules inside may be in eval mode at any time.
+    Exchanged is what backward computes outside of `no_sync`, in training mode and in eval mode alike, as torch has
+    it. (With ``exchange_in_eval=False`` gradients stay local in eval mode.)
 
     A worker whose backward raises does not complete its round. The others do not apply anything of it: they
     get an error that names this worker when it leaves the group, or when their wait runs out.
@@ -72,6 +72,9 @@ class DistributedDataParallel(nn.Module):
         delay_all_reduce: exchange after backward instead of during it.
         broadcast_buffers: keep buffers alike, too: after each exchange all have those of the lowest rank that
             took part with a batch. Otherwise they are never exchanged.
+        exchange_in_eval: exchange in eval mode, too. Without it a backward in eval mode leaves its gradients with this
+            worker. All workers must then be in the same mode in each backward outside of `no_sync`: if they are not,
+            each gets an error that says which are in which.
         accumulation: what becomes of gradients accumulated inside `no_sync`: their ``sum``, as torch has it,
             or their ``mean`` over the number of backwards. A mean expects gradients to be zeroed after each
             exchange.
@@ -100,6 +103,7 @@ class DistributedDataParallel(nn.Module):
         gradient_as_bucket_view: bool = True,
         delay_all_reduce: bool = False,
         broadcast_buffers: bool = True,
+        exchange_in_eval: bool = True,
         accumulation: Literal["sum", "mean"] = "sum",
         timeout: float | None = None,
         wire: Mapping[str, str] | None = None,
@@ -113,6 +117,7 @@ class DistributedDataParallel(nn.Module):
             gradient_as_bucket_view=gradient_as_bucket_view,
             delay_all_reduce=delay_all_reduce,
             broadcast_buffers=broadcast_buffers,
+            exchange_in_eval=exchange_in_eval,
             accumulation=accumulation,
             timeout=timeout,
             wire=wire or {},
@@ -132,19 +137,23 @@ class DistributedDataParallel(nn.Module):
         """What the module returns.
 
         Raises:
-            OutOfStepError: an exchange, or a backward in the midst of one, failed before. In training mode only.
+            OutOfStepError: an exchange, or a backward in the midst of one, failed before. In training mode only:
+                evaluation goes on.
         """
-        if not self.training or not torch.is_grad_enabled():
+        backward = self._backward
+        if not torch.is_grad_enabled() or not backward.exchanges:
             return self.module(*args, **kwargs)
-        self._backward.check()
+        if self.training:
+            backward.check()
         self._rounds.before_forward()
-        self.worker.boundary()
+        if self.training:
+            self.worker.boundary()
         output = self.module(*args, **kwargs)
-        self._backward.watch(_tensors_in(output))
+        backward.watch(_tensors_in(output))
         return output
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
-        """Set training mode, in which gradients are exchanged, or eval mode, in which they are not."""
+        """Set training mode or eval mode, of this module and of all modules inside."""
         super().train(mode)
         self._backward.training = mode
         return self

@@ -17,6 +17,7 @@ from worker.buckets import BufferBucket, FlatBucket, GradientBucket, buffer_buck
 from worker.client import Worker
 from worker.flatten import local_mean
 from worker.handle import Handle
+from worker.modes import Mode, Modes
 from worker.staging import Staging
 
 _NO_SAMPLES: Final = 1e-300
@@ -36,6 +37,7 @@ class Options:
     gradient_as_bucket_view: bool = True
     delay_all_reduce: bool = False
     broadcast_buffers: bool = True
+    exchange_in_eval: bool = True
     accumulation: Literal["sum", "mean"] = "sum"
     timeout: float | None = None
     wire: Mapping[str, str] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class Rounds:
         gradients: the buckets of gradients.
         slots: all parameters that are exchanged, in the plan's order.
         weight: this worker's weight, from the next round on.
+        modes: compares the workers' modes, if eval mode exchanges nothing.
         seconds: time that the caller's thread has spent in exchanges so far.
     """
 
@@ -78,6 +81,7 @@ class Rounds:
         for bucket in buckets:
             bucket.place(self._staging.new_memory(bucket.spec.numel, bucket.dtype, bucket.device))
         self._used = self._staging.new_memory(len(self.slots), torch.uint8, torch.device("cpu"))
+        self.modes = Modes(worker, compares=not options.exchange_in_eval)
         self.weight = 1.0
         self.seconds = 0.0
         self._unpushed: set[int] = set()
@@ -135,6 +139,7 @@ class Rounds:
         with self._timed():
             if self._options.tracks_used and not self._foreseen:
                 self._push_used()
+            self.modes.heed()
             handles = self._staging.finish()
             self._hand_out(handles)
         return handles[0].weight > 0.0
@@ -148,6 +153,8 @@ class Rounds:
                     "trained needs a worker (and group) of its own"
                 )
             self._round_weight = 0.0 if self._leaves else max(self.weight, _NO_SAMPLES)
+            if not self._leaves:
+                self.modes.say(Mode.TRAINING)
             for index, buffers in enumerate(self._buffers, start=len(self.gradients)):
                 if self._round_weight:
                     buffers.pack()
