@@ -13,12 +13,15 @@ coordinator runs on a machine that has no PyTorch.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from gradserver._siblings import check_siblings
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from gradserver.local import LocalCluster as LocalCluster
     from protocol.errors import (
         AbandonedError as AbandonedError,
@@ -100,6 +103,62 @@ _HOME = {
 """Where each lazy name lives. The error classes are not listed: `protocol.errors` says which there are."""
 
 
+__all__ = [
+    "AbandonedError",
+    "BackendUnavailableError",
+    "BlockShape",
+    "ClosedError",
+    "CollectiveMismatchError",
+    "ConnectionLostError",
+    "CoordinatorError",
+    "CoordinatorStoppedError",
+    "CoordinatorUnreachableError",
+    "DTypeError",
+    "DataRanges",
+    "DeadlineError",
+    "DisagreementError",
+    "DistributedDataParallel",
+    "DivergedError",
+    "GradServerError",
+    "GradientExchange",
+    "Handle",
+    "InvalidArgumentError",
+    "InvalidRankError",
+    "InvalidWorldSizeError",
+    "Job",
+    "JoinRefusedError",
+    "JoinTimeoutError",
+    "LayoutError",
+    "LeftOutError",
+    "LimitExceededError",
+    "LocalCluster",
+    "MalformedMessageError",
+    "Membership",
+    "MembershipChangedError",
+    "NonFiniteError",
+    "OutOfStepError",
+    "PeerError",
+    "PlanMismatchError",
+    "ProtocolError",
+    "SendToSelfError",
+    "ShardSampler",
+    "SizeMismatchError",
+    "StateError",
+    "UnexpectedMessageError",
+    "UnsupportedOperationError",
+    "UsageError",
+    "VersionMismatchError",
+    "Worker",
+    "WorkerLeftError",
+    "WorkerLostError",
+    "connect",
+    "flatten",
+    "local_mean",
+    "shard_batches",
+    "unflatten",
+]
+
+
 def _error_classes() -> dict[str, object]:
     errors = import_module("protocol.errors")
     return {name: getattr(errors, name) for name in errors.__all__ if name.endswith("Error")}
@@ -112,10 +171,15 @@ def _load(name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "torch":
             raise
-        raise ImportError(
-            f"gradserver.{name} needs PyTorch, which is not installed here: pip install 'gradserver[torch]'",
-            name="torch",
-        ) from error
+        text = f"gradserver.{name} needs PyTorch, which is not installed here: pip install 'gradserver[torch]'"
+        if _is_import_statement(sys._getframe(2)):  # Python would say there that this name does not exist
+            raise ImportError(text, name="torch") from error
+        raise AttributeError(text, name=name) from error  # so hasattr(gradserver, name) is False
+
+
+def _is_import_statement(frame: FrameType) -> bool:
+    """Whether ``from gradserver import …`` looks for a name."""
+    return frame.f_globals.get("__name__") == "importlib._bootstrap"
 
 
 if not TYPE_CHECKING:  # type checkers go by the imports above, and so report a name that does not exist

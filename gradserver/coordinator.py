@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from gradserver.engine.events import (
     Close,
@@ -35,6 +35,8 @@ from protocol.errors import ClosedError, GradServerError
 from protocol.messages import Message
 
 log = logging.getLogger("gradserver")
+
+T = TypeVar("T")
 
 
 class Mind(Protocol):
@@ -161,6 +163,11 @@ class Coordinator:
         """When `tick` is due, on `time.monotonic`'s scale; None when nothing waits."""
         with self._lock:
             return self._engine.next_deadline()
+
+    def undisturbed(self, look: Callable[[], T]) -> T:
+        """What ``look`` returns, which looks at the engine while nothing happens there."""
+        with self._lock:
+            return look()
 
     def snapshot(self) -> dict[str, object]:
         """What the coordinator sees, as plain JSON values. ``uptime`` in seconds."""

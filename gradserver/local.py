@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, Self, TypeVar
 
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
@@ -25,6 +26,9 @@ from protocol.messages import Join, Message
 from worker.client import Worker
 from worker.handle import Handle
 from worker.session import Session
+
+_LOOK_AGAIN_SECONDS: Final = 0.05
+"""When a worker whose function has returned, and which others wait for, has exchanges that are not done."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -84,16 +88,23 @@ class LocalCluster:
         self._timeout, self._wire = timeout, wire
         self._changes = threading.Lock()
         self._running: _Running | None = None
+        self._releasing = threading.Lock()
+        self._release_again = False
         self._alarm = _Alarm(self._tick)
-        self._coordinator = Coordinator(Engine({"local": policy or world_size}, credit), self._alarm.set)
+        self._engine = Engine({"local": policy or world_size}, credit)
+        self._coordinator = Coordinator(self._engine, self._alarm.set)
         wish = 0 if policy is None else world_size
-        joined = [self._join(f"worker-{rank}", rank, wish)[:2] for rank in range(world_size)]
-        self.workers: list[Worker] = [Worker(session, wire=wire) for session, _ in joined]
+        joined = [self._join(f"worker-{rank}", rank, wish)[0] for rank in range(world_size)]
+        self.workers: list[Worker] = [Worker(line.session, wire=wire) for line in joined]
         self._lines = dict(zip(self.workers, joined, strict=True))
         self._closed = False
+        self._process = os.getpid()
 
     def run(self, fn: Callable[Concatenate[Worker, P], T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call ``fn(worker, …)`` in a thread for each worker, and return the results by rank.
+
+        A worker whose function has returned leaves the cluster when others wait for it: they hear at once that it has
+        left, and those of an elastic cluster go on without it. One that nobody waits for is there for the next `run`.
 
         The first error that any of them raises is raised here, when all have ended; that worker is
         taken out of the cluster, so that the others do not wait for it. Of a worker that is killed meanwhile
@@ -117,15 +128,15 @@ class LocalCluster:
         """
         with self._changes:
             name = name or f"worker-{len(self.workers)}"
-            session, channel, joining = self._join(name, -1, 0)
+            line, joining = self._join(name, -1, 0)
             try:
                 joining.wait()
             except BaseException:
-                channel.close()
+                line.channel.close()
                 raise
-            worker = Worker(session, wire=self._wire)
+            worker = Worker(line.session, wire=self._wire)
             self.workers.append(worker)
-            self._lines[worker] = session, channel
+            self._lines[worker] = line
             if self._running is not None:
                 self._running.start(worker)
         return worker
@@ -135,17 +146,17 @@ class LocalCluster:
         found = next((worker for worker in self._lines if worker.rank == rank), None)
         if found is None:
             raise InvalidRankError(f"there is no rank {rank!r} to kill among {len(self._lines)} workers")
-        session, channel = self._lines.pop(found)
-        session.lost(ClosedError("this worker was killed"))
-        channel.close()
+        line = self._lines.pop(found)
+        line.session.lost(ClosedError("this worker was killed"))
+        line.channel.close()
 
     def snapshot(self) -> dict[str, object]:
         """What the coordinator sees, as plain JSON values."""
         return self._coordinator.snapshot()
 
     def close(self) -> None:
-        """Close every worker; closing twice does nothing."""
-        if not self._closed:
+        """Close every worker; closing twice does nothing, and in a forked child it is the parent's to close."""
+        if not self._closed and os.getpid() == self._process:
             self._closed = True
             for worker in self.workers:
                 worker.close("the LocalCluster was closed")
@@ -160,16 +171,43 @@ class LocalCluster:
     ) -> None:
         self.close()
 
-    def _join(self, name: str, rank: int, wish: int) -> tuple[Session, Channel, Handle]:
+    def _join(self, name: str, rank: int, wish: int) -> tuple[_Line, Handle]:
         ours, theirs = memory_pair(name)
-        theirs.attach(_Inbox(self._coordinator, theirs))
+        inbox = _Inbox(self._coordinator, theirs, self._release)
+        theirs.attach(inbox)
         session = Session(ours, self._timeout)
         joining = session.join(Join("local", name, rank, wish, self._timeout))
-        return session, ours, joining
+        return _Line(session, ours, inbox.connection), joining
 
     def _tick(self) -> float | None:
         self._coordinator.tick()
+        self._release()
         return self._coordinator.next_deadline()
+
+    def _release(self) -> None:
+        """Let workers leave whose function has returned, if others wait for them. One thread at a time looks."""
+        running = self._running
+        if running is None or not running.returned:
+            return
+        self._release_again = True
+        while self._release_again and self._releasing.acquire(blocking=False):
+            try:
+                self._release_again = False
+                awaited = self._coordinator.undisturbed(lambda: self._engine.awaited("local"))
+                for worker in [one for one in running.returned if self._is_awaited(one, awaited)]:
+                    running.returned.discard(worker)
+                    worker.close("its function has returned")
+            finally:
+                self._releasing.release()
+
+    def _is_awaited(self, worker: Worker, awaited: set[int]) -> bool:
+        """Whether others wait for what ``worker`` will never do. What it has begun goes on by itself, and is done."""
+        line = self._lines.get(worker)
+        if line is None or line.connection not in awaited:
+            return False
+        if line.session.is_busy:
+            self._alarm.set(time.monotonic() + _LOOK_AGAIN_SECONDS)
+        return not line.session.is_busy
 
 
 class _Running:
@@ -178,6 +216,8 @@ class _Running:
     def __init__(self, cluster: LocalCluster, work: Callable[[Worker], Any]) -> None:
         self._cluster = cluster
         self._work = work
+        self.returned: set[Worker] = set()
+        """Those whose function has returned, and who are still there."""
         self._threads: list[threading.Thread] = []
         self._results: list[Any] = []
         self._errors: list[BaseException] = []
@@ -201,24 +241,35 @@ class _Running:
     def _run(self, index: int, worker: Worker) -> None:
         try:
             self._results[index] = self._work(worker)
+            self.returned.add(worker)
+            self._cluster._release()
         except BaseException as error:  # raised again, in the caller's thread
             if worker in self._cluster._lines:
                 self._errors.append(error)
                 worker.abort(f"it raised {type(error).__name__}: {error}")
 
 
+class _Line(NamedTuple):
+    """What joins a worker with the coordinator."""
+
+    session: Session
+    channel: Channel
+    connection: int
+
+
 class _Inbox:
     """Hands what comes in on one channel to the coordinator."""
 
-    def __init__(self, coordinator: Coordinator, channel: Outlet) -> None:
-        self._coordinator = coordinator
-        self._connection = coordinator.connect(channel)
+    def __init__(self, coordinator: Coordinator, channel: Outlet, then: Callable[[], None] = lambda: None) -> None:
+        self._coordinator, self._then = coordinator, then
+        self.connection = coordinator.connect(channel)
 
     def receive(self, message: Message, payloads: Sequence[Buffer]) -> None:
-        self._coordinator.receive(self._connection, message, payloads)
+        self._coordinator.receive(self.connection, message, payloads)
+        self._then()
 
     def lost(self, error: GradServerError) -> None:
-        self._coordinator.lost(self._connection, error.message)
+        self._coordinator.lost(self.connection, error.message)
 
 
 class _Alarm:

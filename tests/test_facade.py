@@ -107,13 +107,32 @@ def test_import_loads_neither_sibling(site: Path) -> None:
     assert run(code, site).stdout == "\n"
 
 
+NO_TORCH = (
+    "gradserver.DistributedDataParallel needs PyTorch, which is not installed here: pip install 'gradserver[torch]'"
+)
+
+
 def test_missing_torch_says_what_to_install(site: Path) -> None:
     write(site, "worker/ddp.py", "import torch.nn")
-    message = refusal("import gradserver; gradserver.DistributedDataParallel", site)
-    assert message == (
-        "gradserver.DistributedDataParallel needs PyTorch, which is not installed here: pip install 'gradserver[torch]'"
-    )
-    assert refusal("from gradserver import DistributedDataParallel", site) == message
+
+    assert refusal("from gradserver import DistributedDataParallel", site) == NO_TORCH
+    used = run("import gradserver; gradserver.DistributedDataParallel", site)
+    assert used.stderr.strip().splitlines()[-1] == f"AttributeError: {NO_TORCH}"
+
+
+def test_what_needs_torch_is_an_attribute_that_is_not_there_without_it(site: Path) -> None:
+    write(site, "worker/ddp.py", "import torch.nn")
+    write(site, "worker/connect.py", "def connect(): ...")
+    code = "import gradserver; print(*(hasattr(gradserver, n) for n in ('DistributedDataParallel', 'connect')))"
+
+    assert run(code, site).stdout == "False True\n"
+
+
+def test_star_gives_the_public_names_and_nothing_else() -> None:
+    assert set(gradserver.__all__) == {*gradserver._HOME, *protocol.errors.ERRORS}
+    space: dict[str, object] = {}
+    exec("from gradserver import *", space)
+    assert set(space) - {"__builtins__"} == set(gradserver.__all__)
 
 
 def test_another_missing_module_is_not_blamed_on_torch(site: Path) -> None:

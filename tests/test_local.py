@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -23,9 +24,10 @@ from protocol.errors import (
 )
 from protocol.limits import MIN_CREDIT_BYTES
 from protocol.plan import simple_plan
-from tests.cluster import Task
+from tests.cluster import PATIENCE, Task
 from worker.client import Worker
 
+T = TypeVar("T")
 PLAN = simple_plan([("b0", 100), ("b1", 3)], FLOAT32)
 
 
@@ -97,6 +99,65 @@ def test_workers_keep_their_state_between_runs() -> None:
     with LocalCluster(2) as cluster:
         cluster.run(lambda worker: worker.agree(PLAN))
         assert [cluster.run(one_round) for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
+
+
+# ── a function that has returned ──────────────────────────────────────────────────────────────────────
+
+FOREVER = 3600.0
+"""Seconds: nobody waits for so long."""
+
+
+def in_time(cluster: LocalCluster, fn: Callable[[Worker], T]) -> list[T]:
+    """What `run` returns; it must do so without anybody's timeout."""
+    return Task(cluster.run, fn).result()
+
+
+@pytest.mark.parametrize("wait", ["all_reduce", "barrier", "recv", "agree", "push"])
+def test_others_do_not_wait_for_a_worker_whose_function_has_returned(wait: str) -> None:
+    def work(worker: Worker) -> None:
+        worker.all_reduce(ones())
+        if wait == "push":
+            worker.agree(PLAN)
+        if worker.rank == 0:
+            return
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: worker.all_reduce(ones()),
+            "barrier": worker.barrier,
+            "recv": lambda: worker.recv(ones(), 0),
+            "agree": lambda: worker.agree(PLAN),
+            "push": lambda: worker.push(0, np.ones(100, np.float32)).wait(),
+        }
+        calls[wait]()
+
+    with LocalCluster(2, timeout=FOREVER) as cluster, pytest.raises(WorkerLeftError, match="its function has returned"):
+        in_time(cluster, work)
+
+
+def test_an_elastic_cluster_goes_on_without_a_worker_whose_function_has_returned() -> None:
+    def train(worker: Worker) -> tuple[float, int]:
+        worker.agree(PLAN)
+        number = worker.rank
+        for _ in range(2 + 2 * number):
+            data = np.full(100, number, np.float32)
+            worker.push(0, data)
+            worker.push(1, ones())
+            worker.finish_round()
+        return float(data[0]), worker.world_size
+
+    with LocalCluster(3, elastic=(1, 3), timeout=FOREVER) as cluster:
+        assert in_time(cluster, train) == [(1.0, 3), (1.5, 2), (2.0, 1)]
+
+
+def test_what_a_returned_worker_had_begun_is_done_all_the_same() -> None:
+    def work(worker: Worker) -> float:
+        if worker.rank == 0:
+            handles = [worker.send(np.full(500_000, n, np.float32), 1, async_op=True) for n in range(8)]
+            return float(len(handles))
+        return sum(float(worker.recv(np.zeros(500_000, np.float32), 0)[0]) for _ in range(8))
+
+    with LocalCluster(2, timeout=FOREVER, credit=MIN_CREDIT_BYTES) as cluster:
+        assert in_time(cluster, work) == [8.0, 28.0]
+        assert cluster.run(lambda worker: worker.closed) == [False, False]
 
 
 # ── errors ────────────────────────────────────────────────────────────────────────────────────────────
@@ -180,9 +241,16 @@ def test_worker_that_calls_something_else_is_named() -> None:
 
 
 def test_worker_that_does_not_come_is_named_when_time_is_up() -> None:
+    over = threading.Event()
+
     def work(worker: Worker) -> None:
-        if worker.rank != 1:
+        if worker.rank == 1:
+            assert over.wait(PATIENCE)
+            return
+        try:
             worker.barrier()
+        finally:
+            over.set()
 
     with LocalCluster(3, timeout=0.2) as cluster, pytest.raises(DeadlineError) as caught:
         cluster.run(work)
@@ -260,11 +328,13 @@ def test_closing_leaves_no_thread_and_nothing_to_use() -> None:
 
 def test_closing_ends_what_still_runs() -> None:
     cluster = LocalCluster(2)
-    task = Task(cluster.run, lambda worker: worker.rank or worker.recv(ones(), 1))
+    over = threading.Event()
+    task = Task(cluster.run, lambda worker: over.wait(PATIENCE) if worker.rank else worker.recv(ones(), 1))
     assert not task.ended(0.05)
 
     cluster.close()
 
+    over.set()
     task.error(ClosedError, 5.0)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gradserver import GradServerError, Worker, connect
+from gradserver import GradServerError, Handle, Worker, connect
 from protocol.dtypes import FLOAT32
 from protocol.messages import BePresent, Message
 from protocol.plan import simple_plan
@@ -240,6 +240,57 @@ def fork(worker: Worker) -> None:
     assert os.waitpid(child, 0) == (child, 0)
     worker.barrier()
     say("ok")
+
+
+def use_in_a_child(worker: Worker) -> None:
+    """Fork a child that tries all that this worker can do, while an exchange is open; say what it meets, and go on."""
+    worker.agree(simple_plan([("b0", 10)], FLOAT32))
+    open_one = worker.all_reduce(np.ones(3, np.float32), "sum", async_op=True) if worker.rank == 0 else None
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.write(writer, json.dumps(met_in_a_child(worker, open_one)).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        say(f"met {stream.read()}")
+    if open_one is None:
+        worker.all_reduce(np.ones(3, np.float32), "sum")
+    else:
+        open_one.wait()
+    worker.push(0, np.ones(10, np.float32))
+    worker.finish_round()
+    say("ok")
+
+
+def met_in_a_child(worker: Worker, handle: Handle | None) -> dict[str, str]:
+    """What each use of a worker raises."""
+    tensor = np.ones(10, np.float32)
+    other = 1 - worker.rank
+    uses: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: worker.all_reduce(tensor),
+        "async": lambda: worker.all_reduce(tensor, async_op=True),
+        "broadcast": lambda: worker.broadcast(tensor),
+        "all_gather": lambda: worker.all_gather(tensor),
+        "reduce_scatter": lambda: worker.reduce_scatter(tensor),
+        "barrier": worker.barrier,
+        "send": lambda: worker.send(tensor, other),
+        "recv": lambda: worker.recv(tensor, other),
+        "agree": lambda: worker.agree(simple_plan([("b1", 10)], FLOAT32)),
+        "push": lambda: worker.push(0, tensor),
+        "finish_round": worker.finish_round,
+        "wait": lambda: handle.wait() if handle is not None else worker.barrier(),
+        "close": worker.close,
+        "abort": lambda: worker.abort("an error"),
+    }
+    met = {}
+    for name, use in uses.items():
+        try:
+            met[name] = f"returned {use()!r}"
+        except Exception as error:
+            met[name] = f"{type(error).__name__}: {error}"
+    with worker:  # it ends silently: the block is the parent's
+        met["rank"] = f"{worker.rank} of {worker.world_size}"
+    return met
 
 
 def main() -> None:

@@ -142,6 +142,10 @@ class Claims:
         for question in asked:
             channel.send(question.message, question.payloads)
 
+    def disown(self) -> None:
+        """In a forked child: a thread that the child does not have may hold the lock."""
+        self._lock = threading.Lock()
+
     def give_up(self) -> list[Handle]:
         """Who waits for what will not come."""
         with self._lock:

@@ -336,6 +336,8 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._session.disowned:  # a forked child that ends inside the block: the worker is its parent's
+            return
         if error is None:
             self.close("its work was done")
         else:

@@ -3,6 +3,8 @@
 Processes of a `DataLoader` are forked, and so hold every connection of the worker's open. If that is killed while they
 live, the system closes nothing, and the coordinator would hear of it only when heartbeats stop. Therefore a child
 lets go of them as soon as it exists. The parent's own descriptors are not concerned.
+
+Nor does it take along the membership: whatever the child asks of its parent's worker raises UsageError at once.
 """
 
 from __future__ import annotations
@@ -11,21 +13,38 @@ import contextlib
 import os
 import socket
 import stat
+import weakref
 from collections import Counter
+from typing import Protocol
 
 from protocol.sharing import ADDRESS_PREFIX
 from protocol.url import parse_target
 
+
+class Owned(Protocol):
+    """What belongs to one process: a worker's session."""
+
+    def disown(self, owner: int) -> None:
+        """This process is a forked child, and all this is that of its parent, ``owner``."""
+
+
+_owned: weakref.WeakSet[Owned] = weakref.WeakSet()
+"""Memberships of this process."""
 _guarded: Counter[tuple[str, int]] = Counter()
 """Where coordinators are that this process is connected to."""
 _LOCAL = b"\0" + ADDRESS_PREFIX.encode()
 _LISTS = ("/proc/self/fd", "/dev/fd")
 
 
+def own(membership: Owned) -> None:
+    """Children that this process forks from now on cannot use ``membership``."""
+    _register()
+    _owned.add(membership)
+
+
 def guard(address: str) -> None:
     """Children that this process forks from now on let go of connections to ``address``, and to local sockets."""
-    if not _guarded:
-        _register()
+    _register()
     _guarded[_target(address)] += 1
 
 
@@ -43,8 +62,14 @@ _registered = False
 def _register() -> None:
     global _registered
     if not _registered and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_let_go)
+        os.register_at_fork(after_in_child=_become_a_stranger)
     _registered = True
+
+
+def _become_a_stranger() -> None:
+    for membership in list(_owned):
+        membership.disown(os.getppid())
+    _let_go()
 
 
 def _target(address: str) -> tuple[str, int]:

@@ -7,9 +7,11 @@ each from any thread.
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from protocol.buffer import Buffer
 from protocol.channel import Channel
@@ -44,6 +46,7 @@ from protocol.plan import Plan
 from protocol.positions import Claimed, Located
 from protocol.resuming import Fetch, Resumed, Standing
 from protocol.shards import Table
+from worker import forking
 from worker.boundaries import Boundaries
 from worker.handle import Handle
 from worker.outbox import ShardTraffic
@@ -97,7 +100,10 @@ class Session(Boundaries):
         self._leaving: dict[int, Handle] = {}
         self._proposal: tuple[Plan, Handle] | None = None
         self._lifeline: Lasting | None = None
+        self._disowned: UsageError | None = None
+        """What to raise in a forked child, whose parent's all this is."""
         channel.attach(self)
+        forking.own(self)
 
     # ── joining, agreeing, leaving ────────────────────────────────────────────────────────────────────
 
@@ -151,6 +157,8 @@ class Session(Boundaries):
 
     def close(self, reason: str, failed: bool = False) -> None:
         """Leave the group; whatever is open fails with ClosedError. ``failed``: because of an error."""
+        if self._disowned is not None:
+            raise self._disowned.again()
         error = ClosedError(f"the worker was closed ({reason})")
         if self._lifeline is not None and self._closed is None:
             self._lifeline.prepare_to_leave(0.0 if failed else _PATIENCE_SECONDS)
@@ -177,6 +185,39 @@ class Session(Boundaries):
                 for number in numbers:
                     with suppress(DeadlineError):
                         self._leaving[number].wait(_FAREWELL_SECONDS)
+
+    @property
+    def disowned(self) -> bool:
+        """Whether this process is a forked child, and the membership its parent's."""
+        return self._disowned is not None
+
+    def disown(self, owner: int) -> None:
+        """In a forked child: whoever uses anything of this hears that it is the process ``owner``'s.
+
+        Locks may be held by threads that the child does not have, and what the parent waits for will not come here.
+        """
+        if self._disowned is not None or self._closed is not None:
+            return
+        error = UsageError(
+            f"this worker belongs to process {owner}, which connected, and not to its forked child {os.getpid()}: use "
+            f"it there, or call connect() in the child"
+        )
+        self._disowned = self._closed = error
+        self._state, self._pumping = threading.Lock(), threading.Lock()
+        self.claims.disown()
+        self._pushed.clear()
+        for channel in {id(channel): channel for channel in (self._channel, *self._channels())}.values():
+            for method in ("send", "wait", "watch", "close"):
+                setattr(channel, method, self._refuse)
+
+    def _channels(self) -> set[Channel]:
+        """Channels that somebody may wait at."""
+        waiting = [exchange.handle for shard in self._shards for exchange in shard.exchanges.values()]
+        return {handle._channel for handle in waiting if handle._channel is not None}
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        assert self._disowned is not None
+        raise self._disowned.again()
 
     # ── its end ───────────────────────────────────────────────────────────────────────────────────────
 

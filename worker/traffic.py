@@ -392,6 +392,11 @@ class Traffic(Latecomer):
         start, stop = self._table.share(key, operation).interval(shard)
         return start < stop
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything that this worker has begun is not done."""
+        return any(shard.exchanges for shard in self._shards)
+
     def idle(self) -> bool:
         """Whether no results are due, and none come unasked: who may be late reads them whatever else it does."""
         if self.stage is Stage.OBSERVING or (self.stage is Stage.JOINING and self.entry.transfer is not None):

@@ -121,6 +121,10 @@ class Engine:
             return data if control is None else control
         return min(control, data)
 
+    def awaited(self, group: str) -> set[int]:
+        """Connections of members that others wait for, and who have not begun what it is that they wait for."""
+        return self.data.awaited(group) | self.control.awaited(group)
+
     def snapshot(self, now: float) -> dict[str, object]:
         """What the coordinator sees, as plain JSON values."""
         groups = self.control.snapshot(now)

@@ -242,6 +242,13 @@ class Control:
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
+    def awaited(self, name: str) -> set[int]:
+        """Connections of those in a group whose plan others wait for, or for whose next round somebody who joins."""
+        group = self.groups.get(name)
+        if group is None or not (group.proposals or group.joiners):
+            return set()
+        return {member.connection for seat, member in group.members.items() if seat not in group.proposals}
+
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:
         """The groups, as plain JSON values. Ages in seconds."""
         return {name: describe(group, now) for name, group in self.groups.items()}

@@ -365,6 +365,14 @@ class Data:
         unasked.taken(group, rank, taken.nbytes)
         return []
 
+    def awaited(self, name: str) -> set[int]:
+        """Connections of those in a group who have yet to begin what others have begun."""
+        group = self.groups.get(name)
+        exchanges = () if group is None else group.exchanges.values()
+        begun = [exchange for exchange in exchanges if exchange.failure is None and exchange.pushed]
+        missing = {rank for exchange in begun for rank in exchange.participants if rank not in exchange.pushed}
+        return set() if group is None else {group.connections[rank] for rank in missing}
+
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:
