@@ -85,6 +85,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--credit", type=_mebibytes, metavar="MIB", help="MiB that one worker may have in flight (default 16)"
     )
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
+    _add_nonfinite(parser)
     _add_groups(parser.add_argument_group("groups"))
     _add_lateness(parser.add_argument_group("late workers of an elastic group"))
     _add_silence(parser.add_argument_group("workers that die or freeze"))
@@ -116,6 +117,16 @@ def _add_groups(parser: argparse._ArgumentGroup) -> None:
         type=number(float, 0, 3600, "a number of seconds", "{:g} to {:g}"),
         metavar="S",
         help="seconds that an elastic group waits for more than MIN before it begins (default 2)",
+    )
+
+
+def _add_nonfinite(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nonfinite",
+        choices=("halt", "propagate"),
+        help="what becomes of a gradient with NaN or Inf in it: the group halts with an error that names worker, "
+        "bucket and parameter (default), or it is passed on as torch does, which a GradScaler needs. A group that "
+        "survives its coordinator (--state-dir) goes on as it began",
     )
 
 
@@ -308,12 +319,12 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _serve_as_told(arguments: argparse.Namespace) -> int:
     from gradserver.channels.attendance import Patience
     from gradserver.daemon import Ledger, serve, serve_shard
-    from gradserver.engine.policy import RECONNECT_SECONDS
+    from gradserver.engine.policy import RECONNECT_SECONDS, on_non_finite
 
     patience = Patience(arguments.dead_after, arguments.frozen_after)
     if arguments.join is not None:
         told = ("workers", "groups", "gather", *_OF_THE_LATE, "backlog", "round_timeout", "credit", "state_dir")
-        for option in (*told, "allow_shards"):
+        for option in (*told, "allow_shards", "nonfinite"):
             if getattr(arguments, option) not in (None, False):
                 raise InvalidArgumentError(
                     f"--{option.replace('_', '-')} is the coordinator's to say, not a data shard's (--join)"
@@ -342,6 +353,7 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
         groups=_names_of_groups(arguments),
         allow_shards=arguments.allow_shards,
         round_timeout=ROUND_TIMEOUT if arguments.round_timeout is None else arguments.round_timeout,
+        nonfinite=on_non_finite(arguments.nonfinite or "halt"),
     )
 
 

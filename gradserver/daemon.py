@@ -24,7 +24,7 @@ from gradserver.children import SHARD_TOKEN, Children
 from gradserver.coordinator import Coordinator, Residuals
 from gradserver.engine import Engine
 from gradserver.engine.access import Access
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import OnNonFinite, Policy
 from protocol.errors import CoordinatorStoppedError
 from protocol.limits import CREDIT_BYTES, MAX_TOKEN, MIB, ROUND_TIMEOUT
 from protocol.messages import Enlist
@@ -72,6 +72,7 @@ def serve(
     groups: frozenset[str] | None = None,
     allow_shards: bool = False,
     round_timeout: float = ROUND_TIMEOUT,
+    nonfinite: OnNonFinite = OnNonFinite.HALT,
 ) -> int:
     """Serve as a coordinator until SIGTERM or SIGINT; returns the exit status.
 
@@ -88,6 +89,7 @@ def serve(
         groups: the names under which groups may be founded; None for any.
         allow_shards: whether data shards are taken that this process has not started.
         round_timeout: seconds that others wait for a worker that is alive, and does not take part.
+        nonfinite: what becomes of gradients that are not finite.
     """
     _raise_limits()
     keep_memory()
@@ -99,7 +101,7 @@ def serve(
         credit = CREDIT_BYTES if credit is None else credit
         access = Access(groups, entropy(), allow_shards)
         known: tuple[bool, int, Callable[[str], bool]] = digests, incarnation, lambda who: server.is_present(who)
-        engine = Engine(worlds, credit, entropy, own, *known, access, round_timeout)
+        engine = Engine(worlds, credit, entropy, own, *known, access, round_timeout, nonfinite)
         children = Children(lambda: engine.control.roster.enlisted, access.shard_token)
         coordinator = Coordinator(engine, journal=journal, residuals=_residuals(journal), hire=children.hire)
         if journal is not None:

@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
-from gradserver.engine.policy import Policy, lateness_of
+from gradserver.engine.policy import Policy, lateness_of, on_non_finite
 from protocol.buffer import Buffer
 from protocol.channel import Channel, Outlet, memory_pair
 from protocol.errors import (
@@ -61,6 +61,8 @@ class LocalCluster:
         credit: bytes that one worker may have in flight.
         wire: what gradients travel as, see `gradserver.connect`: to try out what a codec does to a training.
         backlog: bytes of results that a worker which joins may have unread while the others go on; 0: they wait for it.
+        nonfinite: what becomes of a gradient with NaN or Inf in it: ``"halt"`` ends the group with an error that names
+            worker, bucket and parameter; ``"propagate"`` passes it on as torch does, which a GradScaler needs.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class LocalCluster:
         credit: int = CREDIT_BYTES,
         wire: str = "fp32",
         backlog: int = BACKLOG_BYTES,
+        nonfinite: Literal["halt", "propagate"] = "halt",
     ) -> None:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidArgumentError(f"world_size is a number of workers, not {world_size!r}")
@@ -91,7 +94,7 @@ class LocalCluster:
         self._releasing = threading.Lock()
         self._release_again = False
         self._alarm = _Alarm(self._tick)
-        self._engine = Engine({"local": policy or world_size}, credit)
+        self._engine = Engine({"local": policy or world_size}, credit, nonfinite=on_non_finite(nonfinite))
         self._coordinator = Coordinator(self._engine, self._alarm.set)
         wish = 0 if policy is None else world_size
         joined = [self._join(f"worker-{rank}", rank, wish)[0] for rank in range(world_size)]

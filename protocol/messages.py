@@ -93,6 +93,7 @@ class Welcome:
     begun is not a member yet: seats, names and its rank are what they would be if it were. What a member
     gives ``late`` is to be kept for the next round ("keep"), or forgotten ("drop"); if empty, all are waited for.
     ``timeout`` is how long an exchange waits for a member that is alive, in seconds.
+    ``nonfinite`` says what becomes of gradients that are not finite: "halt", "leave-out", "skip" or "propagate".
     """
 
     group: str
@@ -110,6 +111,7 @@ class Welcome:
     joins: bool = False
     late: str = ""
     timeout: float = 0.0
+    nonfinite: str = "halt"
 
 
 @dataclass(frozen=True, slots=True)

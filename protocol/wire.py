@@ -172,7 +172,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
         (
             *(_text, _rank, *(_counter,) * 2, *(_texts,) * 2, _rates, _text, _seats, flag),
             *(*(_counter,) * 2, flag, _text),
-            number(0.0, MAX_TIMEOUT),
+            *(number(0.0, MAX_TIMEOUT), _text),
         ),
         *(0, 0, 0),
     ),

@@ -23,6 +23,7 @@ import gradserver
 from gradserver.channels.tcp import TcpServer
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
+from gradserver.engine.policy import on_non_finite
 from gradserver.local import LocalCluster
 from gradserver.status import fetch
 from protocol.limits import CREDIT_BYTES
@@ -112,10 +113,14 @@ def wait_until(condition: Callable[[], T], what: str, timeout: float = PATIENCE)
 
 @contextmanager
 def coordinator(
-    worlds: dict[str, int] | None = None, *, credit: int = CREDIT_BYTES, bind: str = "tcp://127.0.0.1:0"
+    worlds: dict[str, int] | None = None,
+    *,
+    credit: int = CREDIT_BYTES,
+    bind: str = "tcp://127.0.0.1:0",
+    nonfinite: str = "halt",
 ) -> Iterator[TcpServer]:
     """A coordinator in a thread of the test, on a free port if ``bind`` does not name one."""
-    server = TcpServer(Coordinator(Engine(worlds or {}, credit)), bind)
+    server = TcpServer(Coordinator(Engine(worlds or {}, credit, nonfinite=on_non_finite(nonfinite))), bind)
     task = Task(server.run)
     try:
         yield server
@@ -140,15 +145,20 @@ def joined(
 
 @contextmanager
 def members(
-    channel: str, world_size: int, *, timeout: float = TIMEOUT, credit: int = CREDIT_BYTES
+    channel: str,
+    world_size: int,
+    *,
+    timeout: float = TIMEOUT,
+    credit: int = CREDIT_BYTES,
+    nonfinite: Any = "halt",
 ) -> Iterator[list[Worker]]:
     """A group over ``channel``, "memory", "shm" or "tcp", all of it in threads of this process."""
     if channel == "memory":
-        with LocalCluster(world_size, timeout=timeout, credit=credit) as cluster:
+        with LocalCluster(world_size, timeout=timeout, credit=credit, nonfinite=nonfinite) as cluster:
             yield cluster.workers
     else:
         with (
-            coordinator(credit=credit) as server,
+            coordinator(credit=credit, nonfinite=nonfinite) as server,
             joined(server.url, world_size, timeout=timeout, channel=channel) as workers,
         ):
             yield workers
@@ -157,7 +167,9 @@ def members(
 class Gather(Protocol):
     """Makes a group over the channel that a test is run with: the fixture ``gather``."""
 
-    def __call__(self, world_size: int, *, timeout: float = ..., credit: int = ...) -> list[Worker]: ...
+    def __call__(
+        self, world_size: int, *, timeout: float = ..., credit: int = ..., nonfinite: str = ...
+    ) -> list[Worker]: ...
 
 
 # ── processes ─────────────────────────────────────────────────────────────────────────────────────────

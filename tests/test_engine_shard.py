@@ -34,7 +34,7 @@ from gradserver.engine.events import (
     Tick,
 )
 from gradserver.engine.orders import RemoteReport, decode_order, decode_report, encode_order, encode_report
-from gradserver.engine.policy import Lateness
+from gradserver.engine.policy import Lateness, OnNonFinite
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.shard import ATTENDING_SECONDS, MAX_ATTENDING, ShardEngine
 from protocol.errors import (
@@ -372,6 +372,7 @@ ERROR = NonFiniteError("w1 contributed NaN", worker="w1", rank=1, bucket="b", pa
 ORDERS: list[RemoteOrder] = [
     OpenGroup("g", 3, (Seat(-1, "w0"), Seat(-1, "ü")), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32, "b" * 32)),
     OpenGroup("g", 3, (Seat(-1, "w0"),), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, True, 1 << 22),
+    OpenGroup("g", 3, (Seat(-1, "w0"),), 1, 60.0, (0.0, 2.5), 1, ("a" * 32,), nonfinite=OnNonFinite.PROPAGATE),
     OpenGroup("g", 3, (Seat(-1, "w0"),), 1, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, lateness=Lateness(backup=2)),
     OpenGroup("g", 3, (Seat(-1, "w0"),), 1, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, lateness=Lateness(0, 75.0)),
     CutRound("g", 7, (1, 3)),

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from gradserver.engine.data_records import Claim, Committed, Data, Holder, Order
 from gradserver.engine.events import Command, Log, Record, Send
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import (
     MAX_BODY_BYTES,
     Books,
@@ -23,6 +23,7 @@ from gradserver.engine.records import (
     Gap,
     Group,
     Halt,
+    Handling,
     Kind,
     Plan,
     Round,
@@ -54,6 +55,7 @@ RECORDS: list[Kind] = [
     Round("default", 1, FULL, (Committed("data", 2, 1, True, ((0, 5), (7, 9))), Committed("data", 2, 0, False, ()))),
     Cut("default", 1, 7, (1, 1023), "round 7 closed without 'w1' (rank 1)"),
     Halt("default", 1, 8, "NonFiniteError", "'w1' contributed NaN"),
+    Handling("default", OnNonFinite.PROPAGATE),
     Closed("default", 1, 8, "everybody has left"),
     Data("default", "data", ORDER, "'w0' (rank 0)", 2, True, ((5, 7),), (Holder(1, ((9, 12),), 4, 2, ((10, 12),)),)),
     Claim("default", "data", 1, 4, 2, ((10, 12),)),

@@ -9,8 +9,8 @@ import pytest
 
 from gradserver.engine import Engine, records
 from gradserver.engine.events import Log, Restored
-from gradserver.engine.policy import Policy
-from gradserver.engine.records import Boundary, Closed, Durable, Epoch, Group, Kind, Plan, Reset, Start
+from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.records import Boundary, Closed, Durable, Epoch, Group, Handling, Kind, Plan, Reset, Start
 from gradserver.ledger.command import Selection, show
 from gradserver.ledger.state import StateDir, files_of
 from protocol.errors import StateError
@@ -54,6 +54,16 @@ def test_the_next_coordinator_finds_what_still_matters_and_counts_itself(tmp_pat
         start, *others = state.restored
     assert isinstance(start, Start)
     assert others == [*FOUNDED, round_record(1)]
+
+
+def test_what_becomes_of_non_finite_gradients_stays_as_it_began(tmp_path: Path) -> None:
+    write(tmp_path, *FOUNDED, Handling("g", OnNonFinite.PROPAGATE), round_record(0))
+
+    with opened(tmp_path) as state:
+        found = Engine({"g": Policy(2)}, incarnation=state.incarnation, nonfinite=OnNonFinite.HALT)
+        found.handle(Restored(state.restored), 0.0)
+    assert found.data.groups["g"].order.nonfinite is OnNonFinite.PROPAGATE
+    assert found.snapshot(0.0)["groups"]["g"]["nonfinite"]["policy"] == "propagate"  # type: ignore[index]
 
 
 def test_memberships_are_kept_from_that_on_which_is_in_force(tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ class DistributedDataParallel(nn.Module):
     same bytes everywhere. It is the worker's own to change, by clipping for example.
 
     A gradient that is not finite reaches nobody: every worker gets a NonFiniteError that names worker and
-    parameter. (So a GradScaler, which overflows on purpose to find its scale, cannot be used; bfloat16 needs none.)
+    parameter. A GradScaler overflows on purpose to find its scale: it needs a coordinator that was started with
+    ``--nonfinite propagate``, which passes such gradients on as torch does. (bfloat16 needs no scaler.)
 
     Exchanged is what backward computes outside of `no_sync`, in training mode and in eval mode alike, as torch has
     it. (With ``exchange_in_eval=False`` gradients stay local in eval mode.)

@@ -6,7 +6,7 @@ Laws that this package keeps, whatever order events come in (each has a property
   the same place is refused.
 - Contributions are reduced in rank order (L2), when the last one is in, and everybody gets the same result (L1).
 - Everything that waits has a deadline (L5), and its error names who is missing.
-- After a non-finite contribution to a bucket no result leaves any more (L6).
+- What becomes of a non-finite contribution to a bucket is the group's policy, and the same at every member (L6).
 - What a member has in flight is bounded by its credit (L7).
 - Whatever one connection sends, others lose nothing but the partner they cannot do without (L8).
 
@@ -36,7 +36,7 @@ from gradserver.engine.events import (
     Tick,
     Violation,
 )
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.registry import Registry
 from protocol.limits import CREDIT_BYTES
 from protocol.messages import Inquire, Push, Taken
@@ -58,6 +58,7 @@ class Engine:
         access: which groups strangers may found, and whose data shards are taken.
         round_timeout: seconds that an exchange waits for a member that is alive. None: as long as the longest timeout
             that a founder of the group named.
+        nonfinite: what becomes of gradients that are not finite; a group that was restored goes on as it began.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class Engine:
         runs: Callable[[str], bool] = lambda _: False,
         access: Access = OPEN,
         round_timeout: float | None = None,
+        nonfinite: OnNonFinite = OnNonFinite.HALT,
     ) -> None:
-        registry = Registry(worlds or {}, credit, entropy, rate, digests, incarnation, runs, access, round_timeout)
-        self.control = Control(registry)
+        told = worlds or {}, credit, entropy, rate, digests, incarnation, runs, access, round_timeout, nonfinite
+        self.control = Control(Registry(*told))
         self.data = Data()
 
     def handle(self, event: Event, now: float) -> list[Command]:

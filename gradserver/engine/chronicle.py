@@ -8,6 +8,7 @@ from dataclasses import replace
 from gradserver.engine.data_records import Claim, Committed
 from gradserver.engine.events import Command, Record
 from gradserver.engine.membership import Group
+from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.positions import Use
 from gradserver.engine.records import (
     Boundary,
@@ -18,6 +19,7 @@ from gradserver.engine.records import (
     Epoch,
     Group as Founded,
     Halt,
+    Handling,
     Kind,
     Plan,
     Reset,
@@ -33,6 +35,8 @@ def founded(group: Group, commands: list[Command]) -> None:
     _first(commands, Founded(group.name, group.world, group.timeout))
     if group.secret:
         _first(commands, Durable(group.name, group.secret, group.table.rates))
+    if group.nonfinite is not OnNonFinite.HALT:
+        _first(commands, Handling(group.name, group.nonfinite))
     members(group, f"complete with {group.world} workers", commands)
 
 

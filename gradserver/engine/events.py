@@ -236,7 +236,8 @@ class OpenGroup:
     group goes on without those who depart; then what is called a rank here is a seat, and seats without a name are
     nobody's yet. With ``digests`` rounds are hashed for the ledger. Who listens may leave as many bytes unread as its
     ``backlog``; ``lateness`` says when a round is closed without those who are late. A ``durable`` one survives its
-    coordinator, so members are told what that would have to know.
+    coordinator, so members are told what that would have to know. ``nonfinite`` says what becomes of gradients that are
+    not finite.
     """
 
     group: str
@@ -252,6 +253,7 @@ class OpenGroup:
     backlog: int = BACKLOG_BYTES
     lateness: Lateness | None = None
     durable: bool = False
+    nonfinite: OnNonFinite = OnNonFinite.HALT
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ def join(registry: Registry, connection: int, message: Join, now: float, command
     group = registry.groups.get(message.group)
     if group is None:
         registry.access.check_group(message.group)
-        group = new_group(message, registry.worlds.get(message.group, 0), len(registry.groups))
+        told = registry.worlds.get(message.group, 0)
+        group = new_group(message, told, len(registry.groups), registry.nonfinite)
     check_applicant(group, message, now)
     registry.groups[message.group] = group
     applicant = Applicant(connection, message, now)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from gradserver.engine.events import Command, Log, Seat
 from gradserver.engine.joiners import Joiner, Stage
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.positions import Positions
 from gradserver.engine.records import MAX_EPOCHS, RoundRecord
 from gradserver.engine.seats import Seats
@@ -82,6 +82,8 @@ class Group:
     """How many are, or may come to be, in it."""
     policy: Policy | None = None
     """Of an elastic group."""
+    nonfinite: OnNonFinite = OnNonFinite.HALT
+    """What becomes of gradients that are not finite."""
     applicants: list[Applicant] = field(default_factory=list)
     members: dict[int, Seat] = field(default_factory=dict)
     """Those who are still there, by rank."""
@@ -303,7 +305,7 @@ def check_world(world: int, where: str) -> None:
         raise InvalidWorldSizeError(f"{where}: a world size is 1 to {MAX_WORLD_SIZE}, not {world}")
 
 
-def new_group(join: Join, told: int | Policy, others: int) -> Group:
+def new_group(join: Join, told: int | Policy, others: int, nonfinite: OnNonFinite) -> Group:
     """The group that ``join`` is the first to ask for, beside ``others``. ``told``: its size; 0 if nobody said it."""
     if isinstance(told, int) and told and join.world_size not in (0, told):
         raise InvalidWorldSizeError(
@@ -319,7 +321,7 @@ def new_group(join: Join, told: int | Policy, others: int) -> Group:
     check_world(world, f"group {join.group!r}")
     if others >= MAX_GROUPS:
         raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
-    return Group(join.group, world, told if isinstance(told, Policy) else None)
+    return Group(join.group, world, told if isinstance(told, Policy) else None, nonfinite)
 
 
 def check_name(what: str, name: str, limit: int) -> None:
@@ -446,6 +448,7 @@ def describe(group: Group, now: float) -> dict[str, object]:
         "last_round": _record(group, group.ledger[-1]) if group.ledger else None,
         "timeout": group.timeout,
         "round_timeout": group.round_timeout,
+        "nonfinite": {"policy": str(group.nonfinite)},
     }
 
 

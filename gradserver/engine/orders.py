@@ -38,7 +38,7 @@ from gradserver.engine.events import (
     SetPlan,
 )
 from gradserver.engine.policy import Lateness
-from gradserver.engine.records import pack_round, unpack_round
+from gradserver.engine.records import known_policy, pack_round, unpack_round
 from protocol.buffer import Buffer
 from protocol.checks import brief, facts, integer, listed, number, text, unpack
 from protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError
@@ -79,7 +79,7 @@ def encode_order(order: RemoteOrder) -> bytes:
         case OpenGroup(group, epoch, seats, credit, timeout, rates, shard, tokens, elastic, digests, backlog):
             late = None if order.lateness is None else _pack_lateness(order.lateness)
             known = group, epoch, [seat.name for seat in seats], credit, timeout, rates, shard, tokens
-            return _pack("open", *known, elastic, digests, backlog, late, order.durable)
+            return _pack("open", *known, elastic, digests, backlog, late, order.durable, str(order.nonfinite))
         case SetPlan(group, plan, first_round):
             return _pack("plan", group, plan.encoded, first_round)
         case Depart(group, rank, error, epoch, ended):
@@ -124,6 +124,7 @@ def decode_order(data: Buffer) -> RemoteOrder:
             unread,
             late,
             bool(durable),
+            nonfinite,
         ]:
             seats = tuple(Seat(-1, name) for name in _names(names))
             compared = _rates(rates)
@@ -133,7 +134,7 @@ def decode_order(data: Buffer) -> RemoteOrder:
                 raise MalformedMessageError("an order to open a group that does not fit together")
             known = _name(group), _count(epoch), seats, _count(credit), _seconds(timeout)
             group_is = elastic, digests, _count(unread), _lateness(late), durable
-            return OpenGroup(*known, compared, place, shown, *group_is)
+            return OpenGroup(*known, compared, place, shown, *group_is, nonfinite=known_policy(nonfinite))
         case ["plan", group, bytes(plan), first_round]:
             return SetPlan(_name(group), decode_plan(plan), _count(first_round))
         case ["depart", group, rank, error, epoch, bool(ended)]:

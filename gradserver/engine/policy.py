@@ -24,8 +24,26 @@ class OnNonFinite(StrEnum):
 
     HALT = "halt"
     """The group stops, and everybody gets an error that names worker, bucket and parameter."""
+    LEAVE_OUT = "leave-out"
+    """A slice of a contribution does not count if anything in it is not finite: the mean is that of the others."""
+    SKIP = "skip"
+    """No member applies the round."""
     PROPAGATE = "propagate"
     """They count like any number."""
+
+    @property
+    def sifts(self) -> bool:
+        """Whether it is decided for each slice of a mean, and told with its result."""
+        return self in (OnNonFinite.LEAVE_OUT, OnNonFinite.SKIP)
+
+
+def on_non_finite(name: str) -> OnNonFinite:
+    """What people call it; InvalidArgumentError if there is no such policy."""
+    try:
+        return OnNonFinite(name)
+    except ValueError:
+        known = ", ".join(repr(str(one)) for one in OnNonFinite)
+        raise InvalidArgumentError(f"gradients that are not finite: expected one of {known}, got {name!r}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import msgpack
 
 from gradserver.engine import data_records
 from gradserver.engine.data_records import Claim, Committed, Data
+from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.positions import Positions
 from protocol.buffer import Buffer
 from protocol.checks import brief, integer, listed, number, text, unpack
@@ -211,6 +212,14 @@ class Reset:
     round: int
 
 
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """What becomes of gradients of a group that are not finite. Without this record they halt it."""
+
+    group: str
+    nonfinite: OnNonFinite
+
+
 Kind = (
     Start
     | Snapshot
@@ -228,6 +237,7 @@ Kind = (
     | Boundary
     | Entered
     | Reset
+    | Handling
 )
 
 # ── fields ────────────────────────────────────────────────────────────────────────────────────────────
@@ -244,6 +254,13 @@ def _members(value: Any) -> tuple[tuple[int, str], ...]:
     if type(value) is not list or len(value) > MAX_WORLD_SIZE or any(type(m) is not list or len(m) != 2 for m in value):
         raise MalformedMessageError(f"expected the members of a group, got {brief(value)}")
     return tuple((_rank(rank), _name(name)) for rank, name in value)
+
+
+def known_policy(value: Any) -> OnNonFinite:
+    """The check of what becomes of gradients that are not finite."""
+    if value not in tuple(OnNonFinite):
+        raise MalformedMessageError(f"expected what becomes of gradients that are not finite, got {brief(value)}")
+    return OnNonFinite(value)
 
 
 def _plan(value: Any) -> PlanTable:
@@ -335,6 +352,7 @@ _TABLE: Final[tuple[tuple[int, type[Any], tuple[Callable[[Any], Any], ...]], ...
     (14, Reset, (_name, _count)),
     (15, Cut, (_name, _count, _count, listed(_rank, MAX_WORLD_SIZE), _text)),
     (16, Entered, (_name, _count, _members)),
+    (17, Handling, (_name, known_policy)),
 )
 _ROUND: Final = 7
 CODES: Final = {kind: code for code, kind, _ in _TABLE}
@@ -431,7 +449,7 @@ class Books:
             case Data(group) | Claim(group) if group in self._groups:
                 self.positions[group].restore(record)
                 self._groups[group][Data] = dated
-            case Plan(group) | Halt(group) | Durable(group) | Entered(group) if group in self._groups:
+            case Plan(group) | Halt(group) | Durable(group) | Entered(group) | Handling(group) if group in self._groups:
                 self._groups[group][type(record)] = dated
             case Round(group, epoch) | Boundary(group, _, epoch) if group in self._groups:
                 if type(record) is Round:
@@ -450,7 +468,7 @@ class Books:
         """What is to be restated, in an order in which it can be read."""
         restated = list(self._start)
         for group, latest in self._groups.items():
-            restated += [latest[kind] for kind in (Group, Durable) if kind in latest]
+            restated += [latest[kind] for kind in (Group, Durable, Handling) if kind in latest]
             restated += self._epochs[group].values()
             restated += [latest[kind] for kind in (Entered, Plan, Round, Boundary, Halt) if kind in latest]
             restated += [Dated(latest[Data].clock, state) for state in self.positions[group].states(group)]

@@ -10,7 +10,7 @@ from gradserver.engine.elastic import go_on
 from gradserver.engine.events import Command, OpenGroup, Order, RemoteOrder, Seat, Send
 from gradserver.engine.membership import Group, check_world
 from gradserver.engine.orders import encode_order
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.roster import Roster
 from protocol.errors import InvalidArgumentError, UnexpectedMessageError
 from protocol.limits import BACKLOG_BYTES, MIN_CREDIT_BYTES
@@ -33,6 +33,7 @@ class Registry:
         runs: whether the process that has a presence is known to run.
         access: which groups strangers may found, and whose data shards are taken.
         round_timeout: seconds that an exchange waits for a member that is alive; None for the members' own timeout.
+        nonfinite: what becomes of gradients that are not finite, in groups that are founded here.
 
     Attributes:
         groups: by name.
@@ -51,6 +52,7 @@ class Registry:
         runs: Callable[[str], bool],
         access: Access = OPEN,
         round_timeout: float | None = None,
+        nonfinite: OnNonFinite = OnNonFinite.HALT,
     ) -> None:
         if credit < MIN_CREDIT_BYTES:
             raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
@@ -61,6 +63,7 @@ class Registry:
         self.places: dict[int, str] = {}
         self.roster = Roster(entropy, rate, access)
         self.access = access
+        self.nonfinite = nonfinite
         self.worlds = dict(worlds)
         self.credit = credit
         self.incarnation = incarnation
@@ -117,6 +120,7 @@ class Registry:
             backlog=BACKLOG_BYTES if policy is None else policy.backlog,
             lateness=None if policy is None or group.secret else policy.lateness,  # a durable one waits for all
             durable=bool(group.secret),
+            nonfinite=group.nonfinite,
         )
 
     def order(self, group: Group, order: RemoteOrder, commands: list[Command], but: int = HERE) -> list[Order]:

@@ -12,7 +12,7 @@ from gradserver.engine import chronicle
 from gradserver.engine.data_records import Claim, Data
 from gradserver.engine.events import Admit, Command, Depart, Expect, Log, Order, RemoteOrder, Reseat, Seat, SetPlan
 from gradserver.engine.membership import Group
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.positions import Positions
 from gradserver.engine.records import (
     Boundary,
@@ -22,6 +22,7 @@ from gradserver.engine.records import (
     Epoch,
     Group as Founded,
     Halt,
+    Handling,
     Kind,
     Plan,
     Round,
@@ -123,6 +124,7 @@ class _Past:
         self.founded = founded
         self.secret = ""
         self.rates: tuple[float, ...] = ()
+        self.nonfinite = OnNonFinite.HALT
         self.epochs: list[Epoch] = []
         self.plan: Plan | None = None
         self.told = -1, 0
@@ -139,6 +141,8 @@ class _Past:
         match record:
             case Durable(_, secret, rates):
                 self.secret, self.rates = secret, rates
+            case Handling(_, nonfinite):
+                self.nonfinite = nonfinite
             case Epoch():
                 self.epochs.append(record)
                 self.positions.keep_only(seat for seat, _ in record.members)
@@ -162,7 +166,7 @@ class _Past:
         latest = self.epochs[-1]
         names = {seat: name for epoch in self.epochs for seat, name in epoch.members}
         world = max(names) + 1
-        group = Group(self.founded.group, world, policy)
+        group = Group(self.founded.group, world, policy, self.nonfinite)
         group.seats = Seats(names.get(seat, "") for seat in range(world))  # some were nobody's yet
         group.table, group.founders = Table(len(latest.members), self.rates), world
         further = max(len(self.rates) - 1, 0)

@@ -46,7 +46,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
     key = exchange.key
     digests, nonfinite = None, OnNonFinite.PROPAGATE  # a collective carries any number
     if key.stream == Stream.BUCKET:
-        nonfinite = OnNonFinite.HALT
+        nonfinite = group.order.nonfinite
         if group.rounds[key.number].hashed:
             digests = Digests(group.places[key.part], [])
     where = group.order.group, group.order.epoch, key, piece.start

@@ -42,4 +42,5 @@ def welcome_to(group: Group, seat: int, token: str, credit: int, incarnation: in
         joins=joins,
         late=group.late_are,
         timeout=group.round_timeout,
+        nonfinite=str(group.nonfinite),
     )

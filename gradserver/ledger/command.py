@@ -19,6 +19,7 @@ from gradserver.engine.records import (
     Gap,
     Group,
     Halt,
+    Handling,
     Kind,
     Plan,
     Reset,
@@ -34,7 +35,9 @@ from protocol.errors import StateError, reason_of
 from protocol.exchange import EXACT
 from protocol.limits import KIB, MIB
 
-_OF_GROUP: Final = Group | Epoch | Plan | Round | Cut | Halt | Closed | Data | Claim | Durable | Boundary | Reset
+_OF_GROUP: Final = (
+    Group | Epoch | Plan | Round | Cut | Halt | Closed | Data | Claim | Durable | Boundary | Reset | Handling
+)
 
 
 class Selection(NamedTuple):
