@@ -15,6 +15,7 @@ from protocol.exchange import Stream
 from protocol.messages import Enter, Membership, Message, Ready, Transfer
 from worker.claims import Claims
 from worker.handle import Handle
+from worker.interrupts import uninterrupted
 from worker.stages import Stage
 from worker.traffic import Traffic
 
@@ -53,6 +54,7 @@ class Boundaries(Traffic):
 
     # ── rounds and memberships ────────────────────────────────────────────────────────────────────────
 
+    @uninterrupted
     def finish_round(self, timeout: float | None) -> None:
         """Wait for every bucket of the round, and go on to the next one."""
         assert self.plan is not None

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from protocol.channel import Channel
 from protocol.errors import DeadlineError, GradServerError
+from worker.interrupts import PUT_OFF
 
 log = logging.getLogger("gradserver")
 
@@ -102,9 +103,8 @@ class Handle:
         # The coordinator's own deadline is as long as the worker's, and its error says more: give it time to come.
         patience = self._timeout + VERDICT_SECONDS if timeout is None else timeout
         patience = min(max(patience, 0.0), threading.TIMEOUT_MAX)
-        assert self._channel is not None
         waited, remind = 0.0, REMINDER_SECONDS if self._overdue is not None else math.inf
-        while not self._channel.wait(self._lock, min(remind, patience - waited)):
+        while not self._wait_once(min(remind, patience - waited)):
             waited = min(waited + remind, patience)
             overdue = self._overdue or (lambda seconds: DeadlineError(f"not done after {seconds:g} s"))
             error = overdue(waited)
@@ -115,6 +115,14 @@ class Handle:
             log.warning("%s. Waiting on, for %g s in all", error.message, patience)
             remind *= 2
         self._lock.release()
+
+    def _wait_once(self, seconds: float) -> bool:
+        assert self._channel is not None
+        PUT_OFF.admit()  # what a caller has put off
+        try:
+            return self._channel.wait(self._lock, seconds)
+        finally:
+            PUT_OFF.refuse()
 
     def _complete(self, error: GradServerError | None = None) -> None:
         """Mark as done, once. The caller sees to it that no two threads do."""

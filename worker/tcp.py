@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -44,6 +45,7 @@ from protocol.errors import (
 )
 from protocol.messages import BePresent, Failure, MemoryAt, Message, Ping, Place, Scope, ShareMemory
 from protocol.wire import decode, encode
+from worker.interrupts import PUT_OFF
 from worker.line import Line, beside, wait_for_listener
 from worker.memory import SharedMemory
 from worker.presence import Presence
@@ -88,6 +90,8 @@ class TcpChannel:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._poller = select.poll()
+        self._happened: list[tuple[int, int]] = []
+        """What the poller has said, and was not seen to yet."""
         self._wake_fd = self._wake_out.fileno()
         self._poller.register(self._wake_fd, select.POLLIN)
         self._monitors: dict[int, Line] = {}
@@ -290,27 +294,33 @@ class TcpChannel:
     def wait(self, done: Lock, timeout: float) -> bool:
         """Wait until ``done`` can be acquired: by reading, unless another thread does that already."""
         until = time.monotonic() + timeout
-        if self._reading.acquire(blocking=False):
-            try:
-                while not done.acquire(blocking=False):
-                    left = until - time.monotonic()
-                    if self._closing or left <= 0:
-                        break
-                    self._read(left)
-                else:
-                    return True
-            finally:
-                self._reading.release()
-            return done.acquire(timeout=max(until - time.monotonic(), 0.0))
-        # Another thread reads. It may leave before our result is there, and then our own thread takes over.
-        with self._lock:
-            self._bystanders += 1
-        self._watched.release()
-        try:
-            return done.acquire(timeout=max(until - time.monotonic(), 0.0))
-        finally:
+        with PUT_OFF:
+            PUT_OFF.refuse()
+            if self._reading.acquire(blocking=False):
+                try:
+                    while not done.acquire(blocking=False):
+                        left = until - time.monotonic()
+                        if self._closing or left <= 0:
+                            break
+                        self._read(left)
+                    else:
+                        return True
+                finally:
+                    PUT_OFF.refuse()
+                    self._reading.release()
+                PUT_OFF.admit()
+                return done.acquire(timeout=max(until - time.monotonic(), 0.0))
+            # Another thread reads. It may leave before our result is there, and then our own thread takes over.
             with self._lock:
-                self._bystanders -= 1
+                self._bystanders += 1
+            self._watched.release()
+            try:
+                PUT_OFF.admit()
+                return done.acquire(timeout=max(until - time.monotonic(), 0.0))
+            finally:
+                PUT_OFF.refuse()
+                with self._lock:
+                    self._bystanders -= 1
 
     def watch(self, enough: Callable[[], bool]) -> None:
         """Have our own thread read, as soon as nobody else does, until ``enough()``."""
@@ -319,12 +329,14 @@ class TcpChannel:
 
     def look(self) -> None:
         """Take what has come in, if nobody else reads, and do not wait for more."""
-        if self._reading.acquire(blocking=False):
-            try:
-                while not self._closing and self._read(0.0):
-                    pass
-            finally:
-                self._reading.release()
+        with PUT_OFF:
+            if self._reading.acquire(blocking=False):
+                try:
+                    while not self._closing and self._read(0.0):
+                        pass
+                finally:
+                    PUT_OFF.refuse()
+                    self._reading.release()
 
     def _watch(self) -> None:
         """The life of our own thread."""
@@ -341,12 +353,15 @@ class TcpChannel:
 
         Reports a broken connection to the receiver, and then is closing. Whether anything has happened.
         """
-        happened: list[tuple[int, int]] = []
+        happened = False
         try:
             if self._take_one_of_each(self._edgy):
                 return True
-            happened = self._wait(timeout)
-            for descriptor, events in happened:
+            if not self._happened:  # else a signal handler has raised before it was seen to
+                self._wait(timeout)
+            happened = bool(self._happened)
+            while self._happened:
+                descriptor, events = self._happened.pop(0)
                 if (line := self._locals.get(descriptor)) is not None:
                     self._take_locally(line, events)
                 elif descriptor in self._monitors:
@@ -364,10 +379,10 @@ class TcpChannel:
             if self._lines[0].receiver is not None:
                 self._lines[0].receiver.lost(error)
             self._heard_of_memory(None)
-        return bool(happened)
+        return happened
 
-    def _wait(self, timeout: float | None) -> list[tuple[int, int]]:
-        """Wait for something to happen, for a while; what did.
+    def _wait(self, timeout: float | None) -> None:
+        """Wait for something to happen, for a while.
 
         Now and then say Ping, which is answered: only behind a message that was lost does anything show that it was.
         """
@@ -383,7 +398,11 @@ class TcpChannel:
             if line.numbers.deadline is not None:
                 line.check(now)
                 until = min(until, line.numbers.deadline)
-        return self._poller.poll(max(math.ceil((until - now) * 1000), 0))
+        # A handler that raises right behind the call must not take with it what the call returned: signals of edges
+        # are given once. Between a function of C and a list that it fills no handler runs.
+        PUT_OFF.admit()
+        self._happened.extend(chain.from_iterable(map(self._poller.poll, (max(math.ceil((until - now) * 1000), 0),))))
+        PUT_OFF.refuse()
 
     def _take_one_of_each(self, lines: Sequence[Line]) -> bool:
         took = False

@@ -45,6 +45,7 @@ from worker.coder import Coder
 from worker.donor import Donor, nobody_takes_it
 from worker.entry import Entry
 from worker.handle import VERDICT_SECONDS, Handle
+from worker.interrupts import uninterrupted
 from worker.late import Latecomer
 from worker.membership import Announced
 from worker.outbox import NO_SLICES, Destination, Exchange, ShardTraffic, Siblings
@@ -133,6 +134,7 @@ class Traffic(Latecomer):
 
     # ── exchanging ────────────────────────────────────────────────────────────────────────────────────
 
+    @uninterrupted
     def push_bucket(self, index: int, data: Bytes, weight: float, present: bool) -> Handle:
         """Contribute to bucket ``index`` of the present round; the result goes into ``data``."""
         if self.donor.due:
@@ -186,6 +188,7 @@ class Traffic(Latecomer):
             feedback = self._feedback[index] = Feedback(operation.numel)
         return feedback
 
+    @uninterrupted
     def collective(
         self,
         operation: Operation,
@@ -210,6 +213,7 @@ class Traffic(Latecomer):
             self._channel.watch(self.idle)
         return handle
 
+    @uninterrupted
     def transfer(
         self,
         operation: Operation,
@@ -233,6 +237,7 @@ class Traffic(Latecomer):
             self._channel.watch(self.idle)
         return handle
 
+    @uninterrupted
     def state_part(self, transfer: Transfer, index: int, memory: Bytes) -> Handle:
         """Send, or receive into ``memory``, part ``index`` of a state."""
         with self._state:

@@ -1,0 +1,119 @@
+"""A signal handler that raises in the midst of a call loses nothing: what was begun can be waited for again."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from protocol.limits import SLICE_BYTES
+from tests.cluster import Task, members
+from worker.client import Worker
+from worker.interrupts import PUT_OFF
+
+CALLS = 200
+NUMEL = SLICE_BYTES // 4 * 2 + 5
+"""Three slices of float32."""
+
+
+class HandlerError(Exception):
+    """What the handler raises."""
+
+
+class Pest:
+    """Sends the main thread a signal at random moments. Its handler raises in calls that can be repeated."""
+
+    def __init__(self, seed: int) -> None:
+        self.raised = 0
+        self._may_raise = False
+        self._over = threading.Event()
+        self._chance = random.Random(seed)
+        self._main = threading.get_ident()
+
+    def __call__(self, call: Callable[[], object]) -> None:
+        """Make ``call`` until no handler has interrupted it."""
+        while True:
+            try:
+                self._may_raise = True
+                call()
+                self._may_raise = False
+                return
+            except HandlerError:
+                self.raised += 1
+
+    def heed(self, *_: object) -> None:
+        if self._may_raise:
+            self._may_raise = False
+            raise HandlerError
+
+    def pester(self) -> None:
+        while not self._over.wait(self._chance.uniform(0, 0.002)):
+            signal.pthread_kill(self._main, signal.SIGUSR1)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        before = signal.signal(signal.SIGUSR1, self.heed)
+        thread = threading.Thread(target=self.pester)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._may_raise = False
+            self._over.set()
+            thread.join()
+            signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("channel", ["memory", "shm", "tcp"])
+def test_a_wait_that_a_signal_handler_interrupts_can_be_waited_for_again(channel: str) -> None:
+    pest = Pest(seed=7)
+    with members(channel, 2) as (one, other):
+        theirs = Task(_sums, other)
+        with pest.at_work():
+            for call in range(CALLS):
+                tensor = np.full(NUMEL, call, np.float32)
+                handle = one.all_reduce(tensor, "sum", async_op=True)
+                pest(handle.wait)
+                assert tensor.min() == tensor.max() == 2 * call
+        theirs.result()
+    assert pest.raised > CALLS / 20
+
+
+def _sums(worker: Worker) -> None:
+    for call in range(CALLS):
+        worker.all_reduce(np.full(NUMEL, call, np.float32), "sum")
+
+
+def test_what_has_begun_ends_before_the_handler_runs() -> None:
+    steps: list[str] = []
+
+    def heed(*_: object) -> None:
+        steps.append("handler")
+        raise HandlerError
+
+    def work() -> None:
+        with PUT_OFF:
+            PUT_OFF.admit()
+            PUT_OFF.refuse()
+            signal.raise_signal(signal.SIGUSR1)
+            steps.append("the work is done")
+
+    def wait() -> None:
+        with PUT_OFF:
+            PUT_OFF.admit()
+            signal.raise_signal(signal.SIGUSR1)
+            steps.append("waited on")
+
+    before = signal.signal(signal.SIGUSR1, heed)
+    try:
+        for call in (work, lambda: signal.raise_signal(signal.SIGUSR1), wait):
+            with pytest.raises(HandlerError):
+                call()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert steps == ["the work is done", "handler", "handler", "handler"]
