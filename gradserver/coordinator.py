@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -31,8 +32,8 @@ from gradserver.mean import Outcome
 from gradserver.reducer import PENDING, Pending, Reducer, broken_by
 from protocol.buffer import Buffer
 from protocol.channel import Outlet
-from protocol.errors import ClosedError, GradServerError
-from protocol.messages import Message
+from protocol.errors import ClosedError, CoordinatorError, GradServerError, ProtocolError
+from protocol.messages import Failure, Message, Scope
 
 log = logging.getLogger("gradserver")
 
@@ -234,3 +235,14 @@ class Coordinator:
             channel.send(message, payloads)
         except (ClosedError, ConnectionError) as error:
             self.lost(connection, str(error))
+        except ProtocolError as error:
+            self._unsayable(connection, channel, type(message).__name__, error)
+
+    def _unsayable(self, connection: int, channel: Outlet, what: str, error: ProtocolError) -> None:
+        """A message that its receiver would refuse: that one connection ends, and is told why. Others go on."""
+        text = f"the coordinator cannot send a {what}: {error.message}. This is a fault of gradserver"
+        log.error("connection %d is closed: %s", connection, text)
+        with contextlib.suppress(ClosedError, ConnectionError):
+            channel.send(Failure.of(CoordinatorError(text), Scope.CONNECTION))
+        channel.close()
+        self.lost(connection, text)

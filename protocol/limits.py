@@ -59,6 +59,14 @@ MAX_DIMENSIONS: Final = 64
 MAX_NUMEL: Final = 1 << 48
 MAX_COUNTER: Final = 1 << 62
 """Rounds, sequence numbers and tags."""
+MAX_CLAIMED: Final = 1 << 48
+"""A round or an epoch that a worker says it is in. Far below `MAX_COUNTER`: what is counted on from it stays valid."""
+MAX_ROUNDS_AHEAD: Final = 1 << 16
+"""Rounds that members of a fixed group can be ahead of what data shards have reported to their coordinator."""
+MAX_UNWRITTEN_ROUNDS: Final = 1 << 32
+"""Rounds that a group can be ahead of its ledger, if the disk took nothing before the coordinator was lost."""
+MAX_UNWRITTEN_EPOCHS: Final = 1 << 16
+"""The same for epochs."""
 MAX_WEIGHT: Final = 1e30
 """Larger than any count of tokens, and still a float32 when a thousand are added up."""
 MAX_TRANSFERS: Final = 65_536

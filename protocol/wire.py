@@ -30,6 +30,7 @@ from protocol.errors import (
 )
 from protocol.exchange import EXACT, ExchangeKey, Kind, Op, Operation, Stream
 from protocol.limits import (
+    MAX_CLAIMED,
     MAX_COUNTER,
     MAX_FRAME_BYTES,
     MAX_HEADER_BYTES,
@@ -105,6 +106,7 @@ _seat = integer(0, MAX_WORLD_SIZE - 1)
 _seats = listed(_seat, MAX_WORLD_SIZE)
 _rank = integer(-1, MAX_WORLD_SIZE - 1)
 _counter = integer(0, MAX_COUNTER)
+_claimed = integer(0, MAX_CLAIMED)
 _stream = integer(0, _LAST_STREAM)
 _slices = integer(1, MAX_SLICES)
 _numel = integer(0, MAX_NUMEL)
@@ -176,7 +178,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
         ),
         *(0, 0, 0),
     ),
-    (Propose, (_text, _counter), 1, 1, MAX_FRAME_BYTES),
+    (Propose, (_text, _claimed), 1, 1, MAX_FRAME_BYTES),
     (Agreed, (_text, _counter), 0, 0, 0),
     (Push, (_key, _counter, _weight, flag, _operation, _slices, _place, _counter, _place), 0, 1, SLICE_BYTES),
     (Result, (_key, _counter, _total, flag, _slices, flag, _seats, _weights), 0, 1, SLICE_BYTES),
@@ -196,18 +198,18 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Attended, (), 0, 0, 0),
     (Membership, (_counter, _seats, _texts, _text, flag, _seats, _counter), 0, 0, 0),
     (RoundDone, (_counter, _counter, listed(_transfer, MAX_LIST)), 0, 0, 0),
-    (Resume, (_text, _seat, _text, _counter, _text, flag), 0, 0, 0),
+    (Resume, (_text, _seat, _text, _claimed, _text, flag), 0, 0, 0),
     (Resumed, (_counter, _counter, listed(_text, MAX_SHARDS)), 0, 0, 0),
-    (Holding, (_counter, _counter, _weight), 1, 1, MAX_SPANS_BYTES),
+    (Holding, (_counter, _claimed, _weight), 1, 1, MAX_SPANS_BYTES),
     (Fetch, (_counter, _key, _counter), 0, 0, 0),
     (Held, (_counter, _key, _counter, _total, flag, _seats, _weights), 0, 1, SLICE_BYTES),
     (Standing, (_counter, _counter), 0, 0, 0),
     (Taken, (_counter,), 0, 0, 0),
-    (Register, (_data, _numel, _seed, flag, _seed, _counter), 1, 1, MAX_RANGES_BYTES),
+    (Register, (_data, _numel, _seed, flag, _claimed, _claimed), 1, 1, MAX_RANGES_BYTES),
     (Located, (_data, _seed), 1, 1, MAX_RANGES_BYTES),
-    (Claim, (_data, _counter, _seed, _numel, _counter), 0, 0, 0),
+    (Claim, (_data, _counter, _claimed, _numel, _claimed), 0, 0, 0),
     (Claimed, (_data, _counter, _seed, flag), 1, 1, MAX_RANGES_BYTES),
-    (Used, (_data, _seed, _counter), 1, 1, MAX_RANGES_BYTES),
+    (Used, (_data, _claimed, _claimed), 1, 1, MAX_RANGES_BYTES),
     (Serve, (), 0, 0, 0),
     (Enter, (_counter, flag), 0, 0, 0),
     (Ready, (_counter,), 0, 0, 0),
@@ -222,6 +224,10 @@ _CODE_OF: Final = {row[0]: code for code, row in enumerate(_TYPES)}
 _PUSH_CODE: Final = bytes([_CODE_OF[Push]])
 
 
+UNCHECKED: Final = {Push, Result, RoundDone, Taken, Ping}
+"""Of these there are many in a round, and what is in them was checked where it came from. Tests check them, too."""
+
+
 def _pack_operation(operation: Operation | None) -> list[int] | None:
     if operation is None:
         return None
@@ -230,7 +236,12 @@ def _pack_operation(operation: Operation | None) -> list[int] | None:
 
 
 def encode(message: Message) -> bytes:
-    """The header frame of ``message``. Payloads are frames of their own and travel behind it as they are."""
+    """The header frame of ``message``. Payloads are frames of their own and travel behind it as they are.
+
+    Raises:
+        LimitExceededError: it is longer than a header may be.
+        MalformedMessageError: `decode` would not take a field of it. Those that are `UNCHECKED` are not looked at.
+    """
     values: tuple[Any, ...]
     if isinstance(message, Push):
         values = (message.key, message.slice, message.weight, message.present, _pack_operation(message.operation))
@@ -245,8 +256,13 @@ def encode(message: Message) -> bytes:
         values = message[: 8 if message.weights else 7 if message.without else 6 if shared else 4]
     else:
         values = tuple(getattr(message, name) for name in message.__slots__)
-    header: bytes = _PREFIX + _packb((_CODE_OF[type(message)], *values))
+    try:
+        header: bytes = _PREFIX + _packb((_CODE_OF[type(message)], *values))
+    except (OverflowError, TypeError, ValueError) as error:
+        raise MalformedMessageError(f"a {type(message).__name__} that cannot be encoded: {error}") from error
     if len(header) <= MAX_HEADER_BYTES:
+        if type(message) not in UNCHECKED:
+            _read(header)
         return header
     if isinstance(message, Failure) and (message.fields or len(message.text) > MAX_TEXT):
         return encode(replace(message, text=message.text[:MAX_TEXT], fields={}))  # its text says it all

@@ -24,6 +24,7 @@ from protocol.errors import GradServerError
 from protocol.exchange import ExchangeKey, Kind, Operation, Stream
 from protocol.messages import Failure, Message, Push, Result, Scope, Welcome
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
+from tests import receivers
 from tests.elastic_harness import Cluster, Giver, Member, Step, contribution
 from tests.engine_harness import SEATS, Array, Harness, Outcome, Task, bucket, plan_of
 
@@ -58,6 +59,7 @@ class Fused(Harness):
     def feed(self, event: Event) -> list[Command]:
         commands = self.engine.handle(event, self.now)
         self.engine.validate()
+        receivers.check(commands)
         for command in commands:
             if self.fuse == 0:
                 raise CrashError

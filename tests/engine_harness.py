@@ -35,6 +35,7 @@ from protocol.exchange import ExchangeKey, Kind, Layout, Op, Operation, Stream, 
 from protocol.messages import Agreed, Failure, Join, Leave, Message, Propose, Push, Result, Scope, Welcome
 from protocol.plan import Plan, simple_plan
 from protocol.shards import share_of
+from tests import receivers
 
 Array = npt.NDArray[np.float32]
 M = TypeVar("M")
@@ -139,6 +140,7 @@ class Harness:
         commands = self.engine.handle(event, self.now)
         if self.checked:
             self.engine.validate()
+            receivers.check(commands)
         reduces = []
         for command in commands:
             match command:

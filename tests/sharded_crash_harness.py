@@ -49,6 +49,7 @@ from protocol.messages import (
 )
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from protocol.shards import Share, Table
+from tests import receivers
 from tests.crash_harness import CrashError, Crashing, Durable, Fused, steady
 from tests.elastic_harness import Step
 from tests.engine_harness import TIMEOUT, Task, plan_of, reference
@@ -99,6 +100,7 @@ class Processes(Fused):
         mind = self.minds[process] if process else self.engine
         commands = mind.handle(event, self.now)
         mind.validate()
+        receivers.check(commands)
         for command in commands:
             if self.fuse == 0:
                 raise ShardLostError(process) if process else CrashError

@@ -30,6 +30,7 @@ from protocol.buffer import Buffer
 from protocol.exchange import ExchangeKey, Operation
 from protocol.messages import Attend, Attended, Enlist, Failure, Leave, Message, Push, Welcome
 from protocol.plan import Plan
+from tests import receivers
 from tests.engine_harness import SEATS, Array, Harness, reference
 
 PRIMARY = "tcp://10.0.0.1:7411"
@@ -75,6 +76,7 @@ class ShardedHarness(Harness):
         commands = mind.handle(event, self.now)
         if self.checked:
             mind.validate()
+            receivers.check(commands)
         reduces = []
         for command in commands:
             match command:

@@ -413,10 +413,10 @@ def test_what_was_asked_of_data_and_not_answered_can_be_asked_again_and_what_was
     for connection in (SEATS, SEATS + 1):
         group.harness.receive(connection, Register("train", 100, 17, True, 0, 0), pack(()))
     group.harness.receive(SEATS, Claim("train", 1, 0, 10, 0))
-    group.harness.receive(SEATS + 1, Claim("train", 1, 0, 10, 5))
+    group.harness.receive(SEATS + 1, Claim("train", 1, 0, 10, 1))
     group.harness.lose(1)
     group.resume(1)
-    group.harness.receive(BACK + 1, Claim("train", 1, 0, 10, 5))
+    group.harness.receive(BACK + 1, Claim("train", 1, 0, 10, 1))
     assert BACK + 1 not in group.harness.closed
 
     group.harness.restart()

@@ -24,6 +24,7 @@ from protocol.errors import (
 from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
 from protocol.limits import (
     KIB,
+    MAX_CLAIMED,
     MAX_COUNTER,
     MAX_DECODING_BYTES,
     MAX_FRAME_BYTES,
@@ -96,6 +97,7 @@ names = st.text(max_size=20) | st.just("ü" * MAX_TEXT)
 ranks = st.integers(-1, MAX_WORLD_SIZE - 1)
 epochs = st.just(0) | st.integers(0, MAX_COUNTER)
 counters = st.integers(0, 99) | st.integers(0, MAX_COUNTER) | st.just(MAX_COUNTER)
+claimed = st.integers(0, 99) | st.just(MAX_CLAIMED)
 weights = st.floats(0, 1e30) | st.sampled_from([0.0, 1.0, 5e-324, 1e30])
 keys = st.builds(ExchangeKey, st.sampled_from([int(s) for s in Stream]), counters, counters, ranks, ranks)
 operations = st.builds(
@@ -153,7 +155,7 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.builds(Ready, counters), none),
         (st.builds(Entered, counters), none),
         (st.builds(StateFailed, counters, names), none),
-        (st.builds(Propose, names, counters), one),
+        (st.builds(Propose, names, claimed), one),
         (st.builds(Agreed, names, counters), none),
         (
             st.builds(
@@ -199,9 +201,9 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
             ),
             none,
         ),
-        (st.builds(Resume, names, st.integers(0, MAX_WORLD_SIZE - 1), names, counters, names, st.booleans()), none),
+        (st.builds(Resume, names, st.integers(0, MAX_WORLD_SIZE - 1), names, claimed, names, st.booleans()), none),
         (st.builds(Resumed, counters, counters, st.lists(names, max_size=3).map(tuple)), none),
-        (st.builds(Holding, counters, counters, weights), one),
+        (st.builds(Holding, counters, claimed, weights), one),
         (st.builds(Fetch, counters, keys, counters), none),
         (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(True), seats, columns), one),
         (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(False), seats, columns), none),
@@ -223,11 +225,11 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.just(Reported()), one),
         (st.builds(Attend, names, counters, st.integers(-1, MAX_WORLD_SIZE - 1), names), none),
         (st.just(Attended()), none),
-        (st.builds(Register, names_of_data, st.integers(0, MAX_NUMEL), seeds, st.booleans(), seeds, counters), one),
+        (st.builds(Register, names_of_data, st.integers(0, MAX_NUMEL), seeds, st.booleans(), claimed, claimed), one),
         (st.builds(Located, names_of_data, seeds), one),
-        (st.builds(Claim, names_of_data, counters, seeds, st.integers(0, MAX_NUMEL), counters), none),
+        (st.builds(Claim, names_of_data, counters, claimed, st.integers(0, MAX_NUMEL), claimed), none),
         (st.builds(Claimed, names_of_data, counters, seeds, st.booleans()), one),
-        (st.builds(Used, names_of_data, seeds, counters), one),
+        (st.builds(Used, names_of_data, claimed, claimed), one),
     ]
 ]
 messages: st.SearchStrategy[tuple[Message, list[bytes]]] = st.one_of(frames_of)

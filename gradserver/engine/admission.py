@@ -89,6 +89,8 @@ def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch
     _check_operation(key, operation, group.world, group.order.elastic)
     if group.order.elastic and (failed := outdated(group, rank, key, operation, epoch, now)) is not None:
         return failed
+    if group.order.elastic and key.stream == Stream.BUCKET and any(number < key.number for number in group.rounds):
+        raise OutOfStepError(f"{group.describe(key)} from {group.call(rank)}: the round before it is not over")
     layout, start, stop = group.share(key, operation)
     if start == stop:
         empty = layout.count == 0

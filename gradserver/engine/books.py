@@ -20,6 +20,7 @@ from gradserver.engine import chronicle, joining
 from gradserver.engine.events import CaughtUp, Command, Log, Order, Proceed, Recover, Recovered, Send
 from gradserver.engine.membership import Group
 from gradserver.engine.registry import Registry
+from protocol.errors import UnexpectedMessageError
 from protocol.messages import RoundDone
 from protocol.resuming import Resumed
 
@@ -45,7 +46,7 @@ def open_books(registry: Registry, group: Group, version: int, now: float, comma
         group.away = {other: min(at, until) for other, at in group.away.items()}
     resumed = Resumed(registry.incarnation, version, group.urls)
     commands += [Send(group.members[seat].connection, resumed) for seat in here]
-    return Recover(group.name, version)
+    return Recover(group.name, version, group.rounds, group.latest)
 
 
 def open_for_shards(registry: Registry, group: Group, now: float, commands: list[Command]) -> list[Order]:
@@ -58,27 +59,38 @@ def open_for_shards(registry: Registry, group: Group, now: float, commands: list
 
 def caught_up(registry: Registry, group: Group, report: CaughtUp, source: int, commands: list[Command]) -> list[Order]:
     """Some have all of a round, and have yet to hear that it is over: when all shards say so."""
+    _check(group, report)
     group.caught_up.add(source)
     if len(group.caught_up) <= len(group.shards):
         return []
     number = report.round - 1
     epoch = group.told[1] if group.told[0] == number else group.epoch
     group.rounds = report.round
-    commands += [Send(group.members[seat].connection, RoundDone(number, epoch)) for seat in report.seats]
+    here = [seat for seat in report.seats if seat in group.members]
+    commands += [Send(group.members[seat].connection, RoundDone(number, epoch)) for seat in here]
     return registry.order(group, Proceed(group.name), commands)
 
 
 def recovered(group: Group, report: Recovered, source: int, commands: list[Command]) -> None:
     """Everybody goes on, as soon as all shards do."""
+    _check(group, report)
     if not group.standing:
         group.rounds = report.round
     group.standing.add(source)
     if len(group.standing) <= len(group.shards):
         return
-    group.recovering = False
+    group.recovering = group.uncertain = False
     if group.owed_nothing:
         group.owed_nothing = False
         chronicle.reset(group, commands)
         what = "what lossy codecs had kept back at the coordinator was lost: residuals reset"
         commands.append(Log(f"group {group.name!r}: {what}", warning=True))
     commands.append(Log(f"group {group.name!r}: {len(group.members)} workers go on with round {group.rounds}"))
+
+
+def _check(group: Group, report: CaughtUp | Recovered) -> None:
+    """A data shard elsewhere cannot have found a round that no member may speak of."""
+    what = type(report).__name__
+    group.check_round(report.round, what)
+    if report.round < group.rounds - 1:
+        raise UnexpectedMessageError(f"a {what} of round {report.round} in group {group.name!r}, in {group.rounds}")

@@ -32,7 +32,7 @@ from protocol.errors import (
     UnexpectedMessageError,
 )
 from protocol.exchange import ExchangeKey, Stream
-from protocol.limits import MAX_NAME_BYTES
+from protocol.limits import MAX_DATA, MAX_NAME_BYTES
 from protocol.messages import Failure, Scope
 from protocol.positions import Claim, Claimed, Located, Register, Used
 from protocol.ranges import Ranges, pack, unpack
@@ -45,6 +45,8 @@ def receive(
 ) -> None:
     """Take a message about data."""
     ranges = unpack(payloads[0]) if payloads else ()
+    # what is asked of data may be of the next round, if the present one was pushed
+    group.check_round(message.round - (not isinstance(message, Used)), type(message).__name__)
     if isinstance(message, Used):
         group.positions.used(message.name, message.epoch, seat, message.round, ranges, group.rounds)
         _write(group, commands)
@@ -64,6 +66,8 @@ def _check(group: Group, seat: int, message: Question, ranges: Ranges) -> None:
     check_name("the data's name", message.name, MAX_NAME_BYTES)
     if (message.name, seat) in group.asked:
         raise UnexpectedMessageError(f"{group.call(seat)} asks of data {message.name!r} before it has its last answer")
+    if sum(asker == seat for _, asker in group.asked) >= MAX_DATA:
+        raise LimitExceededError(f"{group.call(seat)} asks of more than {MAX_DATA} kinds of data at once")
     if isinstance(message, Claim):
         group.positions.use(message.name)
         if group.plan is None:

@@ -134,8 +134,8 @@ class Data:
             case Detach(name, rank):
                 self.unseat(self.groups[name].connections[rank])
                 return recovery.forget(self.groups[name], rank, now, commands)
-            case Recover(name, version):
-                recovery.begin(self.groups[name], version, now)
+            case Recover(name):
+                recovery.begin(self.groups[name], order, now)
                 self.groups[name].next_check = now + self.groups[name].order.timeout
                 self._plan_next_check()
             case Proceed(name):

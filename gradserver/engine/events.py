@@ -326,11 +326,14 @@ class Detach:
 class Recover:
     """All that is open is void: find out who holds which results, and go on from there.
 
-    ``version`` is a new number, by which this is told from what was before.
+    ``version`` is a new number, by which this is told from what was before. The group is in ``round``, as far as
+    control knows, and in none behind ``latest``; or the round before, for members that have yet to hear of its end.
     """
 
     group: str
     version: int
+    round: int
+    latest: int
 
 
 @dataclass(frozen=True, slots=True)

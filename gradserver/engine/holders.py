@@ -18,7 +18,7 @@ from gradserver.engine.rounds import Round
 from protocol.buffer import Buffer
 from protocol.errors import LimitExceededError, UnexpectedMessageError
 from protocol.exchange import ExchangeKey, Stream
-from protocol.limits import MAX_SLICES
+from protocol.limits import MAX_SLICES, MAX_WORLD_SIZE
 from protocol.resuming import Holding, State, unpack_spans
 
 _MAX_LOOSE: Final = 16 * MAX_SLICES
@@ -29,6 +29,9 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
     """A Holding, checked against the plan."""
     number, loose = holding.round, 0
     holder = Holder(number, holding.weight)
+    recovery = group.recovery
+    certain = recovery is not None and recovery.due == recovery.latest
+    most = group.world if certain else MAX_WORLD_SIZE  # else some may be known to members only
     bounds = {part: (start, stop) for part, start, stop in shares(group)}
     for state, key, first, stop, weights in unpack_spans(payload):
         if key.stream == Stream.BUCKET:
@@ -44,6 +47,10 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
         if not right:
             raise UnexpectedMessageError(
                 f"{group.call(seat)}, in round {number}, cannot have slices {first} to {stop} of {tuple(key)}"
+            )
+        if len(weights) > most:
+            raise UnexpectedMessageError(
+                f"{group.call(seat)} has weights of {len(weights)} seats, and {most} there are"
             )
         holder.slices[state][key].update(range(first, stop))
         if weights and key.number == number:

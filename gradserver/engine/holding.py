@@ -71,6 +71,10 @@ class Recovery:
     """One opening of a group's books."""
 
     version: int
+    due: int
+    """The round that the group is in, as far as control knows."""
+    latest: int
+    """The latest that it can be in."""
     touched: float
     draining: set[tuple[int, ExchangeKey, int]]
     """Reductions of before that have not come back, with the number of the books that they are of."""

@@ -21,8 +21,19 @@ from protocol.errors import (
     JoinTimeoutError,
     LeftOutError,
     LimitExceededError,
+    UnexpectedMessageError,
 )
-from protocol.limits import MAX_GROUPS, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_SHARDS, MAX_TOKEN, MAX_URL, MAX_WORLD_SIZE
+from protocol.limits import (
+    MAX_GROUPS,
+    MAX_HEADER_BYTES,
+    MAX_NAME_BYTES,
+    MAX_ROUNDS_AHEAD,
+    MAX_SHARDS,
+    MAX_TOKEN,
+    MAX_UNWRITTEN_ROUNDS,
+    MAX_URL,
+    MAX_WORLD_SIZE,
+)
 from protocol.messages import Join, Membership
 from protocol.plan import Plan
 from protocol.positions import Claim, Register
@@ -115,6 +126,10 @@ class Group:
     """Those whom the open round was closed without, by its number."""
     paused: float | None = None
     """Since when too few are left."""
+    restored: bool = False
+    """It was begun by an earlier coordinator."""
+    uncertain: bool = False
+    """Its members may be in a later round than is written down: it was restored, and they have not said where it is."""
     owed_nothing: bool = False
     """It was restored, and what lossy codecs had kept back at the coordinator was not."""
     secret: str = ""
@@ -199,6 +214,22 @@ class Group:
     def pause_ends(self) -> float | None:
         """When members have waited long enough for others; None if they wait for nobody, or nobody is there."""
         return None if self.paused is None or self.is_deserted else self.paused + self.timeout
+
+    @property
+    def latest(self) -> int:
+        """The latest round that a member can be in."""
+        if self.uncertain:
+            return self.rounds + MAX_UNWRITTEN_ROUNDS
+        # members of a fixed group begin the next round by themselves, when they have all results of the last one
+        return self.rounds + (MAX_ROUNDS_AHEAD if self.shards and self.policy is None else 0)
+
+    def check_round(self, number: int, what: str) -> None:
+        """UnexpectedMessageError if no member can be in round ``number`` when it says ``what``."""
+        if number > self.latest:
+            raise UnexpectedMessageError(
+                f"a {what} of round {number} in group {self.name!r}, of which {self.latest} is the latest round that "
+                f"can have begun"
+            )
 
     @property
     def is_lossy(self) -> bool:

@@ -32,6 +32,7 @@ def propose(
         return []
     if seat in group.proposals:
         raise UnexpectedMessageError(f"{group.call(seat)} proposed a second plan before the first was settled")
+    group.check_round(message.round, "Propose")
     plan = _plan_of(message, data)
     if seat in group.unaware and group.plan is not None and plan.hash == group.plan.hash:
         group.unaware.discard(seat)

@@ -361,7 +361,40 @@ _packb = msgpack.Packer(autoreset=True, unicode_errors="replace").pack
 
 
 def encode(record: Kind) -> tuple[int, bytes]:
-    """The number of its kind, and its body."""
+    """The number of its kind, and its body.
+
+    Raises:
+        MalformedMessageError: `decode` would not take it; nobody could read what stands behind it in a file.
+        LimitExceededError: it is longer than a record may be.
+    """
+    try:
+        code, body = _encode(record)
+    except (OverflowError, TypeError, ValueError, struct.error) as error:
+        raise MalformedMessageError(f"a {type(record).__name__} that cannot be encoded: {error}") from error
+    if type(record) is not Round or record.used_up or not _is_plain(record.epoch, record.record, body):
+        decode(code, body)
+    return code, body
+
+
+def _is_plain(epoch: int, record: RoundRecord, body: bytes) -> bool:
+    """Whether a round's record can be read without a doubt: there is one in each round, and few need a closer look."""
+    weights = record.weights
+    return (
+        max(epoch, record.round) <= MAX_COUNTER
+        and 0 <= record.last < len(weights) <= MAX_WORLD_SIZE
+        and min(weights) >= 0.0
+        and max(weights) <= MAX_WEIGHT
+        and 0.0 <= record.completed - record.opened <= _SOON
+        and not record.cut
+        and len(body) <= MAX_BODY_BYTES
+    )
+
+
+_SOON: Final = 3600.0
+"""Seconds. Who arrives, does so within a round."""
+
+
+def _encode(record: Kind) -> tuple[int, bytes]:
     if type(record) is Round:
         fields_of_round = [record.group, record.epoch, record.record.opened, *pack_round(record.record)]
         if record.used_up:

@@ -9,7 +9,8 @@ or one connection broke, has everybody say what he holds: there is one way for b
     (none)      Recover                                   COLLECTING  open exchanges are forgotten
     COLLECTING  Push                                      COLLECTING  dropped: its sender has yet to hear of it
     COLLECTING  Holding, not the last of those present    COLLECTING  kept
-    COLLECTING  Holding, the last; a member departs       PREVIOUS    R: the latest round that anybody is in
+    COLLECTING  Holding of a round that cannot be         COLLECTING  its sender breaks the protocol
+    COLLECTING  Holding, the last; a member departs       PREVIOUS    R: the latest round that members are in
     COLLECTING  … and reductions of before are under way  COLLECTING  when they have ended: they may write to memory
     PREVIOUS    a member is in an earlier one than R-1    COLLECTING  it is left out
     PREVIOUS    a member in R-1 lacks what nobody holds   COLLECTING  it is left out: the others went on without it
@@ -28,13 +29,13 @@ Slices that are held are *settled*: members never push them, and nothing is redu
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
 from gradserver.engine.closing import left_out
-from gradserver.engine.events import CaughtUp, Command, Recovered, Report, RoundCompleted, Send
+from gradserver.engine.events import CaughtUp, Command, Recover, Recovered, Report, RoundCompleted, Send
 from gradserver.engine.groups import Group
 from gradserver.engine.holders import adopt, places, said, shares
 from gradserver.engine.holding import Recovery, Stage, Wanted
@@ -57,12 +58,12 @@ _MAX_ASKED: Final = 16
 # ── what happens ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def begin(group: Group, version: int, now: float) -> None:
-    """Forget all that is open. Reductions of before come back with an earlier number than ``version``."""
+def begin(group: Group, order: Recover, now: float) -> None:
+    """Forget all that is open. Reductions of before come back with an earlier number than the order's version."""
     draining = group.recovery.draining if group.recovery is not None else set()
     draining |= {(group.order.epoch, key, start) for key, one in group.exchanges.items() for start in one.reducing}
-    group.recovery = Recovery(version, now, draining)
-    group.order = replace(group.order, epoch=version)
+    group.recovery = Recovery(order.version, order.round, order.latest, now, draining)
+    group.order = replace(group.order, epoch=order.version)
     for table in (
         group.exchanges,
         group.due,
@@ -98,6 +99,11 @@ def hold(
         return []  # the books were opened once more meanwhile
     if seat in recovery.holders:
         raise UnexpectedMessageError(f"a second Holding of version {holding.version} from {group.call(seat)}")
+    if holding.round > recovery.latest:
+        raise UnexpectedMessageError(
+            f"{group.call(seat)} says that it is in round {holding.round}, and {recovery.latest} is the latest that "
+            f"can have begun"
+        )
     recovery.holders[seat] = said(group, seat, holding, payload)
     recovery.touched = now
     return advance(group, now, commands)
@@ -191,7 +197,10 @@ def overdue(group: Group, now: float) -> Iterator[Report]:
 
 def _previous(group: Group, recovery: Recovery, now: float, commands: list[Command]) -> list[Report]:
     holders = recovery.holders
-    recovery.round = max(holder.round for holder in holders.values())
+    recovery.round = present = _present_round(recovery)
+    ahead = [seat for seat, holder in holders.items() if holder.round > present]
+    if ahead:
+        return [left_out(group, seat, f"it is in round {holders[seat].round}, not in {present}") for seat in ahead]
     late = [seat for seat, holder in holders.items() if holder.round < recovery.round - 1]
     if late:
         return [left_out(group, seat, f"it is in round {holders[seat].round} of {recovery.round}") for seat in late]
@@ -207,6 +216,17 @@ def _previous(group: Group, recovery: Recovery, now: float, commands: list[Comma
     recovery.stage = Stage.PREVIOUS
     recovery.wanted.extend(wanted)
     return advance(group, now, commands)
+
+
+def _present_round(recovery: Recovery) -> int:
+    """The round that the group is in, or the latest, if some members have yet to hear that the one before is over.
+
+    Where the ledger may be behind them, it is the one that most are in; among equals the nearest to what is on record.
+    """
+    rounds = Counter(holder.round for holder in recovery.holders.values())
+    if recovery.latest == recovery.due:
+        return max(rounds)
+    return max(rounds, key=lambda number: (rounds[number] + rounds[number - 1], -abs(number - recovery.due), number))
 
 
 def _tell(group: Group, recovery: Recovery) -> list[Report]:

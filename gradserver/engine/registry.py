@@ -13,7 +13,7 @@ from gradserver.engine.orders import encode_order
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.roster import Roster
 from protocol.errors import InvalidArgumentError, UnexpectedMessageError
-from protocol.limits import BACKLOG_BYTES, MIN_CREDIT_BYTES
+from protocol.limits import BACKLOG_BYTES, MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES
 from protocol.messages import Ordered
 
 HERE: Final = 0
@@ -71,6 +71,8 @@ class Registry:
         self.round_timeout = round_timeout
         self._digests = digests
         self._epochs = 0
+        self._written = -MAX_UNWRITTEN_EPOCHS
+        """The highest epoch on record when this coordinator began, if another one had been here before."""
 
     # ── who is where ──────────────────────────────────────────────────────────────────────────────────
 
@@ -97,8 +99,19 @@ class Registry:
         self._epochs += 1
         return self._epochs
 
+    def restored(self, epoch: int) -> None:
+        """``epoch`` is the highest that is written down of those which another coordinator has given."""
+        self._epochs = self._written = epoch
+
     def skip_to(self, epoch: int) -> None:
-        """``epoch`` was given before, by another coordinator: go on behind it."""
+        """A member says that ``epoch`` was given before, by another coordinator: go on behind it.
+
+        Raises:
+            UnexpectedMessageError: that cannot be.
+        """
+        most = max(self._epochs, self._written + MAX_UNWRITTEN_EPOCHS)
+        if epoch > most:
+            raise UnexpectedMessageError(f"a Resume of epoch {epoch}, where {most} is the latest that can have begun")
         self._epochs = max(self._epochs, epoch)
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────

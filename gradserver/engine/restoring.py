@@ -41,7 +41,7 @@ def restore(
     registry: Registry, records: Sequence[Kind], kept: Collection[str], now: float, commands: list[Command]
 ) -> list[Order]:
     """Groups are as they were. Of those in ``kept`` what lossy codecs owe is there."""
-    registry.skip_to(max((record.epoch for record in records if isinstance(record, Epoch)), default=0))
+    registry.restored(max((record.epoch for record in records if isinstance(record, Epoch)), default=0))
     orders: list[Order] = []
     for group in _groups(registry, records, now, commands):
         registry.groups[group.name] = group
@@ -172,6 +172,7 @@ class _Past:
         further = max(len(self.rates) - 1, 0)
         group.shards, group.urls, group.lacking = (-1,) * further, ("",) * further, set(range(further))
         group.recovering = bool(further)
+        group.restored = group.uncertain = True
         group.members = {seat: Seat(-1, name) for seat, name in latest.members}
         for seat in names:
             if seat not in group.members:

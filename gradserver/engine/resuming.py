@@ -43,7 +43,7 @@ from gradserver.engine.membership import Group, announce, left_out
 from gradserver.engine.policy import Policy
 from gradserver.engine.registry import HERE, Registry
 from gradserver.engine.welcome import token_of
-from protocol.errors import ConnectionLostError, JoinRefusedError, LeftOutError
+from protocol.errors import ConnectionLostError, JoinRefusedError, LeftOutError, UnexpectedMessageError
 from protocol.presence import presence_of
 from protocol.resuming import Resume, Resumed
 
@@ -137,9 +137,11 @@ def resume(registry: Registry, connection: int, message: Resume, now: float, com
     """A member is back, on another connection. Raises why it cannot go on."""
     registry.check_free(connection)
     group = _check(registry.groups.get(message.group), message)
-    orders = books.let_in(registry, group, commands)
-    if message.epoch > group.epoch:
+    is_later = message.epoch > group.epoch
+    if is_later:
         registry.skip_to(message.epoch)
+    orders = books.let_in(registry, group, commands)
+    if is_later:
         orders += registry.order_all(group, _catch_up(group, registry.next_epoch(), commands), commands)
     registry.places.pop(group.members[message.seat].connection, None)
     registry.places[connection] = group.name
@@ -166,6 +168,10 @@ def _check(group: Group | None, message: Resume) -> Group:
         )
     if group.broken is not None:
         raise group.broken.again()
+    if message.epoch > group.epoch and not group.restored:
+        raise UnexpectedMessageError(
+            f"a Resume of epoch {message.epoch} to group {group.name!r}, which is in epoch {group.epoch}"
+        )
     if not group.is_inside(message.seat):
         rank = group.seats.rank(message.seat) if name else -1
         who = f"{name!r} (was rank {rank})" if name else f"in seat {message.seat}"

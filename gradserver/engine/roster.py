@@ -104,6 +104,7 @@ class Roster:
 
 def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord | None:
     """Note that shard ``source`` is done with a round; the round's record, if all are that have to do with it."""
+    group.check_round(record.round, "report")
     buckets = 0 if group.plan is None else len(group.plan.buckets)
     world = max(group.world, len(record.weights) if group.secret else 0)  # some may be known to members only
     if len(record.weights) >= group.founders:

@@ -26,7 +26,7 @@ from typing import Final
 
 from gradserver.engine.records import CODES, Books, Dated, Gap, Kind, Round, Snapshot, Start
 from gradserver.ledger.journal import Entry, Fault, frame, header, number_of, scan
-from protocol.errors import StateError, reason_of
+from protocol.errors import ProtocolError, StateError, reason_of
 from protocol.limits import MIB
 
 log = logging.getLogger("gradserver")
@@ -107,13 +107,19 @@ class StateDir:
     def append(self, record: Kind) -> None:
         """Write ``record``. When this returns the kernel has it, or it was counted as lost."""
         dated = Dated(time.monotonic(), record)
+        try:
+            data = frame(dated)
+        except ProtocolError as error:
+            if type(record) is not Gap:
+                self._refuse(dated, error)
+            return
         if self._sync_failure is not None and self._trouble is None:
             self._fail(self._sync_failure)
         if self._trouble is not None and time.monotonic() >= self._retry_at:
             self._begin_or_tell()
         if self._trouble is None:
             try:
-                self._write(frame(dated))
+                self._write(data)
                 if self._sync == EVERY_ROUND and type(record) is Round:
                     os.fdatasync(self._fd)
             except OSError as error:
@@ -125,6 +131,12 @@ class StateDir:
             self._begin_or_tell()
         elif self._trouble is None and self._size >= self._restate_at:
             self._restate()
+
+    def _refuse(self, dated: Dated, error: ProtocolError) -> None:
+        """A record that nobody could read is not written: a gap is."""
+        what = f"a {type(dated.record).__name__} that cannot be read again: {error.message}"
+        log.error("%s does not get %s. This is a fault of gradserver; training goes on", self._file, what)
+        self.append(Gap(1, dated.clock, what))
 
     def port(self) -> int:
         """The port that the coordinator before had; 0 if there was none, or it is not known any more."""
@@ -257,8 +269,16 @@ class StateDir:
             self._delete_old()
 
     def _snapshot(self, now: float) -> list[Dated]:
-        restated = self._books.records()
+        restated = [dated for dated in self._books.records() if self._is_readable(dated)]
         return [Dated(now, Snapshot(len(restated))), *restated]
+
+    def _is_readable(self, dated: Dated) -> bool:
+        try:
+            frame(dated)
+        except ProtocolError as error:
+            log.error("%s does not get what is known of %r: %s", self.path, dated.record, error.message)
+            return False
+        return True
 
     def _restate(self) -> None:
         """Say in the midst of a file what still matters: whoever goes on from it reads only what follows."""

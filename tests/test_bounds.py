@@ -1,0 +1,435 @@
+"""What a member can do to the others with numbers that are not so: nothing.
+
+One member of a durable group says whatever it likes, at any time, with numbers of any size. The harness puts all that
+the engine sends and writes into bytes and reads it again (`tests.receivers`): nobody may be sent what it would refuse,
+and nothing be written that the next coordinator cannot read. The others go on with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings, strategies as st
+
+from gradserver.coordinator import Coordinator
+from gradserver.engine import Engine, records
+from gradserver.engine.events import Garbled, Reduce
+from gradserver.engine.records import Closed, Epoch, Gap, Group as Founded, Kind, Round, RoundRecord
+from gradserver.ledger.journal import Entry, scan
+from gradserver.ledger.state import StateDir, files_of
+from protocol import wire
+from protocol.buffer import Buffer
+from protocol.errors import (
+    CoordinatorError,
+    LeftOutError,
+    OutOfStepError,
+    ProtocolError,
+    UnexpectedMessageError,
+)
+from protocol.exchange import ExchangeKey
+from protocol.limits import (
+    MAX_CLAIMED,
+    MAX_COUNTER,
+    MAX_DATA,
+    MAX_NUMEL,
+    MAX_SEED,
+    MAX_TIMEOUT,
+    MAX_UNWRITTEN_EPOCHS,
+    MAX_WEIGHT,
+    MAX_WORLD_SIZE,
+)
+from protocol.messages import (
+    Enlist,
+    Enter,
+    Entered,
+    Failure,
+    Inquire,
+    Join,
+    Message,
+    Propose,
+    Push,
+    Ready,
+    RoundDone,
+    Serve,
+    StateFailed,
+    Taken,
+    Welcome,
+)
+from protocol.positions import Claim, Register, Used
+from protocol.ranges import pack
+from protocol.resuming import Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
+from tests.crash_harness import Crashing, Durable
+from tests.elastic_harness import Step
+from tests.engine_harness import SEATS, Outcome, bucket, floats, small_slices
+from tests.examples import examples
+from tests.test_engine_resuming import Group
+from tests.test_engine_shard import opened
+
+LIAR = 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_slices() -> Iterator[None]:
+    with small_slices(16):
+        yield
+
+
+# ── whatever a member says ────────────────────────────────────────────────────────────────────────────
+
+numbers = st.sampled_from([0, 1, 2, 3, 7, 1000, 10**9, MAX_CLAIMED - 1, MAX_CLAIMED])
+counters = numbers | st.sampled_from([MAX_COUNTER - 1, MAX_COUNTER])
+seats = st.sampled_from([0, 1, 2, 3, MAX_WORLD_SIZE - 1])
+ranks = seats | st.just(-1)
+weights = st.sampled_from([0.0, 1.0, 1e-30, MAX_WEIGHT])
+columns = st.sampled_from([(), (1.0,), (1.0, 1.0, 1.0), (MAX_WEIGHT,) * 3, (1.0,) * MAX_WORLD_SIZE])
+keys = st.builds(ExchangeKey, st.integers(0, 2), counters, counters | st.integers(0, 2), ranks, ranks)
+spans = st.lists(
+    st.builds(Span, st.sampled_from(State), keys, st.integers(0, 3), st.integers(4, 2**32 - 1) | st.just(4)), max_size=3
+)
+texts = st.sampled_from(["", "w1", "data", "x" * 128])
+ranges = st.sampled_from([(), ((0, 1),), ((0, 10),), ((3, 2**48),)]).map(pack)
+Said = Callable[["Lied"], tuple[Message, list[bytes]]]
+
+
+def saying(kind: type[Any], *fields: st.SearchStrategy[Any], payload: st.SearchStrategy[bytes] | None = None) -> Any:
+    """A message of this kind, that says ``fields``; with ``payload``, if that is not None."""
+    payloads = st.just([]) if payload is None else payload.map(lambda data: [data])
+    return st.tuples(st.builds(kind, *fields), payloads).map(lambda said: lambda _: said)
+
+
+def holding(number: int, weight: float, held: list[Span]) -> Said:
+    """What it holds, of the present version of the books."""
+    return lambda cluster: (Holding(cluster.version, number, weight), [pack_spans(held)])
+
+
+def fetched(key: ExchangeKey, index: int, weight: float, present: bool, counted: tuple[float, ...]) -> Said:
+    payload = [b"\0" * 16] if present else []
+    return lambda cluster: (Held(cluster.version, key, index, weight, present, (), counted), payload)
+
+
+def proposing(number: int) -> Said:
+    return lambda cluster: (Propose(cluster.plan.hash, number), [cluster.plan.encoded])
+
+
+AS_USUAL = [st.none(), st.just(1), st.none(), st.sampled_from([0, 1, MAX_COUNTER]), st.none()]
+"""The fields of a Push that are not lied about."""
+lies = st.one_of(
+    st.builds(holding, numbers, weights, spans),
+    st.builds(fetched, keys, counters, weights, st.booleans(), columns),
+    st.builds(proposing, numbers),
+    saying(
+        Register,
+        texts,
+        st.sampled_from([0, 1, 100, MAX_NUMEL]),
+        st.just(MAX_SEED),
+        st.booleans(),
+        numbers,
+        numbers,
+        payload=ranges,
+    ),
+    saying(Claim, texts, counters, numbers, st.sampled_from([0, 1, MAX_NUMEL]), numbers),
+    saying(Used, texts, numbers, numbers, payload=ranges),
+    saying(Enter, counters, st.booleans()),
+    saying(Ready, counters),
+    saying(StateFailed, counters, texts),
+    saying(Serve),
+    saying(Entered, counters),
+    saying(Taken, counters),
+    saying(Inquire, keys),
+    saying(Enlist, texts, st.none() | weights.filter(lambda rate: rate < 1e6)),
+    saying(Join, texts, texts, ranks, seats, st.sampled_from([0.0, 1.0, MAX_TIMEOUT])),
+    saying(Push, keys, counters, weights, st.just(False), *AS_USUAL),
+    saying(Push, keys, counters, weights, st.just(True), *AS_USUAL, payload=st.binary(max_size=16)),
+)
+resumes = st.tuples(numbers, texts, st.booleans())
+
+
+class Lied(Crashing):
+    """A cluster of which one member says what it likes, and comes back as often as it likes."""
+
+    def __init__(self, seed: int, fuses: list[int]) -> None:
+        super().__init__(3, [4, 6], [Step()] * 4, seed, fuses)
+        self.is_deaf = False
+        """The liar hears nothing any more: it could be told anything."""
+
+    @property
+    def version(self) -> int:
+        group = self.harness.engine.control.groups.get("default")
+        return 0 if group is None else group.version
+
+    @property
+    def honest(self) -> list[Durable]:
+        return [member for seat, member in self.members.items() if seat != LIAR]
+
+    def lie(self, said: Said) -> None:
+        """The liar says something."""
+        liar = self.members.get(LIAR)
+        if liar is not None and liar.connection >= 0:
+            message, payloads = said(self)
+            try:
+                message, _ = wire.decode([wire.encode(message), *payloads])
+            except ProtocolError as error:
+                self.harness.feed(Garbled(liar.connection, error))
+            else:
+                self.harness.receive(liar.connection, message, *payloads)
+            self.harness.inbox[liar.connection].clear()
+            liar.holding, liar.standing, self.is_deaf = False, False, True
+
+    def come_back(self, epoch: int, plan: str, serves: bool) -> None:
+        liar = self.members.get(LIAR)
+        if liar is not None:
+            self.connections += 1
+            liar.connection, liar.holding, liar.standing, self.is_deaf = self.connections, False, False, True
+            self.harness.receive(liar.connection, Resume("default", LIAR, liar.token, epoch, plan, serves))
+
+    def step(self) -> bool:
+        liar = self.members.get(LIAR)
+        if liar is not None and self.is_deaf:
+            self.harness.inbox.pop(liar.connection, None)
+            if liar.connection < 0:
+                del self.members[LIAR]
+        return super().step()
+
+    def cut_off(self, member: Durable) -> None:
+        if member.seat != LIAR or not self.is_deaf:
+            super().cut_off(member)
+
+    def check(self, reduce: Reduce) -> None:
+        """Contributions may be lies."""
+
+
+@given(
+    st.integers(0, 2**16),
+    st.dictionaries(st.integers(0, 80), lies | resumes, min_size=1, max_size=6),
+    st.lists(st.integers(5, 60), max_size=2),
+)
+@settings(max_examples=examples(100), phases=[Phase.explicit, Phase.reuse, Phase.generate])
+def test_whatever_a_member_says_nobody_is_sent_and_nothing_is_written_that_cannot_be_read(
+    seed: int, said: dict[int, Any], fuses: list[int]
+) -> None:
+    cluster = Lied(seed, fuses)
+    for step, what in said.items():
+        if isinstance(what, tuple):
+            cluster.at[step] = partial(cluster.come_back, *what)
+        else:
+            cluster.at[step] = partial(cluster.lie, what)
+    cluster.run()
+
+    honest = cluster.honest
+    assert len(honest) == 2, [str(gone.failure) for gone in cluster.gone.values()]
+    assert all(member.finished for member in honest)
+    found: list[dict[tuple[ExchangeKey, int], Outcome]] = [
+        {(task.key, index): outcome for task in member.history for index, outcome in task.answers.items()}
+        for member in honest
+    ]
+    assert found[0] == found[1]
+    written = cluster.rounds()
+    assert sorted(set(written)) == list(range(4))
+
+
+# ── one by one ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def train(group: Group, rounds: int, world: int = 3) -> None:
+    """So many rounds, whose results nobody reads."""
+    for number in range(rounds):
+        for rank in range(world):
+            for part in range(2):
+                group.harness.push(rank, bucket(number, part), floats(1, 2, 3, 4))
+        while group.harness.reduces:
+            group.harness.answer(group.harness.reduces.pop())
+    group.harness.inbox.clear()
+
+
+def test_who_says_that_it_is_in_a_round_that_cannot_have_begun_is_out_and_the_others_go_on() -> None:
+    group = Group(3)
+    train(group, 5)
+    group.resume(0)
+
+    group.hold(0, 10**9)
+    for rank in (1, 2):
+        group.hold(rank, 5, connection=SEATS)
+
+    failure = group.told(0)[-1]
+    assert isinstance(failure, Failure)
+    assert "round 1000000000, and 5 is the latest" in failure.text
+    for rank in (1, 2):
+        assert isinstance(group.told(rank, SEATS)[-1], Standing)
+    assert group.harness.group()["world_size"] == 2
+
+
+def test_after_a_restart_the_round_is_that_in_which_most_are() -> None:
+    """The ledger may be behind, if the disk took nothing: so nobody is refused, and one does not outvote two."""
+    group = Group(3)
+    group.harness.restart()
+    for rank in range(3):
+        group.resume(rank)
+
+    group.hold(0, 10**6)
+    group.hold(1, 5000)
+    group.hold(2, 5000)
+
+    failure = group.told(0)[-1]
+    assert isinstance(failure, Failure)
+    assert isinstance(failure.exception(), LeftOutError)
+    assert "in round 1000000, not in 5000" in failure.text
+    assert group.harness.group()["world_size"] == 2
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_epoch_that_cannot_have_begun_is_refused_and_costs_nobody_else_anything(restarted: bool) -> None:
+    group = Group(2)
+    if restarted:
+        group.harness.restart()
+
+    group.resume(0, epoch=2 + MAX_UNWRITTEN_EPOCHS)
+
+    assert isinstance(group.refusal(0), UnexpectedMessageError)
+    assert group.harness.silent(0, 1)
+    group.resume(0, epoch=1 + MAX_UNWRITTEN_EPOCHS * restarted)
+    assert isinstance(group.told(0)[0], Resumed)
+
+
+def test_a_plan_for_a_round_that_cannot_have_begun_is_refused() -> None:
+    harness = opened()
+    harness.inbox.clear()
+    group = harness.engine.control.groups["default"]
+
+    harness.receive(SEATS, Propose("ab" * 32, MAX_CLAIMED), b"")
+
+    error = harness.refusal(SEATS)
+    assert isinstance(error, UnexpectedMessageError)
+    assert group.rounds == 0
+
+
+def test_who_uses_data_in_a_round_that_has_not_begun_is_refused() -> None:
+    group = Group(2)
+    group.harness.receive(SEATS, Register("data", 100, 0, False, 0, 0), pack(()))
+    group.harness.receive(SEATS, Claim("data", 1, 0, 10, 0))
+
+    group.harness.receive(SEATS, Used("data", 0, 1), pack(((0, 10),)))
+
+    assert SEATS in group.harness.closed
+    (use,) = group.harness.engine.control.groups["default"].positions.uses.values()
+    assert use.left == ((0, 100),), "what it held is not the others'"
+
+
+def test_one_member_asks_of_so_many_kinds_of_data_at_once_and_no_more() -> None:
+    group = Group(2)
+    for number in range(MAX_DATA + 1):
+        assert SEATS not in group.harness.closed
+        group.harness.receive(SEATS, Register(f"data {number}", 100, 0, False, 0, 1), pack(()))
+
+    assert SEATS in group.harness.closed
+
+
+def test_nobody_runs_ahead_of_a_round_that_is_open() -> None:
+    """Else the others would be left out for what they cannot have begun, as that waits too long for them."""
+    group = Group(3)
+    for part in range(2):
+        group.harness.push(0, bucket(0, part), floats(1, 2, 3, 4))
+
+    group.harness.push(0, bucket(1), floats(1, 2, 3, 4))
+
+    error = group.harness.refusal(SEATS)
+    assert isinstance(error, OutOfStepError)
+    assert "the round before it is not over" in error.message
+
+
+# ── what cannot be read is not said, and not written ──────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        RoundDone(3, MAX_COUNTER + 1),
+        Resumed(1, MAX_COUNTER + 1),
+        Welcome("g", 0, 1, 1, ("w",) * 1025),
+        Entered(-1),
+        Standing(1, 2**63),
+    ],
+)
+def test_a_message_that_its_receiver_would_refuse_is_not_encoded(
+    message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "UNCHECKED", set())
+    with pytest.raises(ProtocolError):
+        wire.encode(message)
+
+
+class Line:
+    """A channel that puts what is sent into bytes."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.closed = False
+
+    def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        assert not payloads
+        wire.encode(message)
+        self.sent.append(message)
+
+    def attach(self, receiver: object) -> None:
+        """What it says is handed over by the test."""
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_who_would_be_told_what_nobody_can_read_is_told_that_and_the_daemon_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator, lines = Coordinator(Engine({"a": 1, "b": 1})), (Line(), Line())
+    first, second = (coordinator.connect(line) for line in lines)
+    with monkeypatch.context() as patch:
+        patch.setattr("gradserver.engine.welcome.token_of", lambda *_: "x" * 5000)
+        patch.setattr("gradserver.engine.founding.welcome_to", lambda *_: Welcome("a", 0, MAX_COUNTER + 1, 1, ("w",)))
+        coordinator.receive(first, Join("a", "w", -1, 1, 5.0))
+    coordinator.receive(second, Join("b", "w", -1, 1, 5.0))
+
+    (failure,) = lines[0].sent
+    assert isinstance(failure, Failure)
+    assert isinstance(failure.exception(), CoordinatorError)
+    assert "cannot send a Welcome" in failure.text
+    assert lines[0].closed
+    assert isinstance(lines[1].sent[0], Welcome)
+    assert "fault of gradserver" in caplog.text
+
+
+UNREADABLE: list[Kind] = [
+    Closed("g", 1, MAX_COUNTER + 1, "why"),
+    Epoch("g", MAX_COUNTER + 1, 0, ((0, "a"),), "why"),
+    Founded("g" * 129, 2, 60.0),
+    Round("g", 1, RoundRecord(MAX_COUNTER + 1, (1.0,), 0.0, 1.0, 0)),
+    Round("g", 1, RoundRecord(1, (1.0,), 0.0, 1.0, -1)),
+    Round("g", 1, RoundRecord(1, (1.0,), 0.0, 1e9, 0)),
+]
+
+
+@pytest.mark.parametrize("record", UNREADABLE, ids=lambda record: type(record).__name__)
+def test_a_record_that_nobody_could_read_is_not_encoded(record: Kind) -> None:
+    with pytest.raises(ProtocolError):
+        records.encode(record)
+
+
+def test_a_record_that_nobody_could_read_leaves_a_gap_and_the_directory_can_be_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = StateDir(tmp_path, "0.1.0")
+    first.append(Founded("g", 1, 60.0))
+    first.append(UNREADABLE[0])
+    first.append(Epoch("g", 1, 0, ((0, "a"),), "complete"))
+    first.close()
+
+    StateDir(tmp_path, "0.1.0").close()
+
+    ((_, path),) = files_of(tmp_path)
+    found = [item.read().record for item in scan(path.read_bytes()) if isinstance(item, Entry)]
+    (gap,) = [record for record in found if isinstance(record, Gap)]
+    assert "Closed that cannot be read" in gap.reason
+    assert any(isinstance(record, Epoch) for record in found)
+    assert "fault of gradserver" in caplog.text
