@@ -259,6 +259,8 @@ def encode(message: Message) -> bytes:
     try:
         header: bytes = _PREFIX + _packb((_CODE_OF[type(message)], *values))
     except (OverflowError, TypeError, ValueError) as error:
+        if isinstance(message, Failure) and message.fields:
+            return encode(replace(message, fields={}))
         raise MalformedMessageError(f"a {type(message).__name__} that cannot be encoded: {error}") from error
     if len(header) <= MAX_HEADER_BYTES:
         if type(message) not in UNCHECKED:

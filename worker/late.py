@@ -24,6 +24,7 @@ from protocol.buffer import Buffer
 from protocol.channel import Channel
 from protocol.errors import ClosedError, GradServerError
 from protocol.exchange import ExchangeKey, Op, Operation, Stream
+from protocol.limits import MAX_TEXT
 from protocol.messages import Leave, Result, Taken, Welcome
 from protocol.plan import Plan
 from protocol.shards import Table
@@ -146,7 +147,7 @@ class Latecomer(ABC):
             return
         error = overrun(self._backlog, self.round, number, self.membership.rank)
         with suppress(ClosedError, ConnectionError):
-            self._channel.send(Leave(error.message, True))
+            self._channel.send(Leave(error.message[:MAX_TEXT], True))
         self.lost(error)
 
     def _fail_held_back(self, key: ExchangeKey, error: GradServerError) -> list[Handle]:

@@ -49,6 +49,10 @@ _BESIDE_NAMES = 2 * MAX_NAME_BYTES + MAX_TOKEN + MAX_SHARDS * (MAX_URL + 12)
 
 MAX_REASON = 300
 """Characters of why somebody departed, of those that all names leave in a header."""
+_MAX_TOLD = 4000
+"""Bytes of what has changed in a membership, in which others' names may be."""
+_MOST_CALLED = 16
+"""Workers that are spoken of by name at once."""
 
 
 @dataclass(slots=True)
@@ -285,7 +289,8 @@ class Group:
     def membership(self, reason: str, lost: bool) -> Membership:
         """What members are told of who is there now."""
         first = max((self.first_rounds[seat] for seat in self.early), default=0)
-        return Membership(self.epoch, self.seats.present, self.seats.present_names(), reason, lost, self.early, first)
+        names, told = self.seats.present_names(), reason.encode(errors="replace")[:_MAX_TOLD].decode(errors="ignore")
+        return Membership(self.epoch, self.seats.present, names, told, lost, self.early, first)
 
     def is_inside(self, seat: int) -> bool:
         """Whether what is there of ``seat`` may count: it is a member's, or of who was told that it contributes."""
@@ -327,7 +332,9 @@ class Group:
 
     def calls(self, ranks: Iterable[int]) -> str:
         """How to speak of several."""
-        return ", ".join(self.call(rank) for rank in ranks)
+        called = [self.call(rank) for rank in ranks]
+        more = f" and {len(called) - _MOST_CALLED} more" if len(called) > _MOST_CALLED else ""
+        return ", ".join(called[:_MOST_CALLED]) + more
 
 
 def check_world(world: int, where: str) -> None:
@@ -366,9 +373,10 @@ def check_name(what: str, name: str, limit: int) -> None:
 
 def check_applicant(group: Group, join: Join, now: float) -> None:
     """Raise the error that keeps this applicant out, if there is one."""
-    each = 5 if group.policy is None else 8  # msgpack's own bytes, and those of a seat
-    fair_share = (MAX_HEADER_BYTES - _BESIDE_NAMES) // group.world - each  # of a Welcome
-    check_name(f"in a group of {group.world}, the worker's name", join.name, min(MAX_NAME_BYTES, fair_share))
+    each = 5 if group.policy is None else 8  # msgpack's own bytes, and those of a seat, twice
+    most = group.world if group.policy is None else group.policy.maximum
+    fair_share = (MAX_HEADER_BYTES - _BESIDE_NAMES) // most - each  # of a Welcome, and of a Membership
+    check_name(f"in a group of {most}, the worker's name", join.name, min(MAX_NAME_BYTES, fair_share))
     least, most = (group.world,) * 2 if group.policy is None else (group.policy.minimum, group.policy.maximum)
     if join.world_size and not least <= join.world_size <= most:
         raise InvalidWorldSizeError(

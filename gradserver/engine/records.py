@@ -26,6 +26,7 @@ from protocol.errors import LimitExceededError, MalformedMessageError
 from protocol.limits import (
     MAX_BUCKETS,
     MAX_COUNTER,
+    MAX_DATA,
     MAX_NAME_BYTES,
     MAX_ORDER_BYTES,
     MAX_RATE,
@@ -431,7 +432,7 @@ def decode(code: int, body: Buffer) -> Kind:
 def _unpack(body: Buffer) -> list[Any]:
     if len(body) > MAX_BODY_BYTES:
         raise LimitExceededError(f"a record of {len(body)} bytes, the limit is {MAX_BODY_BYTES}")
-    return unpack(body, "no record", MAX_WORLD_SIZE, maps=False)
+    return unpack(body, "no record", MAX_DATA * MAX_WORLD_SIZE, maps=False)
 
 
 class Dated(NamedTuple):
