@@ -38,6 +38,8 @@ from tests.cluster import Task, wait_until
 from tests.scripted import TOKEN, Scripted, joining
 from worker import resume
 from worker.client import Worker
+from worker.handle import Handle
+from worker.tcp import TcpChannel
 
 NUMEL = SLICE_BYTES // 4
 CREDIT = 16 * SLICE_BYTES
@@ -70,7 +72,7 @@ class Scene:
         return self.reopen(version)
 
     def reopen(self, version: int) -> tuple[Resume, Holding, list[Span]]:
-        asks = self.now.hear(Resume)
+        asks = self.now.hear(Resume, 10.0)
         self.now.say(Resumed(2, version))
         holding = self.now.hear(Holding)
         return asks, holding, unpack_spans(self.now.payloads[0])
@@ -276,6 +278,26 @@ def test_a_connection_that_breaks_while_resuming_is_tried_again(scene: Scene) ->
     scene.again()
     scene.again(1)
     scene.now.say(Standing(1, 0))
+    scene.pushes((SHORT, 0))
+
+
+def test_a_connection_that_breaks_just_before_the_member_waits_for_what_stands_is_tried_again(scene: Scene) -> None:
+    broken: list[TcpChannel] = []
+    restate = scene.books.restate
+
+    def restate_too_late(channel: TcpChannel) -> Handle:
+        if not broken:  # as when a second data shard is lost while the worker shares memory with the first
+            broken.append(channel)
+            scene.lifeline.broke(channel, ConnectionLostError("another process has taken the place of a data shard"))
+        return restate(channel)
+
+    scene.books.restate = restate_too_late  # type: ignore[assignment, method-assign]
+    scene.worker.push(1, scene.data[1])
+    scene.pushes((SHORT, 0))
+    scene.again(version=1)
+
+    scene.reopen(2)  # and not when the wait for the first has run out
+    scene.now.say(Standing(2, 0))
     scene.pushes((SHORT, 0))
 
 

@@ -320,6 +320,7 @@ class Lifeline:
         resuming = books.resume(channel)
         self._introduced = True  # and not before: whoever says something else first is a stranger
         channel.ask()
+        self._check_trying()
         resumed: Resumed = resuming.wait(_ANSWER_SECONDS)
         for number, url in enumerate(self._shards, 1):
             channel.add(url, ShardReceiver(self._session, number), _REACH_SECONDS)
@@ -337,7 +338,9 @@ class Lifeline:
             self._channel = channel
             self._generation += 1
         channel.watch(self._has_enough)
-        again: int = books.restate(channel).wait(self._session.timeout + VERDICT_SECONDS)
+        standing = books.restate(channel)
+        self._check_trying()  # if it broke before there was a handle, nobody tells the handle
+        again: int = standing.wait(self._session.timeout + VERDICT_SECONDS)
         with self._lock:
             if self._failed is not None:
                 raise self._failed
