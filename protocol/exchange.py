@@ -96,7 +96,10 @@ class Op(IntEnum):
     MAX = 4
     PRODUCT = 5
     FIRST = 6
-    """The contribution of the lowest rank whose weight is not zero; buffers are kept alike with it."""
+    """The data of the lowest rank that gives any with a weight above zero; buffers are kept alike with it.
+
+    Where none does, members leave their memory as it is.
+    """
 
 
 @dataclass(frozen=True, slots=True)

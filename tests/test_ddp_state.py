@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradserver import DistributedDataParallel
 from protocol.errors import (
+    DivergedError,
     GradServerError,
     InvalidArgumentError,
     NonFiniteError,
@@ -55,6 +56,34 @@ def test_everybody_starts_with_parameters_and_buffers_of_rank_0() -> None:
     assert all(same(first, other) for other in others)
     assert torch.equal(first["conv.weight"], Convolutional(0).conv.weight)
     assert first["norm.running_mean"].tolist() == [1.0] * 4
+
+
+def test_without_a_first_sync_weights_are_compared_and_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(worker: Worker) -> None:
+        module = Convolutional(seed=3)
+        module.head.weight.requires_grad_(False)
+        monkeypatch.setattr(worker, "broadcast", None)
+        DistributedDataParallel(module, worker, init_sync=False)
+
+    on(3, work)
+
+
+@pytest.mark.parametrize("name", ["conv.bias", "head.weight", "norm.running_var"])
+def test_without_a_first_sync_the_first_parameter_that_differs_is_named(name: str) -> None:
+    def work(worker: Worker) -> str:
+        module = Convolutional(seed=3)
+        module.head.weight.requires_grad_(False)
+        if worker.rank == 1:
+            module.state_dict()[name].view(-1)[0] += 1e-6
+        module.get_buffer("norm.num_batches_tracked").add_(int(worker.rank == 2))
+        with pytest.raises(DivergedError) as caught:
+            DistributedDataParallel(module, worker, init_sync=False)
+        return str(caught.value)
+
+    assert set(on(3, work)) == {
+        f"{name!r} of 'worker-1' (rank 1) is not that of 'worker-0' (rank 0). With init_sync=False all workers must "
+        f"start alike: load the same file everywhere, or leave it out"
+    }
 
 
 def test_modules_that_differ_are_refused_and_left_as_they_were() -> None:
@@ -177,7 +206,7 @@ def test_describe_lists_the_buckets() -> None:
     lines = alone(lambda worker: DistributedDataParallel(Convolutional(), worker).describe()).splitlines()
     assert lines[0].split() == ["bucket", "type", "elements", "MiB"]
     assert lines[1].split() == ["bucket.0", "float32", "145", "0.00"]
-    assert [line.split()[0] for line in lines[1:]] == ["bucket.0", "buffers.float32", "buffers.int64", "3"]
+    assert [line.split()[0] for line in lines[1:]] == ["bucket.0", "sender", "buffers.float32", "buffers.int64", "4"]
 
 
 def test_wrapper_that_is_dropped_takes_its_hooks_along() -> None:

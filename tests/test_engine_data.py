@@ -162,6 +162,21 @@ def test_the_first_of_those_who_count_is_what_everybody_gets() -> None:
     assert [(c.rank, c.payload) for c in reduce.contributions] == [(1, b"\1" * 8)]
 
 
+def test_the_first_is_the_first_that_gives_data_and_without_any_nobody_gets_any() -> None:
+    harness = Harness()
+    harness.assemble(3, Plan((Bucket("stats", BY_NAME["int64"], (Component("n", (1,)),), Op.FIRST),)))
+    for rank, data in enumerate((None, bytes([1]) * 8, bytes([2]) * 8)):
+        harness.push(rank, bucket(0), data, weight=1.0)
+    for rank in range(3):
+        ((result, payloads),) = harness.results(rank).values()
+        assert (result.present, result.weight, [bytes(payload) for payload in payloads]) == (True, 3.0, [b"\1" * 8])
+    for rank in range(3):
+        harness.push(rank, bucket(1), None, weight=1.0)
+    for rank in range(3):
+        ((result, payloads),) = harness.results(rank).values()
+        assert (result.present, result.weight, payloads) == (False, 3.0, ())
+
+
 def test_a_round_is_complete_when_all_of_its_buckets_are_and_empty_ones_do_not_count() -> None:
     harness = group_of(2, 1, 0, 1)
     for part in (2, 0):

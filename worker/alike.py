@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
+from torch import Tensor, nn
 
 from protocol.digest import MODULUS, digest
 from protocol.errors import (
@@ -70,6 +70,28 @@ def check_weights(worker: Worker, digests: Sequence[int], number: int) -> None:
     if others:
         then = "Start again from the last checkpoint"
         raise _diverged(worker.names, others, digests.index(usual), number, "nothing was saved", then)
+
+
+def check_same_tensors(worker: Worker, tensors: Mapping[str, Tensor]) -> None:
+    """Compare the digests of ``tensors``, the same parameters and buffers at every member. A collective.
+
+    Raises:
+        DivergedError: they differ; names the first tensor that does, and who has it otherwise than most.
+    """
+    digests = [digest(bind(tensor, writes=False).data) for tensor in tensors.values()]
+    told = gather(worker, {"names": "\n".join(tensors), "digests": np.array(digests, np.uint64)})
+    remedy = "With init_sync=False all workers must start alike: load the same file everywhere, or leave it out"
+    rows = [(one["names"].split("\n"), one["digests"].tolist()) for one in told]
+    for index in range(max(len(names) for names, _ in rows)):
+        column = [(names[index], digests[index]) if index < len(digests) else None for names, digests in rows]
+        usual = max(column, key=Counter(column).__getitem__)
+        others = [rank for rank, one in enumerate(column) if one != usual]
+        if others:
+            name = next(one for one in (usual, *column) if one is not None)[0]
+            raise DivergedError(
+                f"{name!r} of {_named(worker.names, others)} is not that of "
+                f"{_named(worker.names, [column.index(usual)])}. {remedy}"
+            )
 
 
 class _Asked(NamedTuple):

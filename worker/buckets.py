@@ -6,7 +6,8 @@ The order is that in which backward is expected to complete them:
     bucket.0 …              what no role can be told for: runs of parameters, last first, of limited size
     block.L-1 … block.0     the blocks: a ModuleList's children, or those that the caller names
     embedding               what is registered before the blocks, and every nn.Embedding
-    buffers.<dtype>         BatchNorm's running statistics and the like
+    sender                  which member's buffers are sent, if there are any
+    buffers.<dtype>         BatchNorm's running statistics and the like, and then further ones with numbers
     used                    which parameters have a gradient, where that may differ
 
 A parameter that several modules share is complete when the first of them in forward order is: a tied
@@ -16,21 +17,27 @@ embedding and head live in `embedding`, a weight shared by blocks in the first o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from protocol.dtypes import UINT8
+from protocol.dtypes import BY_NAME, UINT8
 from protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError
 from protocol.exchange import Op
-from protocol.limits import MIB
+from protocol.limits import KIB, MIB
 from protocol.plan import Bucket, Component
-from worker.tensors import wire_dtype
+from worker.tensors import Bytes, bind, wire_dtype
 
 USED_KEY: Final = "used"
+SENDER_KEY: Final = "sender"
+_LARGE_BUFFER_BYTES: Final = 256 * KIB
+"""From here on a buffer's bytes weigh more than a message of its own."""
+_BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EMBEDDINGS: Final = (nn.Embedding, nn.EmbeddingBag)
 _NORM: Final = re.compile(r"Norm(\dd)?$")
 
@@ -46,18 +53,22 @@ class Group:
     parameters: tuple[tuple[str, nn.Parameter], ...]
 
 
-def group_parameters(module: nn.Module, blocks: Iterable[nn.Module] | None, cap_mb: float) -> list[Group]:
+def group_parameters(
+    module: nn.Module, blocks: Iterable[nn.Module] | None, cap_mb: float, ignored: Collection[str] = ()
+) -> list[Group]:
     """Group the parameters of ``module`` that require a gradient, in the order in which backward completes them.
 
     Args:
         module: the module, on its device and in its final element type.
         blocks: the transformer blocks, first to last; None finds them, an empty sequence means that there are none.
         cap_mb: size in MiB of the runs of parameters that have no role. A larger parameter travels alone.
+        ignored: names of parameters that are left out.
 
     Raises:
         InvalidArgumentError: no parameter requires a gradient, or one cannot be exchanged; names it.
     """
-    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and _is_exchangeable(n, p)]
+    trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored)
+    named = [(n, p) for n, p in trained if _is_exchangeable(n, p)]
     if not named:
         raise InvalidArgumentError("this module has no parameter that requires a gradient: nothing to exchange")
     if not cap_mb > 0:
@@ -312,12 +323,16 @@ class GradientBucket(FlatBucket):
 
 
 class BufferBucket(FlatBucket):
-    """The module's buffers of one element type, packed; the lowest rank that takes part wins."""
+    """Buffers of one element type, packed. Between rounds ``flat`` holds what the last exchange has left them at."""
 
     def __init__(self, key: str, module: nn.Module, names: Sequence[str]) -> None:
         components = tuple(Component(name, tuple(module.get_buffer(name).shape)) for name in names)
         super().__init__(key, module.get_buffer(names[0]), components, Op.FIRST)
         self._owners = [module.get_submodule(name.rpartition(".")[0]) for name in names]
+
+    def changed(self) -> bool:
+        """Whether any of the buffers is not what the bucket holds, bit by bit."""
+        return not all(_alike(packed, buffer) for packed, buffer in self._pairs())
 
     def pack(self) -> None:
         """Copy the buffers, as they are now, into the bucket."""
@@ -327,6 +342,8 @@ class BufferBucket(FlatBucket):
     def unpack(self) -> None:
         """Copy what the bucket holds into the buffers."""
         for packed, buffer in self._pairs():
+            if _is_large(packed) and _alike(packed, buffer):  # a table that never changes: reading it is enough
+                continue
             # Like BatchNorm itself, past autograd's check for changes in place: a buffer that another forward saved
             # may change before its backward.
             buffer.data.copy_(packed)
@@ -346,19 +363,61 @@ class BufferBucket(FlatBucket):
             yield place.view(component.shape), buffer
 
 
-def buffer_buckets(module: nn.Module) -> list[BufferBucket]:
-    """One bucket for each element type and device of the module's buffers."""
-    groups: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+def _is_large(buffer: Tensor) -> bool:
+    return buffer.numel() * buffer.element_size() >= _LARGE_BUFFER_BYTES
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape have the same bits."""
+    if one.dtype != other.dtype or one.device != other.device:
+        return False
+    if _is_large(one) and one.device.type == "cpu" and one.is_contiguous() and other.is_contiguous():
+        return _same_bytes(bind(one, writes=False).data, bind(other, writes=False).data)
+    bits = _BITS.get(one.element_size(), torch.uint8)
+    if one.dtype.is_complex:
+        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+        bits = _BITS[one.element_size()]
+    return torch.equal(one.view(bits), other.view(bits))
+
+
+def _same_bytes(one: Bytes, other: Bytes) -> bool:
+    """Compares words, and in blocks that stay in a core's cache: some ten times faster than `torch.equal` of bytes."""
+    for begin in range(0, one.size, MIB):
+        mine, theirs = one[begin : begin + MIB], other[begin : begin + MIB]
+        words = mine.size // 8 * 8
+        if not np.array_equal(mine[:words].view(np.uint64), theirs[:words].view(np.uint64)):
+            return False
+        if not np.array_equal(mine[words:], theirs[words:]):
+            return False
+    return True
+
+
+def buffer_buckets(module: nn.Module, ignored: Collection[str] = ()) -> list[BufferBucket]:
+    """Pack the module's buffers, but for those whose names are ``ignored``.
+
+    A bucket travels if anything in it has changed. So what is likely to change together is in one: the small buffers of
+    one element type and device of all modules of one class. A large buffer has a bucket of its own.
+    """
+    groups: dict[tuple[torch.dtype, torch.device, str], list[str]] = {}
     for name, buffer in module.named_buffers():
-        if buffer.numel():
-            groups.setdefault((buffer.dtype, buffer.device), []).append(name)
-    devices = list(dict.fromkeys(device for _, device in groups))
+        if buffer.numel() and name not in ignored:
+            owner = type(module.get_submodule(name.rpartition(".")[0]))
+            together = f"buffer {name}" if _is_large(buffer) else f"{owner.__module__}.{owner.__qualname__}"
+            groups.setdefault((buffer.dtype, buffer.device, together), []).append(name)
+    devices = list(dict.fromkeys(device for _, device, _ in groups))
+    count: Counter[str] = Counter()
     buckets = []
-    for (dtype, device), names in groups.items():
+    for (dtype, device, _), names in groups.items():
         number = devices.index(device)
         key = f"buffers.{str(dtype).removeprefix('torch.')}" + (f".device{number}" if number else "")
-        buckets.append(BufferBucket(key, module, names))
+        buckets.append(BufferBucket(f"{key}.{count[key]}" if count[key] else key, module, names))
+        count[key] += 1
     return buckets
+
+
+def sender_spec() -> Bucket:
+    """The row of the plan that says which member's buffers all are to have: the lowest that takes part with a batch."""
+    return Bucket(SENDER_KEY, BY_NAME["int32"], (Component("member whose buffers are sent", (1,)),), Op.FIRST)
 
 
 def used_spec(slots: int) -> Bucket:

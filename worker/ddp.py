@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from protocol.errors import InvalidArgumentError, UsageError
 from protocol.limits import MIB
 from protocol.plan import Plan
+from worker.alike import check_same_tensors
 from worker.backward import Backward
 from worker.client import Worker, check_weight
 from worker.rounds import Options, Rounds
@@ -36,10 +37,10 @@ class DistributedDataParallel(nn.Module):
                 optimizer.step()
 
     Construction agrees with all other workers on what is exchanged, and then overwrites parameters and
-    buffers by those of rank 0. From then on the gradients live in one flat buffer per bucket, last transformer
-    block first, and each bucket is exchanged as soon as backward has completed it. The gradient that every
-    worker gets is ``sum(w·g) / sum(w)`` over the workers' gradients ``g`` and weights ``w`` (see `set_weight`), the
-    same bytes everywhere. It is the worker's own to change, by clipping for example.
+    buffers by those of rank 0 (see ``init_sync``). From then on the gradients live in one flat buffer per bucket,
+    last transformer block first, and each bucket is exchanged as soon as backward has completed it. The gradient
+    that every worker gets is ``sum(w·g) / sum(w)`` over the workers' gradients ``g`` and weights ``w`` (see
+    `set_weight`), the same bytes everywhere. It is the worker's own to change, by clipping for example.
 
     A gradient that is not finite reaches nobody: every worker gets a NonFiniteError that names worker and
     parameter. A GradScaler overflows on purpose to find its scale: it needs a coordinator that was started with
@@ -72,13 +73,19 @@ class DistributedDataParallel(nn.Module):
             copied in and out.
         delay_all_reduce: exchange after backward instead of during it.
         broadcast_buffers: keep buffers alike, too: after each exchange all have those of the lowest rank that
-            took part with a batch. Otherwise they are never exchanged.
+            took part with a batch. What has not changed since the last one does not travel. Otherwise they are never
+            exchanged.
+        buffers_to_ignore: names of buffers, as in ``module.named_buffers()``, that stay each worker's own. Names in
+            the module's ``_ddp_params_and_buffers_to_ignore``, which torch's wrapper reads, are left alone as well,
+            buffers and parameters.
         exchange_in_eval: exchange in eval mode, too. Without it a backward in eval mode leaves its gradients with this
             worker. All workers must then be in the same mode in each backward outside of `no_sync`: if they are not,
             each gets an error that says which are in which.
         accumulation: what becomes of gradients accumulated inside `no_sync`: their ``sum``, as torch has it,
             or their ``mean`` over the number of backwards. A mean expects gradients to be zeroed after each
             exchange.
+        init_sync: let all start with the parameters and buffers of rank 0. Without it nothing is sent: all workers
+            must have loaded the same, of which digests are compared. That is quicker where most weights are frozen.
         timeout: seconds that one exchange may wait for others; None takes the worker's.
         wire: what certain buckets travel as, by key: ``{"embedding": "topk:0.01", "block.0": "fp32"}``. The
             others travel as `gradserver.connect` was told. Keys are those of ``plan``.
@@ -89,6 +96,7 @@ class DistributedDataParallel(nn.Module):
 
     Raises:
         PlanMismatchError: the workers' modules differ; names the first parameter that does. Nothing was overwritten.
+        DivergedError: ``init_sync`` is false, and the workers' weights differ; names the first parameter that does.
         InvalidArgumentError: a module or an option that cannot be; LayoutError and DTypeError among them.
     """
 
@@ -104,8 +112,10 @@ class DistributedDataParallel(nn.Module):
         gradient_as_bucket_view: bool = True,
         delay_all_reduce: bool = False,
         broadcast_buffers: bool = True,
+        buffers_to_ignore: Iterable[str] = (),
         exchange_in_eval: bool = True,
         accumulation: Literal["sum", "mean"] = "sum",
+        init_sync: bool = True,
         timeout: float | None = None,
         wire: Mapping[str, str] | None = None,
     ) -> None:
@@ -118,6 +128,7 @@ class DistributedDataParallel(nn.Module):
             gradient_as_bucket_view=gradient_as_bucket_view,
             delay_all_reduce=delay_all_reduce,
             broadcast_buffers=broadcast_buffers,
+            ignored=_ignored(module, buffers_to_ignore),
             exchange_in_eval=exchange_in_eval,
             accumulation=accumulation,
             timeout=timeout,
@@ -127,9 +138,14 @@ class DistributedDataParallel(nn.Module):
         self.worker = worker
         self._rounds = Rounds(module, worker, options, blocks, bucket_cap_mb)
         self._backward = Backward(module, worker, options, self._rounds)
-        tensors = [*module.parameters(), *(module.buffers() if broadcast_buffers else ())]
         if not worker.joins:  # who joins a group that trains already gets them with all the other state
-            broadcast_tensors(worker, tensors, int(bucket_cap_mb * MIB))
+            named = [*module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ())]
+            tensors = {name: tensor for name, tensor in named if name not in options.ignored}
+            if init_sync:
+                broadcast_tensors(worker, tensors.values(), int(bucket_cap_mb * MIB))
+            else:
+                check_same_tensors(worker, tensors)
+            self._rounds.adopt_buffers()
         self.train(module.training)
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────────
@@ -272,6 +288,15 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> object:
         raise UsageError("a wrapper holds a connection, and cannot be copied or pickled: do that with its .module")
+
+
+def _ignored(module: nn.Module, buffers: Iterable[str]) -> frozenset[str]:
+    """Names of the parameters and buffers that are not exchanged."""
+    known, named = [name for name, _ in module.named_buffers(remove_duplicate=False)], frozenset(buffers)
+    for name in sorted(named.difference(known)):
+        have = f"its buffers are {', '.join(map(repr, known[:16]))}" if known else "it has no buffers"
+        raise InvalidArgumentError(f"buffers_to_ignore names {name!r}, which is no buffer of this module: {have}")
+    return named.union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ class Handle:
     Attributes:
         weight: sum of the weights that counted, known when done; 0.0 when nobody's did.
         present: whether anybody contributed data, known when done. If not, the result is zeros.
+        left_alone: bytes, from and up to, that nobody contributed to where the result then is what lies there already.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Handle:
         "_overdue",
         "_timeout",
         "_value",
+        "left_alone",
         "present",
         "weight",
     )
@@ -51,6 +53,7 @@ class Handle:
     ) -> None:
         self.weight = 0.0
         self.present = False
+        self.left_alone: tuple[tuple[int, int], ...] = ()
         self._timeout = timeout
         self._channel = channel
         self._value = value

@@ -19,7 +19,7 @@ import numpy as np
 from protocol.buffer import Buffer
 from protocol.channel import Channel
 from protocol.errors import GradServerError
-from protocol.exchange import IN_PLACE, ExchangeKey, Kind, Layout, Operation, Pool, Stream
+from protocol.exchange import IN_PLACE, ExchangeKey, Kind, Layout, Op, Operation, Pool, Stream
 from protocol.limits import MAX_SLICES
 from protocol.messages import HERE, Place, Push, Result
 from worker.coder import Coder
@@ -350,6 +350,8 @@ class Exchange:
         stop = start + layout.run_bytes(result.slice, result.slice + result.slices)
         if not isinstance(destination, np.ndarray):
             destination(start, stop, payload)
+        elif payload is None and self.operation.op is Op.FIRST:
+            self.handle.left_alone = (*self.handle.left_alone, (start, stop))
         elif payload is None:
             destination[start:stop] = 0
         else:

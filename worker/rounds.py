@@ -9,11 +9,19 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from protocol.errors import UsageError
 from protocol.plan import Plan, with_named_codecs
-from worker.buckets import BufferBucket, FlatBucket, GradientBucket, buffer_buckets, group_parameters, used_spec
+from worker.buckets import (
+    BufferBucket,
+    FlatBucket,
+    GradientBucket,
+    buffer_buckets,
+    group_parameters,
+    sender_spec,
+    used_spec,
+)
 from worker.client import Worker
 from worker.flatten import local_mean
 from worker.handle import Handle
@@ -37,6 +45,7 @@ class Options:
     gradient_as_bucket_view: bool = True
     delay_all_reduce: bool = False
     broadcast_buffers: bool = True
+    ignored: frozenset[str] = frozenset()
     exchange_in_eval: bool = True
     accumulation: Literal["sum", "mean"] = "sum"
     timeout: float | None = None
@@ -52,7 +61,7 @@ class Rounds:
     """The exchange of one module's gradients. Constructing it agrees on the plan with all other workers.
 
     Attributes:
-        plan: what a round exchanges: gradients first, then buffers, then which parameters have a gradient.
+        plan: what a round exchanges: gradients, whose buffers are sent, buffers, and which parameters have a gradient.
         gradients: the buckets of gradients.
         slots: all parameters that are exchanged, in the plan's order.
         weight: this worker's weight, from the next round on.
@@ -70,16 +79,25 @@ class Rounds:
     ) -> None:
         self._worker = worker
         self._options = options
-        self.gradients = [GradientBucket(group) for group in group_parameters(module, blocks, bucket_cap_mb)]
-        self._buffers: list[BufferBucket] = buffer_buckets(module) if options.broadcast_buffers else []
+        groups = group_parameters(module, blocks, bucket_cap_mb, options.ignored)
+        self.gradients = [GradientBucket(group) for group in groups]
+        self._buffers = buffer_buckets(module, options.ignored) if options.broadcast_buffers else []
         self.slots = [slot for bucket in self.gradients for slot in bucket.slots]
         buckets: list[FlatBucket] = [*self.gradients, *self._buffers]
-        specs = [bucket.spec for bucket in buckets]
-        self.plan = Plan((*specs, used_spec(len(self.slots))) if options.tracks_used else tuple(specs))
+        specs = [bucket.spec for bucket in self.gradients]
+        if self._buffers:
+            specs += [sender_spec(), *(bucket.spec for bucket in self._buffers)]
+        if options.tracks_used:
+            specs.append(used_spec(len(self.slots)))
+        self.plan = Plan(tuple(specs))
         self.plan = worker.agree(with_named_codecs(self.plan, options.wire), options.timeout)
         self._staging = Staging(worker, options.timeout)
         for bucket in buckets:
             bucket.place(self._staging.new_memory(bucket.spec.numel, bucket.dtype, bucket.device))
+        self._sender = self._staging.new_memory(1, torch.int32, torch.device("cpu"))
+        self._saved: dict[int, Tensor] = {}
+        """What buckets held before this worker put its buffers there, in this round, by their index."""
+        self._adopted = False
         self._used = self._staging.new_memory(len(self.slots), torch.uint8, torch.device("cpu"))
         self.modes = Modes(worker, compares=not options.exchange_in_eval)
         self.weight = 1.0
@@ -100,11 +118,20 @@ class Rounds:
         """
         self._unpushed = set(range(len(self.gradients)))
         self._round_weight = None
+        self.adopt_buffers()
         self._count, self._foreseen, self._leaves = count, foreseen, leaves
 
     def before_forward(self) -> None:
         """To be called in the thread that will call ``backward()``."""
         self._staging.before_forward()
+        self.adopt_buffers()
+
+    def adopt_buffers(self) -> None:
+        """Take the buffers, as they are now, for those that all members have, before the first round."""
+        if not self._adopted and not self._worker.joins:  # who joins has yet to get them
+            for bucket in self._buffers:
+                bucket.pack()
+            self._adopted = True
 
     @property
     def begun(self) -> bool:
@@ -139,6 +166,7 @@ class Rounds:
         with self._timed():
             if self._options.tracks_used and not self._foreseen:
                 self._push_used()
+            self._push_buffers()
             self.modes.heed()
             handles = self._staging.finish()
             self._hand_out(handles)
@@ -155,13 +183,54 @@ class Rounds:
             self._round_weight = 0.0 if self._leaves else max(self.weight, _NO_SAMPLES)
             if not self._leaves:
                 self.modes.say(Mode.TRAINING)
-            for index, buffers in enumerate(self._buffers, start=len(self.gradients)):
-                if self._round_weight:
-                    buffers.pack()
-                self._staging.push(index, buffers.flat, self._round_weight)
+            if self._buffers:
+                membership = self._worker._session.membership
+                self._sender.fill_(self._worker._session.seat_of(membership.rank))
+                self._staging.push(len(self.gradients), self._sender, self._round_weight)
             if self._options.tracks_used and self._foreseen:
                 self._push_used()
         return self._round_weight
+
+    def _push_buffers(self) -> None:
+        """Send what has changed of the buffers, if it is this worker's that all are to have.
+
+        Whose they are is known when all have begun their backward, and so, as a rule, long before its end.
+        """
+        if not self._buffers:
+            return
+        weight, sends = self._open(), self._sends_buffers()
+        elastic = bool(self._worker._session.membership.seats)
+        for index, bucket in self._numbered_buffers():
+            present = sends and bucket.changed()
+            if present:
+                if elastic:
+                    self._saved[index] = bucket.flat.clone()
+                bucket.pack()
+            self._staging.push(index, bucket.flat, weight, present)
+
+    def _sends_buffers(self) -> bool:
+        session = self._worker._session
+        if not self._open():
+            return False
+        if session.membership.late:  # a round is closed when a quorum has given all, so nothing can be waited for in it
+            return True
+        handle = self._staging.wait(len(self.gradients))
+        return handle.present and int(self._sender) == session.seat_of(session.membership.rank)
+
+    def _numbered_buffers(self) -> Iterator[tuple[int, BufferBucket]]:
+        return enumerate(self._buffers, start=len(self.gradients) + 1)
+
+    def _hand_out_buffers(self, handles: dict[int, Handle]) -> None:
+        """All get what was sent. What was not sent is as it was after the last round, whatever has changed since."""
+        for index, bucket in self._numbered_buffers():
+            handle, before = handles[index], self._saved.pop(index, None)
+            if before is not None and handle.left_alone:  # what this worker sent came too late
+                flat, saved = bucket.flat.view(torch.uint8), before.view(torch.uint8)
+                for start, stop in handle.left_alone:
+                    flat[start:stop] = saved[start:stop]
+                self._staging.overwritten(index, bucket.flat)
+            if handle.weight:
+                bucket.unpack()
 
     def _push_used(self) -> None:
         have = [(self._foreseen and slot.expected > 0) or slot.parameter.grad is not None for slot in self.slots]
@@ -169,9 +238,7 @@ class Rounds:
         self._staging.push(len(self.plan.buckets) - 1, self._used, self._open())
 
     def _hand_out(self, handles: dict[int, Handle]) -> None:
-        for index, buffers in enumerate(self._buffers, start=len(self.gradients)):
-            if handles[index].present:
-                buffers.unpack()
+        self._hand_out_buffers(handles)
         # Where nobody has a gradient nobody shall get one, not even zeros: optimizers tell these from none.
         used = self._used.tolist() if self._options.tracks_used else [1] * len(self.slots)
         for slot, anybody in zip(self.slots, used, strict=True):

@@ -77,6 +77,17 @@ class Staging:
         else:
             self._staged[index] = (flat, copier.push(index, flat, weight, present))
 
+    def wait(self, index: int) -> Handle:
+        """Wait for the result of a bucket on the CPU that was pushed in this round."""
+        self._handles[index].wait(self._timeout)
+        return self._handles[index]
+
+    def overwritten(self, index: int, flat: Tensor) -> None:
+        """``flat`` is not what the last result was any more."""
+        copier = self._copier(flat.device)
+        if copier is not None:
+            copier.forget(index)
+
     def _copier(self, device: torch.device) -> _DeviceCopier | None:
         if device.type == "cpu":
             return None
@@ -130,6 +141,8 @@ class _DeviceCopier:
         if host is None:
             host = self._host[index] = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=True)
             flat.record_stream(self._stream)  # the allocator shall not reuse it while a copy is under way
+            if not present:  # the result may be to leave it alone
+                host.copy_(flat)
         copied = _cuda.Event(blocking=True)
         with self._beside():
             if present and weight > 0:
@@ -141,6 +154,10 @@ class _DeviceCopier:
     def _push(self, index: int, host: Tensor, weight: float, present: bool, copied: torch.cuda.Event) -> Handle:
         copied.synchronize()
         return self._worker.push(index, host, weight=weight, present=present)
+
+    def forget(self, index: int) -> None:
+        """Make the copy of bucket ``index`` anew when it is pushed next."""
+        self._host.pop(index, None)
 
     def to_device(self, index: int, flat: Tensor) -> None:
         """Copy the result of bucket ``index`` into ``flat``."""

@@ -26,7 +26,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
     elif operation.kind is not Kind.ALL_GATHER:
         contributions = [contribution for contribution in contributions if contribution.payload is not None]
     if operation.op is Op.FIRST:
-        del contributions[1:]
+        contributions = [contribution for contribution in contributions if contribution.payload is not None][:1]
     if all(contribution.payload is None for contribution in contributions):
         return answer(group, exchange, piece, None, now, commands)
     getters = [
