@@ -33,6 +33,8 @@ from protocol.plan import Plan as PlanTable
 log = logging.getLogger("gradserver")
 
 _PREFIX: Final = "residuals-"
+_Places = dict[tuple[int, int], Owed]
+"""What is owed, by bucket and slice."""
 _PAGE: Final = 4096
 
 
@@ -42,17 +44,18 @@ class Residuals:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._durable: set[str] = set()
-        self._groups: dict[str, tuple[Path, dict[tuple[int, int], Owed]]] = {}
+        self._groups: dict[str, dict[Path, _Places]] = {}
+        """Of each group the files, one for each section that is lossy."""
 
     def restore(self, records: Iterable[Kind]) -> frozenset[str]:
         """Go on from what an earlier coordinator has left. The groups of which there is something."""
         before = set(self._directory.glob(f"{_PREFIX}*.bin"))
         for record in records:
             self.take(record)
-        known = {path for path, _ in self._groups.values()}
+        known = {path for files in self._groups.values() for path in files}
         for path in before - known:
             path.unlink(missing_ok=True)
-        return frozenset(group for group, (path, _) in self._groups.items() if path in before)
+        return frozenset(group for group, files in self._groups.items() if before.issuperset(files))
 
     def take(self, record: Kind) -> None:
         """Something was written down."""
@@ -70,16 +73,27 @@ class Residuals:
         """Give a reduction what is owed to it, if that is kept here."""
         place = command.key.part, command.slice
         if command.key.stream == Stream.BUCKET and place not in command.state and command.group in self._groups:
-            command.state[place] = self._groups[command.group][1][place]
+            files = self._groups[command.group].values()
+            command.state[place] = next(found[place] for found in files if place in found)
 
     def _open(self, group: str, number: int, plan: PlanTable) -> None:
-        name = hashlib.sha256(f"{group}\0{number}\0{plan.hash}".encode()).hexdigest()[:32]
-        path = self._directory / f"{_PREFIX}{name}.bin"
-        if group in self._groups and self._groups[group][0] != path:
-            self._forget(group)
-        lengths = dict(_lengths(plan))
-        if not lengths:
-            return
+        """Go by ``plan``: sections that were there before keep what they have."""
+        before, here = self._groups.get(group, {}), dict[Path, _Places]()
+        for section in plan.each:
+            alone = plan.alone(section)
+            if lengths := dict(_lengths(alone, section.first)):
+                since = section.since if plan.sections else number
+                which = f"\0{section.number}" if section.number else ""
+                whole = f"{group}\0{since}\0{alone.hash}{which}"
+                path = self._directory / f"{_PREFIX}{hashlib.sha256(whole.encode()).hexdigest()[:32]}.bin"
+                here[path] = before[path] if path in before else self._map(path, lengths)
+        for path in before.keys() - here.keys():
+            path.unlink(missing_ok=True)
+        self._groups[group] = here
+        if not here:
+            del self._groups[group]
+
+    def _map(self, path: Path, lengths: dict[tuple[int, int], int]) -> _Places:
         rounds_bytes = -(-16 * len(lengths) // _PAGE) * _PAGE
         memory = np.frombuffer(_map(path, rounds_bytes + 8 * sum(lengths.values())), np.uint8)
         rounds = memory[: 16 * len(lengths)].view(np.uint64).reshape(-1, 2)
@@ -88,17 +102,16 @@ class Residuals:
         for row, (place, numel) in enumerate(lengths.items()):
             found[place] = Owed(values[at : at + 2 * numel].reshape(2, numel), rounds[row])
             at += 2 * numel
-        self._groups[group] = path, found
+        return found
 
     def _forget(self, group: str) -> None:
-        path, _ = self._groups.pop(group, (None, None))
-        if path is not None:
+        for path in self._groups.pop(group, {}):
             path.unlink(missing_ok=True)
 
 
-def _lengths(plan: PlanTable) -> Iterable[tuple[tuple[int, int], int]]:
-    """Elements of each slice of what is lossy, by bucket and slice."""
-    for part, bucket in enumerate(plan.buckets):
+def _lengths(plan: PlanTable, first: int) -> Iterable[tuple[tuple[int, int], int]]:
+    """Elements of each slice of what is lossy, by bucket, from ``first`` on, and slice."""
+    for part, bucket in enumerate(plan.buckets, first):
         if bucket.operation.is_lossy:
             layout = layout_of(bucket.operation, 1)
             for index in range(layout.count):

@@ -74,9 +74,14 @@ def _partial(data: npt.NDArray[np.uint8], at: int) -> int:
 
 
 def places(plan: Plan) -> tuple[int, ...]:
-    """Where the payload of each bucket begins in what is hashed of a round: behind the one before, at a whole row."""
+    """Where the payload of each bucket begins in what is hashed of a round: behind the one before, at a whole row.
+
+    A round hashes one section, which begins at 0.
+    """
     found, at = [], 0
-    for bucket in plan.buckets:
+    firsts = {section.first for section in plan.each}
+    for part, bucket in enumerate(plan.buckets):
+        at = 0 if part in firsts else at
         found.append(at)
         operation = bucket.operation
         size = operation.codec.nbytes(bucket.numel) if operation.is_lossy else bucket.numel * bucket.dtype.itemsize

@@ -260,18 +260,51 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """The plan (in the payload) by which this worker wants to exchange from the next round on, ``round``."""
+    """The plan (in the payload) by which this worker wants to exchange from the next round on, ``round``.
+
+    In place of the plan that is in force; or ``beside`` it, whose hash that is, as one more section. Then the worker
+    names the sections that it has ``dropped``: who joins names none, and its plan is that of the group's next section.
+    """
 
     hash: str
     round: int = 0
+    beside: str = ""
+    dropped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Every member proposed this plan; ``round`` is the first one to be exchanged by it."""
+    """Every member proposed this plan; ``round`` is the first one to be exchanged by it.
+
+    If it is a ``section`` of a plan that has more, the whole plan is the payload.
+    """
 
     hash: str
     round: int
+    section: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Opens:
+    """This member is about to exchange ``section`` in ``round``. Said only where a plan has several sections."""
+
+    round: int
+    section: int
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """This member has no data of its own for ``round``: which section is exchanged in it?"""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """In ``round`` the others exchange ``section``. If all of them follow, it is the first one."""
+
+    round: int
+    section: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,6 +508,9 @@ Message = (
     | MemoryAt
     | Propose
     | Agreed
+    | Opens
+    | Follow
+    | Opened
     | Push
     | Result
     | Inquire

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
 from protocol.codecs import Codec, codec_from, codec_of
 from protocol.dtypes import BY_CODE, FLOAT32, DType
@@ -19,6 +19,7 @@ from protocol.limits import (
     KIB,
     MAX_BUCKETS,
     MAX_COMPONENTS,
+    MAX_COUNTER,
     MAX_DIMENSIONS,
     MAX_FRAME_BYTES,
     MAX_NUMEL,
@@ -82,20 +83,54 @@ class Bucket:
         raise InvalidArgumentError(f"bucket {self.key!r} has {self.numel} elements, there is no element {element}")
 
 
+VACANT: Final = Bucket("", FLOAT32, ())
+"""What stands where no section has a bucket."""
+
+
+class Section(NamedTuple):
+    """The buckets of one module in a group's plan. A round exchanges one section.
+
+    Attributes:
+        number: its own, which no other section of the group ever has: they count in the order in which they came.
+        since: the first round in which it could be exchanged.
+        first: the number of its first bucket.
+        size: how many buckets it has; they follow one another.
+    """
+
+    number: int
+    since: int
+    first: int
+    size: int
+
+    @property
+    def parts(self) -> range:
+        """The numbers of its buckets."""
+        return range(self.first, self.first + self.size)
+
+
 @dataclass(frozen=True)
 class Plan:
-    """The table of buckets, in the order in which backward is expected to complete them."""
+    """The table of buckets, in the order in which backward is expected to complete them.
+
+    Attributes:
+        buckets: all of them. Those that are in no section are vacant: they have no element.
+        sections: which of them are exchanged in one round; none at all stand for one section that has them all.
+    """
 
     buckets: tuple[Bucket, ...]
+    sections: tuple[Section, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.buckets) <= MAX_BUCKETS:
             raise InvalidArgumentError(f"a plan has 1 to {MAX_BUCKETS} buckets, this one has {len(self.buckets)}")
-        keys = set()
-        for key in (bucket.key for bucket in self.buckets):
-            if key in keys:
-                raise InvalidArgumentError(f"the plan has two buckets called {key!r}; each needs a name of its own")
-            keys.add(key)
+        self._check_sections()
+        for section in self.each:
+            keys = set()
+            for part in section.parts:
+                key = self.buckets[part].key
+                if key in keys:
+                    raise InvalidArgumentError(f"the plan has two buckets called {key!r}; each needs a name of its own")
+                keys.add(key)
         components = sum(len(bucket.components) for bucket in self.buckets)
         if components > MAX_COMPONENTS:
             raise InvalidArgumentError(f"a plan has at most {MAX_COMPONENTS} parameters, this one has {components}")
@@ -106,6 +141,63 @@ class Plan:
             check_codec(Kind.ALL_REDUCE, bucket.op, bucket.dtype, bucket.codec or EXACT)
             if bucket.numel > MAX_NUMEL:
                 raise InvalidArgumentError(f"bucket {bucket.key!r} has {bucket.numel} elements, more than {MAX_NUMEL}")
+
+    def _check_sections(self) -> None:
+        taken: set[int] = set()
+        for before, section in pairwise((Section(-1, 0, 0, 0), *self.sections)):
+            if section.number <= before.number:
+                raise InvalidArgumentError("the sections of a plan are in the order of their numbers")
+            if section.first + section.size > len(self.buckets) or not section.size:
+                raise InvalidArgumentError(f"section {section.number} of the plan has buckets that are not there")
+            if not taken.isdisjoint(section.parts):
+                raise InvalidArgumentError(f"section {section.number} of the plan has a bucket of another one")
+            taken.update(section.parts)
+        for part in range(len(self.buckets)) if self.sections else ():
+            if part not in taken and self.buckets[part].components:
+                raise InvalidArgumentError(f"bucket {part} of the plan has elements, and is in no section")
+
+    @cached_property
+    def each(self) -> tuple[Section, ...]:
+        """Its sections, in the order in which they came."""
+        return self.sections or (Section(0, 0, 0, len(self.buckets)),)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several modules are exchanged by it, one in a round."""
+        return len(self.sections) > 1
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {part: place for place, section in enumerate(self.each) for part in section.parts}
+
+    @cached_property
+    def _numbers(self) -> dict[int, Section]:
+        return {section.number: section for section in self.each}
+
+    def section_of(self, part: int) -> Section:
+        """The section of bucket ``part``, which is not vacant."""
+        return self.each[self._places[part]]
+
+    def place_of(self, part: int) -> int:
+        """How many sections came before that of bucket ``part``, which is not vacant."""
+        return self._places[part]
+
+    def is_vacant(self, part: int) -> bool:
+        """Whether there is no bucket ``part``, or it is in no section."""
+        return part not in self._places
+
+    def section(self, number: int) -> Section | None:
+        """The section called ``number``, if there is one."""
+        return self._numbers.get(number)
+
+    def parts_of(self, number: int) -> range:
+        """The buckets of the section called ``number``; none if there is no such section."""
+        section = self._numbers.get(number)
+        return range(0) if section is None else section.parts
+
+    def alone(self, section: Section) -> Plan:
+        """The buckets of ``section``, as a plan of their own."""
+        return Plan(self.buckets[section.first : section.first + section.size])
 
     @cached_property
     def encoded(self) -> bytes:
@@ -126,14 +218,44 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gradient that one worker contributes in a round."""
+        """Bytes of gradient that one worker contributes in a round; if it is shared, in a round of each section."""
         return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.buckets)
 
     @property
     def size(self) -> str:
         """How large a round of it is, in words."""
-        count = len(self.buckets)
-        return f"{count} bucket{'s' * (count != 1)}, {self.nbytes / 1e6:.1f} MB a round"
+        count = len(self._places)
+        modules = f" of {len(self.sections)} modules, {self.nbytes / 1e6:.1f} MB" if self.is_shared else ""
+        return f"{count} bucket{'s' * (count != 1)}" + (modules or f", {self.nbytes / 1e6:.1f} MB a round")
+
+
+def extend(plan: Plan | None, since: int, new: Plan, dropped: Collection[int] = (), now: int = 0) -> Plan:
+    """``plan`` with one more section, of the buckets of ``new``. The others keep the numbers of their buckets.
+
+    Args:
+        plan: what is exchanged so far; None for nothing.
+        since: the first round of ``plan``, if it does not say so itself.
+        new: the buckets that are added. They take the place of dropped ones, if there is enough room in a row.
+        dropped: the numbers of sections that are not exchanged any more.
+        now: the first round in which ``new`` can be exchanged.
+
+    Raises:
+        InvalidArgumentError: together they have more buckets or parameters than a plan may have.
+    """
+    if plan is None:
+        return new
+    before = plan.sections or (plan.each[0]._replace(since=since),)
+    kept = [section for section in before if section.number not in dropped]
+    buckets = list(plan.buckets)
+    for section in before:
+        if section.number in dropped:
+            buckets[section.first : section.first + section.size] = [VACANT] * section.size
+    taken = {part for section in kept for part in section.parts}
+    count, end = len(new.buckets), max(taken, default=-1) + 1
+    first = next((f for f in range(end) if taken.isdisjoint(range(f, f + count))), end)
+    buckets[end:] = [VACANT] * (max(first + count, end) - end)
+    buckets[first : first + count] = new.buckets
+    return Plan(tuple(buckets), (*kept, Section(before[-1].number + 1, now, first, count)))
 
 
 def first_difference(one: Plan, other: Plan) -> tuple[str, str] | None:
@@ -157,6 +279,7 @@ def _rows(plan: Plan) -> Iterator[str]:
 # nothing in it names a size that is not checked against what is there.
 #   u32 buckets, then per bucket: text key, u8 dtype, u8 op, u8 codec, u32 its parameter, u32 components,
 #     then per component: text name, u8 dimensions, u64 each;   text: u16 length, UTF-8
+#   and if it says which are its sections: u32 sections, then per section: u64 number, u64 since, u32 first, u32 size
 
 
 def _encode(plan: Plan) -> bytes:
@@ -170,6 +293,10 @@ def _encode(plan: Plan) -> bytes:
             if len(shape) > MAX_DIMENSIONS:
                 raise InvalidArgumentError(f"{component.name} has {len(shape)} dimensions, at most {MAX_DIMENSIONS} go")
             out += _text(component.name) + struct.pack(f"<B{len(shape)}Q", len(shape), *shape)
+    if plan.sections:
+        out += struct.pack("<I", len(plan.sections))
+        for section in plan.sections:
+            out += struct.pack("<QQII", *section)
     if len(out) > MAX_FRAME_BYTES:
         raise LimitExceededError(f"the plan encodes to {len(out)} bytes, the limit is {MAX_FRAME_BYTES}")
     return bytes(out)
@@ -207,6 +334,10 @@ class _Reader:
             raise LimitExceededError(f"a plan of {self._components} parameters, the limit is {MAX_COMPONENTS}")
         return count
 
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._at
+
     def end(self) -> None:
         if self._at != len(self._data):
             raise MalformedMessageError(f"{len(self._data) - self._at} bytes behind the end of a plan")
@@ -229,12 +360,26 @@ def decode_plan(data: bytes | memoryview) -> Plan:
         if count > MAX_BUCKETS:
             raise LimitExceededError(f"a plan of {count} buckets, the limit is {MAX_BUCKETS}")
         buckets = tuple(_read_bucket(reader) for _ in range(count))
+        sections = _read_sections(reader) if reader.left >= _LEAST_SECTIONS else ()
         reader.end()
-        return Plan(buckets)
+        return Plan(buckets, sections)
     except ProtocolError:
         raise
     except (ValueError, KeyError) as error:  # bad UTF-8, unknown code, or a plan that cannot be
         raise MalformedMessageError(f"no valid plan: {error}") from error
+
+
+_LEAST_SECTIONS: Final = struct.calcsize("<IQQII")
+
+
+def _read_sections(reader: _Reader) -> tuple[Section, ...]:
+    (count,) = reader.unpack("<I")
+    if not 1 <= count <= MAX_BUCKETS:
+        raise LimitExceededError(f"a plan of {count} sections, it has 1 to {MAX_BUCKETS}")
+    sections = tuple(Section(*reader.unpack("<QQII")) for _ in range(count))
+    if max(max(section) for section in sections) > MAX_COUNTER:
+        raise LimitExceededError("a section of a plan with a number that no group comes to")
+    return sections
 
 
 def _read_bucket(reader: _Reader) -> Bucket:

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 from protocol.codecs.base import BLOCK
 from protocol.exchange import IN_PLACE, ExchangeKey, Layout, Operation, Stream, cut, layout_of
 from protocol.limits import KIB
-from protocol.plan import Plan
+from protocol.plan import VACANT, Plan, Section
 
 SPLIT_BYTES: Final = 256 * KIB
 """What is smaller goes to one shard: the messages would cost more than the bytes."""
@@ -74,9 +74,19 @@ class Table:
         self._buckets: Sequence[Share] = ()
 
     def set_plan(self, plan: Plan) -> None:
-        """From now on buckets are this plan's."""
-        if self.rates:
+        """From now on buckets are this plan's. Each section is shared by itself, so no other one changes its shares."""
+        if not self.rates:
+            return
+        if not plan.sections:
             self._buckets = share_plan(plan, self.world_size, self.rates)
+            return
+        nothing = whole(layout_of(VACANT.operation, self.world_size), 0, self.shards)
+        buckets = [nothing] * len(plan.buckets)
+        for section in plan.sections:
+            buckets[section.first : section.first + section.size] = share_plan(
+                plan.alone(section), self.world_size, self.rates
+            )
+        self._buckets = buckets
 
     def share(self, key: ExchangeKey, operation: Operation) -> Share:
         """How the exchange ``key`` is shared. A bucket must be in the plan."""
@@ -84,15 +94,20 @@ class Table:
             return self._buckets[key.part]
         return share_of(operation, self.world_size, self.rates)
 
-    def buckets_of(self, plan: Plan, shard: int) -> int:
-        """How many buckets ``shard`` has to do with; ``plan`` is the one that was set."""
-        if not self.rates:
-            return sum(bucket.numel > 0 for bucket in plan.buckets)
-        return sum(share.bounds[shard] < share.bounds[shard + 1] for share in self._buckets)
+    def buckets_of(self, plan: Plan, shard: int) -> dict[int, int]:
+        """How many buckets of each section ``shard`` has to do with, by its number; ``plan`` was set."""
+        return {section.number: self._buckets_of(plan, section, shard) for section in plan.each}
 
-    def busy(self, plan: Plan) -> int:
-        """How many shards have to do with a bucket of ``plan``, which is the one that was set."""
-        return sum(self.buckets_of(plan, shard) > 0 for shard in range(self.shards))
+    def _buckets_of(self, plan: Plan, section: Section, shard: int) -> int:
+        if not self.rates:
+            return sum(plan.buckets[part].numel > 0 for part in section.parts)
+        shares = (self._buckets[part] for part in section.parts)
+        return sum(share.bounds[shard] < share.bounds[shard + 1] for share in shares)
+
+    def busy(self, plan: Plan) -> dict[int, int]:
+        """How many shards have to do with each section, by its number; ``plan`` was set."""
+        shards = range(self.shards)
+        return {one.number: sum(self._buckets_of(plan, one, shard) > 0 for shard in shards) for one in plan.each}
 
 
 def comparable(stated: Sequence[float | None]) -> tuple[float, ...]:

@@ -288,8 +288,8 @@ def test_sizes_for_another_number_of_blocks() -> None:
 def test_exchange_whose_plan_was_replaced() -> None:
     def work(worker: Worker) -> None:
         first = GradientExchange(worker, 1, (2,))
-        GradientExchange(worker, 1, (3,))
-        with pytest.raises(UsageError, match="agreed on another plan since"):
+        worker.agree(first.plan)
+        with pytest.raises(UsageError, match="agreed on a plan in place of all others"):
             first.push_block(0, 0, np.zeros(2, np.float32))
 
     alone(work)

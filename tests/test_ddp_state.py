@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradserver import DistributedDataParallel
+from protocol.dtypes import FLOAT32
 from protocol.errors import (
     DivergedError,
     GradServerError,
@@ -20,6 +21,7 @@ from protocol.errors import (
     PlanMismatchError,
     UsageError,
 )
+from protocol.plan import simple_plan
 from tests.models import (
     Convolutional,
     Transformer,
@@ -115,11 +117,11 @@ def test_accumulation_must_be_known() -> None:
         on(1, train, Transformer, accumulation="average")
 
 
-def test_second_module_on_one_worker_is_refused() -> None:
+def test_a_plan_in_place_of_all_others_ends_what_was_wrapped_before() -> None:
     def work(worker: Worker) -> None:
         model = DistributedDataParallel(Transformer(), worker)
-        DistributedDataParallel(Convolutional(), worker)
-        with pytest.raises(UsageError, match="agreed on another plan after this module was wrapped"):
+        worker.agree(simple_plan([("b0", 3)], FLOAT32))
+        with pytest.raises(UsageError, match="agreed on a plan in place of all others after this module was wrapped"):
             loss_of(model, *tokens(0, 2)).backward()
 
     alone(work)

@@ -210,8 +210,8 @@ def test_empty_buckets_are_nobodys() -> None:
     table = Table(2, (1.0, 1.0))
     table.set_plan(plan)
 
-    assert sum(table.buckets_of(plan, shard) for shard in range(2)) == 1
-    assert Table(2).buckets_of(plan, 0) == 1
+    assert sum(table.buckets_of(plan, shard)[0] for shard in range(2)) == 1
+    assert Table(2).buckets_of(plan, 0) == {0: 1}
 
 
 # ── rates ─────────────────────────────────────────────────────────────────────────────────────────────

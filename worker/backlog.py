@@ -29,15 +29,17 @@ class Backlog:
     Args:
         limit: bytes that it holds at most, each result counted as `unasked_cost` says.
         slices: how many each bucket of the plan has.
+        sections: which buckets are exchanged in one round; none for all.
 
     Attributes:
         nbytes: what it holds.
     """
 
-    def __init__(self, limit: int = _LEAST_BYTES, slices: Sequence[int] = ()) -> None:
+    def __init__(self, limit: int = _LEAST_BYTES, slices: Sequence[int] = (), sections: Sequence[range] = ()) -> None:
         self.limit = limit
         self.nbytes = 0
         self._slices = slices
+        self._sections = sections or (range(len(slices)),)
         self._rounds: dict[int, dict[int, dict[int, Unasked]]] = {}
 
     def put(self, result: Result, payload: Buffer | None) -> bool:
@@ -56,9 +58,14 @@ class Backlog:
         """Whether the results of all buckets of round ``number`` are here, as a whole."""
         parts = self._rounds.get(number, {})
         return all(
-            sum(result.slices for result, _ in parts.get(part, {}).values()) == slices
-            for part, slices in enumerate(self._slices)
+            sum(result.slices for result, _ in parts.get(part, {}).values()) == self._slices[part]
+            for part in self.section_of(number) or self._sections[0]
         )
+
+    def section_of(self, number: int) -> range | None:
+        """The buckets that are exchanged in round ``number``, as its results say; None if there are none."""
+        some = next(iter(self._rounds.get(number, {})), None)
+        return None if some is None else next((parts for parts in self._sections if some in parts), None)
 
     def take(self, number: int, part: int) -> list[Unasked]:
         """What there is of a bucket, in the order of slices; it is the caller's from now on."""

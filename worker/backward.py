@@ -35,6 +35,7 @@ from worker.buckets import Slot
 from worker.client import Worker
 from worker.modes import Mode
 from worker.rounds import Options, Rounds
+from worker.sequence import Sequence
 
 _MAX_NAMED = 8
 
@@ -55,6 +56,8 @@ class Backward:
         syncs: whether gradients are exchanged (not inside `no_sync`).
         training: whether the wrapper is in training mode.
         anybody: whether anybody took part in the last exchange with a batch.
+        armed: whether a forward has run since the last exchange.
+        begun: whether the present backward has reached the module.
         ended: in how many exchanges nobody did since `DistributedDataParallel.join` began: each ends one such block.
     """
 
@@ -76,7 +79,17 @@ class Backward:
         """Backwards whose gradients were accumulated since the last exchange."""
         self._learned = False
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self.armed = False
+        self._leads = True
+        """Whether buckets are pushed while this backward is under way (`worker.sequence`)."""
+        self._sequence = Sequence.of(worker)
+        self._sequence.add(self)
         self._hook_parameters()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the present backward has reached the module."""
+        return self._state is not State.IDLE
 
     # ── hooks ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -142,6 +155,7 @@ class Backward:
         if self.exchanges and not self.training:  # the forward has not looked
             self._check_frozen()
         self._start(State.EXCHANGE if self.syncs and self.exchanges else State.LOCAL)
+        self._leads = self._sequence.may_push(self)
         self.rounds.begin(self._pending + 1, foreseen=self._learned)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(_Ending(self))
@@ -176,7 +190,8 @@ class Backward:
     @property
     def _all_at_end(self) -> bool:
         """Whether nothing is pushed before the end of backward."""
-        return self._options.delay_all_reduce or (self._options.static_graph and not self._learned)
+        waits = self._options.delay_all_reduce or not self._leads
+        return waits or (self._options.static_graph and not self._learned)
 
     def _count(self, index: int, slot: Slot) -> None:
         if slot.fired > slot.expected:
@@ -185,6 +200,13 @@ class Backward:
             self._waiting[index] -= 1
             if not self._waiting[index]:
                 self.rounds.push(index)
+
+    def end_all(self) -> None:
+        """The end of backward, at all modules that it has reached: in the same order on all workers."""
+        if self._sequence.is_shared:
+            self._sequence.end()
+        else:
+            self.end()
 
     @torch.no_grad()
     def end(self) -> None:
@@ -208,6 +230,7 @@ class Backward:
         took_part = self.anybody = self.rounds.finish()
         self.ended += not took_part
         self._pending = 0
+        self.armed = False
         for slot in self.rounds.slots:
             slot.touched = False
         self._state = State.IDLE
@@ -290,7 +313,10 @@ class Backward:
 
 
 class _Ending:
-    """Told of the end of a backward by the autograd engine, which drops it untold when backward fails."""
+    """Told of the end of a backward by the autograd engine, which drops it untold when backward fails.
+
+    Of several modules the first one that is told sees to all of them.
+    """
 
     def __init__(self, backward: Backward) -> None:
         self._backward: Backward | None = backward
@@ -298,7 +324,7 @@ class _Ending:
     def __call__(self) -> None:
         backward, self._backward = self._backward, None
         if backward is not None:
-            backward.end()
+            backward.end_all()
 
     def __del__(self) -> None:
         if self._backward is not None:

@@ -14,7 +14,6 @@ from protocol.errors import (
     LayoutError,
     OutOfStepError,
     SizeMismatchError,
-    UsageError,
 )
 from protocol.plan import Bucket, Component, Plan, with_named_codecs
 from worker.client import Worker
@@ -65,7 +64,8 @@ class GradientExchange:
     through a copy, which is written back then.
 
     Args:
-        worker: from `connect` or `LocalCluster`; a new plan is agreed on with all others.
+        worker: from `connect` or `LocalCluster`. It may have several exchanges, and wrapped modules, each of which
+            has steps of its own; all workers must make and use them in the same order.
         num_blocks: number of blocks; may be 0.
         component_sizes: elements of each component of a block, in order; or one such sequence for each block.
         lm_head: elements of the head's gradient; 0 if there is none.
@@ -112,7 +112,8 @@ class GradientExchange:
         ]
         for name, size in zip(NON_BLOCK_COMPONENTS, (lm_head, final_norm, embedding), strict=True):
             buckets.append(Bucket(name, element, (Component(name, (whole_number(size, name),)),)))
-        self.plan = worker.agree(with_named_codecs(Plan(tuple(buckets)), wire or {}), timeout)
+        self._agreement = worker.agree_beside(with_named_codecs(Plan(tuple(buckets)), wire or {}), timeout)
+        self.plan = self._agreement.plan
         self._check_first_step()
 
     def _check_first_step(self) -> None:
@@ -171,7 +172,8 @@ class GradientExchange:
             OutOfStepError: some buckets were not pushed; names them.
             GradServerError: whatever made a bucket fail, for example NonFiniteError or WorkerLostError.
         """
-        self._worker.finish_round(self._timeout if timeout is None else timeout)
+        self._agreement.check()
+        self._agreement.finish(self._timeout if timeout is None else timeout)
         self.step += 1
 
     def _check_step(self, step: int, what: str) -> None:
@@ -179,8 +181,7 @@ class GradientExchange:
             raise OutOfStepError(f"{what} came for step {step}, but step {self.step} is due")
 
     def _push(self, key: str, gradient: Any, weight: float) -> Handle:
-        if self._worker.plan is None or self._worker.plan.hash != self.plan.hash:
-            raise UsageError("the worker agreed on another plan since: each exchange needs a worker of its own")
+        self._agreement.check()
         bucket = self.plan.index(key)
         parts = list(gradient) if isinstance(gradient, (list, tuple)) else None
         if parts is not None:
@@ -194,7 +195,7 @@ class GradientExchange:
         if not all(is_torch(part) or part.flags.writeable for part in parts):
             raise LayoutError(f"the mean of {key} cannot be written into a read-only array")
         data = _exchangeable(flat)
-        handle = self._worker.push(bucket, data, weight=weight)
+        handle = self._worker.push(self._agreement.first + bucket, data, weight=weight)
         if data is not gradient:
             handle.then(lambda: _write_back(data, parts))
         return handle

@@ -48,26 +48,50 @@ class Boundaries(Traffic):
         with self._state:
             return self.round + bool(self._pushed)
 
-    def begin_round(self, number: int) -> None:
-        """Before the first push of a round."""
-        self.claims.begin_round(number, len(self._shards) > 1)
+    def begin_round(self, part: int) -> None:
+        """Before the first push of a round, to bucket ``part``."""
+        assert self.plan is not None
+        self._open = self.plan.section_of(part).parts
+        if self.plan.is_shared and self.stage is not Stage.OBSERVING:
+            self.turns.begins(self.plan, part)
+        self.claims.begin_round(self.round, len(self._shards) > 1)
+
+    def next_section(self) -> int:
+        """The number of the section that the others exchange in the round that comes next."""
+        assert self.plan is not None
+        if not self.plan.is_shared:
+            return self.plan.each[0].number
+        with self._state:
+            self.check_open()
+            parts = self._backlog.section_of(self.round)
+            handle = self.turns.ask() if parts is None else None
+        if handle is None:
+            assert parts is not None
+            return self.plan.section_of(parts.start).number
+        return int(handle.wait())
 
     # ── rounds and memberships ────────────────────────────────────────────────────────────────────────
 
     @uninterrupted
-    def finish_round(self, timeout: float | None) -> None:
-        """Wait for every bucket of the round, and go on to the next one."""
+    def finish_round(self, timeout: float | None, parts: range | None = None) -> None:
+        """Wait for every bucket of the round, or of ``parts``, and go on to the next one."""
         assert self.plan is not None
-        missing = [b.key for i, b in enumerate(self.plan.buckets) if b.numel and i not in self._pushed]
+        parts, buckets = parts or self._open or self.plan.each[0].parts, self.plan.buckets
+        missing = [buckets[part].key for part in parts if buckets[part].numel and part not in self._pushed]
         if missing:
             self.check_open()
             raise OutOfStepError(f"round {self.round} cannot be finished: these buckets were not pushed: {missing[:8]}")
         for handle in self._pushed.values():
             self._await(handle, timeout)
-        if self.membership.seats and any(bucket.numel for bucket in self.plan.buckets):
+        has_any = any(buckets[part].numel for part in parts)
+        if self.membership.seats and has_any:
             self._await_boundary(timeout)
+        if self.plan.is_shared and not has_any:  # nobody else has heard of it
+            self._pushed.clear()
+            return
         with self._state:
             self._pushed.clear()
+            self._open = range(0)
             is_kept = self._note_lateness()
             self.round += 1
             self._backlog.forget(self.round)

@@ -21,6 +21,7 @@ from protocol.exchange import EXACT, STATE_TAG, Kind, Op, Operation, operation_o
 from protocol.limits import MAX_WEIGHT
 from protocol.messages import Membership
 from protocol.plan import EXEMPT_BYTES, Plan, with_codec
+from worker.agreement import Agreement
 from worker.entry import Arrival
 from worker.handle import Handle
 from worker.joiner import enter
@@ -256,6 +257,8 @@ class Worker:
     def agree(self, plan: Plan, timeout: float | None = None) -> Plan:
         """Agree with all members on what a round exchanges; returns when everybody proposed the same plan.
 
+        The plan takes the place of all that were agreed on before, by wrapped modules too.
+
         Returns:
             The plan, with this worker's codec (`Worker.wire`) for its larger means of float32.
 
@@ -266,6 +269,14 @@ class Worker:
         chosen = with_codec(plan, self._codec)
         self._session.agree(chosen, timeout)
         return chosen
+
+    def agree_beside(self, plan: Plan, timeout: float | None = None) -> Agreement:
+        """Agree with all members on a plan beside those that there are: each has rounds of its own.
+
+        This is how several modules share one worker. All members must make their agreements in the same order, and
+        exchange them in the same order. See `agree` for what is raised.
+        """
+        return self._session.agree(with_codec(plan, self._codec), timeout, beside=True)
 
     def push(self, bucket: int, data: Any, *, weight: float = 1.0, present: bool = True) -> Handle:
         """Contribute to one bucket of the present round.
@@ -285,7 +296,7 @@ class Worker:
         plan = self._session.plan
         if plan is None:
             raise UsageError("no plan was agreed on: call agree(plan) first, on every worker")
-        if not 0 <= bucket < len(plan.buckets):
+        if plan.is_vacant(bucket):
             raise InvalidArgumentError(f"there is no bucket {bucket}: the plan has {len(plan.buckets)}")
         spec = plan.buckets[bucket]
         bound = bind(data, writes=True)

@@ -59,7 +59,8 @@ class DistributedDataParallel(nn.Module):
     Args:
         module: floating or complex parameters on the CPU or on CUDA devices; those that require no gradient
             now are not exchanged. Sparse gradients are not supported.
-        worker: from `connect` or `LocalCluster`; one for each wrapped module.
+        worker: from `connect` or `LocalCluster`. It may have several wrapped modules, each of which has rounds of its
+            own; all workers must wrap them, and train them, in the same order.
         blocks: the transformer blocks, first to last, each of which becomes a bucket. None takes the ModuleList
             with the most parameters; an empty sequence means none.
         bucket_cap_mb: size in MiB of the buckets of a module, or part of one, that has no blocks.
@@ -165,6 +166,7 @@ class DistributedDataParallel(nn.Module):
         self._rounds.before_forward()
         if self.training:
             self.worker.boundary()
+        backward.armed = True
         output = self.module(*args, **kwargs)
         backward.watch(_tensors_in(output))
         return output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,9 +56,9 @@ class Kept:
         """Whether anything of bucket ``part`` is kept."""
         return part in self._slices
 
-    def forget(self) -> None:
-        """Nothing of this will be exchanged any more."""
-        self._slices.clear()
+    def forget(self, but: Collection[int] = ()) -> None:
+        """Nothing of this will be exchanged any more, ``but`` what is there of these buckets."""
+        self._slices = {part: slices for part, slices in self._slices.items() if part in but}
 
 
 def _add(data: Bytes, weight: float, kept: Bytes | None, kept_weight: float, dtype: DType) -> None:

@@ -16,7 +16,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -115,12 +115,13 @@ class Latecomer(ABC):
             return True
         return self._backlog.put(result, payload)
 
-    def _expect(self, plan: Plan) -> None:
-        """What comes unasked is for ``plan`` from now on. With the lock held."""
+    def _expect(self, plan: Plan, kept: Collection[int] = ()) -> None:
+        """From now on what comes unasked is for ``plan``. Buckets ``kept`` are as before. With the lock held."""
         keys = (ExchangeKey(Stream.BUCKET, 0, part) for part in range(len(plan.buckets)))
         shares = (self._table.share(key, bucket.operation) for key, bucket in zip(keys, plan.buckets, strict=True))
-        self._backlog = Backlog(room_for(plan.nbytes), [layout.count for layout, _ in shares])
-        self._kept.forget()
+        slices = [layout.count for layout, _ in shares]
+        self._backlog = Backlog(room_for(plan.nbytes), slices, [section.parts for section in plan.each])
+        self._kept.forget(kept)
         self._failures.clear()
 
     def _send_no_more(self) -> None:

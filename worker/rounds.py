@@ -11,7 +11,6 @@ from typing import Final, Literal
 import torch
 from torch import Tensor, nn
 
-from protocol.errors import UsageError
 from protocol.plan import Plan, with_named_codecs
 from worker.buckets import (
     BufferBucket,
@@ -61,6 +60,7 @@ class Rounds:
     """The exchange of one module's gradients. Constructing it agrees on the plan with all other workers.
 
     Attributes:
+        agreement: what the replicas have agreed on.
         plan: what a round exchanges: gradients, whose buffers are sent, buffers, and which parameters have a gradient.
         gradients: the buckets of gradients.
         slots: all parameters that are exchanged, in the plan's order.
@@ -90,8 +90,9 @@ class Rounds:
         if options.tracks_used:
             specs.append(used_spec(len(self.slots)))
         self.plan = Plan(tuple(specs))
-        self.plan = worker.agree(with_named_codecs(self.plan, options.wire), options.timeout)
-        self._staging = Staging(worker, options.timeout)
+        self.agreement = worker.agree_beside(with_named_codecs(self.plan, options.wire), options.timeout)
+        self.plan = self.agreement.plan
+        self._staging = Staging(worker, self.agreement, options.timeout)
         for bucket in buckets:
             bucket.place(self._staging.new_memory(bucket.spec.numel, bucket.dtype, bucket.device))
         self._sender = self._staging.new_memory(1, torch.int32, torch.device("cpu"))
@@ -175,11 +176,7 @@ class Rounds:
     def _open(self) -> float:
         """This worker's weight in the round. What does not wait for gradients is pushed with the first of them."""
         if self._round_weight is None:
-            if self._worker.plan is None or self._worker.plan.hash != self.plan.hash:
-                raise UsageError(
-                    "the worker agreed on another plan after this module was wrapped: each module that is "
-                    "trained needs a worker (and group) of its own"
-                )
+            self.agreement.check()
             self._round_weight = 0.0 if self._leaves else max(self.weight, _NO_SAMPLES)
             if not self._leaves:
                 self.modes.say(Mode.TRAINING)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn, Protocol
+from dataclasses import replace
+from typing import NamedTuple, NoReturn, Protocol
 
 from protocol.buffer import Buffer
 from protocol.channel import Channel
@@ -25,6 +27,7 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.exchange import Stream
+from protocol.limits import MAX_LIST
 from protocol.messages import (
     Agreed,
     Attend,
@@ -36,17 +39,19 @@ from protocol.messages import (
     Membership,
     Message,
     Missing,
+    Opened,
     Propose,
     Result,
     RoundDone,
     Scope,
     Welcome,
 )
-from protocol.plan import Plan
+from protocol.plan import Plan, Section, decode_plan
 from protocol.positions import Claimed, Located
 from protocol.resuming import Fetch, Resumed, Standing
 from protocol.shards import Table
 from worker import forking
+from worker.agreement import Agreement
 from worker.boundaries import Boundaries
 from worker.handle import Handle
 from worker.outbox import ShardTraffic
@@ -88,6 +93,14 @@ class Lasting(Channel, Protocol):
         """The membership is over."""
 
 
+class Proposal(NamedTuple):
+    """What the others have yet to agree with, and how it was said."""
+
+    plan: Plan
+    handle: Handle
+    message: Propose
+
+
 class Session(Boundaries):
     """A worker's membership of one group, over one channel; what it exchanges there is `worker.traffic`."""
 
@@ -98,7 +111,11 @@ class Session(Boundaries):
         self._visited: list[int] = []
         """Shards that know of us, or will."""
         self._leaving: dict[int, Handle] = {}
-        self._proposal: tuple[Plan, Handle] | None = None
+        self._proposal: Proposal | None = None
+        self.generation = 0
+        """How often a plan has taken the place of all others."""
+        self._agreements: dict[int, Callable[[], Agreement | None]] = {}
+        """By the number of the section; those that nobody keeps are None."""
         self._lifeline: Lasting | None = None
         self._disowned: UsageError | None = None
         """What to raise in a forked child, whose parent's all this is."""
@@ -113,14 +130,20 @@ class Session(Boundaries):
         self._channel.send(join)
         return joining
 
-    def agree(self, plan: Plan, timeout: float | None) -> None:
-        """Agree with all members to exchange by ``plan``. After a wait that ran out, calling again waits on."""
-        handle = self._propose(plan)
+    def agree(self, plan: Plan, timeout: float | None, beside: bool = False) -> Agreement:
+        """Agree with all members to exchange by ``plan``. After a wait that ran out, calling again waits on.
+
+        In place of all others; or ``beside`` those that there are.
+        """
+        handle = self._propose(plan, beside)
         try:
-            handle.wait(timeout)
+            section: Section = handle.wait(timeout)
         finally:
             if handle.done():
                 self._proposal = None
+        agreement = Agreement(self, plan, section.number, section.first)
+        self._agreements[section.number] = weakref.ref(agreement) if beside else lambda: agreement
+        return agreement
 
     def endure(self, lifeline: Lasting) -> None:
         """From now on ``lifeline`` is the channel, and sees to it that this membership outlives connections."""
@@ -130,30 +153,38 @@ class Session(Boundaries):
     def propose_again(self, channel: Channel) -> None:
         """Say on a new connection what the others have yet to agree with, and what is asked and told of data."""
         with self._state:
-            proposal, number = self._proposal, self.round
-        if proposal is not None and not proposal[1].done():
-            channel.send(Propose(proposal[0].hash, number), (proposal[0].encoded,))
+            proposal = self._proposal
+        if proposal is not None and not proposal.handle.done():
+            channel.send(proposal.message, (proposal.plan.encoded,))
+        self.turns.say_again(channel)
         self.claims.say_again(channel)
 
-    def _propose(self, plan: Plan) -> Handle:
+    def _propose(self, plan: Plan, beside: bool = False) -> Handle:
         with self._state:
             self.check_open()
             if self._pushed:
                 raise OutOfStepError(f"round {self.round} is not finished: a new plan has to wait until it is")
             if self._proposal is not None:
-                proposed, handle = self._proposal
-                if proposed == plan:
-                    return handle
+                if self._proposal.plan == plan:
+                    return self._proposal.handle
                 raise UsageError("this worker waits for the others to agree on another plan")
             message, payload = Propose(plan.hash, self.round), plan.encoded  # refuses a plan that is too large to go
+            if beside and self.plan is not None:
+                message = replace(message, beside=self.plan.hash, dropped=self._dropped())
             handle = Handle(self.timeout, self._channel, None, _not_agreed)
-            self._proposal = (plan, handle)
+            self._proposal = Proposal(plan, handle, message)
         try:
             self._channel.send(message, (payload,))
         except GradServerError:
             self._proposal = None
             raise
         return handle
+
+    def _dropped(self) -> tuple[int, ...]:
+        """Sections of the plan whose agreement nobody has any more. With the lock held."""
+        here = () if self.plan is None else self.plan.each
+        gone = (one.number for one in here if one.number in self._agreements and self._agreements[one.number]() is None)
+        return tuple(gone)[:MAX_LIST]
 
     def close(self, reason: str, failed: bool = False) -> None:
         """Leave the group; whatever is open fails with ClosedError. ``failed``: because of an error."""
@@ -278,8 +309,13 @@ class Session(Boundaries):
                     waiting = self.entry.entered(number)
                 for handle in waiting:
                     handle._complete()
-            case Agreed(_, first_round):
-                self._take_agreed(first_round)
+            case Agreed():
+                self._take_agreed(message, payloads)
+            case Opened():
+                with self._state:
+                    waiting = self.turns.opened(message)
+                for handle in waiting:
+                    handle._complete()
             case Located() | Claimed():
                 self.claims.answered(message, payloads)
             case Resumed() | Fetch() | Standing() if self.books is not None:
@@ -367,7 +403,7 @@ class Session(Boundaries):
                     self._take_exchange_failure(failure.key, error, shard)
             case Scope.PROPOSAL:
                 if self._proposal is not None:
-                    self._proposal[1]._complete(error)
+                    self._proposal.handle._complete(error)
             case Scope.DATA:
                 self.claims.failed(str(failure.fields.get("data")), error)
             case Scope.CONNECTION if self._lifeline is not None and isinstance(error, CoordinatorStoppedError):
@@ -375,28 +411,45 @@ class Session(Boundaries):
             case Scope.CONNECTION:
                 self.lost(error)
 
-    def _take_agreed(self, first_round: int) -> None:
+    def _take_agreed(self, agreed: Agreed, payloads: Sequence[Buffer]) -> None:
         with self._state:
-            if self._proposal is None or self._proposal[1].done():
+            if self._proposal is None or self._proposal.handle.done():
                 return
-            self.plan, handle = self._proposal
-            if first_round != self.round:
+            proposed, handle, message = self._proposal
+            plan = decode_plan(memoryview(payloads[0])) if payloads else proposed
+            section = plan.section(agreed.section)
+            if section is None or agreed.hash != proposed.hash or plan.alone(section) != proposed:
+                raise MalformedMessageError(f"section {agreed.section} was agreed on, and is not what was proposed")
+            kept = set[int]()
+            if message.beside and self.plan is not None:
+                kept = {one.number for one in self.plan.each if plan.section(one.number) is not None}
+            else:
+                self.generation += 1
+            self._agreements = {number: one for number, one in self._agreements.items() if number in kept}
+            if agreed.round != self.round:
                 self._numbers.pop((Stream.COLLECTIVE,), None)
-            self.round = first_round
-            self._pushed.clear()
-            self._feedback.clear()
-            if self.books is not None:
-                self.books.retained.forget_buckets()
-            self._table.set_plan(self.plan)
-            self._expect(self.plan)
+            self._exchange_by(plan, {part for number in kept for part in plan.parts_of(number)}, agreed.round)
+            handle._value = section
         handle._complete()
+
+    def _exchange_by(self, plan: Plan, kept: set[int], first_round: int) -> None:
+        """Rounds are of ``plan`` from now on, of which buckets ``kept`` were there before. With the lock held."""
+        self.plan, self.round = plan, first_round
+        self._open = range(0)
+        self._pushed.clear()
+        self._feedback = {part: feedback for part, feedback in self._feedback.items() if part in kept}
+        if self.books is not None:
+            self.books.retained.forget_buckets()
+        self._table.set_plan(plan)
+        self._expect(plan, kept)
 
     def _fail_everything(self, error: GradServerError) -> None:
         with self._state:
             handles = self._give_up() + self.entry.give_up()
             handles += self._attending.values()
             handles += [self._joining] if self._joining is not None else []
-            handles += [self._proposal[1]] if self._proposal is not None else []
+            handles += [self._proposal.handle] if self._proposal is not None else []
+            handles += self.turns.give_up()
             handles += self._leaving.values()
             handles += self.claims.give_up()
             self._joining = None

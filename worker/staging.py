@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from protocol.errors import DeadlineError
+from worker.agreement import Agreement
 from worker.client import Worker
 from worker.handle import Handle
 
@@ -33,15 +34,17 @@ _on_device: dict[torch.device, WeakSet[Staging]] = {}
 
 
 class Staging:
-    """Exchanges the buckets of one plan for one worker.
+    """Exchanges the buckets of one module for one worker.
 
     Args:
-        worker: has agreed on the plan.
+        worker: has made the agreement.
+        agreement: which buckets these are.
         timeout: seconds that a round may take beyond the end of backward; None for the worker's.
     """
 
-    def __init__(self, worker: Worker, timeout: float | None) -> None:
+    def __init__(self, worker: Worker, agreement: Agreement, timeout: float | None) -> None:
         self._worker = worker
+        self._agreement = agreement
         self._timeout = timeout
         self._devices: dict[torch.device, _DeviceCopier] = {}
         self._handles: dict[int, Handle] = {}
@@ -73,7 +76,9 @@ class Staging:
         """Contribute ``flat`` to bucket ``index``; it holds the result after `finish`. See `Worker.push`."""
         copier = self._copier(flat.device)
         if copier is None:
-            self._handles[index] = self._worker.push(index, flat, weight=weight, present=present)
+            self._handles[index] = self._worker.push(
+                self._agreement.first + index, flat, weight=weight, present=present
+            )
         else:
             self._staged[index] = (flat, copier.push(index, flat, weight, present))
 
@@ -92,7 +97,7 @@ class Staging:
         if device.type == "cpu":
             return None
         if device not in self._devices:
-            self._devices[device] = _DeviceCopier(self._worker, device)
+            self._devices[device] = _DeviceCopier(self._worker, self._agreement.first, device)
         return self._devices[device]
 
     def finish(self) -> dict[int, Handle]:
@@ -128,8 +133,9 @@ def _begun(pushing: Future[Handle], timeout: float) -> Handle:
 class _DeviceCopier:
     """The pinned copies, the side stream and the staging thread of one CUDA device."""
 
-    def __init__(self, worker: Worker, device: torch.device) -> None:
+    def __init__(self, worker: Worker, first: int, device: torch.device) -> None:
         self._worker = worker
+        self._first = first
         self._device = device
         self._stream = _cuda.Stream(device)
         self._host: dict[int, Tensor] = {}
@@ -153,7 +159,7 @@ class _DeviceCopier:
 
     def _push(self, index: int, host: Tensor, weight: float, present: bool, copied: torch.cuda.Event) -> Handle:
         copied.synchronize()
-        return self._worker.push(index, host, weight=weight, present=present)
+        return self._worker.push(self._first + index, host, weight=weight, present=present)
 
     def forget(self, index: int) -> None:
         """Make the copy of bucket ``index`` anew when it is pushed next."""

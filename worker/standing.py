@@ -293,11 +293,16 @@ class Books:
         over = session._announced.rounds
         if over <= session.round or session.plan is None or len(session._shards) == 1:
             return max(session.round, over)
-        for part, bucket in enumerate(session.plan.buckets):
+        plan = session.plan
+        some = next((part for part in range(len(plan.buckets)) if self._has(over - 1, part)), None)
+        for part in session.plan.each[0].parts if some is None else plan.section_of(some).parts:
             key = ExchangeKey(Stream.BUCKET, over - 1, part)
-            if len(self.retained.of_bucket(key)) < session._table.share(key, bucket.operation).layout.count:
+            if len(self.retained.of_bucket(key)) < session._table.share(key, plan.buckets[part].operation).layout.count:
                 return over - 1
         return over
+
+    def _has(self, number: int, part: int) -> bool:
+        return bool(self.retained.of_bucket(ExchangeKey(Stream.BUCKET, number, part)))
 
     def _lacking(self, shard: ShardTraffic) -> Iterator[Span]:
         """Collectives and transfers that were begun and have no result."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -53,6 +53,7 @@ from worker.slots import Slots
 from worker.stages import Stage
 from worker.standing import Books
 from worker.tensors import Bytes
+from worker.turns import Turns
 
 _NOT_SENT = "the member that was to send its state does not"
 
@@ -65,6 +66,7 @@ class Traffic(Latecomer):
         plan: what a round exchanges, once members have agreed.
         round: the one that is open or next.
         stage: whether this worker is a member yet.
+        turns: what it says and asks of whose rounds are.
     """
 
     def __init__(self, channel: Channel, timeout: float) -> None:
@@ -86,6 +88,8 @@ class Traffic(Latecomer):
         self._numbers: dict[tuple[int, ...], int] = {}
         self._inquiries: dict[ExchangeKey, Handle] = {}
         self._pushed: dict[int, Handle] = {}
+        self._open = range(0)
+        """The buckets that are exchanged in the present round, from its first push on."""
         self._feedback: dict[int, Feedback] = {}
         """What lossy codecs have kept back, by bucket."""
         self._announced = Announced()
@@ -95,6 +99,7 @@ class Traffic(Latecomer):
         """What this member keeps of results; None unless the group is durable."""
         self._weight = 0.0
         """Of this worker in the present round."""
+        self.turns = Turns(self)
         self.donor = Donor(self)
         self.entry = Entry()
 
@@ -120,8 +125,12 @@ class Traffic(Latecomer):
         """The channel broke."""
 
     @abstractmethod
-    def begin_round(self, number: int) -> None:
-        """Before the first push of a round."""
+    def begin_round(self, part: int) -> None:
+        """Before the first push of a round, to bucket ``part``."""
+
+    @abstractmethod
+    def new_handle(self, overdue: Callable[[float], DeadlineError]) -> Handle:
+        """Of something that the coordinator is asked."""
 
     def tell(self, message: Message) -> None:
         """Say something to the coordinator."""
@@ -140,7 +149,7 @@ class Traffic(Latecomer):
         if self.donor.due:
             self.donor.give()
         if not self._pushed:
-            self.begin_round(self.round)
+            self.begin_round(index)
         with self._state:
             self.check_open()
             if self.stage is Stage.JOINING:
@@ -151,6 +160,11 @@ class Traffic(Latecomer):
                 else:
                     self._late = self.round  # so nothing of it is sent
             assert self.plan is not None
+            if index not in self._open:
+                raise OutOfStepError(
+                    f"bucket {self.plan.buckets[index].key!r} is another module's than those that were pushed in round "
+                    f"{self.round}: finish the round before pushing it"
+                )
             if (before := self._pushed.get(index)) is not None:
                 before.raise_error()
                 raise OutOfStepError(
@@ -380,8 +394,8 @@ class Traffic(Latecomer):
         That is, of the slices that ``shard`` has to do with: the reasons hold for each shard by itself.
         """
         assert self.plan is not None
-        for index, bucket in enumerate(self.plan.buckets):
-            handle = self._pushed.get(index)
+        for index in self._open:
+            bucket, handle = self.plan.buckets[index], self._pushed.get(index)
             if bucket.numel == 0 or (handle is not None and handle.done()):
                 continue
             key = ExchangeKey(Stream.BUCKET, self.round, index)
@@ -428,6 +442,11 @@ class Traffic(Latecomer):
             self._settle(result, payload, shard)
         elif not has_room:
             self._overrun(result.key.number)
+        elif result.key.stream == Stream.BUCKET and self.plan is not None and self.plan.is_shared:
+            with self._state:
+                waiting = self.turns.came(result.key, self.plan)
+            for handle in waiting:
+                handle._complete()
 
     def _settle(self, result: Result, payload: Buffer | None, shard: int) -> None:
         """A result for what has begun."""

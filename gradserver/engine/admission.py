@@ -75,7 +75,7 @@ def _refuse_late(group: Group, rank: int, key: ExchangeKey, commands: list[Comma
 def _operation(group: Group, rank: int, push: Push) -> Operation:
     key, operation = push.key, push.operation
     if key.stream == Stream.BUCKET:
-        if group.plan is None or key.part >= len(group.plan.buckets):
+        if group.plan is None or group.plan.is_vacant(key.part):
             raise OutOfStepError(f"bucket {key.part} is in no plan that {group.call(rank)} agreed on")
         return group.plan.buckets[key.part].operation
     if operation is None:
@@ -114,9 +114,9 @@ def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch
         exchange.answered = len(exchange.settled)
         exchange.before = group.settled_of(key)
     group.exchanges[key] = exchange
-    if key.stream == Stream.BUCKET:
-        hashed = group.hashing is not None and group.hashing.is_due(key.number)
-        group.rounds.setdefault(key.number, Round(now, hashed))
+    if key.stream == Stream.BUCKET and key.number not in group.rounds:
+        section = 0 if group.plan is None else group.plan.section_of(key.part).number
+        group.rounds[key.number] = Round(now, group.is_hashed(key.number), section)
     if group.next_check is None:  # else an exchange that began earlier is due earlier
         group.next_check = now + group.order.timeout
     return exchange

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradserver.engine import chronicle
+from gradserver.engine import chronicle, turns
 from gradserver.engine.data_records import Claim as HandedOut, Order
 from gradserver.engine.events import Command, Send
 from gradserver.engine.membership import Group, check_name
@@ -160,6 +160,7 @@ def _over(group: Group, record: RoundRecord, commands: list[Command]) -> None:
 
 def _told(group: Group, record: RoundRecord, commands: list[Command]) -> None:
     group.rounds = record.round + 1
+    turns.over(group)
     if group.policy is not None:
         group.held = record  # until all shards know who takes part in the next one
     for (name, seat), (message, ranges) in list(group.asked.items()):
@@ -185,7 +186,8 @@ def _partly(group: Group, record: RoundRecord) -> dict[int, set[tuple[int, int]]
     given: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for seat, part, slices in record.cut:
         given[seat].add((part, slices))
-    keys = (ExchangeKey(Stream.BUCKET, record.round, part) for part in range(len(group.plan.buckets)))
+    section = group.plan.section(record.section)
+    keys = (ExchangeKey(Stream.BUCKET, record.round, part) for part in (section.parts if section is not None else ()))
     shares = (group.table.share(key, group.plan.buckets[key.part].operation) for key in keys)
     whole = sum(share.layout.count for share in shares)
     return {seat: found for seat, found in given.items() if sum(slices for _, slices in found) < whole}

@@ -32,7 +32,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from gradserver.engine import books, chronicle, claims, founding, joining, proposals, rehoming, restoring, resuming
+from gradserver.engine import (
+    books,
+    chronicle,
+    claims,
+    founding,
+    joining,
+    proposals,
+    rehoming,
+    restoring,
+    resuming,
+    turns,
+)
 from gradserver.engine.elastic import close_round, heeded
 from gradserver.engine.events import (
     Absent,
@@ -51,7 +62,7 @@ from gradserver.engine.events import (
     Violation,
     dismiss,
 )
-from gradserver.engine.leaving import fell_behind, give_up, gone, halt, halted, refuse, refuse_all
+from gradserver.engine.leaving import conflict, fell_behind, give_up, gone, halt, halted, refuse, refuse_all
 from gradserver.engine.membership import Group, deadlines, describe, left_out
 from gradserver.engine.orders import decode_report
 from gradserver.engine.records import Kind
@@ -68,9 +79,11 @@ from protocol.messages import (
     Enlist,
     Enter,
     Failure,
+    Follow,
     Join,
     Leave,
     Message,
+    Opens,
     Propose,
     Ready,
     Reported,
@@ -128,6 +141,10 @@ class Control:
             case Serve() | Enter() | Ready() | StateFailed():
                 group, seat = registry.seat(connection)
                 return registry.order_all(group, joining.hear(group, seat, message, now, commands), commands)
+            case Opens() | Follow():
+                group, seat = registry.seat(connection)
+                error = turns.hear(group, seat, message, commands)
+                return [] if error is None else conflict(registry, group, error, commands)
             case Resume():
                 return resuming.resume(registry, connection, message, now, commands)
             case Leave(reason, failed):

@@ -166,8 +166,8 @@ class Data:
                 error = OutOfStepError(f"{group.describe(exchange.key)} was open when a new plan was agreed on")
                 fail(group, exchange, error, commands)
                 reports.append(Halted(group.order.group, error, True))
+        group.keep(plan)
         group.plan, group.planned, group.first_round = plan, first_round, first_round
-        group.state = {}
         group.table.set_plan(plan)
         group.full_buckets = group.table.buckets_of(plan, group.order.shard)
         if group.order.digests:

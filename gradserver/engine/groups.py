@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
@@ -48,7 +48,8 @@ class Group:
     """The first round of this plan."""
     first_round: int = 0
     """The first that somebody can begin of whom nothing has been heard."""
-    full_buckets: int = 0
+    full_buckets: Mapping[int, int] = field(default_factory=dict)
+    """How many buckets of each section this shard has to do with, by the section's number."""
     places: tuple[int, ...] = ()
     """Where each bucket begins in what is hashed of a round."""
     hashing: Hashing | None = None
@@ -144,7 +145,7 @@ class Group:
         """Whether this is the first that its sender says of an exchange at this shard."""
         first = 0
         if self.table.rates:
-            if push.key.stream != Stream.BUCKET or self.plan is None or push.key.part >= len(self.plan.buckets):
+            if push.key.stream != Stream.BUCKET or self.plan is None or self.plan.is_vacant(push.key.part):
                 return push.operation is not None or push.key.stream == Stream.BUCKET
             _, first, _ = self.share(push.key, self.plan.buckets[push.key.part].operation)
         settled = self.settled.get(push.key)
@@ -165,7 +166,20 @@ class Group:
         keys = [ExchangeKey(Stream.BUCKET, 0, part) for part in range(len(plan.buckets))]
         shares = [self.share(key, bucket.operation) for key, bucket in zip(keys, plan.buckets, strict=True)]
         load = sum(layout.run_bytes(start, stop) for layout, start, stop in shares)
-        self.hashing = Hashing.of(load * (self.world + 1), self.full_buckets * (self.world + 1))
+        calls, sections = sum(self.full_buckets.values()), len(plan.each)
+        self.hashing = Hashing.of(load * (self.world + 1) / sections, calls * (self.world + 1) / sections)
+
+    def is_hashed(self, number: int) -> bool:
+        """Whether round ``number`` is; of several sections all are hashed alike if they take turns."""
+        sections = 1 if self.plan is None else len(self.plan.each)
+        return self.hashing is not None and self.hashing.is_due(number // sections)
+
+    def keep(self, plan: Plan) -> None:
+        """Forget what was kept for sections of the plan in force that ``plan`` has not any more."""
+        here = () if self.plan is None else self.plan.each
+        same = (one for one in here if plan.sections and plan.section(one.number) is not None)
+        kept = {part for one in same for part in one.parts}
+        self.state = {place: value for place, value in self.state.items() if place[0] in kept}
 
     def settled_of(self, key: ExchangeKey) -> dict[int, int]:
         """In how many settled slices of a bucket each counted."""
@@ -202,7 +216,8 @@ class Group:
             due = max(due, self.closed[rank] + 1)
         place = _place(key)
         begins_round = key.stream == Stream.COLLECTIVE and key.number == 0
-        skips = begins_round or (self.table.rates and key.stream != Stream.BUCKET)
+        of_another = key.stream == Stream.BUCKET and self.plan is not None and self.plan.is_shared
+        skips = begins_round or of_another or (self.table.rates and key.stream != Stream.BUCKET)
         if place != due and not (skips and place > due):
             what = "round" if key.stream == Stream.BUCKET else "number"
             number = due % _NUMBERS if key.stream == Stream.COLLECTIVE else due

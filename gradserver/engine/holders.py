@@ -66,19 +66,26 @@ def shares(group: Group) -> Iterator[tuple[int, int, int]]:
             yield part, start, stop
 
 
-def places(group: Group, number: int) -> Iterable[Place]:
-    """All slices of a round."""
+def places(group: Group, number: int, holders: Iterable[Holder]) -> Iterable[Place]:
+    """All slices of a round: of the section of which somebody holds something, or of all if nobody does."""
+    plan = group.plan
+    held = (key.part for one in holders for key in one.slices[State.HELD] if key[:2] == (Stream.BUCKET, number))
+    some = next(held, None)
+    parts = None if some is None or plan is None else plan.section_of(some).parts
     for part, start, stop in shares(group):
-        key = ExchangeKey(Stream.BUCKET, number, part)
-        yield from ((key, index) for index in range(start, stop))
+        if parts is None or part in parts:
+            key = ExchangeKey(Stream.BUCKET, number, part)
+            yield from ((key, index) for index in range(start, stop))
 
 
-def adopt(number: int, settled: Mapping[int, frozenset[int]], holders: Mapping[int, Holder], now: float) -> Round:
+def adopt(
+    number: int, section: int, settled: Mapping[int, frozenset[int]], holders: Mapping[int, Holder], now: float
+) -> Round:
     """The bookkeeping of round ``number``, of which each of ``holders`` has the ``settled`` slices, by bucket.
 
     Of slices with which nobody has told who counted, those who are here did.
     """
-    current = Round(now)
+    current = Round(now, section=section)
     here = tuple(holders[seat].weight if seat in holders else 0.0 for seat in range(max(holders) + 1))
     for part, slices in settled.items():
         key = ExchangeKey(Stream.BUCKET, number, part)

@@ -28,7 +28,8 @@ class Joiner:
         token: what it shows data shards.
         since: as of when it waits for something that has a deadline.
         plan: what it has proposed, while the group has none to compare it with.
-        agreed: the hash of the group's plan, which is its own.
+        agreed: the hash of the group's plan, of which its own ones are sections.
+        sections: the numbers of these, in the order in which it has proposed them.
         number: of the transfer in which it gets the state; 0 if there is none.
         donor: the seat of whoever sends it; -1 when nobody has to any more.
         round: the first one that it contributes to, if that is settled.
@@ -45,6 +46,7 @@ class Joiner:
     stage: Stage = Stage.ADMITTED
     plan: Plan | None = None
     agreed: str = ""
+    sections: tuple[int, ...] = ()
     number: int = 0
     donor: int = -1
     round: int = -1

@@ -39,7 +39,7 @@ from gradserver.engine.joiners import Joiner, Stage
 from gradserver.engine.membership import MAX_REASON, Applicant, Group, Unheeded, announce
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.seats import seat_for
-from gradserver.engine.welcome import token_of, welcome_to
+from gradserver.engine.welcome import agreed, token_of, welcome_to
 from protocol.errors import (
     DeadlineError,
     GradServerError,
@@ -51,7 +51,6 @@ from protocol.errors import (
     WorkerLostError,
 )
 from protocol.messages import (
-    Agreed,
     Enter,
     Entered,
     Failure,
@@ -136,12 +135,13 @@ def welcome(group: Group, seat: int, credit: int, incarnation: int, commands: li
 # ── what they say ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def propose(group: Group, seat: int, plan: Plan, now: float, commands: list[Command]) -> None:
-    """A joiner has made its plan."""
+def propose(group: Group, seat: int, plan: Plan, beside: bool, now: float, commands: list[Command]) -> None:
+    """A joiner has made its plan, in place of what it has proposed before or ``beside`` that."""
     joiner = group.joiners[seat]
     if joiner.plan is not None or joiner.stage is not Stage.WELCOME:
         raise UnexpectedMessageError(f"{group.call(seat)} proposes a plan when it should not")
     joiner.plan, joiner.since = plan, now
+    joiner.sections = joiner.sections if beside else ()
     compare_plans(group, commands)
 
 
@@ -150,11 +150,15 @@ def compare_plans(group: Group, commands: list[Command]) -> None:
     for seat, joiner in group.joiners.items():
         if joiner.plan is None or group.plan is None:
             continue
+        if len(joiner.sections) == len(group.plan.each):
+            continue  # the others may be about to wrap one more, too
         plan, joiner.plan = joiner.plan, None
-        difference = first_difference(group.plan, plan)
+        section = group.plan.each[len(joiner.sections)]
+        difference = first_difference(group.plan.alone(section), plan)
         if difference is None:
-            joiner.agreed = plan.hash
-            commands.append(Send(joiner.connection, Agreed(plan.hash, group.rounds)))
+            joiner.agreed = group.plan.hash
+            joiner.sections += (section.number,)
+            commands.append(agreed(joiner.connection, group.plan, section, group.rounds))
             continue
         theirs, own = difference
         error = PlanMismatchError(
@@ -170,7 +174,13 @@ def outdated(group: Group) -> Refusals:
     """Joiners that agreed to a plan which the group has not any more."""
     here = "" if group.plan is None else group.plan.hash
     error = PlanMismatchError(f"group {group.name!r} has agreed on another plan meanwhile: start again with that one")
-    return [(j.connection, error) for j in group.joiners.values() if j.agreed not in ("", here)]
+    numbers = [] if group.plan is None else [section.number for section in group.plan.each]
+    return [
+        (joiner.connection, error)
+        for joiner in group.joiners.values()
+        if joiner.agreed not in ("", here)
+        and (joiner.stage is not Stage.WELCOME or list(joiner.sections) != numbers[: len(joiner.sections)])
+    ]
 
 
 def hear(
@@ -188,6 +198,7 @@ def hear(
             return _excuse_all(group, lambda joiner: joiner.number == number and joiner.donor == seat)
         case Enter(failed, waits) if (joiner := group.joiners.get(seat)) is not None and joiner.agreed:
             check_can_serve(group, joiner.join.name)
+            _check_sections(group, joiner)
             joiner.since = now
             joiner.waits |= waits
             if joiner.stage is Stage.WELCOME:
@@ -203,6 +214,16 @@ def hear(
         case _:
             raise UnexpectedMessageError(f"a {type(message).__name__} from {group.call(seat)}, who may not say it now")
     return []
+
+
+def _check_sections(group: Group, joiner: Joiner) -> None:
+    """Raise PlanMismatchError unless ``joiner`` has all modules that the others train."""
+    here, there = len(joiner.sections), 0 if group.plan is None else len(group.plan.each)
+    if here != there:
+        raise PlanMismatchError(
+            f"group {group.name!r} trains {there} modules, and {joiner.join.name!r}, who wants to join, has wrapped "
+            f"{here}: it must wrap the same ones in the same order before it enters"
+        )
 
 
 def _excuse_all(group: Group, which: Callable[[Joiner], bool]) -> list[RemoteOrder]:

@@ -103,9 +103,11 @@ def _report(group: Group, number: int, current: Round, now: float) -> list[Repor
 def _late(group: Group, number: int, current: Round) -> list[int]:
     """Who keeps a quorum waiting."""
     present = _present(group, number)
-    if sum(current.given[seat] >= group.full_buckets for seat in present) >= _needed(group, number):
-        return [seat for seat in present if current.given[seat] < group.full_buckets]
-    for part in range(len(group.plan.buckets) if group.plan is not None else 0):  # the first that all wait for
+    full = group.full_buckets[current.section]
+    if sum(current.given[seat] >= full for seat in present) >= _needed(group, number):
+        return [seat for seat in present if current.given[seat] < full]
+    section = group.plan.section(current.section) if group.plan is not None else None
+    for part in section.parts if section is not None else ():  # the first that all wait for
         exchange = group.exchanges.get(ExchangeKey(Stream.BUCKET, number, part))
         if exchange is not None and exchange.failure is None and exchange.complete < exchange.stop:
             missing = exchange.missing()
@@ -128,7 +130,7 @@ def _needed(group: Group, number: int) -> int:
 
 
 def _has_given(group: Group, current: Round, seat: int) -> bool:
-    return current.given[seat] >= group.full_buckets or _has_no_credit(group, seat)
+    return current.given[seat] >= group.full_buckets[current.section] or _has_no_credit(group, seat)
 
 
 def _has_no_credit(group: Group, seat: int) -> bool:

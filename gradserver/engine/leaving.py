@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from gradserver.engine import books, chronicle, claims, joining, rehoming
+from gradserver.engine import books, chronicle, claims, joining, rehoming, turns
 from gradserver.engine.elastic import behind, depart
 from gradserver.engine.events import Behind, CloseGroup, Command, Depart, Halt, Halted, Log, Order, Send, dismiss
 from gradserver.engine.membership import Group
@@ -121,6 +121,7 @@ def vacate(
     if seat in group.joiners:
         claims.departed(group, seat, commands)
         departures = joining.gone(group, seat, reason, politely, commands)
+        turns.departed(group, seat, commands)
         if group.begun:
             departures += joining.seat_the_next(group, registry.roster.token, commands)
             return registry.order_all(group, departures, commands)
@@ -132,6 +133,7 @@ def vacate(
     claims.departed(group, seat, commands)
     if not group.begun:
         return _close(registry, group, seat, reason, politely, commands)
+    turns.departed(group, seat, commands)
     if group.policy is None:
         return _break_without(registry, group, seat, reason, politely, commands)
     departure, others = depart(group, seat, reason, politely, ended, registry.next_epoch, commands)
@@ -184,6 +186,7 @@ def _break(group: Group, error: GradServerError, commands: list[Command]) -> Non
             chronicle.halted(group, error, commands)
             commands.append(Log(f"group {group.name!r} is broken: {error.message}", warning=True))
     fail_all(group, error, commands)
+    turns.broken(group, commands)
 
 
 def halt(registry: Registry, group: Group, error: GradServerError, commands: list[Command]) -> list[Order]:
@@ -203,6 +206,12 @@ def halted(registry: Registry, group: Group, report: Halted, source: int, comman
     _break(group, report.error, commands)
     orders = registry.order(group, Halt(group.name, report.error, report.buckets_only), commands, source)
     return [] if source == HERE else orders
+
+
+def conflict(registry: Registry, group: Group, error: GradServerError, commands: list[Command]) -> list[Order]:
+    """Members contradict each other: nothing is exchanged any more, and all are told of that in what they exchange."""
+    _break(group, error, commands)
+    return registry.order(group, Halt(group.name, error, False), commands)
 
 
 def give_up(registry: Registry, group: Group, commands: list[Command]) -> list[Order]:

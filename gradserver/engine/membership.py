@@ -12,6 +12,7 @@ from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.positions import Positions
 from gradserver.engine.records import MAX_EPOCHS, RoundRecord
 from gradserver.engine.seats import Seats
+from gradserver.engine.turns import Turns
 from protocol.errors import (
     GradServerError,
     InvalidArgumentError,
@@ -77,6 +78,10 @@ class Proposal:
     since: float
     round: int = 0
     """The one that comes next, as the member knows."""
+    beside: bool = False
+    """Whether it is one more section of the plan that is in force."""
+    dropped: frozenset[int] = frozenset()
+    """Sections of that plan which are of no use any more at this member."""
 
 
 @dataclass(slots=True)
@@ -108,6 +113,8 @@ class Group:
     """The first epoch, by which data halves know the group."""
     founders: int = 0
     """How many seats there were then."""
+    turns: Turns = field(default_factory=Turns)
+    """Which module the open round is of, and who asks that."""
     unheeded: deque[Unheeded] = field(default_factory=deque)
     """What shards elsewhere were told of who is there, and do not all go by yet."""
     held: RoundRecord | None = None
@@ -159,6 +166,8 @@ class Group:
     round_timeout: float = 0.0
     """Seconds that an exchange or a plan waits for a member that is alive."""
     plan: Plan | None = None
+    proposed: Plan | None = None
+    """What all have proposed, while shards have yet to confirm it."""
     proposals: dict[int, Proposal] = field(default_factory=dict)
     rounds: int = 0
     broken: GradServerError | None = None
@@ -182,8 +191,8 @@ class Group:
     table: Table = field(init=False)
     unconfirmed: set[int] = field(default_factory=set)
     """Shards that have yet to say that they go by the plan which all have proposed."""
-    busy_shards: int = 1
-    """How many have a part in every round."""
+    busy_shards: Mapping[int, int] = field(default_factory=dict)
+    """How many have a part in rounds of each section, by its number."""
     partial: dict[int, dict[int, RoundRecord]] = field(default_factory=dict)
     """Rounds that some shards are done with, by connection."""
     positions: Positions = field(default_factory=Positions)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 from gradserver.engine import chronicle, joining
 from gradserver.engine.events import Command, Log, Order, Send, SetPlan
 from gradserver.engine.membership import Group, Proposal
 from gradserver.engine.registry import Registry
+from gradserver.engine.welcome import agreed
 from protocol.buffer import Buffer
 from protocol.errors import (
     DeadlineError,
     GradServerError,
+    InvalidArgumentError,
+    LimitExceededError,
     MalformedMessageError,
     PlanMismatchError,
     UnexpectedMessageError,
 )
-from protocol.messages import Agreed, Failure, Propose, Scope
-from protocol.plan import Plan, decode_plan, first_difference
+from protocol.limits import MAX_FRAME_BYTES
+from protocol.messages import Failure, Propose, Scope
+from protocol.plan import Plan, decode_plan, extend, first_difference
+
+_HOW: Final = {False: "a plan in place of all others", True: "a plan beside those that there are"}
 
 
 def propose(
@@ -25,7 +32,7 @@ def propose(
 ) -> list[Order]:
     """A member, or who joins, has made its plan."""
     if seat in group.joiners:
-        joining.propose(group, seat, _plan_of(message, data), now, commands)
+        joining.propose(group, seat, _plan_of(message, data), bool(message.beside), now, commands)
         return []
     if group.broken is not None:
         _fail(group, seat, group.broken, commands)
@@ -33,12 +40,14 @@ def propose(
     if seat in group.proposals:
         raise UnexpectedMessageError(f"{group.call(seat)} proposed a second plan before the first was settled")
     group.check_round(message.round, "Propose")
-    plan = _plan_of(message, data)
-    if seat in group.unaware and group.plan is not None and plan.hash == group.plan.hash:
+    plan, here = _plan_of(message, data), group.plan
+    if seat in group.unaware and here is not None and plan.hash == here.alone(here.each[-1]).hash:
         group.unaware.discard(seat)
-        commands.append(Send(group.members[seat].connection, Agreed(plan.hash, group.planned)))
+        commands.append(agreed(group.members[seat].connection, here, here.each[-1], group.planned))
         return []
-    group.proposals[seat] = Proposal(plan, now, message.round)
+    if message.beside and (here is None or here.hash != message.beside):
+        raise UnexpectedMessageError(f"{group.call(seat)} proposed a section of a plan that is not the group's")
+    group.proposals[seat] = Proposal(plan, now, message.round, bool(message.beside), frozenset(message.dropped))
     return settle(registry, group, commands)
 
 
@@ -56,20 +65,38 @@ def settle(registry: Registry, group: Group, commands: list[Command]) -> list[Or
     """
     if not 0 < len(group.proposals) == len(group.members) or group.unconfirmed or group.recovering:
         return []
-    votes = Counter(proposal.plan.hash for proposal in group.proposals.values())
+    votes = Counter((proposal.plan.hash, proposal.beside) for proposal in group.proposals.values())
     leading = max(votes.values())
-    reference = min(rank for rank, p in group.proposals.items() if votes[p.plan.hash] == leading)
-    plan = group.proposals[reference].plan
+    reference = min(rank for rank, p in group.proposals.items() if votes[p.plan.hash, p.beside] == leading)
     if len(votes) > 1:
         _reject_minority(group, reference, commands)
         return []
-    if not group.shards:
-        _agree(group, plan, commands)
-    else:
+    if group.shards:
         # A round may be over for its members, and not for us yet: what other shards report takes its time.
         group.rounds = max(group.rounds, *(proposal.round for proposal in group.proposals.values()))
-        group.unconfirmed = set(group.shards)
+    try:
+        plan = _whole(group, group.proposals[reference])
+    except (InvalidArgumentError, LimitExceededError) as error:
+        fail_all(
+            group, InvalidArgumentError(f"all modules of group {group.name!r} together: {error.message}"), commands
+        )
+        return []
+    if group.shards:
+        group.proposed, group.unconfirmed = plan, set(group.shards)
+    else:
+        _agree(group, plan, commands)
     return registry.order(group, SetPlan(group.name, plan, group.rounds), commands)
+
+
+def _whole(group: Group, proposal: Proposal) -> Plan:
+    """The plan that all members want: without the sections that are of no use to any of them."""
+    if not proposal.beside:
+        return proposal.plan
+    dropped = frozenset.intersection(*(one.dropped for one in group.proposals.values()))
+    plan = extend(group.plan, group.planned, proposal.plan, dropped, group.rounds)
+    if len(plan.encoded) > MAX_FRAME_BYTES:
+        raise LimitExceededError(f"a plan of {len(plan.encoded)} bytes, the limit is {MAX_FRAME_BYTES}")
+    return plan
 
 
 def _agree(group: Group, plan: Plan, commands: list[Command]) -> None:
@@ -82,14 +109,14 @@ def _agree(group: Group, plan: Plan, commands: list[Command]) -> None:
     group.table.set_plan(plan)
     group.busy_shards = group.table.busy(plan)
     for seat in group.members.values():
-        commands.append(Send(seat.connection, Agreed(plan.hash, group.rounds)))
+        commands.append(agreed(seat.connection, plan, plan.each[-1], group.rounds))
     commands.append(Log(f"group {group.name!r}: plan of {plan.size}"))
     joining.compare_plans(group, commands)
 
 
 def confirm(group: Group, source: int, digest: str, commands: list[Command]) -> None:
     """A shard elsewhere knows the plan. Members may push to it when all do."""
-    plan = next(iter(group.proposals.values())).plan if group.proposals else None
+    plan = group.proposed if group.proposals else None
     if plan is None or plan.hash != digest or source not in group.unconfirmed:
         return
     group.unconfirmed.discard(source)
@@ -99,9 +126,11 @@ def confirm(group: Group, source: int, digest: str, commands: list[Command]) -> 
 
 def _reject_minority(group: Group, reference: int, commands: list[Command]) -> None:
     """Tell those who differ from most (a tie goes to the lowest rank); the others' proposals stand."""
-    plan = group.proposals[reference].plan
+    most = group.proposals[reference]
     for rank, proposal in sorted(group.proposals.items()):
-        difference = first_difference(plan, proposal.plan)
+        difference = first_difference(most.plan, proposal.plan)
+        if difference is None and proposal.beside != most.beside:
+            difference = _HOW[most.beside], _HOW[proposal.beside]
         if difference is None:
             continue
         theirs, own = difference

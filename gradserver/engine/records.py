@@ -59,8 +59,9 @@ class RoundRecord:
         last: the rank whose contribution was the last to come, which the round waited for.
         arrivals: when each rank's first slice came, and when its last one did.
         inputs: the digest of what was summed of each rank's contribution, over all buckets; empty if none was made.
-        results: the digest of each bucket's result, by its place in the plan; empty if none was made.
+        results: the digest of each bucket's result, by its place in the section; empty if none was made.
         cut: of those who departed in this round, (seat, bucket, number of slices that counted).
+        section: the number of the section of the plan that was exchanged.
 
     In elastic groups ranks are seats here, and whoever was not there has weight 0 and arrived when it was opened.
     """
@@ -74,6 +75,7 @@ class RoundRecord:
     inputs: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     cut: tuple[tuple[int, int, int], ...] = ()
+    section: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,14 +297,15 @@ def pack_round(record: RoundRecord) -> list[Any]:
         column("Q", record.inputs),
         column("Q", record.results),
         column("Q", [value for place in record.cut[:_MAX_CUT] for value in place]),
+        *([record.section] if record.section else ()),
     ]
 
 
 def unpack_round(value: Any, opened: float | None = None, completed: float | None = None) -> RoundRecord:
     """The record of these fields, if it was ``opened`` or ``completed`` then; MalformedMessageError if it is none."""
-    if type(value) is not list or len(value) != 8:
+    if type(value) is not list or len(value) not in (8, 9):
         raise MalformedMessageError(f"expected a round, got {brief(value)}")
-    round_number, packed, took, last, lags, inputs, results, cut = value
+    round_number, packed, took, last, lags, inputs, results, cut, *section = value
     weights = tuple(_weight(weight) for weight in uncolumn("d", packed, MAX_WORLD_SIZE))
     seconds = _took(took)
     begun = opened if opened is not None else (completed or 0.0) - seconds
@@ -317,6 +320,7 @@ def unpack_round(value: Any, opened: float | None = None, completed: float | Non
         uncolumn("Q", inputs, MAX_WORLD_SIZE),
         uncolumn("Q", results, MAX_BUCKETS),
         _cuts(uncolumn("Q", cut, 3 * _MAX_CUT)),
+        *map(_count, section),
     )
     world = len(weights)
     spoken_of = {record.last, *(seat for seat, _, _ in record.cut)}

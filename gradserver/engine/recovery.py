@@ -206,7 +206,9 @@ def _previous(group: Group, recovery: Recovery, now: float, commands: list[Comma
         return [left_out(group, seat, f"it is in round {holders[seat].round} of {recovery.round}") for seat in late]
     behind = [seat for seat, holder in holders.items() if holder.round < recovery.round]
     wanted: list[Wanted] = []
-    for place in places(group, recovery.round - 1) if behind and recovery.round > group.planned else ():
+    for place in (
+        places(group, recovery.round - 1, holders.values()) if behind and recovery.round > group.planned else ()
+    ):
         lacking = tuple(seat for seat in behind if not holders[seat].has(State.HELD, place))
         holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
         if lacking and not holding:
@@ -238,7 +240,7 @@ def _tell(group: Group, recovery: Recovery) -> list[Report]:
 def _present(group: Group, recovery: Recovery, now: float, commands: list[Command]) -> list[Report]:
     holders = recovery.holders
     recovery.stage = Stage.PRESENT
-    for place in places(group, recovery.round):
+    for place in places(group, recovery.round, holders.values()):
         holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
         lacking = tuple(seat for seat in holders if seat not in holding)
         if holding and lacking:
@@ -316,12 +318,13 @@ def _stand(group: Group, recovery: Recovery, now: float, commands: list[Command]
     for seat in holders:
         commands.append(Send(group.connections[seat], Standing(recovery.version, number)))
     if found:
-        current = group.rounds[number] = adopt(number, found, holders, now)
+        assert group.plan is not None
+        section = group.plan.section_of(next(iter(found))).number
+        current = group.rounds[number] = adopt(number, section, found, holders, now)
         current.done.update(done)
-        if done and len(done) == group.full_buckets:
+        if done and len(done) == group.full_buckets[section]:
             del group.rounds[number]
             current.last = min(holders)
-            buckets = len(group.plan.buckets) if group.plan is not None else 0
-            record = current.record(number, group.world, buckets, now)
+            record = current.record(number, group.world, group.plan, now)
             reports.append(RoundCompleted(group.order.group, record, adopted=True))
     return reports

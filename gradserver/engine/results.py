@@ -160,7 +160,7 @@ def _bucket_done(group: Group, exchange: Exchange, now: float) -> list[Report]:
         current.cut[rank, exchange.key.part] = exchange.counted(rank)
     if exchange.settled:
         _add_up(current, exchange)
-    if len(current.done) < group.full_buckets:
+    if len(current.done) < group.full_buckets[current.section]:
         return []
     del group.rounds[number]
     if group.order.elastic:
@@ -169,8 +169,7 @@ def _bucket_done(group: Group, exchange: Exchange, now: float) -> list[Report]:
         group.pace.completed(took if current.quorum_at is None else current.quorum_at - current.opened, finished)
     if group.hashing is not None:
         group.hashing.completed(now)
-    buckets = len(group.plan.buckets) if group.plan is not None else 0
-    return [RoundCompleted(group.order.group, current.record(number, group.world, buckets, now))]
+    return [RoundCompleted(group.order.group, current.record(number, group.world, group.plan, now))]
 
 
 def _add_up(current: Round, exchange: Exchange) -> None:

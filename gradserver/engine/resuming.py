@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hmac
 
-from gradserver.engine import books, chronicle, joining, rehoming
+from gradserver.engine import books, chronicle, joining, rehoming, turns
 from gradserver.engine.events import (
     Absent,
     Attach,
@@ -215,6 +215,7 @@ def _attach(
     group.away.pop(seat, None)
     group.busy.pop(seat, None)
     group.proposals.pop(seat, None)
+    turns.departed(group, seat, commands)
     orders.append(Attach(group.name, seat, connection))
     if not group.lacking and (group.shards or not group.recovering):
         orders.append(books.open_books(registry, group, version, now, commands))

@@ -105,17 +105,22 @@ class Roster:
 def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord | None:
     """Note that shard ``source`` is done with a round; the round's record, if all are that have to do with it."""
     group.check_round(record.round, "report")
-    buckets = 0 if group.plan is None else len(group.plan.buckets)
+    section = None if group.plan is None else group.plan.section(record.section)
+    buckets = 0 if section is None else section.size
     world = max(group.world, len(record.weights) if group.secret else 0)  # some may be known to members only
     if len(record.weights) >= group.founders:
         record = _widened(record, world)  # somebody has got a seat since
-    fits = len(record.weights) == len(record.arrivals) == world and len(record.results) in (0, buckets)
+    fits = (
+        section is not None
+        and len(record.weights) == len(record.arrivals) == world
+        and len(record.results) in (0, buckets)
+    )
     spoken_of = {record.last, *(seat for seat, _, _ in record.cut)}
     if not fits or not all(0 <= seat < world for seat in spoken_of):
         raise MalformedMessageError(f"a report of a round in which others took part than are in group {group.name!r}")
     reported = group.partial.setdefault(record.round, {})
     reported[source] = record
-    if len(reported) < group.busy_shards:
+    if len(reported) < group.busy_shards[record.section]:
         while len(group.partial) > _MAX_PARTIAL:
             del group.partial[min(group.partial)]
         return None
@@ -151,14 +156,17 @@ def _merged(group: Group, done: RoundRecord, reported: dict[int, RoundRecord]) -
         for source, record in reported.items():
             if record.weights[seat] and not any(seat == other for other, _, _ in record.cut):
                 shard = group.shards.index(source) + 1 if source in group.shards else 0
-                cut.update({(seat, part): slices for part, slices in _slices_of(group, shard)})
+                cut.update({(seat, part): slices for part, slices in _slices_of(group, shard, done.section)})
     return replace(done, weights=weights, cut=tuple((*which, slices) for which, slices in sorted(cut.items())))
 
 
-def _slices_of(group: Group, shard: int) -> Iterator[tuple[int, int]]:
-    """Each bucket that ``shard`` has to do with, and how many slices of it."""
-    for part, bucket in enumerate(group.plan.buckets if group.plan else ()):
-        start, stop = group.table.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation).interval(shard)
+def _slices_of(group: Group, shard: int, number: int) -> Iterator[tuple[int, int]]:
+    """Each bucket of a section that ``shard`` has to do with, and how many slices of it."""
+    section = group.plan.section(number) if group.plan is not None else None
+    for part in section.parts if section is not None else ():
+        assert group.plan is not None
+        operation = group.plan.buckets[part].operation
+        start, stop = group.table.share(ExchangeKey(Stream.BUCKET, 0, part), operation).interval(shard)
         if start < stop:
             yield part, stop - start
 

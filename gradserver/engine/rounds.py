@@ -10,6 +10,7 @@ from typing import Final
 from gradserver.engine.events import RESULT
 from gradserver.engine.records import RoundRecord
 from protocol.digest import MODULUS
+from protocol.plan import Plan
 
 _HASH_RATE: Final = 8e9
 """Bytes a second that a core hashes while all others are busy."""
@@ -37,7 +38,7 @@ class Hashing:
     _mean: float = 0.0
 
     @classmethod
-    def of(cls, nbytes: int, calls: int) -> Hashing:
+    def of(cls, nbytes: float, calls: float) -> Hashing:
         """For rounds in which as many bytes are hashed in as many calls."""
         return cls(nbytes / _HASH_RATE + calls * _HASH_CALL)
 
@@ -62,6 +63,8 @@ class Round:
 
     opened: float
     hashed: bool = False
+    section: int = 0
+    """The number of the section that is exchanged in it."""
     done: set[int] = field(default_factory=set)
     """Buckets that were exchanged."""
     weights: dict[int, float] = field(default_factory=dict)
@@ -99,8 +102,10 @@ class Round:
             else:
                 self.inputs[rank] += found
 
-    def record(self, number: int, world: int, buckets: int, now: float) -> RoundRecord:
+    def record(self, number: int, world: int, plan: Plan | None, now: float) -> RoundRecord:
         """What is to be written of it. Who counted may have had a seat that only members know of."""
+        section = plan.section(self.section) if plan is not None else None
+        parts = range(0) if section is None else section.parts
         world = max(world, 1 + max(self.weights, default=-1))
         return RoundRecord(
             number,
@@ -110,6 +115,7 @@ class Round:
             self.last,
             tuple(self.arrivals.get(rank, (self.opened, self.opened)) for rank in range(world)),
             tuple(self.inputs[rank] % MODULUS for rank in range(world)) if self.hashed else (),
-            tuple(self.results[part] % MODULUS for part in range(buckets)) if self.hashed else (),
+            tuple(self.results[part] % MODULUS for part in parts) if self.hashed else (),
             tuple((*which, slices) for which, slices in sorted(self.cut.items()) if slices),
+            self.section,
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 
+from gradserver.engine.events import Send
 from gradserver.engine.membership import Group
 from protocol.limits import MAX_TOKEN
-from protocol.messages import Welcome
+from protocol.messages import Agreed, Welcome
+from protocol.plan import Plan, Section
 
 
 def token_of(group: Group, seat: int) -> str:
@@ -17,6 +19,12 @@ def token_of(group: Group, seat: int) -> str:
     """
     whose = f"{seat} {group.seats.names[seat]}"
     return hmac.new(group.secret.encode(), whose.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
+
+
+def agreed(connection: int, plan: Plan, section: Section, first_round: int) -> Send:
+    """What somebody is told whose plan is ``section`` of ``plan``, or all of it."""
+    message = Agreed(plan.alone(section).hash, first_round, section.number)
+    return Send(connection, message, (plan.encoded,) if plan.sections else ())
 
 
 def welcome_to(group: Group, seat: int, token: str, credit: int, incarnation: int) -> Welcome:

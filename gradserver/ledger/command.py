@@ -246,6 +246,7 @@ def _round_line(found: Round, start: Start | None) -> dict[str, Any]:
         "group": found.group,
         "epoch": found.epoch,
         "round": record.round,
+        "section": record.section,
         "opened": _wall(start, record.opened),
         "completed": _wall(start, record.completed),
         "last": record.last,

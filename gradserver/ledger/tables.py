@@ -248,10 +248,11 @@ def one_round(story: Story, found: Round) -> list[str]:
     lines += table(["rank", "worker", "weight", "share", "began", "ended", "", "digest of what counted"], rows)
     for closing in story.closed.get(record.round, []):
         lines += wrap(plain(closing.reason), 98, initial_indent="  ", subsequent_indent="    ")
-    if story.plan is not None and record.results:
+    section = story.plan.plan.section(record.section) if story.plan is not None else None
+    if story.plan is not None and section is not None and record.results:
         buckets = [
             [_cut(bucket.key), bucket.numel, bucket.dtype.name, (bucket.codec or EXACT).name, hexadecimal(found)]
-            for bucket, found in zip(story.plan.plan.buckets, record.results, strict=False)
+            for bucket, found in zip(story.plan.plan.alone(section).buckets, record.results, strict=False)
         ]
         lines += table(["bucket", "elements", "type", "wire", "digest of the result"], buckets)
     rows = [

@@ -1,0 +1,46 @@
+"""What a module has agreed on with its replicas: some buckets of the group's plan, and rounds of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from protocol.errors import UsageError
+from protocol.plan import Plan
+
+if TYPE_CHECKING:
+    from worker.session import Session
+
+
+class Agreement:
+    """One module's part of what a group exchanges. `Worker.agree_beside` makes it.
+
+    It lasts for as long as somebody keeps it: when all workers have let go of theirs, the next agreement may take its
+    place in the plan.
+
+    Attributes:
+        plan: the module's buckets, as a plan of their own.
+        number: that of the section in the group's plan. No other agreement of the group has it.
+        first: the number of its first bucket there.
+    """
+
+    def __init__(self, session: Session, plan: Plan, number: int, first: int) -> None:
+        self.plan, self.number, self.first = plan, number, first
+        self._session = session
+        self._generation = session.generation
+
+    @property
+    def parts(self) -> range:
+        """The numbers of its buckets in the group's plan."""
+        return range(self.first, self.first + len(self.plan.buckets))
+
+    def check(self) -> None:
+        """Raise UsageError if the group goes by a plan that this agreement has no part in."""
+        if self._session.generation != self._generation:
+            raise UsageError(
+                "the worker agreed on a plan in place of all others after this module was wrapped: Worker.agree does "
+                "that, Worker.agree_beside does not"
+            )
+
+    def finish(self, timeout: float | None) -> None:
+        """Wait for the results of every bucket, and open the next round. See `Worker.finish_round`."""
+        self._session.finish_round(timeout, self.parts)
