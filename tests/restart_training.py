@@ -22,6 +22,7 @@ from tests.worker_programs import say, told
 from worker.client import Worker
 
 Floats = npt.NDArray[np.float32]
+Training = Callable[[Worker, int, Callable[[int], None], Callable[[int, bool], None]], int]
 
 SIZES = (16_384, 3 * 262_144 + 1000, 100, 20_000)
 """Elements of each bucket: less than a slice, several, next to nothing."""
@@ -64,17 +65,23 @@ def train(
     return digest(np.concatenate(weights).view(np.uint8), 0)
 
 
-def main(url: str, rank: int, world: int, rounds: int, wire: str, held: int = -1) -> None:
+def main(url: str, rank: int, world: int, rounds: int, wire: str, held: int = -1, training: Training = train) -> None:
     def pushing(number: int, done: bool) -> None:
         if number == held and done == (rank == world - 1):
             say("held")
             told()
 
     with gradserver.connect(url, rank, world, name=f"w{rank}", timeout=60.0, wire=wire) as worker:
-        weights = train(worker, rounds, lambda number: say(f"round {number} {time.monotonic()}"), pushing)
+        weights = training(worker, rounds, lambda number: say(f"round {number} {time.monotonic()}"), pushing)
     say(f"weights {weights}")
 
 
-if __name__ == "__main__":
+def run(training: Training) -> None:
+    """What the command line asks for."""
     numbers = [int(number) for number in (*sys.argv[2:5], *sys.argv[6:])]
-    main(sys.argv[1], numbers[0], numbers[1], numbers[2], sys.argv[5], *numbers[3:])
+    held = numbers[3] if len(numbers) > 3 else -1
+    main(sys.argv[1], numbers[0], numbers[1], numbers[2], sys.argv[5], held, training)
+
+
+if __name__ == "__main__":
+    run(train)

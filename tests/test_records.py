@@ -52,6 +52,7 @@ RECORDS: list[Kind] = [
     Round("default", 1, FULL),
     Round("default", 1, RoundRecord(8, (1.0,), 5.0, 6.5, 0)),
     Round("default", 2, RoundRecord(9, (1.0, 0.0), 5.0, 6.5, 0, cut=((1, 0, 3), (1, 2, 1)))),
+    Round("default", 2, RoundRecord(10, (1.0,), 5.0, 6.5, 0, section=3)),
     Round("default", 1, FULL, (Committed("data", 2, 1, True, ((0, 5), (7, 9))), Committed("data", 2, 0, False, ()))),
     Cut("default", 1, 7, (1, 1023), "round 7 closed without 'w1' (rank 1)"),
     Halt("default", 1, 8, "NonFiniteError", "'w1' contributed NaN"),

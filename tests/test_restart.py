@@ -50,8 +50,14 @@ class Group:
         least: int = WORLD,
         options: Sequence[str] = (),
         beside: Callable[[str], object] = lambda _: None,
+        program: Path = PROGRAM,
+        undisturbed: Callable[[int, str], int] = undisturbed,
     ) -> None:
-        """``options`` are the daemon's own; ``beside`` is called with its URL before there are workers."""
+        """``options`` are the daemon's own; ``beside`` is called with its URL before there are workers.
+
+        The workers run ``program``, and come to what is ``undisturbed`` if nothing happens.
+        """
+        self._undisturbed = undisturbed
         self._stack, self._options = stack, ("--workers", f"{least}:{WORLD}", "--state-dir", str(directory), *options)
         self.directory, self.rounds, self.wire = directory, rounds, wire
         self.daemon = stack.enter_context(Daemon(*self._options))
@@ -59,7 +65,7 @@ class Group:
         self.workers = [
             stack.enter_context(
                 Program(
-                    *(str(PROGRAM), self.daemon.url, str(rank), str(WORLD), str(rounds), wire, *more),
+                    *(str(program), self.daemon.url, str(rank), str(WORLD), str(rounds), wire, *more),
                     environment={"GRADSERVER_CHANNEL": channel},
                 )
             )
@@ -92,7 +98,7 @@ class Group:
 
     def check(self) -> None:
         """All bits are as if nothing had happened, and every round is in the ledger."""
-        assert self.weights() == {undisturbed(self.rounds, self.wire)}
+        assert self.weights() == {self._undisturbed(self.rounds, self.wire)}
         assert self.recorded() == set(range(self.rounds))
 
     def recorded(self) -> set[int]:

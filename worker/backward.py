@@ -57,6 +57,7 @@ class Backward:
         training: whether the wrapper is in training mode.
         anybody: whether anybody took part in the last exchange with a batch.
         armed: whether a forward has run since the last exchange.
+        leads: whether buckets are pushed while this backward is under way (`worker.sequence`).
         begun: whether the present backward has reached the module.
         ended: in how many exchanges nobody did since `DistributedDataParallel.join` began: each ends one such block.
     """
@@ -80,8 +81,7 @@ class Backward:
         self._learned = False
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self.armed = False
-        self._leads = True
-        """Whether buckets are pushed while this backward is under way (`worker.sequence`)."""
+        self.leads = True
         self._sequence = Sequence.of(worker)
         self._sequence.add(self)
         self._hook_parameters()
@@ -155,7 +155,7 @@ class Backward:
         if self.exchanges and not self.training:  # the forward has not looked
             self._check_frozen()
         self._start(State.EXCHANGE if self.syncs and self.exchanges else State.LOCAL)
-        self._leads = self._sequence.may_push(self)
+        self.leads = self._sequence.may_push(self)
         self.rounds.begin(self._pending + 1, foreseen=self._learned)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(_Ending(self))
@@ -190,7 +190,7 @@ class Backward:
     @property
     def _all_at_end(self) -> bool:
         """Whether nothing is pushed before the end of backward."""
-        waits = self._options.delay_all_reduce or not self._leads
+        waits = self._options.delay_all_reduce or not self.leads
         return waits or (self._options.static_graph and not self._learned)
 
     def _count(self, index: int, slot: Slot) -> None:

@@ -6,7 +6,7 @@ and rounds are matched by their order. That must not depend on which thread of a
 - a module by itself pushes each bucket as soon as backward has completed it;
 - of several, the one does so that was wrapped first among those that are *armed*: their forward has run since their
   last exchange. It is the same one on all workers, whatever this backward reaches;
-- the others collect what comes, and exchange it at the end of backward, in the order in which they were wrapped.
+- the others collect what comes, and exchange it when that one is done, in the order in which they were wrapped.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Member(Protocol):
 
     syncs: bool
     armed: bool
+    leads: bool
 
     @property
     def begun(self) -> bool:
@@ -67,7 +68,7 @@ class Sequence:
 
     def end(self) -> None:
         """The end of a backward, at all modules that it has reached."""
-        reached = [member for member in self.members if member.begun]
+        reached = sorted((member for member in self.members if member.begun), key=lambda member: not member.leads)
         try:
             for member in reached:
                 member.end()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -401,9 +401,12 @@ _SOON: Final = 3600.0
 
 def _encode(record: Kind) -> tuple[int, bytes]:
     if type(record) is Round:
-        fields_of_round = [record.group, record.epoch, record.record.opened, *pack_round(record.record)]
-        if record.used_up:
+        packed, section = pack_round(replace(record.record, section=0)), record.record.section
+        fields_of_round = [record.group, record.epoch, record.record.opened, *packed]
+        if record.used_up or section:
             fields_of_round.append([one.pack() for one in record.used_up])
+        if section:
+            fields_of_round.append(section)
         body: bytes = _packb(fields_of_round)
         return _ROUND, body
     if isinstance(record, Data | Claim):
@@ -422,8 +425,9 @@ def decode(code: int, body: Buffer) -> Kind:
         if len(values) < 3:
             raise MalformedMessageError(f"a Round of {len(values)} fields")
         group, epoch, opened, *rest = values
+        section = [rest.pop()] if len(rest) == 10 else []
         used_up = data_records.committed(rest.pop()) if len(rest) == 9 else ()
-        return Round(_name(group), _count(epoch), unpack_round(rest, _clock(opened)), used_up)
+        return Round(_name(group), _count(epoch), unpack_round([*rest, *section], _clock(opened)), used_up)
     if code not in _CHECKS:
         raise MalformedMessageError(f"there is no kind of record {code}: a later version may have written it")
     kind, checks = _CHECKS[code]
