@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from gradserver.engine.events import Command, Send
 from protocol.errors import OutOfStepError, UnexpectedMessageError
@@ -27,9 +27,6 @@ from protocol.messages import Follow, Opened, Opens
 
 if TYPE_CHECKING:
     from gradserver.engine.membership import Group
-
-_AHEAD: Final = 256
-"""Rounds that members can be ahead of what control knows: reports of data shards may be that late."""
 
 
 @dataclass(slots=True)
@@ -45,8 +42,9 @@ class Turns:
 def hear(group: Group, seat: int, message: Opens | Follow, commands: list[Command]) -> OutOfStepError | None:
     """Take what a member says of a round; what ends the group, if it is another than somebody else has said."""
     number = message.round
-    if group.plan is None or number > group.rounds + _AHEAD:
-        raise UnexpectedMessageError(f"round {number} from {group.call(seat)}: round {group.rounds} is open")
+    group.check_round(number, type(message).__name__)
+    if group.plan is None:
+        raise UnexpectedMessageError(f"{group.call(seat)} speaks of round {number}, and the group has no plan")
     if number < group.rounds:
         return None  # it is late, and gets what the others have made of it
     turns = group.turns
