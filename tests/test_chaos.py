@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from gradserver.chaos.command import ways_of
 from gradserver.chaos.fleet import Use
 from gradserver.chaos.judge import before_and_after, calm_rate
-from gradserver.chaos.report import leaks, wrongs
+from gradserver.chaos.report import leaks, too_few, wrongs
 from gradserver.chaos.schedule import DEFAULT, SPECS, draw
 from gradserver.cli import main
 from tests.cluster import ROOT, wait_until
@@ -59,7 +59,7 @@ def test_a_minute_has_a_hundred_events() -> None:
     for seed in range(20):
         events = draw(seed, ways, 4, 60.0, 0.3, DEFAULT).events
         assert len(events) >= 100
-        assert set(Counter(event.kind for event in events)) >= {"stop", "blackhole"}
+        assert set(Counter(event.kind for event in events)) >= {"stop", "kill", "midpush"}
 
 
 @given(
@@ -118,12 +118,30 @@ def test_a_run_fails_for_each_reason() -> None:
     assert wrongs({**fine, "leaks": ["w0 has 3 MiB more"]}, 15.0)
 
 
+def test_a_run_fails_if_too_few_events_have_met_something() -> None:
+    result = {"events": 9, "events_by_kind": {"kill": 5, "drop": 4}}
+    assert too_few(result, {}) == too_few(result, {"": 9, "kill": 5}) == []
+    assert too_few(result, {"": 10, "drop": 5, "reset": 1}) == [
+        "9 events have met something, and 10 should have",
+        "4 drop events have met something, and 5 should have",
+        "0 reset events have met something, and 1 should have",
+    ]
+
+
 def test_options_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["chaos", "--events", "kill,earthquake"])
-    assert "'earthquake' is no event: there are kill, stop" in capsys.readouterr().err
+    assert "'earthquake' is no event: there are kill, midpush, stop" in capsys.readouterr().err
     assert main(["chaos", "--events", "stop,shard"]) == 2
     assert "there is no data shard to kill but the coordinator: --shards 2" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["chaos", "--least", "100,earthquake=1"])
+    assert "'earthquake' is no event" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["chaos", "--least", "kill=many"])
+    assert "expected a number, or as in 100,kill=5, got 'kill=many'" in capsys.readouterr().err
+    assert main(["chaos", "--events", "kill,stop", "--least", "5,kill=1,drop=1"]) == 2
+    assert "--least speaks of drop, which cannot happen: --events kill,stop" in capsys.readouterr().err
     (tmp_path / "something").touch()
     assert main(["chaos", "--keep", str(tmp_path)]) == 2
     assert "has something in it: name a new folder" in capsys.readouterr().err
@@ -132,7 +150,10 @@ def test_options_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.long
 def test_a_short_storm_is_survived(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gradserver", "chaos", "--workers", "4", "--seconds", "20", "--json"]
-    ran = subprocess.run([*command, "--keep", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    least = ["--least", "10,stop=1"]
+    ran = subprocess.run(
+        [*command, *least, "--keep", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     result = json.loads(ran.stdout)
     assert result["passed"]

@@ -68,6 +68,17 @@ def test_a_wire_that_is_reset_breaks_at_both_ends() -> None:
                 end.recv(1)
 
 
+def test_a_wire_says_whether_there_was_anything_to_break() -> None:
+    with Between("wires", "127.0.0.1:9") as wires:
+        wires.tell("reset w")
+        assert wires.expect("") == "done"
+    with connection() as (wires, here, there):
+        here.sendall(b"x")
+        assert there.recv(1) == b"x"
+        wires.tell("reset w")
+        assert [wires.expect(""), wires.expect("")] == ["hit reset w", "done"]
+
+
 def test_nothing_gets_through_a_black_hole_and_all_of_it_afterwards() -> None:
     with connection() as (wires, here, there):
         here.sendall(b"x")
@@ -139,6 +150,7 @@ def test_a_relay_does_to_messages_what_it_is_told(fault: str, arrives: list[int]
         for number in range(4):
             dealer.send(b"%d" % number)
         assert [int(router.recv_multipart()[1]) for _ in arrives] == arrives
+        assert relay.expect("hit") == f" {fault.split()[0]} w"
         if fault.startswith("delay"):
             assert time.monotonic() - began > 0.1
         router.send_multipart([identity, b"done"])

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradserver.chaos import generator, recount
-from gradserver.chaos.oracle import LAG, Oracle
+from gradserver.chaos import generator, recount, tally
+from gradserver.chaos.oracle import LAG, PATIENCE, Oracle
 from gradserver.engine.events import Contribution, Reduce
 from gradserver.engine.records import Dated, Epoch, Gap, Group, Round, RoundRecord, Start
 from gradserver.reducer import reduce
@@ -22,6 +22,8 @@ Rows = dict[int, Array]
 SEED = 5
 NAMES = ("ada", "bob", "cyd", "dan")
 ROUNDS = 8
+EVERY = 1
+"""The round behind which there are collectives."""
 PLACES = places(generator.plan())
 PARTS = range(len(generator.SIZES))
 
@@ -35,15 +37,20 @@ class World:
     """A group whose rounds are as they must be, unless somebody plants a fault.
 
     ``rows`` may change what is summed in a round: by seat, what each gives to a bucket. ``results`` may change what a
-    member of that name gets, and the ledger under the name of ""; ``records`` what is written down.
+    member of that name gets, and the ledger under the name of ""; ``records`` what is written down, ``lines`` what
+    workers say.
     """
 
     rows: Callable[[int, int, Rows], Rows] = lambda _number, _part, rows: rows
     results: Callable[[int, int, str, Array], Array] = lambda _number, _part, _name, result: result
     records: Callable[[RoundRecord], list[RoundRecord]] = lambda record: [record]
     weights: Callable[[int, str, list[Array]], None] = lambda _number, _name, _weights: None
+    lines: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda line: [line]
     departs: int = -1
-    """The round in which the last one is lost, having given one slice of the last bucket only."""
+    """The round in which the last one is lost, having given ``gives`` slices of each bucket."""
+    gives: tuple[int, ...] = (0, 0, 0, 1)
+    joins: int = -1
+    """The first round to which the last one contributes."""
     gap: Dated | None = None
     """What tells of records that were lost."""
     full: float | None = None
@@ -51,7 +58,8 @@ class World:
 
     def judged(self, rounds: int = ROUNDS) -> Oracle:
         oracle = Oracle(SEED)
-        for dated in (Group("g", len(NAMES), 20.0), Epoch("g", 1, 0, tuple(enumerate(NAMES)), "complete")):
+        first = NAMES if self.joins < 0 else NAMES[:-1]
+        for dated in (Group("g", len(NAMES), 20.0), Epoch("g", 1, 0, tuple(enumerate(first)), "complete")):
             oracle.take(Dated(0.0, dated))
         weights = {name: [np.zeros(size, np.float32) for size in generator.SIZES] for name in NAMES}
         for number in range(rounds):
@@ -65,45 +73,64 @@ class World:
         return oracle
 
     def _round(self, oracle: Oracle, number: int, weights: dict[str, list[Array]]) -> None:
-        gone = 0 <= self.departs < number
+        gone = 0 <= self.departs < number or number < self.joins
         there = NAMES[:-1] if gone else NAMES
         losing = number == self.departs
         finished = NAMES[:-1] if gone or losing else NAMES
+        if number == self.joins:
+            weights[NAMES[-1]] = [vector.copy() for vector in weights[NAMES[0]]]
         weighs = [generator.weight(SEED, name, number) if name in there else 0.0 for name in NAMES]
-        cut = {len(NAMES) - 1: frozenset({0})} if losing else {}
+        last = len(NAMES) - 1
+        for rank, name in enumerate(there):
+            self._say(oracle, {"kind": "gives", "name": name, "round": number, "rank": rank, "at": number + 0.01})
         inputs = [0] * len(NAMES)
         ledger: list[int] = []
         lines: dict[str, list[int]] = {name: [] for name in finished}
         for part in PARTS:
             own = {seat: given(name, number, part) for seat, name in enumerate(there)}
-            if losing and part < len(PARTS) - 1:
-                del own[len(NAMES) - 1]
-            summed = self.rows(number, part, own)
             share = recount.shares(1)[part]
-            rows = [(seat, weighs[seat % len(NAMES)], row) for seat, row in sorted(summed.items())]
+            cut = {str(last): frozenset(range(self.gives[part]))} if losing else {}
+            summed = self.rows(number, part, own)
+            rows = [(str(seat), weighs[seat % len(NAMES)], row) for seat, row in sorted(summed.items())]
             result = recount.bucket(share, rows, cut, generator.SIZES[part])
             for seat, row in summed.items():
-                stop = share.layout.span(0)[1] if seat in cut else row.size
-                if weighs[seat % len(NAMES)]:
-                    inputs[seat % len(NAMES)] += digest(row[:stop], PLACES[part])
+                spans = [share.layout.span(index) for index in cut.get(str(seat), range(share.layout.count))]
+                if weighs[seat % len(NAMES)] and spans:
+                    inputs[seat % len(NAMES)] += digest(row[: spans[-1][1]], PLACES[part])
             ledger.append(digest(self.results(number, part, "", result), PLACES[part]))
             for name in finished:
                 got = self.results(number, part, name, result.copy())
-                lines[name].append(digest(got, PLACES[part]))
+                lines[name].append(generator.fingerprint([got]))
                 weights[name][part] -= got * generator.STEP
         if losing:
             epoch = Epoch("g", 2, number + 1, tuple(enumerate(NAMES[:-1])), "'dan' was lost")
             oracle.take(Dated(number + 0.05, epoch))
         record = RoundRecord(
             number, tuple(weighs), number, number + 0.1, 0, (), tuple(value % MODULUS for value in inputs),
-            tuple(ledger), ((3, 3, 1),) if losing else (),
+            tuple(ledger), tuple((last, part, self.gives[part]) for part in PARTS if self.gives[part] and losing),
         )  # fmt: skip
+        if number == self.joins:
+            oracle.take(Dated(number + 0.05, Epoch("g", 2, number + 1, tuple(enumerate(NAMES)), "'dan' joined")))
         for written in self.records(record):
             oracle.take(Dated(number + 0.1, Round("g", 1, written)))
         for name in finished:
             self.weights(number, name, weights[name])
             line = {"kind": "round", "name": name, "round": number, "rank": NAMES.index(name), "results": lines[name]}
-            oracle.hear({**line, "weights": generator.weights_digest(weights[name]), "at": number + 0.1})
+            self._say(oracle, {**line, "weights": generator.fingerprint(weights[name]), "at": number + 0.1})
+        if number == EVERY:
+            self._meet(oracle, number, finished)
+
+    def _meet(self, oracle: Oracle, number: int, names: tuple[str, ...]) -> None:
+        total = sum((tally.tally(name, number) for name in names), np.zeros(tally.LENGTH, np.int64)).tolist()
+        codes = [tally.code(name, number) for name in names]
+        for rank, name in enumerate(names):
+            self._say(oracle, {"kind": "meets", "name": name, "round": number, "at": number + 0.2})
+            met = {"kind": "met", "name": name, "round": number, "rank": rank, "at": number + 0.3}
+            self._say(oracle, {**met, "sums": {"a sum": list(total)}, "gathered": codes, "broadcast": codes[0]})
+
+    def _say(self, oracle: Oracle, line: dict[str, Any]) -> None:
+        for each in self.lines(line):
+            oracle.hear(each)
 
 
 def only(oracle: Oracle, kind: str, text: str) -> None:
@@ -139,27 +166,21 @@ def test_a_contribution_in_the_sum_twice() -> None:
     def twice(number: int, part: int, rows: Rows) -> Rows:
         return {**rows, 1 + len(NAMES): rows[1]} if (number, part) == (5, 3) else rows
 
-    oracle = World(rows=twice).judged()
-    assert oracle.found["double"] == 2  # members have it, and so has the ledger
-    assert "round 5, bucket 3: members got the mean with bob in it twice" in oracle.findings[0]
+    only(World(rows=twice).judged(), "double", "round 5, bucket 3: members got the mean with bob in it twice")
 
 
 def test_a_contribution_of_an_earlier_round() -> None:
     def stale(number: int, part: int, rows: Rows) -> Rows:
         return {**rows, 2: given("cyd", number - 1, part)} if (number, part) == (5, 0) else rows
 
-    oracle = World(rows=stale).judged()
-    assert oracle.found["double"] == 2
-    assert "with what cyd gave to round 4" in oracle.findings[0]
-    assert "what was summed of cyd is not what it gave" in oracle.findings[2]
+    only(World(rows=stale).judged(), "double", "round 5, bucket 0: members got the mean with what cyd gave to round 4")
 
 
 def test_a_contribution_that_is_said_to_count_and_does_not() -> None:
     def without(number: int, part: int, rows: Rows) -> Rows:
         return {seat: row for seat, row in rows.items() if (number, part, seat) != (5, 2, 0)}
 
-    oracle = World(rows=without).judged()
-    assert "lost: round 5, bucket 2: members got the mean without ada, which is said to have counted" in oracle.findings
+    only(World(rows=without).judged(), "lost", "round 5, bucket 2: members got the mean without ada, which took part")
 
 
 def test_a_contribution_that_does_not_count_though_its_giver_finished_the_round() -> None:
@@ -167,14 +188,14 @@ def test_a_contribution_that_does_not_count_though_its_giver_finished_the_round(
         return [replace(record, weights=(0.0, *record.weights[1:]))] if record.round == 3 else [record]
 
     oracle = World(records=forgotten).judged()
-    assert "lost: round 3: ada took part to its end, and did not count" in oracle.findings
+    only(oracle, "lost", "round 3, in the ledger: ada took part to its end, and did not count")
 
 
 def test_a_weight_that_is_not_what_was_given() -> None:
     def heavier(record: RoundRecord) -> list[RoundRecord]:
         return [replace(record, weights=(2.0, *record.weights[1:]))] if record.round == 3 else [record]
 
-    assert "wrong: round 3: ada counted with weight 2, and gave 1" in World(records=heavier).judged().findings
+    only(World(records=heavier).judged(), "wrong", "round 3, in the ledger: ada counted with weight 2, and gave 1")
 
 
 @pytest.mark.parametrize("number", [0, 4, ROUNDS - 1])
@@ -208,9 +229,9 @@ def test_a_step_that_nobody_should_have_made() -> None:
 
 def test_who_reports_late_is_compared_too() -> None:
     oracle = World().judged()
-    line = {"kind": "round", "name": "bob", "round": 1, "rank": 1, "results": [1, 2, 3, 4], "weights": 1, "at": 9.0}
+    line = {"kind": "round", "name": "eve", "round": 1, "rank": 1, "results": [1, 2, 3, 4], "weights": 1, "at": 9.0}
     oracle.hear(line)
-    only(oracle, "diverged", "round 1: results of bob are not those of the others")
+    only(oracle, "diverged", "round 1: results of eve are not those of the others")
 
 
 def test_the_longest_stall_is_measured() -> None:
@@ -232,8 +253,8 @@ def test_a_prefix_that_is_longer_than_the_ledger_says() -> None:
     def longer(record: RoundRecord) -> list[RoundRecord]:
         return [replace(record, cut=((3, 3, 2),)) if record.cut else record]
 
-    oracle = World(departs=4, records=longer).judged()
-    assert "round 4, bucket 3: members got" in oracle.findings[0]
+    text = "round 4, in the ledger: dan counts for [0, 0, 0, 2] slices of the buckets, and gave [0, 0, 0, 1]"
+    only(World(departs=4, records=longer).judged(), "wrong", text)
 
 
 def test_rounds_that_a_full_disk_did_not_take_are_checked_against_who_was_there() -> None:
@@ -246,15 +267,131 @@ def test_rounds_that_a_full_disk_did_not_take_are_checked_against_who_was_there(
         return result
 
     gap = Dated(5.9, Gap(3, 3.0, "no space left on device"))
-    for departs in (-1, 4):
-        oracle = World(records=full, departs=departs, gap=gap).judged()
+    for departs, gives in ((-1, (0, 0, 0, 1)), (4, (0, 0, 0, 1)), (4, (1, 1, 0, 0)), (4, (1, 0, 1, 1))):
+        oracle = World(records=full, departs=departs, gives=gives, gap=gap).judged()
         assert not oracle.found, oracle.findings
         assert oracle.unwritten == 3
     oracle = World(records=full, gap=Dated(5.9, Start(2, "", 0, 0.0, 0.0)), full=3.0).judged()
     assert (oracle.found, oracle.unwritten) == ({}, 3), "a coordinator that died with them cannot tell"
     assert World(records=full, gap=Dated(5.9, Start(2, "", 0, 0.0, 0.0))).judged().found["lost"] == 3
     oracle = World(records=full, results=wrong, gap=gap).judged()
-    assert "round 4, bucket 3: no set of members gives what they got" in oracle.findings[0]
+    assert "round 4, bucket 3: members got" in oracle.findings[0]
+
+
+def test_a_survivor_that_counts_in_part_is_lost() -> None:
+    def in_part(number: int, part: int, _name: str, result: Array) -> Array:
+        return part_of_bob if (number, part) == (4, 3) else result
+
+    rows = [(name, generator.weight(SEED, name, 4), given(name, 4, 3)) for name in NAMES]
+    part_of_bob = recount.bucket(recount.shares(1)[3], rows, {"bob": frozenset({1})}, generator.SIZES[3])
+
+    def said(record: RoundRecord) -> list[RoundRecord]:
+        return [replace(record, cut=((1, 0, 1), (1, 1, 1), (1, 2, 1), (1, 3, 1)))] if record.round == 4 else [record]
+
+    oracle = World(results=in_part, records=said).judged()
+    only(oracle, "lost", "round 4, bucket 3: members got the mean with a part of bob only, which took part to the end")
+    assert "lost: round 4, in the ledger: bob counts for [1, 1, 1, 1] slices" in oracle.findings[1]
+
+
+def test_the_first_contribution_of_a_worker_that_joins() -> None:
+    assert not World(joins=3).judged().found
+
+    def without(number: int, _part: int, rows: Rows) -> Rows:
+        return {seat: row for seat, row in rows.items() if (number, seat) != (3, 3)}
+
+    def unsaid(record: RoundRecord) -> list[RoundRecord]:
+        return [replace(record, weights=(*record.weights[:3], 0.0)) if record.round == 3 else record]
+
+    oracle = World(joins=3, rows=without, records=unsaid).judged()
+    only(oracle, "lost", "round 3, bucket 0: members got the mean without dan, which took part to the end")
+
+
+def test_a_ledger_whose_digests_say_nothing() -> None:
+    def nothing(record: RoundRecord) -> list[RoundRecord]:
+        return [replace(record, inputs=(0,) * len(NAMES), results=(0,) * len(PARTS))]
+
+    oracle = World(records=nothing).judged()
+    only(oracle, "wrong", "round 0, bucket 0: the ledger has 0000000000000000 for")
+    assert "wrong: round 0: what was summed of ada is not what it gave" in oracle.findings
+
+
+def test_a_worker_that_finishes_a_round_twice() -> None:
+    twice = World(lines=lambda line: [line, line] if (line["kind"], line["name"]) == ("round", "bob") else [line])
+    assert twice.judged(2).found == {"double": 2}
+    oracle = World().judged()
+    line = {"kind": "round", "name": "bob", "round": 1, "rank": 1, "results": [], "weights": 0, "at": 9.0}
+    oracle.hear(line)
+    assert "double: round 1: bob has finished it twice" in oracle.findings
+
+
+def test_a_worker_that_never_comes_to_contribute() -> None:
+    oracle = Oracle(SEED)
+    line = {"kind": "replayed", "name": "eve", "rank": 1, "results": [1, 2, 3, 4], "weights": 1, "at": 9.0}
+    for number in range(PATIENCE + 5):
+        oracle.hear({**line, "round": number})
+    only(oracle, "lost", f"eve has taken part in {PATIENCE} rounds, and contributed to none")
+
+
+def changed(sums: Callable[[Array], Array]) -> Oracle:
+    """What is found if a sum behind a round is another one."""
+
+    def lines(line: dict[str, Any]) -> list[dict[str, Any]]:
+        if line["kind"] == "met":
+            line["sums"] = {what: sums(np.array(one, np.int64)).tolist() for what, one in line["sums"].items()}
+        return [line]
+
+    return World(lines=lines).judged(EVERY + 1)
+
+
+def test_collectives_have_everybody_in_them_once() -> None:
+    assert World().judged(EVERY + 1).meetings == 1
+    bob, eve = tally.tally("bob", EVERY), tally.tally("eve", EVERY)
+    only(changed(lambda total: total + bob), "fault", f"behind round {EVERY}, a sum: it has bob 2 times")
+    only(changed(lambda total: total - bob), "fault", f"behind round {EVERY}, a sum: it has bob 0 times")
+    only(changed(lambda total: total + eve), "fault", f"behind round {EVERY}, a sum: it has somebody else 1 times")
+    earlier = tally.tally("bob", EVERY - 1)
+    only(changed(lambda total: total - bob + earlier), "fault", "not with what they gave in this round")
+    only(changed(lambda total: total[:3]), "fault", "a sum: it is none")
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_worker_that_is_lost_in_a_collective_may_be_in_it(counts: bool) -> None:
+    def lines(line: dict[str, Any]) -> list[dict[str, Any]]:
+        if line["kind"] != "met":
+            return [line]
+        if not counts:
+            line["sums"]["a sum"] = (np.array(line["sums"]["a sum"]) - tally.tally("cyd", EVERY)).tolist()
+            line["gathered"] = [code for code in line["gathered"] if code != tally.code("cyd", EVERY)]
+        return [line] if line["name"] != "cyd" else []
+
+    assert not (oracle := World(lines=lines).judged(EVERY + 1)).found, oracle.findings
+
+
+def test_what_is_gathered_and_broadcast_is_of_those_who_are_there() -> None:
+    def gathered(name: str, codes: list[int], broadcast: int | None) -> Oracle:
+        def lines(line: dict[str, Any]) -> list[dict[str, Any]]:
+            if (line["kind"], line["name"]) == ("met", name):
+                line |= {"gathered": codes, "broadcast": broadcast}
+            return [line]
+
+        return World(lines=lines).judged(EVERY + 1)
+
+    codes = [tally.code(name, EVERY) for name in NAMES]
+    assert not gathered("bob", codes, codes[0]).found
+    assert not gathered("bob", codes, None).found
+    for wrong in (codes[::-1], codes[:3], [*codes, codes[0]], [*codes[:3], tally.code("dan", EVERY - 1)]):
+        only(gathered("bob", wrong, codes[0]), "fault", f"behind round {EVERY}: bob gathered")
+    only(gathered("bob", codes, codes[1]), "fault", "a broadcast brought")
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("part", PARTS)
+def test_the_ledgers_digest_is_the_published_one(part: int, shards: int) -> None:
+    share, row = recount.shares(shards)[part], given("ada", 3, part)
+    assert recount.ledger_digest(row, part, share) == digest(row, PLACES[part])
+    for index in range(share.layout.count):
+        start, stop = share.layout.span(index)
+        assert recount.ledger_digest(row, part, share, [index]) == digest(row[start:stop], PLACES[part] + 4 * start)
 
 
 @pytest.mark.parametrize("seed", range(4))

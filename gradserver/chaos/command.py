@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _LINK_RATE = 1.25e9
 """Of the emulated hosts' links, in bytes a second: as fast as it goes."""
-_NEEDS_WIRES = frozenset({"reset", "throttle"})
+_NEEDS_WIRES = frozenset({"reset", "midcall", "throttle"})
 _TICK = 0.25
 _LATE_SECONDS = 0.2
 """By which an event may come late before all that follow do."""
@@ -99,11 +99,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--least",
-        type=number(int, 0, 1_000_000),
-        default=0,
-        metavar="N",
-        help="events without which the run has failed (default 0)",
+        type=_least,
+        default={},
+        metavar="N|KIND=N,…",
+        help="events that must have met something, in all or of a kind, as in 100,kill=5,shard=2: else the run has "
+        "failed (default 0)",
     )
+    parser.add_argument("--stop-at-fault", action="store_true", help="end the run when a fault was found")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="write ledger, logs and lines into DIR, and keep them")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
 
@@ -121,6 +123,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if arguments.netns and (reason := _why_no_hosts(arguments.events)) is not None:
         print(f"gradserver chaos: {reason}", file=sys.stderr)
+        return 2
+    if unasked := [kind for kind in arguments.least if kind and kind not in _possible(arguments)]:
+        text = f"--least speaks of {', '.join(unasked)}, which cannot happen: --events {','.join(arguments.events)}"
+        print(f"gradserver chaos: {text}", file=sys.stderr)
         return 2
     folder = arguments.keep
     if folder is not None and folder.exists() and any(folder.iterdir()):
@@ -175,15 +181,14 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
         fleet.start_judge()
         fleet.note("begun")
         view.begun()
-        course = _Course(fleet, schedule, view)
+        course = _Course(fleet, schedule, view, arguments.stop_at_fault)
         use = course.run()
         fleet.leave()
         verdict = fleet.verdict(view.judging)
         faults = course.faults + fleet.faults
         result = report.summary(course.done, course.missed, verdict, fleet.outs, fleet.back, faults, use)
     wrongs = report.wrongs(result, arguments.stall) + ([f"{len(faults)} surprises"] if faults else [])
-    if len(course.done) < arguments.least:
-        wrongs.append(f"{len(course.done)} events, and {arguments.least} there should be")
+    wrongs += report.too_few(result, arguments.least)
     view.conclude(result, wrongs, folder)
     if arguments.json:
         print(json.dumps({**_settings(arguments), **result, "passed": not wrongs, "failed_because": wrongs}))
@@ -194,22 +199,37 @@ class _Course:
     """A run's time: calm, storm, calm, and until everybody is back.
 
     Attributes:
-        done, missed: events that happened, and those whose target was not there.
+        done: events that have met something.
+        missed: those whose target was not there, or that have met nothing.
         faults: who is not back in the end.
     """
 
-    def __init__(self, fleet: Fleet, schedule: Schedule, view: View) -> None:
+    def __init__(self, fleet: Fleet, schedule: Schedule, view: View, stops: bool = False) -> None:
         self.done: list[Event] = []
         self.missed: list[Event] = []
         self.faults: list[str] = []
-        self._fleet, self._schedule, self._view = fleet, schedule, view
+        self._fleet, self._schedule, self._view, self._stops = fleet, schedule, view, stops
+        from gradserver.chaos.harms import Harms
+
+        self._harms = Harms(fleet)
         self._began = time.monotonic()
 
     def run(self) -> tuple[Uses, Uses]:
         """All of it. What processes had open before the storm, and behind it."""
+        before: Uses = {}
+        with suppress(_FaultFoundError):
+            self._until(self._schedule.storm)
+            before = self._fleet.use()
+            self._storm_and_calm()
+        after = self._fleet.use()
+        self._fleet.note("end")
+        self.done = sorted(self._harms.hit)
+        happened = set(self.done)
+        self.missed = [event for event in self._schedule.events if event not in happened]
+        return before, after
+
+    def _storm_and_calm(self) -> None:
         fleet, schedule = self._fleet, self._schedule
-        self._until(schedule.storm)
-        before = fleet.use()
         fleet.note("storm")
         self._storm()
         self._until(schedule.calm)
@@ -220,26 +240,24 @@ class _Course:
             deadline += _TICK
             self._until(deadline)
         self.faults = [f"{name} is not back" for name in fleet.absent()]
-        after = fleet.use()
-        fleet.note("end")
-        return before, after
 
     def _storm(self) -> None:
-        from gradserver.chaos.harms import Harms
-
-        harms = Harms(self._fleet)
         for event in self._schedule.events:
             self._until(event.at)
             # Whatever held this process up must not make events come closer together than they were drawn.
             self._began = max(self._began, time.monotonic() - event.at - _LATE_SECONDS)
-            happened = harms.do(event)
-            (self.done if happened else self.missed).append(event)
-            self._view.event(event, self._fleet, happened)
+            self._view.event(event, self._fleet, self._harms.do(event))
 
     def _until(self, moment: float) -> None:
         while (now := time.monotonic()) < self._began + moment:
             self._fleet.run_until(min(now + _TICK, self._began + moment))
-            self._view.status(self._fleet, self._schedule, len(self.done))
+            self._view.status(self._fleet, self._schedule, len(self._harms.hit))
+            if self._stops and (self._fleet.judged["found"] or self._fleet.faults):
+                raise _FaultFoundError
+
+
+class _FaultFoundError(Exception):
+    """It need not go on."""
 
 
 def _why_no_hosts(kinds: list[str]) -> str | None:
@@ -276,6 +294,23 @@ def _kinds(text: str) -> list[str]:
         if name not in SPECS:
             raise argparse.ArgumentTypeError(f"{name!r} is no event: there are {', '.join(SPECS)}")
     return names
+
+
+def _least(text: str) -> dict[str, int]:
+    """How many events there must be of each kind; of all kinds, under the name of ""."""
+    found = {}
+    for part in text.split(","):
+        kind, _, count = part.rpartition("=")
+        if kind and kind not in SPECS:
+            raise argparse.ArgumentTypeError(f"{kind!r} is no event: there are {', '.join(SPECS)}")
+        if not count.isdecimal():
+            raise argparse.ArgumentTypeError(f"expected a number, or as in 100,kill=5, got {part!r}")
+        found[kind] = int(count)
+    return found
+
+
+def _possible(arguments: argparse.Namespace) -> set[str]:
+    return {*arguments.events, *(("coordinator",) if arguments.coordinator_kill else ())}
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -3,10 +3,14 @@
 Workers print a line of JSON for each round that they have finished, and the run writes all of them, and what it does,
 into one file, in the order in which it heard them:
 
-    {"kind": "round", "name", "round", "rank", "results": […], "weights", "at"}    a worker has finished a round
+    {"kind": "gives", "name", "round", "rank"}   a worker begins to contribute to a round
+    {"kind": "round", "name", "round", "rank", "results": […], "weights", "at"}    it has finished the round
     {"kind": "replayed", …}                      the same, but it only took part in its result, as it was coming in
+    {"kind": "meets", "name", "round"}           it begins with the collectives behind a round
+    {"kind": "met", "name", "round", "rank", "sums", "gathered", "broadcast"}      it is through with them
     {"kind": "entered" | "out" | "left", …}      it has come in, is out of the group, or has left it
-    {"kind": "fault", "name", "text"}            what it got from a collective, or read, is not what it should be
+    {"kind": "dies", "name", "round"}            it kills itself, in the midst of a push
+    {"kind": "fault", "name", "text"}            what it got from a collective is not what it should be
     {"kind": "event" | "healed", …}              the run has done something to somebody
     {"kind": "full", "at"}                       from now on the coordinator's disk is full
     {"kind": "calm" | "stormy" | "end", "at"}    a part of the run has begun
@@ -17,7 +21,7 @@ Times are those of the machine's monotonic clock, which the ledger's are, too.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -30,9 +34,9 @@ LEDGER: Final = "ledger"
 
 
 class Report(NamedTuple):
-    """What one worker says of one round: digests of every bucket's result, and of its weights after the step.
+    """One worker's report of a finished round: fingerprints of every bucket's result, and of its weights afterwards.
 
-    Ranks are in the order of seats, and those after the round.
+    Ranks are in the order of seats, and those after the round. ``gave`` is False for a worker that was coming in.
     """
 
     name: str
@@ -44,10 +48,31 @@ class Report(NamedTuple):
     gave: bool = True
 
     @classmethod
-    def of(cls, line: dict[str, Any]) -> Report:
+    def of(cls, line: Mapping[str, Any]) -> Report:
         """The report in a line."""
         gave = line["kind"] == "round"
         return cls(line["name"], line["round"], line["rank"], tuple(line["results"]), line["weights"], line["at"], gave)
+
+
+class Met(NamedTuple):
+    """What one worker got from the collectives behind a round.
+
+    Attributes:
+        sums: of tallies (`gradserver.chaos.tally`): each that some operation or some slice of one has brought.
+        gathered: the codes that an all_gather has brought, by rank.
+        broadcast: the code that a broadcast has brought; None if it failed everywhere.
+    """
+
+    name: str
+    rank: int
+    sums: dict[str, list[int]]
+    gathered: tuple[int, ...]
+    broadcast: int | None
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Met:
+        """What is in a line."""
+        return cls(line["name"], line["rank"], line["sums"], tuple(line["gathered"]), line["broadcast"])
 
 
 class HeardTail:

@@ -1,4 +1,4 @@
-"""Where a result can come from: tried out, where it is not what it should be, or nobody wrote down who gave to it."""
+"""Where a result can come from: who must have contributed to it, and what is wrong with one that nobody can explain."""
 
 from __future__ import annotations
 
@@ -9,89 +9,163 @@ from typing import Any, Final, NamedTuple
 import numpy.typing as npt
 
 from gradserver.chaos import generator, recount
-from gradserver.chaos.recount import Giver
-from protocol.digest import digest, places
+from gradserver.chaos.recount import Cut, Row
 from protocol.shards import Share
 
 Array = npt.NDArray[Any]
-Row = tuple[int, float, Array]
 
 _EARLIER: Final = 3
 """Rounds that are gone back."""
-_UNKNOWN: Final = 2
-"""Those who may have contributed or not."""
+_LIKELY: Final = 4
+"""Workers of which all combinations are tried, each where its rank says that it belongs."""
+_ANYWHERE: Final = 2
+"""Workers of which all combinations are tried in all places."""
+_TRIES: Final = 300
+"""Means that are made for one bucket at most."""
 
 
 class Case(NamedTuple):
-    """One bucket of one round."""
+    """One bucket of one round; ``made`` keeps what was generated for it, by name and round."""
 
     seed: int
     number: int
     part: int
     share: Share
+    made: dict[tuple[str, int], Array]
 
-    def given(self, name: str, number: int | None = None) -> Array:
+    def given(self, name: str, number: int | None = None) -> Row:
         """What somebody gives to it, or gave to it in another round."""
-        return generator.values(self.seed, name, self.number if number is None else number, self.part)
+        key = name, self.number if number is None else number
+        if key not in self.made:
+            self.made[key] = generator.values(self.seed, *key, self.part)
+        return name, generator.weight(self.seed, name, self.number), self.made[key]
 
-    def fits(self, rows: Sequence[Row], cut: Mapping[int, frozenset[int]], seen: int) -> Array | None:
-        """The result of these rows, if it is the one with the digest ``seen``."""
-        result = recount.bucket(self.share, rows, cut, generator.SIZES[self.part])
-        return result if digest(result, places(generator.plan())[self.part]) == seen else None
+    def result(self, rows: Sequence[Row], cut: Cut) -> Array:
+        """The mean of these rows."""
+        return recount.bucket(self.share, rows, cut, generator.SIZES[self.part])
 
+    def fits(self, rows: Sequence[Row], cut: Cut, seen: int) -> Array | None:
+        """The mean of these rows, if it is the one with the fingerprint ``seen``."""
+        result = self.result(rows, cut)
+        return result if generator.fingerprint([result]) == seen else None
 
-def explain(case: Case, givers: Sequence[Giver], cut: Mapping[int, frozenset[int]], seen: int) -> tuple[str, str]:
-    """What kind of fault a result is that is not the mean, and why: something twice, too old, left out, or unknown."""
-    rows = [(giver.seat, giver.weight, case.given(giver.name)) for giver in givers]
-    for index, giver in enumerate(givers):
-        before, own, behind = rows[:index], rows[index], rows[index + 1 :]
-        for twice in ([*before, own, own, *behind], [*rows, own]):
-            if case.fits(twice, cut, seen) is not None:
-                return "double", f"the mean with {giver.name} in it twice"
-        if case.fits([*before, *behind], cut, seen) is not None:
-            return "lost", f"the mean without {giver.name}, which is said to have counted"
-        for earlier in range(max(0, case.number - _EARLIER), case.number):
-            old = (giver.seat, giver.weight, case.given(giver.name, earlier))
-            if case.fits([*before, old, *behind], cut, seen) is not None:
-                return "double", f"the mean with what {giver.name} gave to round {earlier}"
-    return "wrong", f"{seen:016x}, which is not the mean of what was given"
+    def parts_of(self, others: Sequence[str]) -> Iterator[dict[str, frozenset[int]]]:
+        """What each of ``others`` can have given before it was lost; all of it comes first."""
+        count = self.share.layout.count
+        each = [[which for left in range(count, 0, -1) for which in recount.prefixes(self.share, left)]] * len(others)
+        for sets in itertools.product(*each):
+            yield {name: which for name, which in zip(others, sets, strict=True) if len(which) < count}
 
 
-Placement = tuple[tuple[int, str], ...]
-"""Who contributed as well: behind how many of those who did so for sure, and the name."""
+class Account(NamedTuple):
+    """Who contributed to a bucket: in the order of seats, and the slices that counted of those who did so in part."""
+
+    order: tuple[str, ...]
+    cut: Mapping[str, frozenset[int]]
+
+    def slices(self, name: str, whole: int) -> int:
+        """How many slices of ``name`` counted, if all are ``whole``."""
+        if name not in self.order:
+            return 0
+        return len(self.cut[name]) if name in self.cut else whole
 
 
-def search(
-    case: Case, sure: Sequence[str], perhaps: Sequence[str], seen: int, first: Placement = ()
-) -> tuple[Array, Placement] | None:
-    """A mean with the digest ``seen`` of those who are ``sure``, in the order of seats, and few of the others.
+class People(NamedTuple):
+    """Who may have contributed to a round, as workers have said themselves.
 
-    Which seats the others had nobody knows: all places are tried, ``first`` before the others.
+    Attributes:
+        sure: those who finished it, in the order of seats: they count, and in full.
+        perhaps: those who began it and were lost. Each with its place: behind so many of those who are sure.
     """
-    rows = {name: (generator.weight(case.seed, name, case.number), case.given(name)) for name in (*sure, *perhaps)}
-    for placement in itertools.chain((first,), _placements(len(sure), perhaps)):
-        order = list(sure)
-        for place, name in reversed(placement):
+
+    sure: tuple[str, ...]
+    perhaps: Mapping[str, int]
+
+    def ordered(self, some: Sequence[str]) -> tuple[str, ...]:
+        """Those who are sure, and ``some`` of the others, each where it seems to belong."""
+        return self.placed([(self.perhaps[name], name) for name in some])
+
+    def placed(self, places: Sequence[tuple[int, str]]) -> tuple[str, ...]:
+        """Those who are sure, and others behind so many of them."""
+        order = list(self.sure)
+        for place, name in sorted(places, key=lambda item: item[0], reverse=True):
             order.insert(place, name)
-        chosen = [(seat, *rows[name]) for seat, name in enumerate(order)]
-        others = [order.index(name) for _, name in placement]
-        for cut in _cuts(case.share, others):
-            if (result := case.fits(chosen, cut, seen)) is not None:
-                return result, placement
+        return tuple(order)
+
+
+def search(case: Case, people: People, seen: int, before: Sequence[str] | None = None) -> tuple[Array, Account] | None:
+    """A mean with the fingerprint ``seen`` of all who are sure, and of some of the others, as a whole or a prefix.
+
+    Whoever was lost can have given to one bucket and not to the next. So what fits one bucket, in the order ``before``,
+    is only where the search for the next one begins.
+    """
+    rows = {name: case.given(name) for name in (*people.sure, *people.perhaps)}
+    for order, cut in itertools.islice(_accounts(case, people, before), _TRIES):
+        if (result := case.fits([rows[name] for name in order], cut, seen)) is not None:
+            return result, Account(order, cut)
     return None
 
 
-def _placements(sure: int, perhaps: Sequence[str]) -> Iterator[Placement]:
-    for extra in range(1, min(_UNKNOWN, len(perhaps)) + 1):
-        for places_ in itertools.combinations_with_replacement(range(sure + 1), extra):
-            for names in itertools.permutations(perhaps, extra):
-                yield tuple(zip(places_, names, strict=True))
+def _accounts(case: Case, people: People, before: Sequence[str] | None) -> Iterator[Account]:
+    for order in _orders(people, before):
+        for cut in case.parts_of([name for name in order if name in people.perhaps]):
+            yield Account(order, cut)
 
 
-def _cuts(share: Share, seats: Sequence[int]) -> Iterator[dict[int, frozenset[int]]]:
-    """All prefixes that each of these can have given."""
-    each = [[which for count in range(1, share.layout.count + 1) for which in recount.prefixes(share, count)]] * len(
-        seats
-    )
-    for sets in itertools.product(*each):
-        yield dict(zip(seats, sets, strict=True))
+def _orders(people: People, before: Sequence[str] | None) -> Iterator[tuple[str, ...]]:
+    if before is not None:
+        yield tuple(before)
+    names = sorted(people.perhaps, key=lambda name: people.perhaps[name])
+    for count in range(min(_LIKELY, len(names)) + 1):
+        for some in itertools.combinations(names, count):
+            yield people.ordered(some)
+    places = range(len(people.sure) + 1)
+    for count in range(1, min(_ANYWHERE, len(names)) + 1):  # a rank can be one of an earlier membership
+        for some in itertools.permutations(names, count):
+            for chosen in itertools.combinations_with_replacement(places, count):
+                yield people.placed(list(zip(chosen, some, strict=True)))
+
+
+def explain(case: Case, people: People, strangers: Sequence[str], seen: int) -> tuple[str, str]:
+    """What kind of fault a result is that nobody can explain, and why: twice, too old, left out, or unknown.
+
+    ``strangers`` are known, and did not contribute to this round.
+    """
+    for some in ((), tuple(people.perhaps)):
+        order = people.ordered(some)
+        rows = [case.given(name) for name in order]
+        for index, name in enumerate(order):
+            found = _explain_one(case, rows, index, seen, name in people.sure)
+            if found is not None:
+                return found
+        for stranger in strangers:
+            for place in range(len(rows) + 1):
+                if case.fits([*rows[:place], case.given(stranger), *rows[place:]], {}, seen) is not None:
+                    return "wrong", f"the mean with {stranger}, which was not in the round"
+    return "wrong", f"{seen:016x}, which is not the mean of what was given"
+
+
+def _explain_one(case: Case, rows: Sequence[Row], index: int, seen: int, finished: bool) -> tuple[str, str] | None:
+    name = rows[index][0]
+    before, own, behind = rows[:index], rows[index], rows[index + 1 :]
+    for twice in ([*before, own, own, *behind], [*rows, own]):
+        if case.fits(twice, {}, seen) is not None:
+            return "double", f"the mean with {name} in it twice"
+    if finished and case.fits([*before, *behind], {}, seen) is not None:
+        return "lost", f"the mean without {name}, which took part to the end"
+    for part in _some(case.share.layout.count) if finished else ():
+        if case.fits(rows, {name: part}, seen) is not None:
+            return "lost", f"the mean with a part of {name} only, which took part to the end"
+    for earlier in range(max(0, case.number - _EARLIER), case.number):
+        if case.fits([*before, case.given(name, earlier), *behind], {}, seen) is not None:
+            return "double", f"the mean with what {name} gave to round {earlier}"
+    return None
+
+
+def _some(count: int) -> Iterator[frozenset[int]]:
+    """Each choice of slices, but for none and all; of many slices the prefixes only."""
+    if count > 4:
+        yield from (frozenset(range(stop)) for stop in range(1, count))
+        return
+    for some in range(1, count):
+        yield from (frozenset(chosen) for chosen in itertools.combinations(range(count), some))

@@ -29,6 +29,8 @@ COORDINATOR: Final = ("-m", "gradserver")
 """What Python is to run as one."""
 DONE: Final = "done"
 """What is said by who lies between when something was done."""
+_HIT: Final = "hit "
+"""How a line begins which says that it met somebody."""
 PARTING: Final = 5.0
 """Seconds that everybody has to end in peace."""
 _FORGIVEN: Final = 10.0
@@ -55,6 +57,8 @@ class Fleet(Family[Child]):
         outs: how often workers were out of the group, by error.
         back: (kind, seconds) from what was done to a worker until it had finished a round again.
         round: the latest one that somebody has finished.
+        on_hit: is called with the kind and the target of what was done, when it is seen to have met something.
+        on_call: is called with the name of a worker that begins with collectives.
     """
 
     def __init__(
@@ -99,6 +103,8 @@ class Fleet(Family[Child]):
         self.outs: Counter[str] = Counter()
         self.back: list[tuple[str, float]] = []
         self.round = -1
+        self.on_hit: Callable[[str, str], object] = lambda _kind, _name: None
+        self.on_call: Callable[[str], object] = lambda _name: None
 
     # ── starting ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -192,13 +198,21 @@ class Fleet(Family[Child]):
         for key, _ in self._selector.select(seconds):
             child: Child = key.data
             child.read()
-            child.lines = [line for line in child.lines if line != DONE]
+            child.lines = [line for line in child.lines if line != DONE and not self._is_hit(line)]
             if child.name in self._ways or child.name.startswith("x"):
                 for line in child.lines:
                     self._take(child, line)
                 child.lines.clear()
             if child.ended:
                 self._bury(child)
+
+    def _is_hit(self, line: str) -> bool:
+        if not line.startswith(_HIT):
+            return False
+        what, name = line.removeprefix(_HIT).split()
+        for kind in {"hold": ("blackhole", "partition"), "reset": ("reset", "midcall")}.get(what, (what,)):
+            self.on_hit(kind, name)
+        return True
 
     def _take(self, child: Child, text: str) -> None:
         self._heard.write(text.encode() + b"\n")
@@ -212,7 +226,12 @@ class Fleet(Family[Child]):
                 if name in self._hit and self._hit[name][1] < at and name not in self._returning:
                     kind, since = self._hit.pop(name)
                     self.back.append((kind, at - since))
+            case "meets":
+                self.on_call(name)
+            case "dies":
+                self.on_hit("midpush", name)
             case "entered":
+                self.on_hit("join", name)
                 self._returning.discard(name)
                 if at < self._forgetful:  # then a coordinator that comes back does not know of it
                     self._disturbed[name] = max(self._disturbed.get(name, 0.0), self._forgetful)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import cache
+from hashlib import blake2b
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol.digest import MODULUS, digest, places
 from protocol.dtypes import FLOAT32
 from protocol.plan import Plan, simple_plan
 
@@ -70,9 +70,12 @@ def weight(seed: int, name: str, number: int) -> float:
     return 0.0 if key % 32 == 0 else 1.0 + (key >> 8) % 8 / 4
 
 
-def weights_digest(weights: Sequence[Array]) -> int:
-    """The digest by which members and the oracle compare weights, which are one vector for each bucket."""
-    return sum(digest(each, at) for each, at in zip(weights, places(plan()), strict=True)) % MODULUS
+def fingerprint(vectors: Sequence[Array]) -> int:
+    """64 bits by which members and the oracle compare vectors, taken together: BLAKE2b, not a digest of the product."""
+    found = blake2b(digest_size=8)
+    for vector in vectors:
+        found.update(vector.data)
+    return int.from_bytes(found.digest(), "little")
 
 
 def _key(seed: int, name: str, number: int, part: int) -> int:

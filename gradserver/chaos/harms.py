@@ -5,34 +5,54 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from gradserver.bench.processes import Child
 from gradserver.chaos.fleet import Fleet
 from gradserver.chaos.schedule import SPECS, Event
 
 _THROTTLED: Final = 2_000_000
 """Bytes a second."""
-_LATER: Final = frozenset({"freeze", "partition"})
+_LATER: Final = frozenset({"freeze", "partition", "leave", "midpush"})
 """Whose target can come back only when they are over."""
+_PIECES: Final = 5
+"""One of so many is the last that a worker which dies in the midst of a push has sent."""
+_CALLS_SECONDS: Final = 5.0
+"""Within which a worker should call collectives."""
+_DIES_SECONDS: Final = 4.0
+"""Until it is killed from outside."""
 
 
 class Harms:
-    """Does things to a fleet."""
+    """Does things to a fleet.
+
+    Attributes:
+        hit: events that have met something: a process that ran, a connection that was there, a message that came.
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self.hit: list[Event] = []
+        self._open: dict[tuple[str, str], Event] = {}
+        """Events that have met nothing yet."""
+        self._calls: dict[str, float] = {}
+        """Workers whose connection breaks in their next collective, if that comes until then."""
+        fleet.on_hit, fleet.on_call = self._meets, self._breaks
         say = fleet.say
         self._does: dict[str, Callable[[str, float], None]] = {
             "kill": self._kill,
+            "midpush": self._kill_in_push,
             "stop": self._stop,
             "freeze": self._stop,
             "leave": self._leave,
             "join": self._join,
-            "slow": lambda name, seconds: say(name, f"slow {seconds} 2.0"),
+            "slow": self._slow,
             "reset": lambda name, _: say("wires", f"reset {name}"),
+            "midcall": self._break_in_call,
             "blackhole": self._cut_off,
             "partition": self._cut_off,
             "throttle": lambda name, seconds: say("wires", f"throttle {name} {seconds} {_THROTTLED}"),
@@ -46,25 +66,57 @@ class Harms:
         }
 
     def do(self, event: Event) -> bool:
-        """Let it happen; False if its target is not there just now."""
+        """Let it happen; False if its target is not there just now. Whether it meets anything is seen later."""
         kind, name = event.kind, event.target
         spec = SPECS[kind]
         if spec.target == "worker" and self._fleet.running(name) is None:
             return False
         self._fleet.note("event", event=kind, target=name, amount=event.amount)
-        if spec.out:
+        if spec.out and kind != "midcall":
             self._fleet.expect_out(name, kind, event.amount if kind in _LATER else 0.0)
+        self._open[kind, name] = event
         self._does[kind](name, event.amount)
         return True
+
+    def _meets(self, kind: str, name: str) -> None:
+        event = self._open.pop((kind, name), None)
+        if event is not None:
+            self.hit.append(event)
 
     def _kill(self, name: str, seconds: float) -> None:
         self._fleet.expect_end(name)
         if (child := self._fleet.running(name)) is not None:
             child.process.kill()
+            self._meets("kill", name)
         self._fleet.after(seconds, lambda: self._come_back(name))
+
+    def _kill_in_push(self, name: str, seconds: float) -> None:
+        child = self._fleet.running(name)
+        self._fleet.expect_end(name)
+        self._fleet.say(name, f"die {1 + int(seconds * 1000) % _PIECES}")
+        self._fleet.after(_DIES_SECONDS, lambda: self._kill_if_same(name, child))
+        self._fleet.after(seconds, lambda: self._come_back(name))
+
+    def _kill_if_same(self, name: str, child: Child | None) -> None:
+        if child is not None and self._fleet.running(name) is child:
+            child.process.kill()
+
+    def _break_in_call(self, name: str, _: float) -> None:
+        self._calls[name] = time.monotonic() + _CALLS_SECONDS
+
+    def _breaks(self, name: str) -> None:
+        """A worker begins with collectives."""
+        if self._calls.pop(name, 0.0) > time.monotonic():
+            self._fleet.expect_out(name, "midcall", 0.0)
+            self._fleet.say("wires", f"reset {name}")
+
+    def _slow(self, name: str, seconds: float) -> None:
+        self._fleet.say(name, f"slow {seconds} 2.0")
+        self._meets("slow", name)
 
     def _leave(self, name: str, seconds: float) -> None:
         self._part(name)
+        self._meets("leave", name)
         self._fleet.after(seconds, lambda: self._come_back(name))
 
     def _part(self, name: str) -> None:
@@ -88,6 +140,8 @@ class Harms:
         if child is not None:
             process = child.process
             process.send_signal(signal.SIGSTOP)
+            for kind in ("stop", "freeze"):
+                self._meets(kind, name)
             self._fleet.after(seconds, lambda: process.send_signal(signal.SIGCONT))
 
     def _cut_off(self, name: str, seconds: float) -> None:
@@ -97,6 +151,8 @@ class Harms:
             return
         host = self._fleet.hosts[name]
         lab.plug(host, False)
+        for kind in ("blackhole", "partition"):
+            self._meets(kind, name)
         self._fleet.after(seconds, lambda: lab.plug(host, True))
 
     def _fill_disk(self, _: str, seconds: float) -> None:
@@ -105,6 +161,7 @@ class Harms:
             self._fleet.after(0.2, lambda: self._fill_disk(_, seconds))
             return
         pid = child.process.pid
+        self._meets("disk", "disk")
         self._fleet.note("full")
         _limit(pid, 0)
         self._fleet.expect_gap(seconds)
@@ -114,17 +171,20 @@ class Harms:
         child = self._fleet.running(name)
         if child is not None:
             self._fleet.expect_end(name)
+            if child.lines:  # it listens: before that it is not there for anybody
+                self._meets("coordinator", name)
             child.process.kill()
             child.process.wait()
         self._fleet.restart_coordinator()
 
-    def _kill_shard(self, _name: str, _: float) -> None:
+    def _kill_shard(self, name: str, _: float) -> None:
         child = self._fleet.running("coordinator")
         if child is not None:
             pid = child.process.pid
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             if children:
                 os.kill(int(children[0]), signal.SIGKILL)
+                self._meets("shard", name)
 
 
 def _limit(pid: int, size: int) -> None:

@@ -65,6 +65,7 @@ class Judge:
             "contributions": oracle.expected,
             "committed": oracle.counted,
             "in_part": oracle.cut,
+            "meetings": oracle.meetings,
             "findings": oracle.findings,
             "longest_stall": stall[0],
             "longest_stall_at": stall[1] - begun,

@@ -5,6 +5,7 @@ lines of `gradserver.chaos.evidence`, and takes these on standard input:
 
     leave        finish the round, leave, and end
     slow S T     take S seconds longer for each round, for T seconds
+    die N        die (SIGKILL) in the next round, when N pieces of what it contributes are on their way
 
 Whoever is out of the group (it was frozen, cut off, or its connection broke) joins again under its name.
 """
@@ -13,21 +14,32 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
 import threading
 import time
-import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from itertools import pairwise
+from typing import Any, Self, TypeVar
 
 import numpy as np
+import numpy.typing as npt
+import zmq
 
 import gradserver
-from gradserver.chaos import generator
-from protocol.digest import digest, places
+from gradserver.chaos import generator, tally
 
-_COLLECTIVES_EVERY = 16
+T = TypeVar("T")
+_COLLECTIVES_EVERY = 5
 """Rounds."""
+_LATE_SECONDS = 0.15
+"""By which one member comes later to a collective than the others: while these wait, something can happen to them."""
+_LARGE = 5000
+"""Tallies in the largest tensor that is summed: two slices."""
+_ARRIVES_SECONDS = 0.05
+"""Until what was sent has left the process."""
 _AGAIN_SECONDS = 0.1
 """Between two attempts to join."""
 
@@ -66,8 +78,9 @@ class Program:
         self._settings = settings
         self._weights = [np.zeros(size, np.float32) for size in generator.SIZES]
         self._scratch = np.empty(max(generator.SIZES), np.float32)
-        self._places = places(generator.plan())
         self.leaving = threading.Event()
+        self._dies_after = 0
+        """So many pieces; 0 if it is not to die."""
         self._slow = (0.0, 0.0)
         """Seconds for each round, and until when."""
 
@@ -96,6 +109,8 @@ class Program:
                     self.leaving.set()
                 case ["slow", seconds, duration]:
                     self._slow = float(seconds), time.monotonic() + float(duration)
+                case ["die", pieces]:
+                    self._dies_after = int(pieces)
 
     def _join(self) -> gradserver.Worker:
         s = self._settings
@@ -109,18 +124,38 @@ class Program:
             worker.enter(self._install)
         buckets = [worker.empty(size, "float32") for size in generator.SIZES]
         self._say("entered", round=worker.round, epoch=worker.epoch, channel=worker.channel)
+        gave = False
         while not self.leaving.is_set():
             number = worker.round
-            weight = generator.weight(self._settings.seed, self._settings.name, number)
             self._compute()
-            for part in reversed(range(len(buckets))):
-                generator.values(self._settings.seed, self._settings.name, number, part, buckets[part])
-                worker.push(part, buckets[part], weight=weight)
-            gave = not worker.observes
+            gave = self._contribute(worker, buckets, number, gave)
             worker.finish_round()
             self._step(number, worker, buckets, "round" if gave else "replayed")
             if number % _COLLECTIVES_EVERY == _COLLECTIVES_EVERY - 1 and not worker.observes:
-                self._collectives(worker, number)
+                self._meet(worker, number)
+
+    def _contribute(self, worker: gradserver.Worker, buckets: list[Any], number: int, gave: bool) -> bool:
+        """Push all buckets, the largest first. Whether it counts; ``gave`` says whether the round before did."""
+        seed, name = self._settings.seed, self._settings.name
+        weight = generator.weight(seed, name, number)
+        self._say("gives", round=number, rank=worker.rank)
+        pieces = self._dies_after if gave else 0
+        shares_memory = worker.channel == "shm"
+        if pieces and not shares_memory:
+            _when_sent(pieces, lambda: self._die(number))
+        for count, part in enumerate(reversed(range(len(buckets))), start=1):
+            generator.values(seed, name, number, part, buckets[part])
+            worker.push(part, buckets[part], weight=weight)
+            if pieces == count and shares_memory:
+                self._die(number)
+        if pieces:  # there were not as many
+            self._die(number)
+        return not worker.observes
+
+    def _die(self, number: int) -> None:
+        self._say("dies", round=number)
+        time.sleep(_ARRIVES_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _install(self, state: dict[str, Any]) -> None:
         """The state of a member, as it was at the end of the last round."""
@@ -134,8 +169,8 @@ class Program:
             kind,
             round=number,
             rank=worker.rank,
-            results=[digest(result, at) for result, at in zip(results, self._places, strict=True)],
-            weights=generator.weights_digest(self._weights),
+            results=[generator.fingerprint([result]) for result in results],
+            weights=generator.fingerprint(self._weights),
         )
 
     def _compute(self) -> None:
@@ -144,29 +179,77 @@ class Program:
         if pause:
             time.sleep(pause)  # what a real one would compute; others of this machine have the processors meanwhile
 
-    def _collectives(self, worker: gradserver.Worker, number: int) -> None:
-        """What a trainer does now and then; each checks what it got against who is there."""
-        while True:
-            try:
-                gathered = worker.all_gather(np.full(5, _code(worker.name, number), np.int64))
-            except gradserver.MembershipChangedError:
-                continue
-            break
-        expected = [[_code(name, number)] * 5 for name in worker.names]
-        if gathered.tolist() != expected:
-            text = f"an all_gather behind round {number} brought other things than its {len(expected)} members gave"
-            self._say("fault", text=text)
-        least = worker.all_reduce(np.full(3, number, np.int64), "min")
-        if least.tolist() != [number] * 3:
-            self._say("fault", text=f"an all_reduce behind round {number} is {least.tolist()}")
+    def _meet(self, worker: gradserver.Worker, number: int) -> None:
+        """Call the collectives that a trainer calls now and then, and say what they brought."""
+        self._say("meets", round=number)
+        own = tally.tally(worker.name, number)
+        if number // _COLLECTIVES_EVERY % worker.world_size == worker.rank:
+            time.sleep(_LATE_SECONDS)
+        sums: dict[str, list[int]] = {}
+        small = worker.all_reduce(own.copy(), "sum", async_op=True)
+        large = worker.all_reduce(np.tile(own, _LARGE), "sum", async_op=True)
+        sums["an all_reduce"] = small.wait().tolist()
+        sums |= self._slices(large.wait().reshape(_LARGE, -1))
+        broadcast = _again(lambda: self._broadcast(worker, number))
+        code = np.full(3, tally.code(worker.name, number), np.int64)
+        gathered = _again(lambda: worker.all_gather(code))
+        scattered = _again(lambda: worker.reduce_scatter(np.tile(own, worker.world_size), "sum"))
+        sums["a reduce_scatter"] = scattered.tolist()
+        if (gathered != gathered[:, :1]).any():
+            self._say("fault", text=f"an all_gather behind round {number} brought {gathered.tolist()}")
+        self._say(
+            "met",
+            round=number,
+            rank=worker.rank,
+            sums=sums,
+            gathered=gathered[:, 0].tolist(),
+            broadcast=broadcast,
+        )
+
+    def _slices(self, rows: npt.NDArray[np.int64]) -> dict[str, list[int]]:
+        """Each sum in a tensor of many, which are alike from one slice to the next."""
+        changes = [0, *(int(at) + 1 for at in np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1))), len(rows)]
+        return {f"rows {a} to {b} of an all_reduce": rows[a].tolist() for a, b in list(pairwise(changes))[:8]}
+
+    def _broadcast(self, worker: gradserver.Worker, number: int) -> int | None:
+        value = np.full(2, tally.code(worker.name, number), np.int64)
+        try:
+            worker.broadcast(value, number % worker.world_size)
+        except gradserver.CollectiveMismatchError:  # of two data shards one knew of another death: nobody has it
+            return None
+        return int(value[0])
 
     def _say(self, kind: str, **fields: Any) -> None:
         line = {"kind": kind, "name": self._settings.name, **fields, "at": time.monotonic()}
         print(json.dumps(line), flush=True)
 
 
-def _code(name: str, number: int) -> int:
-    return zlib.crc32(name.encode()) + (number << 32)
+def _again(call: Callable[[], T]) -> T:
+    """What ``call`` brings, in the membership that there is in the end."""
+    while True:
+        try:
+            return call()
+        except gradserver.MembershipChangedError:
+            continue
+
+
+def _when_sent(pieces: int, do: Callable[[], None]) -> None:
+    """Do something when libzmq has taken so many messages that carry a tensor."""
+    send = zmq.Socket.send
+    left, opened = pieces, False
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        nonlocal left, opened
+        result = send(*arguments, **options)
+        begins = bool(arguments[2] & zmq.SNDMORE) if len(arguments) > 2 else False
+        if opened and not begins:
+            left -= 1
+            if left == 0:
+                do()
+        opened = begins
+        return result
+
+    zmq.Socket.send = counting  # type: ignore[method-assign]
 
 
 def main() -> int:

@@ -1,17 +1,22 @@
-"""What a round's results must be: the published rule of means, written out once more and apart from the reducer.
+"""What a round's results must be: the published rules, written out once more and apart from the product.
 
-for each element, over the contributions that counted for it, in the order of seats, in fp32:
-one contribution           g
-all of the same weight     (g₀ + g₁ + …) / n
-otherwise                  (w₀·g₀ + w₁·g₁ + …) / (w₀ + w₁ + …)
-none, or all of weight 0   0
+The mean of each element, over the contributions that counted for it, in the order of seats, in fp32:
+
+    one contribution           g
+    all of the same weight     (g₀ + g₁ + …) / n
+    otherwise                  (w₀·g₀ + w₁·g₁ + …) / (w₀ + w₁ + …)
+    none, or all of weight 0   0
+
+The digest that the ledger has of a contribution and of a result is that of `protocol.digest`, word by word. Where
+buckets are cut into slices, and these are shared among data shards, is the only thing that is asked of the product.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +26,13 @@ from protocol.exchange import ExchangeKey, Stream
 from protocol.shards import Share, Table, comparable
 
 Array = npt.NDArray[Any]
-
-
-class Giver(NamedTuple):
-    """Somebody who contributed to a round; whoever departed in it has ``cut``, slices that counted by bucket."""
-
-    seat: int
-    name: str
-    weight: float
-    cut: tuple[int, ...] | None = None
+Row = tuple[str, float, Array]
+"""A contribution: its giver, its weight, its values."""
+Cut = Mapping[str, frozenset[int]]
+"""The slices for which a contribution counted, of givers for which it did not count in full."""
+MODULUS: Final = 1 << 64
+_ROW_WORDS: Final = 1024
+_ROW_BYTES: Final = 8 * _ROW_WORDS
 
 
 def mean(rows: Sequence[tuple[float, Array]], size: int) -> Array:
@@ -73,15 +76,42 @@ def prefixes(share: Share, counted: int) -> Iterator[frozenset[int]]:
             )
 
 
-def bucket(
-    share: Share, rows: Sequence[tuple[int, float, Array]], cut: Mapping[int, frozenset[int]], size: int
-) -> Array:
-    """The result of a bucket of (seat, weight, values); whoever is in ``cut`` counted for these slices only."""
+def bucket(share: Share, rows: Sequence[Row], cut: Cut, size: int) -> Array:
+    """The result of a bucket of ``size`` elements; rows are in the order of seats."""
     if not cut:
         return mean([(weight, row) for _, weight, row in rows], size)
     result = np.empty(size, np.float32)
     for index in range(share.layout.count):
         start, stop = share.layout.span(index)
-        there = [(weight, row[start:stop]) for seat, weight, row in rows if seat not in cut or index in cut[seat]]
+        there = [(weight, row[start:stop]) for name, weight, row in rows if name not in cut or index in cut[name]]
         result[start:stop] = mean(there, stop - start)
     return result
+
+
+def ledger_digest(row: Array, part: int, share: Share, slices: Iterable[int] | None = None) -> int:
+    """The ledger's digest of bucket ``part``, or of some of its ``slices``."""
+    spans = [(0, row.size)] if slices is None else [share.layout.span(index) for index in slices]
+    return sum(_digest(row[start:stop], part, start) for start, stop in spans) % MODULUS
+
+
+def _digest(row: Array, part: int, start: int) -> int:
+    if start % 2:
+        raise ValueError(f"a slice of bucket {part} begins at element {start}, in the midst of a word of 8 bytes")
+    terms, words = _terms(part)[start // 2 :], row[: row.size // 2 * 2].view(np.uint64)
+    total = int(np.einsum("i,i->", words, terms[: words.size]))
+    if row.size % 2:
+        total += int(row[-1:].view(np.uint32)[0]) * int(terms[words.size])
+    return total
+
+
+@cache
+def _terms(part: int) -> npt.NDArray[np.uint64]:
+    """What each word of a bucket is multiplied with."""
+    before = sum(-(-4 * size // _ROW_BYTES) for size in generator.SIZES[:part])
+    rows = -(-4 * generator.SIZES[part] // _ROW_BYTES)
+    mixed = np.arange(1, _ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    factors = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    odd = 2 * np.arange(before, before + rows, dtype=np.uint64) + np.uint64(1)
+    return (odd[:, None] * factors[None, :]).reshape(-1)

@@ -8,6 +8,8 @@ in a line which it answers with ``done``:
     swap NAME COUNT      so often a message comes behind the one after it
     delay NAME S FOR     messages take S seconds longer, for so long
 
+Whenever one comes to pass it prints ``hit WHAT NAME``.
+
 TCP loses and swaps nothing, so this speaks ZMTP at both ends. It answers heartbeats itself, and therefore closes its
 connection at one end when that at the other is gone. A drop, repeat or swap hits whichever direction comes first.
 
@@ -23,9 +25,10 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Final
 
 import zmq
@@ -62,17 +65,21 @@ class Faults:
     swap: int = 0
     delay: float = 0.0
     delay_until: float = 0.0
+    on_hit: Callable[[str], object] = lambda _fault: None
+    """Is called with what comes to pass."""
 
     def fate(self, lane: Lane, _frames: Frames) -> Fate:
         """Of the next message in ``lane``."""
         if self.drop:
             self.drop -= 1
+            self.on_hit("drop")
             return Fate.LOST
         if self.swap and lane.kept is None:
             self.swap -= 1
             return Fate.OVERTAKEN
         if self.repeat:
             self.repeat -= 1
+            self.on_hit("repeat")
             return Fate.TWICE
         return Fate.PASSES
 
@@ -96,10 +103,15 @@ class Lane:
         if fate is Fate.OVERTAKEN and self.kept is None:
             self.kept = now + _TOGETHER_SECONDS, frames
             return
-        due = now + self.faults.delay if now < self.faults.delay_until else now
+        due = now
+        if now < self.faults.delay_until:
+            due += self.faults.delay
+            self.faults.on_hit("delay")
         if self.waiting:
             due = max(due, self.waiting[-1][0])  # delayed, and not overtaken
         self.waiting += [(due, frames)] * (2 if fate is Fate.TWICE else 1)
+        if self.kept is not None:
+            self.faults.on_hit("swap")
         self._let_go(due)
 
     def _let_go(self, due: float) -> None:
@@ -347,6 +359,10 @@ def _happened(monitor: zmq.Socket[Any]) -> tuple[int, int] | None:
     return int(news["event"]), int(news["value"])
 
 
+def _tell(name: str, fault: str) -> None:
+    print(f"hit {fault} {name}", flush=True)
+
+
 def _obey(relays: dict[str, Relay], line: str) -> None:
     do, name, *numbers = line.split()
     faults, values = relays[name].faults, [float(number) for number in numbers]
@@ -364,7 +380,9 @@ def _obey(relays: dict[str, Relay], line: str) -> None:
 def main() -> None:
     """Relay until the parent is gone."""
     context = zmq.Context()
-    relays = {name: Relay(context, f"tcp://{sys.argv[1]}", Faults()) for name in sys.argv[2:]}
+    relays = {
+        name: Relay(context, f"tcp://{sys.argv[1]}", Faults(on_hit=partial(_tell, name))) for name in sys.argv[2:]
+    }
     print(json.dumps({name: relay.port for name, relay in relays.items()}), flush=True)
     unread = b""
     while True:

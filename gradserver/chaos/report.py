@@ -68,6 +68,7 @@ def summary(
         "contributions": verdict["contributions"],
         "committed_share": round(share, 5),
         "in_part": verdict["in_part"],
+        "meetings": verdict["meetings"],
         **{kind: found.get(kind, 0) for kind in ("wrong", "double", "lost", "diverged", "fault")},
         "findings": [*faults, *verdict["findings"]],
         "outs": dict(outs),
@@ -98,6 +99,16 @@ def _spread(ratios: Sequence[float]) -> dict[str, float]:
         return {}
     low, middle, high = (round(ratio, 3) for ratio in quantiles(ratios, n=4))
     return {"count": len(ratios), "low": low, "median": middle, "high": high}
+
+
+def too_few(result: Mapping[str, Any], least: Mapping[str, int]) -> list[str]:
+    """The kinds of which fewer events have met something than ``least`` says; "" stands for all."""
+    counts = {"": result["events"], **result["events_by_kind"]}
+    return [
+        f"{counts.get(kind, 0)} {f'{kind} ' if kind else ''}events have met something, and {number} should have"
+        for kind, number in least.items()
+        if counts.get(kind, 0) < number
+    ]
 
 
 def wrongs(result: Mapping[str, Any], stall: float) -> list[str]:

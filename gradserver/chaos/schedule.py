@@ -66,6 +66,15 @@ SPECS: Final = {
         True,
         share=3.0,
     ),
+    "midpush": Spec(
+        "SIGKILL in the midst of a push; it comes back",
+        "SIGKILL in the midst of a push, and a new process under its name after {:.1f} s",
+        0.2,
+        1.5,
+        8.0,
+        True,
+        share=2.0,
+    ),
     "stop": Spec(
         "SIGSTOP for half a second at most",
         "SIGSTOP for {:.1f} s, which nobody may notice",
@@ -105,6 +114,15 @@ SPECS: Final = {
         "a worker takes longer for each round", "takes {:.2f} s longer for each round, for 2 s", 0.02, 0.3, 3.0, False
     ),
     "reset": Spec("a connection breaks (RST)", "its connection breaks (RST)", 0.0, 0.0, 6.0, True, Way.WIRE, 2.0),
+    "midcall": Spec(
+        "the same in the midst of a collective",
+        "its connection breaks (RST) in the midst of its next collective",
+        0.0,
+        0.0,
+        10.0,
+        True,
+        Way.WIRE,
+    ),
     "blackhole": Spec(
         "a connection passes nothing for less than a second",
         "nothing gets through its connection for {:.1f} s",

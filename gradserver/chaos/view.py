@@ -111,6 +111,7 @@ class View:
                 f"{result['committed_share']:.2%} of {result['contributions']:,} contributions, "
                 f"{result['in_part']} in part",
             ),
+            ("together", f"collectives behind {result['meetings']:,} rounds, everybody in them once"),
             ("wrong", f"{result['wrong']} wrong, {result['double']} double, {result['lost']} lost"),
             ("diverged", str(result["diverged"])),
             (

@@ -1,7 +1,7 @@
 """Breakable connections: for each worker a port from which bytes go on to the coordinator, until somebody interferes.
 
 Run as ``python -m gradserver.chaos.wires HOST:PORT NAME…``. Prints the ports by name, and takes on standard input, each
-in a line which it answers with ``done``:
+in a line which it answers with ``done``, in front of which stands ``hit WHAT NAME`` if there was a connection:
 
     reset NAME             every connection of this worker is broken at both ends, with RST
     hold NAME S            nothing gets through for so many seconds, neither way, and nobody is told: a black hole
@@ -56,6 +56,11 @@ class Wire:
         self._rate = rate
         asyncio.get_running_loop().call_later(seconds, setattr, self, "_rate", 0.0)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a connection."""
+        return bool(self._open)
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._passes.wait()  # a connection that is asked for in a partition is made after it, if at all
         try:
@@ -102,6 +107,8 @@ async def _run(address: str, names: list[str]) -> None:
         do, name, *numbers = line.decode().split()
         wire = wires[name]
         what: dict[str, Callable[..., None]] = {"reset": wire.reset, "hold": wire.hold, "throttle": wire.throttle}
+        if wire.is_used:
+            print(f"hit {do} {name}", flush=True)
         what[do](*map(float, numbers))
         print("done", flush=True)
 
