@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gradserver.chaos import generator, recount, tally
+from gradserver.chaos.explain import People
 from gradserver.chaos.oracle import LAG, PATIENCE, Oracle
 from gradserver.engine.events import Contribution, Reduce
 from gradserver.engine.records import Dated, Epoch, Gap, Group, Round, RoundRecord, Start
@@ -304,6 +305,12 @@ def test_the_first_contribution_of_a_worker_that_joins() -> None:
 
     oracle = World(joins=3, rows=without, records=unsaid).judged()
     only(oracle, "lost", "round 3, bucket 0: members got the mean without dan, which took part to the end")
+
+
+def test_those_who_were_lost_are_put_where_their_ranks_say() -> None:
+    people = People(("a", "d"), {"b": 1, "c": 1, "e": 2})
+    assert people.ordered(["b", "c", "e"]) == ("a", "b", "c", "d", "e")
+    assert people.ordered(["c"]) == ("a", "c", "d")
 
 
 def test_a_ledger_whose_digests_say_nothing() -> None:

@@ -86,10 +86,11 @@ class People(NamedTuple):
         return self.placed([(self.perhaps[name], name) for name in some])
 
     def placed(self, places: Sequence[tuple[int, str]]) -> tuple[str, ...]:
-        """Those who are sure, and others behind so many of them."""
-        order = list(self.sure)
-        for place, name in sorted(places, key=lambda item: item[0], reverse=True):
-            order.insert(place, name)
+        """Those who are sure, and others behind so many of them; at the same place as they come."""
+        order: list[str] = []
+        for index in range(len(self.sure) + 1):
+            order += [name for place, name in places if place == index]
+            order += self.sure[index : index + 1]
         return tuple(order)
 
 

@@ -36,13 +36,14 @@ class Judge:
 
     def follow(self, everything: bool = False) -> None:
         """Take what is new, and check what is ripe."""
+        records = list(self._ledger.read())  # first: what workers have said of these rounds is there then
         for line in self._heard.read():
             if line["kind"] == "event":
                 self._events.append((line["event"], line["at"]))
             elif line["kind"] in ("begun", "storm", "calm", "end"):
                 self._spans[line["kind"]] = line["at"]
             self.oracle.hear(line)
-        for dated in self._ledger.read():
+        for dated in records:
             self.oracle.take(dated)
         self.oracle.settle(everything)
 

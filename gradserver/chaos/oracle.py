@@ -35,7 +35,7 @@ from gradserver.engine.records import Closed, Dated, Epoch, Gap, Group, Halt, Ro
 
 Array = npt.NDArray[Any]
 
-LAG: Final = 64
+LAG: Final = 32
 """Rounds by which the ledger is ahead of what is checked: late reports and rounds that were done again are there."""
 PATIENCE: Final = 100
 """Rounds in which a worker may take part without contributing, before it does."""
