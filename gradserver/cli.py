@@ -163,6 +163,19 @@ def _add_lateness(parser: argparse._ArgumentGroup) -> None:
         help="MiB of results that a member of an elastic group may leave unread, before it is left out, and that who "
         "joins may, before the others wait for it; 0: they always do (default 64)",
     )
+    parser.add_argument(
+        "--state-timeout",
+        type=number(float, 1, 86_400, "a number of seconds", "{:g} to {:g}"),
+        metavar="S",
+        help="seconds that the members of an elastic group wait for a worker that joins to get its state, at most, and "
+        "eight times as many as for the first byte of it (default 120)",
+    )
+    parser.add_argument(
+        "--state-rate",
+        type=number(float, 0.001, 1e6, "a number of MiB", "{:g} to {:g}"),
+        metavar="MIB",
+        help="MiB of that state that must come in a second, or they go on without it (default 4)",
+    )
 
 
 def _add_silence(parser: argparse._ArgumentGroup) -> None:
@@ -323,7 +336,18 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
 
     patience = Patience(arguments.dead_after, arguments.frozen_after)
     if arguments.join is not None:
-        told = ("workers", "groups", "gather", *_OF_THE_LATE, "backlog", "round_timeout", "credit", "state_dir")
+        told = (
+            "workers",
+            "groups",
+            "gather",
+            *_OF_THE_LATE,
+            "backlog",
+            "state_timeout",
+            "state_rate",
+            "round_timeout",
+            "credit",
+            "state_dir",
+        )
         for option in (*told, "allow_shards", "nonfinite"):
             if getattr(arguments, option) not in (None, False):
                 raise InvalidArgumentError(
@@ -379,13 +403,18 @@ def _worlds(arguments: argparse.Namespace) -> dict[str, int | Policy]:
     if size is None or isinstance(size, int):
         if lateness is not None:
             raise InvalidArgumentError("--quorum and --backup need to know how many workers there are: --workers")
-        for option in ("gather", "backlog"):
+        for option in ("gather", "backlog", "state_timeout", "state_rate"):
             if getattr(arguments, option) is not None:
-                raise InvalidArgumentError(f"--{option} is for elastic groups: --workers MIN:MAX")
+                raise InvalidArgumentError(f"--{option.replace('_', '-')} is for elastic groups: --workers MIN:MAX")
         return {} if size is None else {arguments.group: size}
     gather = size.gather if arguments.gather is None else arguments.gather
     backlog = size.backlog if arguments.backlog is None else arguments.backlog * MIB
-    return {arguments.group: dataclasses.replace(size, gather=gather, backlog=backlog, lateness=lateness)}
+    told = {
+        "state_seconds": arguments.state_timeout,
+        "state_rate": None if arguments.state_rate is None else arguments.state_rate * MIB,
+    }
+    given = {name: value for name, value in told.items() if value is not None}
+    return {arguments.group: dataclasses.replace(size, gather=gather, backlog=backlog, lateness=lateness, **given)}
 
 
 def _status(arguments: argparse.Namespace) -> int:

@@ -71,6 +71,19 @@ MAX_WEIGHT: Final = 1e30
 """Larger than any count of tokens, and still a float32 when a thousand are added up."""
 MAX_TRANSFERS: Final = 65_536
 """Different combinations of source, target and tag that a worker can use: each is counted for the group's life."""
+STATE_SECONDS: Final = 120.0
+"""How long a group waits for a learner that gets its state, by default."""
+STATE_BYTES_A_SECOND: Final = 4 * MIB
+"""How fast that must come, by default: so much of it in each span of `STATE_STALL_SECONDS` and more."""
+STATE_ASK_SECONDS: Final = 3.0
+"""How soon a learner asks for the state that a member is told to send."""
+STATE_STALL_SECONDS: Final = 5.0
+"""How long nothing may come of it, once it has begun."""
+STATE_INSTALLED_A_SECOND: Final = 256 * MIB
+"""Bytes of it that a learner makes its own in a second, at least."""
+MAX_STATE_ATTEMPTS: Final = 3
+"""Learners of one name for which a group waits in vain. Then that name may not join for `STATE_REST_SECONDS`."""
+STATE_REST_SECONDS: Final = 600.0
 MAX_DATA: Final = 16
 """Names of data whose positions are handed out in one group."""
 MAX_RANGES: Final = 65_536

@@ -6,6 +6,7 @@ import pytest
 
 from gradserver.engine.events import Disconnected
 from gradserver.engine.policy import Policy
+from gradserver.engine.seats import numbered
 from protocol.errors import (
     ConnectionLostError,
     DeadlineError,
@@ -15,7 +16,8 @@ from protocol.errors import (
     WorkerLostError,
 )
 from protocol.limits import MAX_WORLD_SIZE
-from protocol.messages import Agreed, Failure, Leave, Membership, Result, RoundDone, Welcome
+from protocol.messages import Agreed, Failure, Leave, Membership, Result, RoundDone, Serve, Welcome
+from protocol.resuming import Resume
 from tests.crash_harness import Fused
 from tests.engine_harness import SEATS, TIMEOUT, Harness, bucket, collective, floats, plan_of
 from tests.test_engine_closing import BARRIER
@@ -370,3 +372,70 @@ def test_nothing_of_a_fixed_group_changes() -> None:
     driven.lose(1)
 
     assert [type(message) for message, _ in driven.sent(0)] == [Failure]
+
+
+# ── names ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def called_the_same(count: int = 3) -> Harness:
+    driven = harness(1, 4)
+    for rank in range(count):
+        driven.join(SEATS + rank, "same", rank=rank, world=count)
+    return driven
+
+
+def test_workers_of_one_name_are_numbered_when_a_group_begins_and_the_log_says_what_to_do() -> None:
+    driven = called_the_same()
+
+    for rank, welcome in enumerate(welcomes(driven, 0, 1, 2)):
+        assert welcome.rank == rank
+        assert welcome.names == ("same", "same-2", "same-3")
+    warnings = [log.text for log in driven.logs if log.warning]
+    assert len(warnings) == 2
+    assert "there is a 'same' already, so rank 1 is called 'same-2': give each worker a name of its own" in warnings[0]
+    assert "GRADSERVER_NAME" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "become"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (["a", "a-2", "a"], ["a", "a-2", "a-3"]),
+        (["a", "a", "a-2"], ["a", "a-3", "a-2"]),
+        (["x" * 128] * 2, ["x" * 128, "x" * 123 + "-2"]),
+        (["ü" * 64] * 2, ["ü" * 64, "ü" * 61 + "-2"]),
+    ],
+)
+def test_a_number_is_one_that_nobody_has(names: list[str], become: list[str]) -> None:
+    assert numbered(names) == become
+
+
+def test_whoever_had_a_number_gets_its_own_seat_again_though_it_asks_by_the_name_of_others() -> None:
+    driven = called_the_same()
+    driven.inbox.clear()
+    driven.agree(plan_of(4), 3)
+    driven.receive(SEATS, Serve())
+    driven.lose(1)
+
+    driven.join(SEATS + 7, "same")
+
+    (welcome,) = driven.told(7, Welcome)
+    assert welcome.names == ("same", "same-2", "same-3")
+    assert (welcome.rank, welcome.seats) == (1, (0, 1, 2))
+    driven.join(SEATS + 8, "same")
+    assert driven.silent(8), "there is no place of that name"
+
+
+def test_a_durable_groups_members_of_one_name_come_back_each_to_its_own_seat() -> None:
+    driven = Fused({"default": Policy(1, 8)})
+    for rank in range(2):
+        driven.join(SEATS + rank, "same", rank=rank, world=2)
+    tokens = [driven.told(rank, Welcome)[0].token for rank in range(2)]
+    assert tokens[0] != tokens[1]
+
+    driven.restart()
+    for rank in range(2):
+        driven.receive(SEATS + 50 + rank, Resume("default", rank, tokens[rank], 1, ""))
+
+    assert [member["name"] for member in driven.group()["members"]] == ["same", "same-2"]
+    assert not driven.closed

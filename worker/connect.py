@@ -74,7 +74,8 @@ def connect(
         world_size: number of workers that the group must have.
         group: the group to join; a coordinator serves many.
         name: what to call this worker in messages, and what it is known by when it comes back to an elastic group. If
-            it is not given: GRADSERVER_NAME, else the host's with LOCAL_RANK, SLURM_LOCALID or the process id.
+            it is not given: GRADSERVER_NAME, else the host's with LOCAL_RANK, SLURM_LOCALID or the process id. Of
+            several workers of one name all but the first get a number behind it, and a warning.
         timeout: seconds to wait for the coordinator and the other workers. How long an exchange waits later for a
             worker that is alive is the coordinator's to say: ``gradserver serve --round-timeout``, 30 minutes if
             it says nothing.
@@ -132,6 +133,12 @@ def connect(
         session.close("it could not join")
         raise
     atexit.register(_leave_at_exit, weakref.ref(worker), os.getpid())
+    if worker.name != join.name:
+        log.warning(
+            "this worker is called %r: there is another %r in group %r. Give each worker a name of its own "
+            "(GRADSERVER_NAME, or name=), by which it finds its place again",
+            *(worker.name, join.name, worker.group),
+        )
     return worker
 
 

@@ -59,6 +59,7 @@ from gradserver.engine.events import (
     Report,
     RoundCompleted,
     Send,
+    StateComes,
     Violation,
     dismiss,
 )
@@ -113,6 +114,7 @@ class Control:
         commands: list[Command],
     ) -> list[Order]:
         """Take any message that is not data's business."""
+        self._registry.now = now
         try:
             return self._receive(connection, message, payloads, now, commands)
         except GradServerError as error:
@@ -168,6 +170,7 @@ class Control:
     def heed(self, report: Report, now: float, commands: list[Command], source: int = HERE) -> list[Order]:
         """Take a report from a data half: the coordinator's own, or the one with connection ``source``."""
         registry = self._registry
+        registry.now = now
         if isinstance(report, Violation):
             return refuse(registry, report.connection, report.error, now, commands)
         group = self.groups.get(report.group)
@@ -197,6 +200,9 @@ class Control:
                 return resuming.absent(registry, group, report, source, now, commands)
             case Halted():
                 return halted(registry, group, report, source, commands)
+            case StateComes():
+                joining.state_comes(group, report, now)
+                return []
             case CaughtUp():
                 return books.caught_up(registry, group, report, source, commands)
             case Recovered():
@@ -208,6 +214,7 @@ class Control:
         self, connection: int, reason: str, ended: bool, final: bool, now: float, commands: list[Command]
     ) -> list[Order]:
         """A connection broke; its worker comes back, if it can: not if its process ``ended``, or that is ``final``."""
+        self._registry.now = now
         return resuming.disconnected(self._registry, connection, reason, ended, final, now, commands)
 
     def left_out(self, connection: int, reason: str, commands: list[Command]) -> None:
@@ -243,6 +250,7 @@ class Control:
 
     def tick(self, now: float, commands: list[Command]) -> list[Order]:
         """Tell those whose time is up."""
+        self._registry.now = now
         return [order for group in list(self.groups.values()) for order in self._tick(group, now, commands)]
 
     def _tick(self, group: Group, now: float, commands: list[Command]) -> list[Order]:

@@ -62,7 +62,7 @@ from gradserver.engine.exchanges import Exchange, Piece
 from gradserver.engine.failures import fail, forget_if_over, halt_all, tell_all
 from gradserver.engine.groups import Group
 from gradserver.engine.lateness import close, contributed, look, next_look
-from gradserver.engine.reseating import admit, excuse, expect, reseat
+from gradserver.engine.reseating import admit, excuse, expect, reseat, state_comes
 from gradserver.engine.results import answer, complete, refund
 from gradserver.engine.seats import Seats
 from gradserver.engine.wording import broken, non_finite, overdue, undecodable
@@ -210,14 +210,15 @@ class Data:
         except GradServerError as violation:
             return [Violation(connection, violation)]
         exchange.touched = now
-        if group.entered and push.key.stream == Stream.TRANSFER:
-            group.heard[push.key.source] = group.heard[push.key.target] = now
         if push.key.stream == Stream.BUCKET and (run.start == exchange.start or run.stop == exchange.stop):
             group.rounds[push.key.number].arrived(rank, now)
         reports: list[Report] = []
+        before = exchange.complete
         for piece in exchange.take(rank, run):
             exchange.last = rank
             reports += complete(group, exchange, piece, now, commands)
+        if group.entered and push.key.stream == Stream.TRANSFER:
+            reports += state_comes(group, exchange, rank, before, now)
         if group.order.elastic and push.key.stream == Stream.BUCKET:
             reports += self._look_who_is_late(group, push.key.number, rank, run.stop == exchange.stop, now)
         return reports

@@ -79,7 +79,7 @@ def heeded(group: Group, shard: int) -> None:
 
 
 def go_on(
-    group: Group, number: Callable[[], int], credit: int, incarnation: int, commands: list[Command]
+    group: Group, number: Callable[[], int], credit: int, incarnation: int, now: float, commands: list[Command]
 ) -> list[RemoteOrder]:
     """Tell members and joiners of what all shards know, and end a round that waited for that.
 
@@ -93,14 +93,14 @@ def go_on(
     if group.held is None or group.unheeded:
         return []
     record = group.held
-    orders = joining.let_in(group, record.round, number, commands) or joining.expect(group, record)
+    orders = joining.let_in(group, record.round, number, commands) or joining.expect(group, record, now)
     if orders:
-        return orders + go_on(group, number, credit, incarnation, commands)
-    _end_round(group, record, commands)
+        return orders + go_on(group, number, credit, incarnation, now, commands)
+    _end_round(group, record, now, commands)
     return []
 
 
-def _end_round(group: Group, record: RoundRecord, commands: list[Command]) -> None:
+def _end_round(group: Group, record: RoundRecord, now: float, commands: list[Command]) -> None:
     """A round is complete: the next one may begin, with whoever is there, if they are enough."""
     group.late.pop(record.round, None)
     least, count = group.policy.minimum if group.policy else 0, len(group.members) + joining.coming(group)
@@ -117,6 +117,7 @@ def _end_round(group: Group, record: RoundRecord, commands: list[Command]) -> No
         group.news.popleft()
     joining.enter(group, record.round + 1, commands)
     done = RoundDone(record.round, group.epoch, joining.transfers(group, record.round + 1))
+    joining.deliver(group, done.transfers, now, commands)
     commands += [Send(member.connection, done) for member in group.members.values()]
     for joiner in joining.waiting(group):
         joiner.since = record.completed

@@ -480,6 +480,17 @@ class Late:
 
 
 @dataclass(frozen=True, slots=True)
+class StateComes:
+    """Of the state that ``donor`` sends to ``rank`` in transfer ``number``, so much more has come; 0: it is asked."""
+
+    group: str
+    rank: int
+    donor: int
+    number: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class CaughtUp:
     """In recovery: these ``seats`` have all of the round before ``round``, and have not heard that it is over."""
 
@@ -496,4 +507,6 @@ class Recovered:
     round: int
 
 
-Report = RoundCompleted | Halted | Violation | Planned | Absent | Heeded | Behind | Late | CaughtUp | Recovered
+Report = (
+    RoundCompleted | Halted | Violation | Planned | Absent | Heeded | Behind | Late | StateComes | CaughtUp | Recovered
+)

@@ -11,7 +11,7 @@ from gradserver.engine.leaving import gone
 from gradserver.engine.membership import Applicant, Group, check_applicant, check_name, join_timeout, new_group
 from gradserver.engine.orders import encode_order
 from gradserver.engine.registry import Registry
-from gradserver.engine.seats import Seats, in_order
+from gradserver.engine.seats import Seats, in_order, numbered
 from gradserver.engine.welcome import welcome_to
 from protocol.limits import MAX_NAME_BYTES
 from protocol.messages import Join, Ordered
@@ -55,7 +55,7 @@ def overdue(registry: Registry, group: Group, now: float, commands: list[Command
 
 def _activate(registry: Registry, group: Group, commands: list[Command]) -> list[Order]:
     """All are here: seat them, open the group at all data halves, and welcome everybody."""
-    seats = _seat_all(registry, group)
+    seats = _seat_all(registry, group, commands)
     order = registry.opening(group, seats, group.tokens)
     chronicle.founded(group, commands)
     for shard, connection in enumerate(group.shards, 1):
@@ -69,14 +69,25 @@ def _activate(registry: Registry, group: Group, commands: list[Command]) -> list
     return [order]
 
 
-def _seat_all(registry: Registry, group: Group) -> tuple[Seat, ...]:
-    """Applicants are members now. Those who asked for no rank get one, in the order in which they came."""
+def _seat_all(registry: Registry, group: Group, commands: list[Command]) -> tuple[Seat, ...]:
+    """Applicants are members now. Those who asked for no rank get one, in the order in which they came.
+
+    Of several with one name all but the first get a number behind it: by its name a worker finds its seat again.
+    """
     places = in_order([applicant.join for applicant in group.applicants], group.world)
     chosen = {place: group.applicants[index] for place, index in places.items()}
     group.epoch = group.founded = registry.next_epoch()
     group.world = group.founders = max(chosen) + 1
     group.opens = None
-    group.members = {place: Seat(one.connection, one.join.name) for place, one in chosen.items()}
+    names = numbered([one.join.name for one in chosen.values()])
+    for name, (place, one) in zip(names, chosen.items(), strict=True):
+        if name != one.join.name:
+            what = f"there is a {one.join.name!r} already, so rank {place} is called {name!r}"
+            hint = "give each worker a name of its own (GRADSERVER_NAME, or name=)"
+            commands.append(Log(f"group {group.name!r}: {what}: {hint}", warning=True))
+    group.members = {
+        place: Seat(one.connection, name) for name, (place, one) in zip(names, chosen.items(), strict=True)
+    }
     seats = tuple(group.members.get(place, _NOBODY) for place in range(group.world))
     group.seats, group.table = Seats(seat.name for seat in seats), Table(len(chosen))
     group.timeout = max(applicant.join.timeout for applicant in group.applicants)

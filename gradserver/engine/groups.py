@@ -28,6 +28,16 @@ _NUMBERS: Final = 1 << 62
 
 
 @dataclass(slots=True)
+class Coming:
+    """Of the state in one transfer, how many bytes have come that were not reported, and when that was done last."""
+
+    key: tuple[int, int]
+    """The number of the transfer, and the donor's seat."""
+    nbytes: int = 0
+    reported: float = -math.inf
+
+
+@dataclass(slots=True)
 class Group:
     """What data knows of one group."""
 
@@ -75,7 +85,9 @@ class Group:
     before: tuple[int, int] = (-1, 0)
     """The latest round in which somebody joined, and the epoch of the membership without him."""
     heard: dict[int, float] = field(default_factory=dict)
-    """When a transfer went on, by its ends."""
+    """When more of its state came to whoever is to join."""
+    coming: dict[int, Coming] = field(default_factory=dict)
+    """What of the states of those has yet to be reported."""
     transfers: Counter[int] = field(default_factory=Counter)
     """Sequences of transfers that each rank takes part in."""
     failed: deque[ExchangeKey] = field(default_factory=deque)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
+from protocol.limits import MIB, STATE_ASK_SECONDS, STATE_INSTALLED_A_SECOND, STATE_STALL_SECONDS
 from protocol.messages import Join, Transfer
 from protocol.plan import Plan
 
@@ -18,6 +20,63 @@ class Stage(Enum):
     RECEIVING = "receiving"
     READY = "ready"
     ENTERED = "entered"
+
+
+@dataclass(slots=True)
+class Delivery:
+    """The state's way to a learner that others wait for. What buys time are bytes that have come, and nothing else.
+
+    Attributes:
+        began: when members were told of it.
+        seconds: how long it may take.
+        rate: bytes that must come in a second.
+        asked: whether the learner has asked for it.
+        received: bytes that have come.
+        endless: whether it may take longer, since there are too few to train without the learner.
+    """
+
+    seconds: float
+    rate: float
+    endless: bool
+    began: float = math.inf
+    asked: bool = False
+    received: int = 0
+    _since: float = 0.0
+    """When as many bytes had come as were due, the last time."""
+    _then: int = 0
+    """How many that were."""
+
+    def comes(self, nbytes: int, now: float) -> None:
+        """The learner has asked for the state, or so much more of it has come."""
+        self.asked = True
+        if nbytes and not self.received:
+            self._since = now
+        self.received += nbytes
+        if self.received - self._then >= self.rate * (now - self._since):
+            self._since, self._then = now, self.received
+
+    @property
+    def deadline(self) -> float:
+        """Until when the others wait, if nothing more comes."""
+        if not self.asked:
+            until = self.began + STATE_ASK_SECONDS
+        elif not self.received:
+            until = self.began + self.seconds / 8
+        else:
+            until = self._since + STATE_STALL_SECONDS + (self.received - self._then) / self.rate
+            until += self.received / STATE_INSTALLED_A_SECOND
+        return until if self.endless else min(until, self.began + self.seconds)
+
+    def why(self, now: float, donor: str) -> str:
+        """Why the others wait no longer."""
+        if not self.asked:
+            return f"it did not ask for the state that {donor} was to send it"
+        much = f"{self.received:,} bytes of the state of {donor} had come"
+        if now >= self.began + self.seconds and not self.endless:
+            return f"{much}, and the others wait {self.seconds:g} s at most (--state-timeout)"
+        if not self.received:
+            return f"{much}, and the others wait {self.seconds / 8:g} s for the first (an eighth of --state-timeout)"
+        return f"{much}, too few for the {self.rate / MIB:g} MiB a second that must come (--state-rate)"
 
 
 @dataclass(slots=True)
@@ -37,6 +96,7 @@ class Joiner:
         listens: whether it is sent results unasked meanwhile; otherwise the others wait for it.
         waits: whether the others have to: it asks for that, or more of them had come than it could read.
         entered: whether it was told that it contributes.
+        delivery: the state's way to it, while the others wait for that.
     """
 
     connection: int
@@ -54,10 +114,13 @@ class Joiner:
     listens: bool = False
     waits: bool = False
     entered: bool = False
+    delivery: Delivery | None = None
 
     @property
     def deadline(self) -> float | None:
         """When its patience ends; None while nobody but itself has to do something."""
+        if self.delivery is not None:
+            return None if self.delivery.began == math.inf else self.delivery.deadline
         waits = self.stage in (Stage.WAITING, Stage.READY) or self.plan is not None
         return self.since + self.join.timeout if waits else None
 

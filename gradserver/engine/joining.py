@@ -21,6 +21,7 @@
     READY      a round is complete                       ENTERED    shards expect it in the next round; Entered
     RECEIVING  its donor departs, or says StateFailed    WAITING    the round goes on without it; the next donor
     RECEIVING  Enter                                     WAITING    the same: it did not get the state
+    RECEIVING  it is expected, and the state comes late  (none)     DeadlineError: `gradserver.engine.joiners.Delivery`
     ENTERED    the round is complete                     (member)   a new epoch
     any        it leaves, is lost or left out            (none)     the round goes on without it
     any        the last member goes                      (none)     WorkerLostError: nobody has the state any more
@@ -30,19 +31,35 @@ So nothing that happens to a joiner, or to its donor, changes a membership or co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import cycle, islice
+from typing import Final
 
 from gradserver.engine import chronicle
-from gradserver.engine.events import Admit, Command, Depart, Excuse, Expect, Log, RemoteOrder, Reseat, Seat, Send
-from gradserver.engine.joiners import Joiner, Stage
+from gradserver.engine.events import (
+    Admit,
+    Command,
+    Depart,
+    Excuse,
+    Expect,
+    Log,
+    RemoteOrder,
+    Reseat,
+    Seat,
+    Send,
+    StateComes,
+)
+from gradserver.engine.joiners import Delivery, Joiner, Stage
 from gradserver.engine.membership import MAX_REASON, Applicant, Group, Unheeded, announce
 from gradserver.engine.records import RoundRecord
-from gradserver.engine.seats import seat_for
+from gradserver.engine.seats import namesake, seat_for
 from gradserver.engine.welcome import agreed, token_of, welcome_to
 from protocol.errors import (
     DeadlineError,
     GradServerError,
+    JoinRefusedError,
     JoinTimeoutError,
     LeftOutError,
     PlanMismatchError,
@@ -50,6 +67,7 @@ from protocol.errors import (
     UsageError,
     WorkerLostError,
 )
+from protocol.limits import MAX_STATE_ATTEMPTS, STATE_REST_SECONDS
 from protocol.messages import (
     Enter,
     Entered,
@@ -64,6 +82,8 @@ from protocol.plan import Plan, first_difference
 
 Refusals = list[tuple[int, GradServerError]]
 """Connections that are to be closed, and why."""
+_REST: Final = 9.0
+"""After waiting for a learner in vain the others train for so many times as long before they wait for one again."""
 
 # ── coming ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -73,11 +93,23 @@ def arrive(
 ) -> list[RemoteOrder]:
     """Somebody wants to join a group that has begun: give it a seat, or let it wait for one."""
     check_can_serve(group, applicant.join.name)
+    _check_attempts(group, applicant.join.name, applicant.since)
     group.queue.append(applicant)
     orders = seat_the_next(group, entropy, commands)
     if applicant in group.queue:
         commands.append(Log(f"group {group.name!r}: {applicant.join.name!r} waits: {_why_waits(group, applicant)}"))
     return orders
+
+
+def _check_attempts(group: Group, name: str, now: float) -> None:
+    """Raise JoinRefusedError if the others have waited for ``name`` in vain too often."""
+    attempts, last = group.in_vain.get(name, (0, -math.inf))
+    rest = last + STATE_REST_SECONDS - now
+    if attempts >= MAX_STATE_ATTEMPTS and rest > 0:
+        raise JoinRefusedError(
+            f"the members of group {group.name!r} waited {attempts} times for {name!r} to get the state, in vain: it "
+            f"may join again in {rest:.0f} s"
+        )
 
 
 def check_can_serve(group: Group, name: str) -> None:
@@ -99,7 +131,11 @@ def seat_the_next(group: Group, entropy: Callable[[], str], commands: list[Comma
         taken = {*group.members, *group.joiners}
         names = {group.seats.names[seat] for seat in taken}
         places = group.policy.maximum if group.policy is not None else 0
-        if applicant.join.name in names or len(taken) >= places:
+        name = applicant.join.name
+        own = namesake(name, group.seats.names, taken) if name in names else -1
+        if own >= 0:  # it was called so when the group began, and is back
+            applicant.join = replace(applicant.join, name=group.seats.names[own])
+        elif name in names or len(taken) >= places:
             continue
         seat = seat_for(applicant.join, group.seats.names, taken, group.vacant, places)
         group.queue.remove(applicant)
@@ -119,7 +155,7 @@ def _why_waits(group: Group, applicant: Applicant) -> str:
     taken = [*group.members, *group.joiners]
     same = [seat for seat in taken if group.seats.names[seat] == applicant.join.name]
     if same:
-        return f"{group.call(same[0])} is a member already, and a name is one worker's"
+        return f"{group.call(same[0])} is a member already, and a name is one worker's (GRADSERVER_NAME, or name=)"
     return f"group {group.name!r} has {len(taken)} workers, {group.calls(taken)}, and {group.size} is the most"
 
 
@@ -175,12 +211,13 @@ def outdated(group: Group) -> Refusals:
     here = "" if group.plan is None else group.plan.hash
     error = PlanMismatchError(f"group {group.name!r} has agreed on another plan meanwhile: start again with that one")
     numbers = [] if group.plan is None else [section.number for section in group.plan.each]
-    return [
-        (joiner.connection, error)
+    out = [
+        joiner
         for joiner in group.joiners.values()
         if joiner.agreed not in ("", here)
         and (joiner.stage is not Stage.WELCOME or list(joiner.sections) != numbers[: len(joiner.sections)])
     ]
+    return _without_blame(out, error)
 
 
 def hear(
@@ -199,6 +236,9 @@ def hear(
         case Enter(failed, waits) if (joiner := group.joiners.get(seat)) is not None and joiner.agreed:
             check_can_serve(group, joiner.join.name)
             _check_sections(group, joiner)
+            if joiner.number == failed:
+                _waited_in_vain(group, joiner, now)
+            _check_attempts(group, joiner.join.name, now)
             joiner.since = now
             joiner.waits |= waits
             if joiner.stage is Stage.WELCOME:
@@ -207,7 +247,8 @@ def hear(
         case Ready(number) if (joiner := group.joiners.get(seat)) is not None:
             if joiner.stage is Stage.RECEIVING and joiner.number == number:
                 group.donors[joiner.donor] += 1
-                joiner.donor = -1
+                joiner.donor, joiner.delivery = -1, None
+                group.in_vain.pop(joiner.join.name, None)
                 joiner.stage = Stage.READY if joiner.listens else Stage.ENTERED
                 if not joiner.listens:
                     enter(group, joiner.round, commands)
@@ -231,7 +272,7 @@ def _excuse_all(group: Group, which: Callable[[Joiner], bool]) -> list[RemoteOrd
     orders: list[RemoteOrder] = []
     for seat, joiner in group.joiners.items():
         if joiner.stage is Stage.RECEIVING and which(joiner):
-            joiner.stage, joiner.donor, joiner.round = Stage.WAITING, -1, -1
+            joiner.stage, joiner.donor, joiner.round, joiner.delivery = Stage.WAITING, -1, -1, None
             group.unheeded.append(Unheeded(set(group.shards)))
             orders.append(Excuse(group.name, seat))
     return orders
@@ -240,7 +281,7 @@ def _excuse_all(group: Group, which: Callable[[Joiner], bool]) -> list[RemoteOrd
 # ── boundaries ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def expect(group: Group, record: RoundRecord) -> list[RemoteOrder]:
+def expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
     """Those who have caught up contribute to the next round; those who wait, and for whom there is a donor, listen.
 
     Or they contribute to it as well, which then has to wait for them: if they could not read as fast as results
@@ -260,11 +301,15 @@ def expect(group: Group, record: RoundRecord) -> list[RemoteOrder]:
     else:
         free = [seat for seat in free if seat not in busy]
     for seat, joiner in group.joiners.items():
-        if joiner.stage is Stage.WAITING and free:
+        listens = not (few or joiner.waits or policy is None or not policy.backlog)
+        may = listens or few or now >= group.waits_again
+        if joiner.stage is Stage.WAITING and free and may:
             group.transfers += 1
             joiner.stage, joiner.donor, joiner.number = Stage.RECEIVING, free.pop(0), group.transfers
             joiner.round = record.round + 1
-            joiner.listens = not (few or joiner.waits or policy is None or not policy.backlog)
+            joiner.listens = listens
+            if policy is not None and not listens:
+                joiner.delivery = Delivery(policy.state_seconds, policy.state_rate, few)
             (listen if joiner.listens else expected).append(seat)
     orders: list[RemoteOrder] = []
     for seats, listens in ((expected, False), (listen, True)):
@@ -281,6 +326,42 @@ def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
         for seat, joiner in group.joiners.items()
         if joiner.stage is Stage.RECEIVING and joiner.round == number
     )
+
+
+def deliver(group: Group, told: Iterable[Transfer], now: float, commands: list[Command]) -> None:
+    """Members are told to send their states: from now on the others wait for whom ``told`` says so of."""
+    for transfer in told:
+        delivery = group.joiners[transfer.joiner].delivery
+        who, donor = group.call(transfer.joiner), group.call(transfer.donor)
+        if delivery is None:
+            what = f"{donor} sends its state to {who}, and nobody waits for that"
+        else:
+            delivery.began = now
+            most = "" if delivery.endless else f", {delivery.seconds:g} s at most"
+            what = f"round {group.rounds} waits for {who}, to which {donor} sends its state{most}"
+        commands.append(Log(f"group {group.name!r}: {what}"))
+
+
+def state_comes(group: Group, report: StateComes, now: float) -> None:
+    """So much of its state has come to a learner."""
+    joiner = group.joiners.get(report.rank)
+    if joiner is None or joiner.delivery is None:
+        return
+    if (joiner.number, joiner.donor) == (report.number, report.donor):
+        joiner.delivery.comes(report.nbytes, now)
+
+
+def _waited_in_vain(group: Group, joiner: Joiner, now: float) -> None:
+    """The others waited for a learner, and it did not come to anything: for a while they wait for none."""
+    delivery = joiner.delivery
+    if delivery is None or delivery.began == math.inf:
+        return
+    recent = {name: found for name, found in group.in_vain.items() if found[1] + STATE_REST_SECONDS > now}
+    attempts, _ = recent.get(joiner.join.name, (0, 0.0))
+    group.in_vain = {**recent, joiner.join.name: (attempts + 1, now)}
+    group.waits_again = now + _REST * (now - delivery.began)
+    if joiner.donor in group.donors:
+        group.donors[joiner.donor] += 1  # it may have been its fault: others come first the next time
 
 
 def coming(group: Group) -> int:
@@ -343,7 +424,7 @@ def hopeless(group: Group) -> Refusals:
         try:
             check_can_serve(group, joiner.join.name)
         except UsageError as error:
-            found.append((joiner.connection, error))
+            found += _without_blame([joiner], error)
     return found
 
 
@@ -357,8 +438,11 @@ def lost_donor(group: Group, seat: int) -> list[RemoteOrder]:
     return _excuse_all(group, lambda joiner: joiner.donor == seat)
 
 
-def gone(group: Group, seat: int, reason: str, politely: bool, commands: list[Command]) -> list[RemoteOrder]:
+def gone(
+    group: Group, seat: int, reason: str, politely: bool, now: float, commands: list[Command]
+) -> list[RemoteOrder]:
     """A joiner is gone. Nobody hears of it but its donor."""
+    _waited_in_vain(group, group.joiners[seat], now)
     error = group.seats.departed(seat, politely, f"when it was about to join ({reason[:MAX_REASON]})")
     if group.joiners.pop(seat).entered:
         chronicle.entered(group, commands)
@@ -387,8 +471,16 @@ def disturbed(group: Group, all_of_them: bool = False) -> Refusals:
         f"whoever was about to join has to begin anew"
     )
     here = group.joiners.values() if all_of_them else [j for j in waiting(group) if j.stage is not Stage.WAITING]
-    out = [joiner for joiner in here if not joiner.entered]
-    return [(joiner.connection, error) for joiner in out]
+    return _without_blame([joiner for joiner in here if not joiner.entered], error)
+
+
+def _without_blame(joiners: Iterable[Joiner], error: GradServerError) -> Refusals:
+    """They have to go, and it is not because the others waited for them."""
+    found: Refusals = []
+    for joiner in joiners:
+        joiner.delivery = None
+        found.append((joiner.connection, error))
+    return found
 
 
 def overdue(group: Group, now: float) -> Refusals:
@@ -398,8 +490,12 @@ def overdue(group: Group, now: float) -> Refusals:
         if applicant.deadline <= now:
             what = f"{applicant.join.name!r} waited {applicant.join.timeout:g} s for a seat: "
             found.append((applicant.connection, JoinTimeoutError(what + _why_waits(group, applicant))))
-    for joiner in group.joiners.values():
-        if joiner.deadline is not None and joiner.deadline <= now:
+    for seat, joiner in group.joiners.items():
+        if joiner.deadline is None or joiner.deadline > now:
+            continue
+        if joiner.delivery is not None:
+            found.append((joiner.connection, _too_slow(group, seat, joiner.delivery, now)))
+        else:
             what = (
                 f"to agree on a plan ({group.calls(group.members)})"
                 if joiner.plan is not None
@@ -412,3 +508,15 @@ def overdue(group: Group, now: float) -> Refusals:
             )
             found.append((joiner.connection, error))
     return found
+
+
+def _too_slow(group: Group, seat: int, delivery: Delivery, now: float) -> DeadlineError:
+    """What to tell a learner whose state has not come in time."""
+    waited = now - delivery.began
+    why = delivery.why(now, group.call(group.joiners[seat].donor))
+    return DeadlineError(
+        f"group {group.name!r} waited {waited:.1f} s in round {group.rounds} for {group.call(seat)}, and goes on "
+        f"without it: {why}",
+        missing=(group.call(seat),),
+        round=group.rounds,
+    )

@@ -120,7 +120,7 @@ def vacate(
     """A member is gone, or somebody who joins."""
     if seat in group.joiners:
         claims.departed(group, seat, commands)
-        departures = joining.gone(group, seat, reason, politely, commands)
+        departures = joining.gone(group, seat, reason, politely, now, commands)
         turns.departed(group, seat, commands)
         if group.begun:
             departures += joining.seat_the_next(group, registry.roster.token, commands)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -127,6 +128,10 @@ class Group:
     """Those who would, if there were a seat for them."""
     transfers: int = 0
     """States that were asked for so far."""
+    in_vain: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Names of learners that the others waited for in vain: how often, and when that was the last time."""
+    waits_again: float = -math.inf
+    """When the others may wait for a learner once more, as they have waited for one in vain."""
     vacant: dict[int, int] = field(default_factory=dict)
     """Since which epoch seats are vacant."""
     donors: Counter[int] = field(default_factory=Counter)

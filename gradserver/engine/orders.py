@@ -36,6 +36,7 @@ from gradserver.engine.events import (
     RoundCompleted,
     Seat,
     SetPlan,
+    StateComes,
 )
 from gradserver.engine.policy import Lateness
 from gradserver.engine.records import known_policy, pack_round, unpack_round
@@ -58,7 +59,7 @@ from protocol.limits import (
 from protocol.messages import Failure, Scope
 from protocol.plan import decode_plan
 
-RemoteReport = RoundCompleted | Halted | Planned | Absent | Heeded | Behind | Late | CaughtUp | Recovered
+RemoteReport = RoundCompleted | Halted | Planned | Absent | Heeded | Behind | Late | StateComes | CaughtUp | Recovered
 
 _name = text(MAX_NAME_BYTES)
 _names = listed(_name, MAX_WORLD_SIZE)
@@ -179,6 +180,8 @@ def encode_report(epoch: int, report: RemoteReport) -> bytes:
             return _pack("behind", epoch, group, rank, number)
         case Late(group, number, late, why, tell):
             return _pack("late", epoch, group, number, late, why, tell)
+        case StateComes(group, rank, donor, number, nbytes):
+            return _pack("state", epoch, group, rank, donor, number, nbytes)
         case CaughtUp(group, number, seats):
             return _pack("caught up", epoch, group, number, seats)
         case Recovered(group, number):
@@ -205,6 +208,9 @@ def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
             return _count(epoch), Behind(_name(group), _rank(rank), _count(number))
         case ["late", epoch, group, number, late, why, bool(tell)]:
             return _count(epoch), Late(_name(group), _count(number), _ranks(late), _text(why), tell)
+        case ["state", epoch, group, rank, donor, number, nbytes]:
+            seats = _rank(rank), _rank(donor)
+            return _count(epoch), StateComes(_name(group), *seats, _count(number), _count(nbytes))
         case ["caught up", epoch, group, number, seats]:
             return _count(epoch), CaughtUp(_name(group), _count(number), _ranks(seats))
         case ["recovered", epoch, group, number]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from protocol.errors import InvalidArgumentError, InvalidWorldSizeError
-from protocol.limits import BACKLOG_BYTES, MAX_TIMEOUT, MAX_WORLD_SIZE
+from protocol.limits import BACKLOG_BYTES, MAX_TIMEOUT, MAX_WORLD_SIZE, STATE_BYTES_A_SECOND, STATE_SECONDS
 
 GATHER_SECONDS = 2.0
 """How long an elastic group that could begin waits for more, if nobody says otherwise."""
@@ -132,6 +132,8 @@ class Policy:
         reconnect: seconds that a durable group waits for somebody to come back, when nobody is left.
         missing: seconds that those who have come back then wait for the others.
         lateness: when a round is closed without those who are late; None for never.
+        state_seconds: how long the others wait, at most, for a learner that gets its state.
+        state_rate: bytes of it that must come in a second meanwhile.
     """
 
     minimum: int
@@ -142,6 +144,8 @@ class Policy:
     reconnect: float = RECONNECT_SECONDS
     missing: float = MISSING_SECONDS
     lateness: Lateness | None = None
+    state_seconds: float = STATE_SECONDS
+    state_rate: float = STATE_BYTES_A_SECOND
 
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.maximum <= MAX_WORLD_SIZE:

@@ -39,6 +39,7 @@ class Registry:
         groups: by name.
         places: the group that each connection has joined, as applicant, joiner or member.
         roster: the data shards that have enlisted.
+        now: the time of what is being dealt with.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Registry:
                 check_world(world, f"group {name!r}")
         self.groups: dict[str, Group] = {}
         self.places: dict[int, str] = {}
+        self.now = 0.0
         self.roster = Roster(entropy, rate, access)
         self.access = access
         self.nonfinite = nonfinite
@@ -145,7 +147,7 @@ class Registry:
 
     def order_all(self, group: Group, orders: Sequence[RemoteOrder], commands: list[Command]) -> list[Order]:
         """Have ``orders`` concerning the membership carried out, and whatever may follow when shards go by them."""
-        orders = [*orders, *go_on(group, self.next_epoch, self.credit, self.incarnation, commands)]
+        orders = [*orders, *go_on(group, self.next_epoch, self.credit, self.incarnation, self.now, commands)]
         return [order for one in orders for order in self.order(group, one, commands)]
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────

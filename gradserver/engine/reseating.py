@@ -19,13 +19,16 @@ from __future__ import annotations
 from collections import Counter
 
 from gradserver.engine.closing import cut
-from gradserver.engine.events import Admit, Command, Excuse, Expect, Report, Reseat, Send
-from gradserver.engine.groups import Group
+from gradserver.engine.events import Admit, Command, Excuse, Expect, Report, Reseat, Send, StateComes
+from gradserver.engine.exchanges import Exchange
+from gradserver.engine.groups import Coming, Group
 from protocol.errors import OutOfStepError, WorkerLostError
-from protocol.exchange import ExchangeKey, Stream, is_state, pool_of
+from protocol.exchange import STATE_TAG, ExchangeKey, Stream, is_state, pool_of
 from protocol.messages import Failure, Push, Scope
 
 NOT_YET = -1
+_REPORT_SECONDS = 0.5
+"""How often it is reported that more of a state has come, at most."""
 
 
 def admit(group: Group, order: Admit) -> None:
@@ -39,6 +42,7 @@ def admit(group: Group, order: Admit) -> None:
     group.closed.pop(seat, None)
     group.entered[seat] = group.since[seat] = NOT_YET
     group.heard.pop(seat, None)
+    group.coming.pop(seat, None)
     group.due = {sequence: due for sequence, due in group.due.items() if not _concerns(sequence, seat)}
     group.transfers = Counter(sequence[0] for sequence in group.due if sequence[1] == Stream.TRANSFER)
     for account in [account for account in group.outstanding if account[0] == seat]:
@@ -95,6 +99,29 @@ def check_may_begin(group: Group, rank: int, key: ExchangeKey) -> None:
     part = key.number if key.stream == Stream.BUCKET else key.part - 1
     if entered == NOT_YET or part < entered or (key.stream == Stream.COLLECTIVE and group.since[rank] == NOT_YET):
         raise OutOfStepError(f"{group.call(rank)} has no part in {group.describe(key)}: it was not a member then")
+
+
+def state_comes(group: Group, exchange: Exchange, rank: int, before: int, now: float) -> list[Report]:
+    """``rank`` has pushed to a transfer that was complete up to slice ``before``: report what came of a state by that.
+
+    Once a second, and when somebody asks for it: what each end says by itself is nothing that has come.
+    """
+    key, seat = exchange.key, exchange.key.target
+    if not is_state(key) or group.since.get(seat) != NOT_YET:
+        return []
+    which = key.part - STATE_TAG, key.source
+    coming = group.coming.get(seat)
+    if coming is None or coming.key != which:
+        if rank != seat:
+            return []  # it has yet to be asked for
+        coming = group.coming[seat] = Coming(which)
+    if exchange.complete > before:
+        coming.nbytes += exchange.layout.run_bytes(before, exchange.complete)
+        group.heard[seat] = now
+    if now < coming.reported + _REPORT_SECONDS:
+        return []
+    nbytes, coming.nbytes, coming.reported = coming.nbytes, 0, now
+    return [StateComes(group.order.group, seat, key.source, which[0], nbytes)]
 
 
 def is_stale(group: Group, rank: int, push: Push) -> bool:

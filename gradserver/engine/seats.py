@@ -7,8 +7,10 @@ seats: so they are dense, and who leaves never changes the order of the others. 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import count
 
 from protocol.errors import LeftOutError, PeerError, WorkerLeftError, WorkerLostError
+from protocol.limits import MAX_NAME_BYTES
 from protocol.messages import Join
 
 
@@ -83,6 +85,32 @@ def in_order(joins: Sequence[Join], places: int) -> dict[int, int]:
         if join.rank < 0:
             taken[next(free)] = index
     return dict(sorted(taken.items()))
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """``names``, of which each is there once: who has the name of another one before him gets a number behind it."""
+    taken, found = set(names), list[str]()
+    for name in names:
+        if name in found:
+            base = _base(name)
+            name = next(free for number in count(2) if (free := f"{base}-{number}") not in taken)
+            taken.add(name)
+        found.append(name)
+    return found
+
+
+def _base(name: str) -> str:
+    """As much of ``name`` as leaves room for a number."""
+    return name.encode(errors="replace")[: MAX_NAME_BYTES - 5].decode(errors="ignore")
+
+
+def namesake(name: str, names: Sequence[str], taken: Container[int]) -> int:
+    """A vacant seat whose occupant got a number behind ``name``, as others were called so too; -1 if there is none."""
+    for seat, other in enumerate(names):
+        base, _, number = other.rpartition("-")
+        if seat not in taken and base == _base(name) and number.isdecimal():
+            return seat
+    return -1
 
 
 def seat_for(join: Join, names: Sequence[str], taken: Container[int], away: Mapping[int, int], places: int) -> int:

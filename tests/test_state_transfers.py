@@ -1,0 +1,232 @@
+"""How long the others wait for a worker that joins and gets its state: state that has come buys time, nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradserver.engine.policy import Policy
+from protocol.dtypes import UINT8
+from protocol.errors import DeadlineError, JoinRefusedError
+from protocol.exchange import STATE_TAG, ExchangeKey, Kind, Op, Operation
+from protocol.limits import (
+    MAX_STATE_ATTEMPTS,
+    STATE_ASK_SECONDS,
+    STATE_REST_SECONDS,
+    STATE_STALL_SECONDS,
+)
+from protocol.messages import Enter, Entered, Failure, Propose, Ready, RoundDone, Serve, StateFailed, Transfer
+from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of, transfer
+
+LEARNER = 7
+"""Its connection."""
+SECONDS, RATE = 40.0, 8.0
+ROUND_TIMEOUT = 1800.0
+PLAN = plan_of(4)
+
+
+class Training(Harness):
+    """Two members that train, and one that joins and is waited for."""
+
+    def __init__(self, minimum: int = 1) -> None:
+        super().__init__({"default": Policy(minimum, 8, state_seconds=SECONDS, state_rate=RATE)})
+        for rank in range(2):
+            self.join(SEATS + rank, f"w{rank}", rank=rank, world=2, timeout=ROUND_TIMEOUT)
+        self.inbox.clear()
+        self.agree(PLAN, 2)
+        for rank in range(2):
+            self.receive(SEATS + rank, Serve())
+        self.round = 0
+
+    def enter(self, name: str = "late", line: int = LEARNER) -> None:
+        self.join(SEATS + line, name, timeout=ROUND_TIMEOUT)
+        self.receive(SEATS + line, Propose(PLAN.hash), PLAN.encoded)
+        self.receive(SEATS + line, Enter(0, True))
+
+    def train(self) -> list[Transfer]:
+        """A round; the states that are sent behind it."""
+        for rank in range(2):
+            self.push(rank, bucket(self.round), floats(1, 2, 3, 4))
+        done = [m for m in self.told(0, RoundDone) if m.round == self.round]
+        if not done:
+            return []
+        self.round += 1
+        return list(done[0].transfers)
+
+    def waits(self) -> bool:
+        """Whether the members have given a round, and somebody else has not."""
+        return bool(self.open_exchanges())
+
+    def begin(self) -> Transfer:
+        """The learner gets a state, and the members have given the next round."""
+        self.enter()
+        (told,) = self.train()
+        assert not self.train()
+        assert self.waits()
+        return told
+
+    def part(self, told: Transfer, index: int, nbytes: int, seat: int = 2) -> None:
+        """So much of the state comes."""
+        key = ExchangeKey(2, index, STATE_TAG + told.number, told.donor, seat)
+        operation = Operation(Kind.TRANSFER, Op.NONE, UINT8, nbytes)
+        self.push(LEARNER, key, operation=operation)
+        self.push(told.donor, key, np.zeros(nbytes, np.uint8).tobytes(), operation=operation)
+
+    def ended(self, line: int = LEARNER) -> str:
+        """What the learner was told as the others went on without it."""
+        errors = [error for error in self.failures(line) if isinstance(error, DeadlineError)]
+        assert SEATS + line in self.closed
+        (error,) = errors
+        done = [message for message in self.told(1, RoundDone) if message.round == self.round]
+        assert done, "the others wait"
+        self.round += 1
+        return error.message
+
+    def failures(self, line: int) -> list[Exception]:
+        return [message.exception() for message in self.told(line, Failure)]
+
+
+def test_a_learner_that_says_nothing_is_given_up_in_seconds() -> None:
+    driven = Training()
+    driven.begin()
+
+    driven.wait(STATE_ASK_SECONDS - 0.1)
+    assert driven.waits()
+    driven.wait(0.1)
+
+    text = driven.ended()
+    assert "waited 3.0 s in round 1 for 'late' (rank 2), and goes on without it" in text
+    assert "it did not ask for the state that 'w0' (rank 0) was to send it" in text
+    assert not driven.waits()
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_learner_to_which_a_few_bytes_come_now_and_then_is_given_up(others: bool) -> None:
+    """Also if it sends something itself: that is no state."""
+    driven = Training()
+    told = driven.begin()
+    for index in range(2):
+        driven.part(told, index, 4)
+        if others:
+            own = transfer(index, 2, 1)
+            driven.push(LEARNER, own, bytes(64), operation=Operation(Kind.TRANSFER, Op.NONE, UINT8, 64))
+        assert driven.waits()
+        driven.wait(2.5)
+    driven.part(told, 2, 4)
+    driven.wait(3.1)
+
+    assert "too few for the 7.62939e-06 MiB a second" in driven.ended()
+
+
+def test_while_its_state_comes_fast_enough_a_learner_is_waited_for_but_not_longer_than_was_said() -> None:
+    driven = Training()
+    told = driven.begin()
+    for index in range(int(SECONDS)):
+        assert driven.waits()
+        driven.part(told, index, 32)
+        driven.wait(1.0)
+
+    assert "the others wait 40 s at most (--state-timeout)" in driven.ended()
+
+
+def test_a_donor_has_a_while_to_begin_and_the_learner_to_make_its_own_what_came() -> None:
+    driven = Training()
+    told = driven.begin()
+    key = ExchangeKey(2, 0, STATE_TAG + told.number, told.donor, 2)
+    driven.push(LEARNER, key, operation=Operation(Kind.TRANSFER, Op.NONE, UINT8, 4))
+    driven.wait(SECONDS / 8 - 0.1)
+    driven.push(told.donor, key, bytes(4), operation=Operation(Kind.TRANSFER, Op.NONE, UINT8, 4))
+    driven.wait(STATE_STALL_SECONDS - 0.1)
+    assert driven.waits()
+
+    driven.receive(SEATS + LEARNER, Ready(told.number))
+
+    assert driven.told(LEARNER, Entered)
+    assert driven.waits(), "for its contribution"
+    driven.wait(SECONDS)
+    assert SEATS + LEARNER not in driven.closed
+
+
+def test_after_waiting_in_vain_the_others_train_for_longer_before_they_wait_again() -> None:
+    driven = Training()
+    driven.begin()
+    driven.wait(STATE_ASK_SECONDS)
+    driven.ended()
+
+    driven.enter("another", LEARNER + 1)
+    for _ in range(8):
+        assert not driven.train(), "a state is sent for which they wait"
+        assert not driven.waits()
+        driven.wait(STATE_ASK_SECONDS)
+    driven.wait(STATE_ASK_SECONDS)
+
+    assert driven.train()
+
+
+def test_a_name_that_was_waited_for_in_vain_too_often_may_not_join_for_a_while() -> None:
+    driven = Training()
+    for attempt in range(MAX_STATE_ATTEMPTS):
+        driven.enter(line=LEARNER + attempt)
+        (_,) = driven.train()
+        driven.train()
+        driven.wait(STATE_ASK_SECONDS)
+        driven.ended(LEARNER + attempt)
+        driven.wait(30.0)
+
+    driven.enter(line=90)
+    error, *_ = driven.failures(90)
+    assert isinstance(error, JoinRefusedError)
+    assert "waited 3 times for 'late' to get the state, in vain: it may join again in 570 s" in error.message
+    driven.wait(STATE_REST_SECONDS)
+    driven.enter(line=91)
+    assert driven.train()
+
+
+def test_asking_for_the_state_again_and_again_is_no_way_to_be_waited_for() -> None:
+    driven = Training()
+    driven.enter()
+    for _ in range(MAX_STATE_ATTEMPTS):
+        assert SEATS + LEARNER not in driven.closed
+        (told,) = driven.train()
+        driven.wait(STATE_ASK_SECONDS - 1)
+        driven.receive(SEATS + LEARNER, Enter(told.number, True))
+        driven.wait(30.0)
+
+    assert SEATS + LEARNER in driven.closed
+
+
+def test_what_is_the_donors_fault_is_not_held_against_a_learner() -> None:
+    driven = Training()
+    told = driven.begin()
+
+    driven.receive(SEATS + told.donor, StateFailed(told.number, "no memory"))
+
+    assert not driven.engine.control.groups["default"].in_vain
+    (done,) = driven.told(0, RoundDone)
+    (again,) = done.transfers
+    assert again.donor != told.donor
+
+
+def test_with_too_few_to_train_they_wait_as_long_as_the_state_comes() -> None:
+    driven = Training(minimum=2)
+    driven.lose(1)
+    driven.enter()
+    driven.push(0, bucket(0), floats(1, 2, 3, 4))
+    (done,) = driven.told(0, RoundDone)
+    (told,) = done.transfers
+    for index in range(int(SECONDS) + 20):
+        driven.part(told, index, 32)
+        driven.wait(1.0)
+
+    assert SEATS + LEARNER not in driven.closed
+
+
+def test_the_log_says_who_waits_for_whom() -> None:
+    driven = Training()
+    driven.begin()
+
+    texts = [log.text for log in driven.logs]
+    assert (
+        "group 'default': round 1 waits for 'late' (rank 2), to which 'w0' (rank 0) sends its state, 40 s at most"
+        in texts
+    )
