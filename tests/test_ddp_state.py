@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from gradserver import DistributedDataParallel
 from protocol.dtypes import FLOAT32
@@ -16,6 +21,7 @@ from protocol.errors import (
     DivergedError,
     GradServerError,
     InvalidArgumentError,
+    LayoutError,
     NonFiniteError,
     OutOfStepError,
     PlanMismatchError,
@@ -192,14 +198,147 @@ def test_state_of_a_module_that_has_a_module_called_module() -> None:
     alone(work)
 
 
-def test_wrapper_is_not_copied() -> None:
+def copies(model: DistributedDataParallel, tmp_path: Path) -> Iterator[Any]:
+    """What people make of a wrapper."""
+    yield copy.deepcopy(model)
+    yield pickle.loads(pickle.dumps(model))
+    torch.save(model, tmp_path / "model.pt")
+    yield torch.load(tmp_path / "model.pt", weights_only=False)
+    yield AveragedModel(model).module
+
+
+def test_a_copy_of_a_wrapper_has_a_module_of_its_own_and_exchanges_nothing(tmp_path: Path) -> None:
     def work(worker: Worker) -> None:
-        model = DistributedDataParallel(Transformer(), worker)
-        loss_of(model, *tokens(0, 2)).backward()
-        with pytest.raises(UsageError, match="do that with its .module"):
-            copy.deepcopy(model)
-        loss_of(copy.deepcopy(model.module), *tokens(0, 2)).backward()  # exchanges nothing
-        assert worker.round == 1
+        model = DistributedDataParallel(Convolutional(), worker)
+        inputs, targets = images(0, 4)
+        loss_of(model, inputs, targets).backward()
+        for other in copies(model, tmp_path):
+            assert type(other) is DistributedDataParallel
+            assert same(other.state_dict(), model.state_dict()), "with the same keys"
+            assert all(a is not b for a, b in zip(other.parameters(), model.parameters(), strict=True))
+            model.eval()
+            assert torch.equal(other.eval()(inputs), model(inputs))
+            assert not other.module.training
+            model.train()
+            loss_of(other.train(), inputs, targets).backward()
+            assert worker.round == 1
+            with pytest.raises(AttributeError, match="this is a copy of a wrapped module, which exchanges nothing"):
+                other.set_weight(1.0)
+            assert not hasattr(other, "worker")
+            DistributedDataParallel(other.module, worker)
+            DistributedDataParallel(model.module, worker)
+
+    alone(work)
+
+
+def test_averages_of_weights_follow_a_wrapper() -> None:
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(Convolutional(), worker)
+        average = AveragedModel(model)
+        weight = model.get_parameter("module.head.weight")
+        for _ in range(2):
+            with torch.no_grad():
+                weight.add_(1.0)
+            average.update_parameters(model)
+        assert torch.allclose(average.get_parameter("module.module.head.weight"), weight - 0.5)
+
+    alone(work)
+
+
+class Sharded(nn.Parameter):
+    """As FSDP2 and tensor parallelism make of a parameter."""
+
+    placements = device_mesh = ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        (1, {}, "there is no worker to exchange gradients with: worker = gradserver.connect(); model = "),
+        (2, {"process_group": object()}, "process_group= belongs to torch.distributed. Groups are workers': "),
+        (2, {"device_ids": [0]}, "device_ids=[0] is not needed, and moves nothing: this module is on cpu. Move it "),
+        (2, {"output_device": 1}, "output_device=1 is not needed, and moves nothing: this module is on cpu. "),
+        ("model", {}, "module is a str, and must be a torch.nn.Module: worker = gradserver.connect()"),
+        ("worker", {}, "worker is a str, and must be what connect returns: worker = gradserver.connect()"),
+    ],
+)
+def test_what_is_not_a_module_and_a_worker_is_a_type_error(arguments: Any, options: Any, text: str) -> None:
+    def work(worker: Worker) -> None:
+        module: Any = Convolutional()
+        given = {1: (module,), 2: (module, worker), "model": ("model", worker), "worker": (module, "worker")}
+        with pytest.raises(TypeError) as caught:
+            DistributedDataParallel(*given[arguments], **options)
+        assert str(caught.value).startswith(text)
+        DistributedDataParallel(module, worker, device_ids=[torch.device("cpu")])
+
+    alone(work)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "text"),
+    [
+        (
+            lambda module: module.add_module("table", nn.Embedding(3, 2, sparse=True)),
+            LayoutError,
+            "module 'table' is an Embedding with sparse=True, and only dense gradients travel: build it with "
+            "sparse=False",
+        ),
+        (
+            lambda module: module.register_parameter("part", Sharded(torch.ones(2), requires_grad=False)),
+            InvalidArgumentError,
+            "parameter 'part' is a DTensor, of which this process has a part only: gradserver keeps whole replicas "
+            "alike. Wrap a module that neither FSDP nor tensor parallelism has sharded",
+        ),
+        (
+            lambda module: module.add_module("norm", nn.SyncBatchNorm(4)),
+            InvalidArgumentError,
+            "module 'norm' is a torch.nn.SyncBatchNorm, which needs a process group of torch.distributed: before "
+            "wrapping call module = gradserver.convert_sync_batchnorm(module, worker)",
+        ),
+        (
+            lambda module: setattr(module.head.bias, "_in_backward_optimizers", []),
+            InvalidArgumentError,
+            "the optimizer of parameter 'head.bias' steps inside backward (_apply_optimizer_in_backward), before "
+            "gradients are averaged: step it after backward()",
+        ),
+    ],
+    ids=["sparse", "sharded", "sync-batchnorm", "in-backward"],
+)
+def test_modules_that_cannot_be_replicas_are_refused_by_name(spoil: Any, error: type[Exception], text: str) -> None:
+    def work(worker: Worker) -> None:
+        module = Convolutional()
+        spoil(module)
+        with pytest.raises(error) as caught:
+            DistributedDataParallel(module, worker)
+        assert str(caught.value) == text
+
+    alone(work)
+
+
+def test_an_optimizer_that_steps_inside_backward_is_noticed() -> None:
+    def work(worker: Worker) -> None:
+        module = Convolutional()
+        for parameter in module.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            hooked: Any = parameter
+            hooked.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        model = DistributedDataParallel(module, worker)
+        with pytest.raises(UsageError, match=r"parameter '.*' was changed during backward, before its gradient was av"):
+            loss_of(model, *images(0, 4)).backward()
+
+    on(2, work)
+
+
+def test_a_backward_that_is_to_create_a_graph_warns() -> None:
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(Convolutional(), worker)
+        with warnings.catch_warnings(record=True) as caught:  # torch has a warning of its own
+            warnings.simplefilter("always")
+            loss_of(model, *images(0, 4)).backward(create_graph=True)
+        assert sum("the averaged gradients in .grad have no graph" in str(one.message) for one in caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss_of(model, *images(0, 4)).backward()
 
     alone(work)
 
@@ -319,7 +458,9 @@ def test_error_of_the_exchange_comes_out_of_backward() -> None:
 
 def test_sparse_gradients_are_refused() -> None:
     def work(worker: Worker) -> None:
-        model = DistributedDataParallel(nn.Embedding(3, 2, sparse=True), worker)
+        table = nn.Embedding(3, 2)
+        model = DistributedDataParallel(table, worker)
+        table.sparse = True
         with pytest.raises(GradServerError, match=r"the gradient of 'weight' is sparse_coo"):
             model(torch.tensor([1])).sum().backward()
 

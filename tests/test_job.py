@@ -313,6 +313,20 @@ def test_what_a_checkpoint_has(tmp_path: Path) -> None:
     assert tree["versions"]["torch"] == torch.__version__
 
 
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    def work(worker: Worker) -> None:
+        module = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        with pytest.raises(InvalidArgumentError) as caught:
+            Job(DistributedDataParallel(module, worker), optimizer)
+        assert str(caught.value) == (
+            "parameter 0 of the optimizer's group 0, of shape (2, 2), is none of the model's: make the optimizer with "
+            "model.parameters()"
+        )
+
+    alone(work)
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     file, other = tmp_path / "job.gsckpt", tmp_path / "other.gsckpt"
 

@@ -21,6 +21,7 @@ CUDA device.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -79,6 +80,9 @@ class Backward:
         self._pending = 0
         """Backwards whose gradients were accumulated since the last exchange."""
         self._learned = False
+        self._warned = False
+        self._versions: dict[str, int] | None = {}
+        """Of the parameters when the first backward that exchanges begins; None when it is over."""
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self.armed = False
         self.leads = True
@@ -168,13 +172,17 @@ class Backward:
         for slot in self.rounds.slots:
             slot.fired = 0
             slot.touched = slot.touched and not thrown_away
+        if state is State.EXCHANGE and self._versions is not None:
+            self._versions = {slot.name: slot.parameter._version for slot in self.rounds.slots}
         self._waiting = [sum(slot.expected > 0 for slot in bucket.slots) for bucket in self.rounds.gradients]
 
-    @torch.no_grad()
     def _on_gradient(self, index: int, slot: Slot) -> None:
         """The gradient of one parameter is ready."""
-        with self._lock:
+        has_graph = torch.is_grad_enabled()
+        with self._lock, torch.no_grad():
             self._begin()
+            if has_graph and not self._warned:
+                self._warn_of_graph()
             slot.fired += 1
             slot.touched = True
             as_view = self._options.gradient_as_bucket_view
@@ -223,6 +231,7 @@ class Backward:
             self._state = State.IDLE
         else:
             with self._failing():
+                self._check_not_stepped()
                 self._check_graph()
                 self._finish()
 
@@ -275,6 +284,26 @@ class Backward:
     def _out_of_step(self) -> OutOfStepError:
         return OutOfStepError(
             f"{self._broken}. This replica is out of step with the others: close the worker and start again"
+        )
+
+    def _check_not_stepped(self) -> None:
+        """In the first backward. An optimizer in a hook would use a gradient that is this worker's alone."""
+        if self._versions:
+            for slot in self.rounds.slots:
+                if slot.parameter._version != self._versions[slot.name]:
+                    raise UsageError(
+                        f"parameter {slot.name!r} was changed during backward, before its gradient was averaged, as an "
+                        f"optimizer does that steps in a hook (register_post_accumulate_grad_hook): step it after "
+                        f"backward()"
+                    )
+        self._versions = None
+
+    def _warn_of_graph(self) -> None:
+        self._warned = True
+        warnings.warn(
+            "backward(create_graph=True): the averaged gradients in .grad have no graph. For a penalty on gradients "
+            "use torch.autograd.grad(…, create_graph=True), and add it to the loss",
+            stacklevel=2,
         )
 
     # ── is the graph what it was said to be? ──────────────────────────────────────────────────────────

@@ -67,6 +67,7 @@ def group_parameters(
     Raises:
         InvalidArgumentError: no parameter requires a gradient, or one cannot be exchanged; names it.
     """
+    check_module(module, ignored)
     trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored)
     named = [(n, p) for n, p in trained if _is_exchangeable(n, p)]
     if not named:
@@ -186,6 +187,39 @@ def _split(group: Group) -> list[Group]:
         key += f".device{devices.index(device)}" if device != devices[0] else ""
         groups.append(Group(key, tuple(members)))
     return groups
+
+
+def check_module(module: nn.Module, ignored: Collection[str] = ()) -> None:
+    """Refuse what cannot be trained as a replica. Raises InvalidArgumentError, or LayoutError for sparse gradients."""
+    for path, part in module.named_modules():
+        own = part.named_parameters(path, recurse=False)
+        trained = any(parameter.requires_grad and name not in ignored for name, parameter in own)
+        if trained and getattr(part, "sparse", False) is True:
+            raise LayoutError(
+                f"module {path!r} is an {type(part).__name__} with sparse=True, and only dense gradients travel: "
+                f"build it with sparse=False"
+            )
+        if isinstance(part, nn.SyncBatchNorm):
+            raise InvalidArgumentError(
+                f"module {path!r} is a torch.nn.SyncBatchNorm, which needs a process group of torch.distributed: "
+                f"before wrapping call module = gradserver.convert_sync_batchnorm(module, worker)"
+            )
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
+            raise InvalidArgumentError(
+                f"parameter {name!r} is a DTensor, of which this process has a part only: gradserver keeps whole "
+                f"replicas alike. Wrap a module that neither FSDP nor tensor parallelism has sharded"
+            )
+        if type(parameter).__name__ == "FlatParameter" and name not in ignored:
+            raise InvalidArgumentError(
+                f"parameter {name!r} is FSDP's, of which this process has a part only: gradserver keeps whole replicas "
+                f"alike. Wrap a module that FSDP has not wrapped"
+            )
+        if hasattr(parameter, "_in_backward_optimizers") and name not in ignored:
+            raise InvalidArgumentError(
+                f"the optimizer of parameter {name!r} steps inside backward (_apply_optimizer_in_backward), before "
+                f"gradients are averaged: step it after backward()"
+            )
 
 
 def _is_exchangeable(name: str, parameter: nn.Parameter) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from protocol.errors import InvalidArgumentError, UsageError
+from protocol.errors import InvalidArgumentError
 from protocol.limits import MIB
 from protocol.plan import Plan
 from worker.alike import check_same_tensors
@@ -88,6 +88,9 @@ class DistributedDataParallel(nn.Module):
         init_sync: let all start with the parameters and buffers of rank 0. Without it nothing is sent: all workers
             must have loaded the same, of which digests are compared. That is quicker where most weights are frozen.
         timeout: seconds that one exchange may wait for others; None takes the worker's.
+        device_ids: known from torch's wrapper, and not needed: a module is exchanged on the device that it is on. It
+            may name just that one, as ``output_device`` may.
+        process_group: known from torch's wrapper, and refused: the group is the worker's.
         wire: what certain buckets travel as, by key: ``{"embedding": "topk:0.01", "block.0": "fp32"}``. The
             others travel as `gradserver.connect` was told. Keys are those of ``plan``.
 
@@ -104,7 +107,7 @@ class DistributedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        worker: Worker,
+        worker: Worker | None = None,
         *,
         blocks: Iterable[nn.Module] | None = None,
         bucket_cap_mb: float = 25.0,
@@ -119,8 +122,12 @@ class DistributedDataParallel(nn.Module):
         init_sync: bool = True,
         timeout: float | None = None,
         wire: Mapping[str, str] | None = None,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        process_group: object | None = None,
     ) -> None:
         super().__init__()
+        worker = _checked(module, worker, device_ids, output_device, process_group)
         if accumulation not in ("sum", "mean"):
             raise InvalidArgumentError(f"accumulation is 'sum' or 'mean', not {accumulation!r}")
         options = Options(
@@ -158,8 +165,8 @@ class DistributedDataParallel(nn.Module):
             OutOfStepError: an exchange, or a backward in the midst of one, failed before. In training mode only:
                 evaluation goes on.
         """
-        backward = self._backward
-        if not torch.is_grad_enabled() or not backward.exchanges:
+        backward: Backward | None = self.__dict__.get("_backward")
+        if backward is None or not torch.is_grad_enabled() or not backward.exchanges:
             return self.module(*args, **kwargs)
         if self.training:
             backward.check()
@@ -174,7 +181,8 @@ class DistributedDataParallel(nn.Module):
     def train(self, mode: bool = True) -> DistributedDataParallel:
         """Set training mode or eval mode, of this module and of all modules inside."""
         super().train(mode)
-        self._backward.training = mode
+        if (backward := self.__dict__.get("_backward")) is not None:
+            backward.training = mode
         return self
 
     @contextmanager
@@ -288,8 +296,52 @@ class DistributedDataParallel(nn.Module):
             return self.module.load_state_dict(state_dict, strict)
         return super().load_state_dict(state_dict, strict)
 
-    def __getstate__(self) -> object:
-        raise UsageError("a wrapper holds a connection, and cannot be copied or pickled: do that with its .module")
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the connection: a copy, also one that was pickled, has a module of its own, and exchanges nothing."""
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THE_CONNECTION}
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_THE_CONNECTION:
+            raise AttributeError(
+                "this is a copy of a wrapped module, which exchanges nothing: to train it, wrap its .module"
+            )
+        return super().__getattr__(name)
+
+
+_OF_THE_CONNECTION: Final = ("worker", "_rounds", "_backward")
+
+
+def _checked(
+    module: object,
+    worker: object,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    process_group: object,
+) -> Worker:
+    """``worker``, if all this is what it should be; else an error that says what to give instead."""
+    connected = "worker = gradserver.connect(); model = gradserver.DistributedDataParallel(module, worker)"
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}, and must be a torch.nn.Module: {connected}")
+    if process_group is not None:
+        raise TypeError(f"process_group= belongs to torch.distributed. Groups are workers': {connected}")
+    if worker is None:
+        raise TypeError(f"there is no worker to exchange gradients with: {connected}")
+    if not isinstance(worker, Worker):
+        raise TypeError(f"worker is a {type(worker).__name__}, and must be what connect returns: {connected}")
+    there = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    for option, devices in (("device_ids", device_ids), ("output_device", output_device)):
+        for device in devices if isinstance(devices, Sequence) and not isinstance(devices, str) else (devices,):
+            if device is not None and {_device(device)} != there:
+                found = ", ".join(sorted(map(str, there))) or "no device"
+                raise TypeError(
+                    f"{option}={devices!r} is not needed, and moves nothing: this module is on {found}. Move it with "
+                    f"module.to(device) first, and then wrap it; one process trains on one device"
+                )
+    return worker
+
+
+def _device(device: int | str | torch.device) -> torch.device:
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 def _ignored(module: nn.Module, buffers: Iterable[str]) -> frozenset[str]:

@@ -117,7 +117,7 @@ class Job:
         every: int | None = None,
         keep: int = 2,
     ) -> None:
-        _check(model, data, checkpoint, every)
+        _check(model, optimizer, data, checkpoint, every)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.round = self.entered = 0
         self.resumed: Path | None = None
@@ -448,11 +448,24 @@ def _position_of(
     return RangesPosition(data) if isinstance(data, DataRanges) else Position(data, place)
 
 
-def _check(model: object, data: object, checkpoint: object, every: object) -> None:
+def _check_optimizer(model: DistributedDataParallel, optimizer: Optimizer) -> None:
+    """Refuse an optimizer of other parameters: its steps would change nothing, or what is not exchanged."""
+    own = {id(parameter) for parameter in model.module.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for number, parameter in enumerate(group["params"]):
+            if id(parameter) not in own:
+                raise InvalidArgumentError(
+                    f"parameter {number} of the optimizer's group {index}, of shape {tuple(parameter.shape)}, is none "
+                    f"of the model's: make the optimizer with model.parameters()"
+                )
+
+
+def _check(model: object, optimizer: Optimizer, data: object, checkpoint: object, every: object) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise InvalidArgumentError(
             f"model is a {type(model).__name__}: wrap it first, in gradserver.DistributedDataParallel(module, worker)"
         )
+    _check_optimizer(model, optimizer)
     if data is not None and not isinstance(data, ShardSampler | DataRanges):
         raise InvalidArgumentError(
             f"data is a {type(data).__name__}, and must be a gradserver.ShardSampler or DataRanges: what has a "
