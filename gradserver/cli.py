@@ -291,8 +291,18 @@ def _add_ledger(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="first", type=number(int, 0, MAX_COUNTER), metavar="N", help="rounds from N on")
     parser.add_argument("--to", dest="last", type=number(int, 0, MAX_COUNTER), metavar="M", help="rounds up to M")
     parser.add_argument("--group", metavar="NAME", help="this group only")
-    parser.add_argument("--json", action="store_true", help="print every record as a line of JSON")
-    parser.add_argument("--verify", action="store_true", help="check every byte, and that no round is missing")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--json", action="store_true", help="print every record as a line of JSON")
+    instead.add_argument("--verify", action="store_true", help="check every byte, and that no round is missing")
+    instead.add_argument(
+        "--export", metavar="FILE", help="write all that can be read to FILE, as lines of JSON, without secrets"
+    )
+    instead.add_argument(
+        "--repair",
+        action="store_true",
+        help="leave out what is damaged or of another version, say what is lost, and keep the files as they were "
+        "beside it (while no coordinator uses them)",
+    )
     parser.set_defaults(run=_ledger)
 
 
@@ -428,6 +438,10 @@ def _ledger(arguments: argparse.Namespace) -> int:
     """Show what a coordinator with --state-dir wrote down: who contributed to which round, and who was slow and why."""
     from gradserver.ledger import command
 
+    if arguments.export is not None:
+        return command.export(arguments.path, arguments.export)
+    if arguments.repair:
+        return command.mend(arguments.path)
     selection = command.Selection(arguments.group, arguments.round, arguments.first, arguments.last)
     return command.show(arguments.path, selection, arguments.json, arguments.verify)
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
+import re
 import resource
 import signal
 import stat
 import struct
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from gradserver.cli import main
 from gradserver.engine.records import (
     Closed,
     Dated,
@@ -281,13 +287,156 @@ def test_damage_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
         assert starts_in(tmp_path) == [1]
 
 
-@pytest.mark.parametrize("content", [b"GSLEDG9\n\x01\0\0\0", b"#!/bin/sh", MAGIC + b"\1"])
+@pytest.mark.parametrize("content", [b"GSLEDG", b"#!/bin/sh", MAGIC + b"\1"])
 def test_what_is_no_ledger_is_left_alone(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "ledger-000001.gsl"
     file.write_bytes(content)
     with pytest.raises(StateError, match=f"{file} is no ledger file"):
         StateDir(tmp_path, "0.1.0")
     assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("what", [[], ["--repair"], ["--verify"]])
+def test_a_ledger_in_another_format_is_named_and_left_alone(tmp_path: Path, what: list[str]) -> None:
+    file = tmp_path / "ledger-000001.gsl"
+    file.write_bytes(b"GSLEDG9\n\x01\0\0\0")
+
+    with pytest.raises(StateError, match="in format 9, and this gradserver reads format 2: use the version"):
+        StateDir(tmp_path, "0.1.0")
+
+    assert main(["ledger", str(tmp_path), *what]) == 1
+    assert file.read_bytes() == b"GSLEDG9\n\x01\0\0\0"
+
+
+# ── another version's, and damage that is mended ──────────────────────────────────────────────────────
+
+
+def of_a_later_version(kind: int = 60) -> bytes:
+    """A record of a kind that this version does not know."""
+    body: bytes = msgpack.packb(["g", 1])
+    check = zlib.crc32(body, zlib.crc32(struct.pack("<Bd", kind, 7.0)))
+    return struct.pack("<IIBd", 9 + len(body), check, kind, 7.0) + body
+
+
+def a_story() -> list[bytes]:
+    """A file in pieces: its header, and a record each."""
+    written: list[Kind] = [Snapshot(1), Start(1, "0.9.9", 7, 0.0, 0.0), *FOUNDED]
+    written += [round_record(number) for number in range(4)]
+    return [header(1), *(frame(Dated(float(at), record)) for at, record in enumerate(written))]
+
+
+def test_a_record_of_another_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "ledger-000001.gsl").write_bytes(b"".join(a_story()) + of_a_later_version())
+
+    with pytest.raises(StateError) as refused:
+        StateDir(tmp_path, "0.1.0")
+
+    for part in (
+        "there is no kind of record 60: a later version may have written it",
+        "It was written by gradserver 0.9.9: start that version with this --state-dir",
+        f"gradserver ledger {tmp_path} --repair",
+        f"gradserver ledger {tmp_path} --export FILE",
+    ):
+        assert part in str(refused.value)
+
+
+def test_what_another_version_wrote_besides_is_left_out_by_repair_and_all_else_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pieces = a_story()
+    before = b"".join([*pieces[:-1], of_a_later_version(), pieces[-1]])
+    file = tmp_path / "ledger-000001.gsl"
+    file.write_bytes(before)
+
+    assert main(["ledger", str(tmp_path), "--repair"]) == 0
+
+    out = capsys.readouterr().out
+    assert "9 records kept, 21 bytes in 1 place lost; the file as it was is ledger-000001.gsl.damaged" in out
+    assert "behind round 2 of group 'g', before round 3 of group 'g'" in out
+    assert "there is no kind of record 60" in out
+    assert file.read_bytes() == b"".join(pieces)
+    assert (tmp_path / "ledger-000001.gsl.damaged").read_bytes() == before
+    assert mode_of(file) == 0o600
+    with opened(tmp_path) as found:
+        assert found.incarnation == 2
+
+
+@pytest.mark.parametrize(("lost", "told"), [(7, "round 1 is"), (slice(7, 9), "rounds 1 to 2 are")])
+def test_repair_keeps_what_is_whole_and_says_which_rounds_are_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: int | slice, told: str
+) -> None:
+    pieces = a_story()
+    which = range(len(pieces))[lost if isinstance(lost, slice) else slice(lost, lost + 1)]
+    damaged = [bytes(len(piece)) if at in which else piece for at, piece in enumerate(pieces)]
+    file = tmp_path / "ledger-000001.gsl"
+    file.write_bytes(b"".join(damaged))
+
+    assert main(["ledger", str(file), "--repair"]) == 0
+
+    out = capsys.readouterr().out
+    start = sum(map(len, pieces[: which[0]]))
+    assert f"bytes {start} to {start + sum(len(pieces[at]) for at in which) - 1}, behind round 0 of group 'g'" in out
+    assert f"they are no record; {told} missing of group 'g'" in out
+    assert file.read_bytes() == b"".join(piece for at, piece in enumerate(pieces) if at not in which)
+    assert main(["ledger", str(tmp_path), "--repair"]) == 0
+    assert "ledger-000001.gsl: " in (said := capsys.readouterr().out)
+    assert "records, whole" in said
+    with opened(tmp_path):
+        pass
+
+
+def test_a_snapshot_counts_what_is_left_of_what_it_restated(tmp_path: Path) -> None:
+    pieces = a_story()
+    pieces[2] = bytes(len(pieces[2]))
+    (tmp_path / "ledger-000001.gsl").write_bytes(b"".join(pieces))
+
+    assert main(["ledger", str(tmp_path), "--repair"]) == 0
+
+    assert items(tmp_path / "ledger-000001.gsl")[0] == Snapshot(0)
+
+
+@given(st.data())
+@settings(max_examples=examples(30))
+def test_whatever_is_changed_in_a_file_a_mended_one_can_be_used(data: st.DataObject) -> None:
+    whole = b"".join(a_story())
+    at = data.draw(st.integers(0, len(whole) - 1))
+    changed = data.draw(st.binary(min_size=1, max_size=40))
+    with TemporaryDirectory() as name:
+        file = Path(name) / "ledger-000001.gsl"
+        file.write_bytes(whole[:at] + changed + whole[at + len(changed) :])
+        if main(["ledger", name, "--repair"]):
+            assert re.match(rb"GSLEDG[^2]", file.read_bytes()), "of another format"
+            return
+        with opened(Path(name), sync=None):
+            assert not [item for item in items(file) if isinstance(item, Fault)]
+
+
+def test_a_directory_that_is_in_use_is_not_repaired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(tmp_path):
+        assert main(["ledger", str(tmp_path), "--repair"]) == 1
+
+    assert "is in use by the coordinator with process id" in capsys.readouterr().err
+
+
+def test_all_that_can_be_read_is_exported_and_what_cannot_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pieces = a_story()
+    pieces.insert(-1, of_a_later_version())
+    pieces[7] = bytes(len(pieces[7]))
+    (tmp_path / "ledger-000001.gsl").write_bytes(b"".join(pieces) + frame(Dated(9.0, Durable("g", "a secret"))))
+    (tmp_path / "ledger-000002.gsl").write_bytes(b"GSLEDG9\n\x01\0\0\0")
+    target = tmp_path / "all.jsonl"
+
+    assert main(["ledger", str(tmp_path), "--export", str(target)]) == 0
+
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    kinds = Counter(line["kind"] for line in lines)
+    assert kinds == {"group": 1, "epoch": 1, "plan": 1, "round": 3, "durable": 1, "damage": 3, "start": 1}
+    assert [line["round"] for line in lines if line["kind"] == "round"] == [0, 2, 3]
+    assert "secret" not in target.read_text()
+    assert "10 records" not in capsys.readouterr().err
+    assert mode_of(target) == 0o600
 
 
 # ── rotation ──────────────────────────────────────────────────────────────────────────────────────────
@@ -402,14 +551,14 @@ def test_a_disk_that_is_full_at_the_start_does_not_keep_anybody_from_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(monkeypatch)
-    lock = state._lock
+    lock = state.lock
 
     def locked(path: Path) -> int:
         fd = lock(path)
         disk.failure = errno.ENOSPC
         return fd
 
-    monkeypatch.setattr(state, "_lock", locked)
+    monkeypatch.setattr(state, "lock", locked)
     with opened(tmp_path, retry=0.0) as found:
         found.append(round_record(0))
         assert found.snapshot()["trouble"] == "no space left on device"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -29,6 +30,7 @@ from gradserver.engine.records import (
     Start,
 )
 from gradserver.ledger.journal import Entry, Fault, number_of, scan
+from gradserver.ledger.repair import repair
 from gradserver.ledger.state import files_of
 from gradserver.ledger.tables import Story, hexadecimal, moment, one_round, round_rows, summary
 from protocol.errors import StateError, reason_of
@@ -66,6 +68,38 @@ class Written(NamedTuple):
     record: Kind
     clock: float
     restated: bool
+
+
+def export(path: str, target: str) -> int:
+    """Write all that can be read of the ledger at ``path`` to ``target``, a JSON object a line; the exit status is 0.
+
+    What cannot be read has lines of its own. Secrets, by which members of durable groups are known, are left out.
+    """
+    files, faults = list[Path](), list[str]()
+    for file in _files(Path(path)):
+        try:
+            _content(file)
+            files.append(file)
+        except StateError as error:
+            faults.append(error.message)
+    count = 0
+    try:
+        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+            for line in _lines(_read(files, faults), Selection()):
+                out.write(json.dumps(line) + "\n")
+                count += 1
+            for fault in faults:
+                out.write(json.dumps({"kind": "damage", "what": fault}) + "\n")
+    except OSError as error:
+        raise StateError(f"cannot write {target}: {reason_of(error)}") from error
+    damage = f", and {len(faults)} places that cannot be read" if faults else ""
+    print(f"{target}: {count} records{damage}")
+    return 0
+
+
+def mend(path: str) -> int:
+    """Leave out what is damaged of the ledger at ``path``, and keep the files as they were beside it."""
+    return repair(Path(path), _files(Path(path)))
 
 
 def show(path: str, selection: Selection, as_json: bool, verify: bool) -> int:

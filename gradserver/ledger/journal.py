@@ -13,6 +13,7 @@ Where one follows, the file is *damaged*: something else has changed it.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from protocol.errors import GradServerError, StateError
 from protocol.limits import MIB
 
 MAGIC: Final = b"GSLEDG2\n"
+_ANY_FORMAT: Final = re.compile(rb"GSLEDG[0-9A-Z]\n")
 HEADER_BYTES: Final = len(MAGIC) + 4
 _FRAME: Final = struct.Struct("<IIBd")
 _STAMP: Final = struct.Struct("<Bd")
@@ -59,6 +61,11 @@ class Entry(NamedTuple):
     clock: float
     body: memoryview
 
+    @property
+    def stop(self) -> int:
+        """The byte behind it."""
+        return self.at + _FRAME.size + len(self.body)
+
     def read(self) -> Dated:
         """What it says; StateError if that cannot be read, though its checksum is right."""
         try:
@@ -77,10 +84,23 @@ class Fault(NamedTuple):
 
 def number_of(path: Path, data: bytes) -> int:
     """The number that a file begins with; StateError if it is no ledger file."""
+    check_format(path, data)
     if data[: len(MAGIC)] != MAGIC or len(data) < HEADER_BYTES:
         raise StateError(f"{path} is no ledger file: it does not begin as one")
     (number,) = struct.unpack_from("<I", data, len(MAGIC))
     return int(number)
+
+
+def check_format(path: Path, data: bytes) -> None:
+    """StateError if a file is a ledger's, in a format that this version does not read."""
+    beginning = data[: len(MAGIC)]
+    if beginning != MAGIC and re.fullmatch(_ANY_FORMAT, beginning):
+        theirs, ours = (magic[6:7].decode() for magic in (beginning, MAGIC))
+        raise StateError(
+            f"{path} is a ledger in format {theirs}, and this gradserver reads format {ours}: use the version of "
+            f"gradserver that wrote it, whose `gradserver ledger {path.parent} --export FILE` writes all that it says "
+            f"as JSON, or give --state-dir another directory"
+        )
 
 
 def scan(data: bytes) -> Iterator[Entry | Fault]:

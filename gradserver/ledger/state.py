@@ -38,7 +38,7 @@ _FILE_BYTES: Final = 64 * MIB
 _RESTATED_BYTES: Final = 4 * MIB
 """What is written between two snapshots within a file."""
 _RETRY_SECONDS: Final = 10.0
-_OWN: Final = 0o600
+OWN: Final = 0o600
 _NAME: Final = re.compile(r"ledger-(\d{6,})\.gsl")
 
 
@@ -88,7 +88,7 @@ class StateDir:
         """Descriptors of files that are full, and not synced yet."""
         self._syncer: threading.Thread | None = None
         self._swapping = threading.Lock()
-        self._lock = _lock(path)
+        self._lock = lock(path)
         try:
             _keep_to_owner(path)
             self.incarnation = self._resume() + 1
@@ -149,7 +149,7 @@ class StateDir:
         """Members come back to ``port``, also when the next coordinator may choose one."""
         half = self.path / "port.tmp"
         try:
-            half.touch(_OWN)
+            half.touch(OWN)
             half.write_text(f"{port}\n")
             half.rename(self.path / "port")
         except OSError as error:
@@ -191,7 +191,8 @@ class StateDir:
             if any(not fault.torn for fault in faults):
                 raise StateError(
                     f"{path} is damaged at byte {faults[0].at}: what stands there is no record, and whole ones follow. "
-                    f"`gradserver ledger --verify {path}` says more; move the file away to go on without it"
+                    f"`gradserver ledger --verify {path}` says more, and `gradserver ledger {self.path} --repair` "
+                    f"keeps what is whole"
                 )
             found[:0] = entries = [item for item in items if isinstance(item, Entry)]
             starts = [entry for entry in entries if entry.kind == CODES[Start]]
@@ -206,8 +207,12 @@ class StateDir:
     def _recall(self, entries: Sequence[Entry]) -> None:
         """Read what still matters: it stands behind the last snapshot."""
         first = max((index for index, entry in enumerate(entries) if entry.kind == CODES[Snapshot]), default=0)
+        writer = "another version of gradserver"
         for entry in entries[first:]:
-            self._books.take(_read(self._file, entry))
+            dated = _read(self._file, entry, writer)
+            self._books.take(dated)
+            if isinstance(dated.record, Start):
+                writer = f"gradserver {dated.record.version}"
         self._restate_at = self._size + _RESTATED_BYTES
 
     def _open(self, path: Path, number: int, size: int, faults: list[Fault]) -> None:
@@ -240,14 +245,14 @@ class StateDir:
             written.append(Dated(now, Gap(self._lost, self._lost_since, self._trouble)))
         data = header(number) + b"".join(map(frame, written))
         half = path.with_suffix(".tmp")
-        fd = os.open(half, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _OWN)
+        fd = os.open(half, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, OWN)
         try:
             _write_all(fd, data)
             if self._sync is not None:
                 os.fsync(fd)
             half.rename(path)
             if self._sync is not None:
-                _sync_directory(self.path)
+                sync_directory(self.path)
         except BaseException:
             os.close(fd)
             with contextlib.suppress(OSError):
@@ -372,25 +377,38 @@ def files_of(path: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def file_number(path: Path) -> int:
+    """The number in a file's name; StateError if it is not named as a ledger's."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise StateError(f"{path} is not named as a file of a ledger: ledger-000001.gsl")
+    return int(match[1])
+
+
 def _incarnation(path: Path, entry: Entry) -> int:
-    record = _read(path, entry).record
+    record = _read(path, entry, "another version of gradserver").record
     assert isinstance(record, Start), record
     return record.incarnation
 
 
-def _read(path: Path, entry: Entry) -> Dated:
+def _read(path: Path, entry: Entry, writer: str) -> Dated:
     try:
         return entry.read()
     except StateError as error:
-        raise StateError(f"{path}: {error.message}") from error
+        raise StateError(
+            f"{path}: {error.message}. It was written by {writer}: start that version with this --state-dir, or go on "
+            f"without such records (`gradserver ledger {path.parent} --repair` leaves them out, and keeps the file), "
+            f"or give --state-dir another directory. `gradserver ledger {path.parent} --export FILE` writes what can "
+            f"be read as JSON"
+        ) from error
 
 
-def _lock(path: Path) -> int:
+def lock(path: Path) -> int:
     """Have the directory to ourselves, as long as the descriptor is open that this returns."""
     file = path / "lock"
     try:
         path.mkdir(0o700, parents=True, exist_ok=True)
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWN)
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWN)
     except OSError as error:
         raise StateError(f"cannot keep a ledger in {path}: {reason_of(error)}") from error
     try:
@@ -417,7 +435,7 @@ def _keep_to_owner(path: Path) -> None:
     for _, file in files_of(path):
         try:
             if file.stat().st_mode & 0o077:
-                file.chmod(_OWN)
+                file.chmod(OWN)
         except OSError as error:
             log.warning("%s can be read by others, and has the secrets of groups: %s", file, reason_of(error))
 
@@ -429,7 +447,8 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Have names in a directory survive a power failure."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
