@@ -166,7 +166,8 @@ def test_every_law_names_its_tests() -> None:
 def test_numbers_are_those_of_the_code() -> None:
     readme, architecture = ((ROOT / name).read_text() for name in ("README.md", "docs/architecture.md"))
     timeout = inspect.signature(connect).parameters["timeout"].default
-    assert f"(`timeout`, {timeout:g} s unless" in readme
+    assert f"`connect(timeout={timeout:g})` is for joining" in readme
+    assert f"{limits.ROUND_TIMEOUT / 60:g}\nminutes by default" in readme
     assert f"in `{parse('demo').out}/`" in readme
     assert f"credit of {limits.CREDIT_BYTES // limits.MIB} MiB (`--credit`) in each of four pools" in architecture
     assert len(Pool) == 4

@@ -167,7 +167,7 @@ def test_what_comes_twice_or_in_another_order_harms_nobody_who_comes_back(judge:
 
 
 def test_a_member_that_was_left_out_hears_so_though_that_was_lost_once(tmp_path: Path) -> None:
-    """It says too late that it is back: that is lost again and again, for longer than its group's timeout."""
+    """It says too late that it is back: that is lost again and again, for longer than the round timeout."""
     push, told = Loser(True, Push, armed=False), []
     others_wait = Event()
     others_wait.set()
@@ -180,7 +180,18 @@ def test_a_member_that_was_left_out_hears_so_though_that_was_lost_once(tmp_path:
             return Fate.LOST
         return push(upwards, number, message)
 
-    options = ("--workers", "1:2", "--gather", "60", "--dead-after", "0.5", "--state-dir", str(tmp_path))
+    options = (
+        "--workers",
+        "1:2",
+        "--gather",
+        "60",
+        "--dead-after",
+        "0.5",
+        "--round-timeout",
+        "2",
+        "--state-dir",
+        str(tmp_path),
+    )
     with Daemon(*options) as daemon, relay(daemon.url, judge) as through, ExitStack() as stack:
         urls = daemon.url, through
 
