@@ -22,6 +22,7 @@ from gradserver._siblings import check_siblings
 if TYPE_CHECKING:
     from types import FrameType
 
+    from gradserver.alone import connect as connect
     from gradserver.local import LocalCluster as LocalCluster
     from protocol.errors import (
         AbandonedError as AbandonedError,
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
     from protocol.messages import Membership as Membership
     from worker.blocks import GradientExchange as GradientExchange
     from worker.client import Worker as Worker
-    from worker.connect import connect as connect
     from worker.ddp import DistributedDataParallel as DistributedDataParallel
     from worker.flatten import (
         BlockShape as BlockShape,
@@ -84,7 +84,7 @@ __version__ = "0.1.0"
 check_siblings(__version__)
 
 _HOME = {
-    "connect": "worker.connect",
+    "connect": "gradserver.alone",
     "Worker": "worker.client",
     "Handle": "worker.handle",
     "DistributedDataParallel": "worker.ddp",

@@ -93,7 +93,7 @@ class LocalCluster:
         self._running: _Running | None = None
         self._releasing = threading.Lock()
         self._release_again = False
-        self._alarm = _Alarm(self._tick)
+        self._alarm = Alarm(self._tick)
         self._engine = Engine({"local": policy or world_size}, credit, nonfinite=on_non_finite(nonfinite))
         self._coordinator = Coordinator(self._engine, self._alarm.set)
         wish = 0 if policy is None else world_size
@@ -174,9 +174,9 @@ class LocalCluster:
     ) -> None:
         self.close()
 
-    def _join(self, name: str, rank: int, wish: int) -> tuple[_Line, Handle]:
+    def _join(self, name: str, rank: int, wish: int) -> tuple[_Line, Handle[None]]:
         ours, theirs = memory_pair(name)
-        inbox = _Inbox(self._coordinator, theirs, self._release)
+        inbox = Inbox(self._coordinator, theirs, self._release)
         theirs.attach(inbox)
         session = Session(ours, self._timeout)
         joining = session.join(Join("local", name, rank, wish, self._timeout))
@@ -260,7 +260,7 @@ class _Line(NamedTuple):
     connection: int
 
 
-class _Inbox:
+class Inbox:
     """Hands what comes in on one channel to the coordinator."""
 
     def __init__(self, coordinator: Coordinator, channel: Outlet, then: Callable[[], None] = lambda: None) -> None:
@@ -268,14 +268,16 @@ class _Inbox:
         self.connection = coordinator.connect(channel)
 
     def receive(self, message: Message, payloads: Sequence[Buffer]) -> None:
+        """The worker has said something."""
         self._coordinator.receive(self.connection, message, payloads)
         self._then()
 
     def lost(self, error: GradServerError) -> None:
+        """The worker is gone."""
         self._coordinator.lost(self.connection, error.message)
 
 
-class _Alarm:
+class Alarm:
     """Calls ``ring`` at the time last set, from a thread that sleeps until then.
 
     ``ring`` returns when to call it again, or None.

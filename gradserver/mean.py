@@ -14,7 +14,7 @@ from gradserver.engine.events import Broken, NonFinite, Undecodable
 from protocol.buffer import Buffer
 
 Array = npt.NDArray[Any]
-Outcome = Buffer | NonFinite | Undecodable | Broken | None
+Outcome = Buffer | tuple[Buffer, ...] | NonFinite | Undecodable | Broken | None
 """Of a reduction: the result's bytes (if they were to be kept), or what forbids a result."""
 
 

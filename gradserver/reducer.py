@@ -26,12 +26,13 @@ import numpy.typing as npt
 
 from gradserver.engine.events import RESULT, Broken, NonFinite, Reduce
 from gradserver.engine.policy import OnNonFinite
+from gradserver.joining import PASSED_ON, pass_on
 from gradserver.lossy import reduce_lossy
 from gradserver.mean import Outcome, divide, is_finite, scratch, weigh, with_one_nan
 from protocol.buffer import Buffer
 from protocol.digest import digest
 from protocol.dtypes import DType, numpy_dtype
-from protocol.exchange import Kind, Op
+from protocol.exchange import Op
 from protocol.limits import KIB, MIB
 
 log = logging.getLogger("gradserver")
@@ -83,6 +84,8 @@ class Reducer:
             return broken_by(error, command)
 
     def _start(self, command: Reduce, later: Callable[[Outcome], None]) -> Outcome | Pending:
+        if command.operation.kind in PASSED_ON:
+            return pass_on(command)
         lossy = command.operation.is_lossy
         small = command.numel < _LOSSY_NUMEL if lossy else command.nbytes * len(command.contributions) < _SPREAD_BYTES
         if self._threads < 2 or small:
@@ -157,6 +160,8 @@ def reduce(command: Reduce) -> Outcome:
     """Carry out ``command`` in this thread. The result's bytes, if they are to be kept; or what forbids a result."""
     if command.operation.is_lossy:
         return reduce_lossy(command)
+    if command.operation.kind in PASSED_ON:
+        return pass_on(command)
     job = _Job(command)
     with np.errstate(all="ignore"):
         for block in range(job.blocks):
@@ -188,10 +193,6 @@ class _Job:
         ]
         self._equal, self._divisor, self._weights = weigh([c.weight for c in command.contributions])
         self.kept: Buffer | None = None
-        if operation.kind is Kind.ALL_GATHER:
-            self.blocks = 0
-            self._gather(command)
-            return
         targets = [np.frombuffer(target, np.uint8, command.nbytes) for target in command.targets]
         if command.keep:
             kept = np.empty(command.nbytes, np.uint8)
@@ -202,12 +203,6 @@ class _Job:
         self.blocks = -(-command.nbytes // (self._step * self._stored.itemsize))
         self._digests = command.digests
         self._first = command.first * self._dtype.itemsize
-
-    def _gather(self, command: Reduce) -> None:
-        gathered = b"".join(row.data for row in self._rows if row is not None)
-        for target in command.targets:
-            memoryview(target)[: len(gathered)] = gathered
-        self.kept = gathered if command.keep else None
 
     def combine(self, block: int) -> NonFinite | None:
         """Write one block of the result everywhere, unless something in it is not finite."""

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from protocol.buffer import Buffer
 from protocol.codecs import Codec, codec_of
-from protocol.dtypes import FLOAT32, DType
+from protocol.dtypes import FLOAT32, UINT8, DType
 from protocol.errors import InvalidArgumentError, UnsupportedOperationError
 from protocol.limits import MIN_SLICE_COST, SHARED_SLICE_COST, SLICE_BYTES
 
@@ -84,6 +84,9 @@ class Kind(IntEnum):
     REDUCE_SCATTER = 3
     BARRIER = 4
     TRANSFER = 5
+    GATHER = 6
+    SCATTER = 7
+    ALL_TO_ALL = 8
 
 
 class Op(IntEnum):
@@ -100,6 +103,8 @@ class Op(IntEnum):
 
     Where none does, members leave their memory as it is.
     """
+    FRAMED = 7
+    """Bytes that are passed on, each part of them behind its length (`protocol.frames`): parts may differ in length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +115,8 @@ class Operation:
         kind: what is done.
         op: how contributions are reduced; NONE where nothing is.
         dtype: element type.
-        numel: elements that one participant gives (REDUCE_SCATTER: all chunks together).
-        root: the rank that broadcasts; -1 elsewhere.
+        numel: elements that one participant gives (in REDUCE_SCATTER, SCATTER and ALL_TO_ALL: to all together).
+        root: the rank that broadcasts, scatters, or gathers; -1 elsewhere.
         codec: how float32 travels, there and back.
     """
 
@@ -138,7 +143,8 @@ class Operation:
         if self.kind is Kind.BARRIER:
             return what
         of = f" of {self.dtype.name}[{self.numel}]"
-        what += of + (f" from rank {self.root}" if self.root >= 0 else "")
+        way = "to" if self.kind is Kind.GATHER else "from"
+        what += of + (f" {way} rank {self.root}" if self.root >= 0 else "")
         return what + (f" as {self.codec.name}" if self.is_lossy else "")
 
 
@@ -160,6 +166,8 @@ def check_reducible(op: Op, dtype: DType) -> None:
         raise UnsupportedOperationError(
             f"the mean of {dtype.name} is not a {dtype.name}: use op='sum', or convert to a floating type"
         )
+    if op is Op.FRAMED and dtype != UINT8:
+        raise UnsupportedOperationError(f"parts of different lengths travel as bytes, not as {dtype.name}")
     if op in (Op.MIN, Op.MAX) and dtype.kind == "c":
         raise UnsupportedOperationError(f"complex numbers have no order: no {op.name.lower()} of {dtype.name}")
 
@@ -186,8 +194,9 @@ class Layout:
         bounds: the first element of each chunk, and the number of elements.
         firsts: the first slice of each chunk, and the number of slices.
         numel: elements in all.
-        itemsize: bytes in an element.
+        itemsize: bytes in an element. What is for one rank each (SCATTER, ALL_TO_ALL) is an element together.
         replies: how many times larger a reply is than a contribution (all_gather: the world size).
+        parts: how many times smaller it is (SCATTER: the world size).
         codec: how elements travel.
     """
 
@@ -199,6 +208,7 @@ class Layout:
     itemsize: int
     replies: int
     codec: Codec = EXACT
+    parts: int = 1
 
     def span(self, index: int) -> tuple[int, int]:
         """First element of slice ``index``, and the one behind its last."""
@@ -227,6 +237,10 @@ class Layout:
         if self.codec is not EXACT or start == stop:
             return sum(self.nbytes(index) for index in range(start, stop))
         return (self.span(stop - 1)[1] - self.span(start)[0]) * self.itemsize
+
+    def reply_bytes(self, start: int, stop: int) -> int:
+        """Bytes of the reply to the slices from ``start`` up to ``stop``."""
+        return self.run_bytes(start, stop) * self.replies // self.parts
 
     def run_numel(self, start: int, stop: int) -> int:
         """Elements of the slices from ``start`` up to ``stop``."""
@@ -259,28 +273,57 @@ def layout_of(operation: Operation, world_size: int) -> Layout:
     numel = operation.numel
     if operation.kind is Kind.BARRIER:
         return Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsize=0, replies=1)
-    if operation.kind is not Kind.REDUCE_SCATTER:
-        return cut(operation, (0, numel), world_size if operation.kind is Kind.ALL_GATHER else 1)
+    if operation.kind not in DIVIDED:
+        return cut(operation, (0, numel), world_size if operation.kind in JOINED else 1)
     chunk, rest = divmod(numel, world_size)
     if rest:
         raise InvalidArgumentError(
-            f"reduce_scatter of {numel} elements among {world_size} workers: "
+            f"{operation.kind.name.lower()} of {numel} elements among {world_size} workers: "
             f"the first dimension must be divisible by the world size"
         )
+    if operation.kind in PORTIONED:
+        itemsize = operation.dtype.itemsize * world_size
+        count, step = _slices(chunk, itemsize)
+        parts = world_size if operation.kind is Kind.SCATTER else 1
+        return Layout(count, step, (0, chunk), (0, count), chunk, itemsize, 1, parts=parts)
     return cut(operation, tuple(rank * chunk for rank in range(world_size + 1)))
 
 
 def cut(operation: Operation, bounds: tuple[int, ...], replies: int = 1) -> Layout:
     """Cut ``operation`` into the chunks that begin at ``bounds`` (whose last one is its end), and these into slices."""
     itemsize = operation.dtype.itemsize
-    step = max(1, SLICE_BYTES // (itemsize * replies))
+    _, step = _slices(0, itemsize * replies)
     counts = (-(-(stop - start) // step) for start, stop in pairwise(bounds))
     firsts = tuple(accumulate(counts, initial=0))
     return Layout(firsts[-1], step, bounds, firsts, operation.numel, itemsize, replies, operation.codec)
 
 
-WORLD_BOUND: Final = frozenset({Kind.ALL_GATHER, Kind.REDUCE_SCATTER})
+def _slices(numel: int, itemsize: int) -> tuple[int, int]:
+    """How many slices ``numel`` elements are, and how many elements each of them has but the last."""
+    step = max(1, SLICE_BYTES // itemsize)
+    return -(-numel // step), step
+
+
+JOINED: Final = frozenset({Kind.ALL_GATHER, Kind.GATHER})
+"""What puts all contributions one behind the other."""
+
+PORTIONED: Final = frozenset({Kind.SCATTER, Kind.ALL_TO_ALL})
+"""What gives everybody another part of each slice: a slice has a portion for each rank, one behind the other."""
+
+DIVIDED: Final = PORTIONED | {Kind.REDUCE_SCATTER}
+"""What divides the elements that somebody gives among all."""
+
+ROOTED: Final = frozenset({Kind.BROADCAST, Kind.GATHER, Kind.SCATTER})
+"""What comes from one rank, or goes to one."""
+
+WORLD_BOUND: Final = JOINED | DIVIDED
 """What depends on how many take part, and in which order."""
+
+PERSONAL: Final = DIVIDED | {Kind.GATHER}
+"""What not everybody gets the same bytes of: nobody can hand on a result that others lack."""
+
+FRAMING: Final = JOINED | PORTIONED
+"""What `Op.FRAMED` is defined for."""
 
 IN_PLACE: Final = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST, Kind.TRANSFER})
 """What gives everybody as many bytes as one contributes: it can be done over whole runs of slices in shared memory."""
@@ -289,7 +332,7 @@ IN_PLACE: Final = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST, Kind.TRANSFER})
 def gives(operation: Operation, rank: int, key: ExchangeKey) -> bool:
     """Whether ``rank`` has bytes to contribute."""
     match operation.kind:
-        case Kind.BROADCAST:
+        case Kind.BROADCAST | Kind.SCATTER:
             return rank == operation.root
         case Kind.TRANSFER:
             return rank == key.source
@@ -303,6 +346,8 @@ def gets(operation: Operation, rank: int, key: ExchangeKey, owner: int) -> bool:
     match operation.kind:
         case Kind.BROADCAST:
             return rank != operation.root
+        case Kind.GATHER:
+            return rank == operation.root
         case Kind.TRANSFER:
             return rank == key.target
         case Kind.REDUCE_SCATTER:

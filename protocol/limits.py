@@ -84,6 +84,8 @@ STATE_INSTALLED_A_SECOND: Final = 256 * MIB
 MAX_STATE_ATTEMPTS: Final = 3
 """Learners of one name for which a group waits in vain. Then that name may not join for `STATE_REST_SECONDS`."""
 STATE_REST_SECONDS: Final = 600.0
+MAX_OBJECT_BYTES: Final = 256 * MIB
+"""One object of a collective of objects, as bytes."""
 MAX_DATA: Final = 16
 """Names of data whose positions are handed out in one group."""
 MAX_RANGES: Final = 65_536

@@ -135,7 +135,7 @@ class Plan:
         if components > MAX_COMPONENTS:
             raise InvalidArgumentError(f"a plan has at most {MAX_COMPONENTS} parameters, this one has {components}")
         for bucket in self.buckets:
-            if bucket.op is Op.NONE:
+            if bucket.op in (Op.NONE, Op.FRAMED):
                 raise InvalidArgumentError(f"bucket {bucket.key!r} says no way to combine contributions")
             check_reducible(bucket.op, bucket.dtype)
             check_codec(Kind.ALL_REDUCE, bucket.op, bucket.dtype, bucket.codec or EXACT)

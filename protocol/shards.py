@@ -124,7 +124,7 @@ def share_of(operation: Operation, world_size: int, rates: tuple[float, ...]) ->
     layout = layout_of(operation, world_size)
     if not rates:
         return Share(layout, (0, layout.count))
-    if operation.numel * layout.itemsize * layout.replies < SPLIT_BYTES or layout.count == 0:
+    if layout.numel * layout.itemsize * layout.replies < SPLIT_BYTES or layout.count == 0:
         return whole(layout, 0, len(rates))
     if operation.kind in IN_PLACE:
         return _cut_elements(operation, _round(_cumulated(rates), operation.numel, _alignment(operation)))

@@ -20,7 +20,18 @@ from gradserver.engine.events import Reduce
 from gradserver.engine.policy import Policy
 from protocol.dtypes import FLOAT32, UINT8
 from protocol.errors import MembershipChangedError
-from protocol.exchange import STATE_TAG, WORLD_BOUND, ExchangeKey, Kind, Op, Operation, Stream, gives, layout_of
+from protocol.exchange import (
+    PORTIONED,
+    STATE_TAG,
+    WORLD_BOUND,
+    ExchangeKey,
+    Kind,
+    Op,
+    Operation,
+    Stream,
+    gives,
+    layout_of,
+)
 from protocol.limits import BACKLOG_BYTES
 from protocol.messages import (
     Agreed,
@@ -139,6 +150,12 @@ class Member:
                 return Operation(Kind.ALL_GATHER, Op.NONE, FLOAT32, step.numel)
             case Kind.REDUCE_SCATTER:
                 return Operation(Kind.REDUCE_SCATTER, Op.MEAN, FLOAT32, step.numel * world)
+            case Kind.GATHER:
+                return Operation(Kind.GATHER, Op.NONE, FLOAT32, step.numel, self.seats[step.root % world])
+            case Kind.SCATTER:
+                return Operation(Kind.SCATTER, Op.NONE, FLOAT32, step.numel * world, self.seats[step.root % world])
+            case Kind.ALL_TO_ALL:
+                return Operation(Kind.ALL_TO_ALL, Op.NONE, FLOAT32, step.numel * world)
         return all_reduce(step.numel)
 
     def task(self, key: ExchangeKey, operation: Operation) -> Task:
@@ -364,8 +381,7 @@ class Cluster:
         index, task.sent = task.sent, task.sent + 1
         payload = None
         if task.values is not None:
-            start, stop = task.layout.span(index)
-            payload = task.values[start:stop].tobytes()
+            payload = self.part(task, index).tobytes()
         begins = task.key.stream and not index
         operation, epoch = (task.operation, task.epoch) if begins else (None, 0)
         by = self.pushed.get((task.key, index))
@@ -427,11 +443,15 @@ class Cluster:
                 self.harness.lose(gone.line)
             self.harness.inbox.pop(SEATS + gone.line, None)
 
-    def expected(self, key: ExchangeKey, index: int, operation: Operation) -> tuple[float, bytes | None]:
-        """Weight and bytes of a slice, from who had pushed it, in the order of their seats."""
-        return self.outcome(self.pushed[key, index], index, operation)
+    def expected(
+        self, key: ExchangeKey, index: int, operation: Operation, seat: int = -1
+    ) -> tuple[float, bytes | None]:
+        """Weight and bytes of a slice, from who had pushed it, in the order of their seats; or ``seat``'s portion."""
+        return self.outcome(self.pushed[key, index], index, operation, seat)
 
-    def outcome(self, pushed: dict[int, Task], index: int, operation: Operation) -> tuple[float, bytes | None]:
+    def outcome(
+        self, pushed: dict[int, Task], index: int, operation: Operation, seat: int = -1
+    ) -> tuple[float, bytes | None]:
         """The same, if these had pushed it."""
         tasks = dict(sorted(pushed.items()))
         total = sum(task.weight for task in tasks.values())
@@ -447,12 +467,18 @@ class Cluster:
             return total, (out / np.float32(sum(counted))).tobytes()
         if not gave:
             return total, None
+        if operation.kind in PORTIONED:
+            place = list(tasks).index(seat)
+            rows = [self.part(task, index).reshape(len(tasks), -1)[place] for task in gave.values()]
+            return total, b"".join(row.tobytes() for row in rows)
         return total, b"".join(self.part(task, index).tobytes() for task in gave.values())
 
     @staticmethod
     def part(task: Task, index: int) -> Array:
         assert task.values is not None
         start, stop = task.layout.span(index)
+        if task.operation.kind in PORTIONED:  # those elements of what each rank is to have
+            return np.ascontiguousarray(task.values.reshape(-1, task.layout.numel)[:, start:stop]).reshape(-1)
         return task.values[start:stop]
 
 

@@ -31,7 +31,7 @@ from gradserver.engine.policy import Policy
 from protocol.buffer import Buffer
 from protocol.dtypes import FLOAT32
 from protocol.errors import GradServerError
-from protocol.exchange import ExchangeKey, Kind, Layout, Op, Operation, Stream, layout_of
+from protocol.exchange import JOINED, PORTIONED, ExchangeKey, Kind, Layout, Op, Operation, Stream, layout_of
 from protocol.messages import Agreed, Failure, Join, Leave, Message, Propose, Push, Result, Scope, Welcome
 from protocol.plan import Plan, simple_plan
 from protocol.shards import share_of
@@ -91,9 +91,13 @@ def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) ->
                 cached.cache_clear()
 
 
-def reference(reduce: Reduce) -> bytes | NonFinite:
+def reference(reduce: Reduce) -> bytes | tuple[bytes, ...] | NonFinite:
     """The reduction of float32 contributions, in the order given, in float32: as simple as can be."""
-    if reduce.operation.kind is Kind.ALL_GATHER:
+    if reduce.operation.kind in PORTIONED:
+        given_by = [np.frombuffer(given.payload or b"", np.uint8) for given in reduce.contributions]
+        rows = [payload.reshape(reduce.world, -1) for payload in given_by]
+        return tuple(b"".join(row[place].tobytes() for row in rows) for place in range(reduce.world))
+    if reduce.operation.kind in JOINED:
         return b"".join(bytes(given.payload or b"")[: reduce.nbytes] for given in reduce.contributions)
     if reduce.operation.op in (Op.NONE, Op.FIRST):
         return bytes(reduce.contributions[0].payload or b"")[: reduce.nbytes]
@@ -160,7 +164,7 @@ class Harness:
     def answer(self, reduce: Reduce, outcome: Buffer | NonFinite | None = None) -> list[Command]:
         """Carry out one reduction; the result goes to the targets, and back if it is to be kept."""
         done = reference(reduce) if outcome is None else outcome
-        if not isinstance(done, NonFinite):
+        if not isinstance(done, NonFinite | tuple):
             for target in reduce.targets:
                 memoryview(target)[: len(done)] = done
         told = done if reduce.keep or isinstance(done, NonFinite) else None

@@ -33,6 +33,7 @@ from protocol.limits import MIN_CREDIT_BYTES, SLICE_BYTES
 from tests.cluster import Gather, Task, errors, members, together
 from tests.reference import REDUCTIONS, expected, samples, wide
 from worker.client import Worker
+from worker.collectives import ReductionName
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -51,6 +52,11 @@ def bits(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes()
 
 
+def named(op: Op) -> ReductionName:
+    """What people call ``op``."""
+    return cast(ReductionName, op.name.lower())
+
+
 def floats(*values: float) -> np.ndarray[Any, Any]:
     return np.array(values, np.float32)
 
@@ -63,7 +69,7 @@ def test_all_reduce_gives_every_member_the_same_right_bits(four: list[Worker], n
     given = samples(name, 4, 103)
     tensors = [tensor.clone() for tensor in given]
 
-    results = together(four, lambda worker: worker.all_reduce(tensors[worker.rank], op.name.lower()))
+    results = together(four, lambda worker: worker.all_reduce(tensors[worker.rank], named(op)))
 
     assert all(result is tensor for result, tensor in zip(results, tensors, strict=True))
     assert len({bits(result) for result in results}) == 1
@@ -147,7 +153,7 @@ def test_reduce_scatter_gives_each_rank_its_part(four: list[Worker], name: str, 
     tensors = [tensor.reshape(8, 3) for tensor in samples(name, 4, 24)]
     before = [bits(tensor) for tensor in tensors]
 
-    parts = together(four, lambda worker: worker.reduce_scatter(tensors[worker.rank], op.name.lower()))
+    parts = together(four, lambda worker: worker.reduce_scatter(tensors[worker.rank], named(op)))
 
     assert [tuple(part.shape) for part in parts] == [(2, 3)] * 4
     np.testing.assert_array_equal(np.concatenate([wide(part) for part in parts]), expected(tensors, op))
@@ -459,9 +465,9 @@ def test_gradient_flows_past_an_exchange(gather: Gather) -> None:
     def work(worker: Worker) -> list[float]:
         weight = torch.nn.Parameter(torch.ones(2))
         torch.autograd.backward((weight * (worker.rank + 1)).sum())
+        assert weight.grad is not None
         worker.all_reduce(weight.grad)
         worker.broadcast(weight)
-        assert weight.grad is not None
         return [float(value) for value in weight.grad]
 
     assert together(gather(2), work) == [[1.5, 1.5]] * 2
@@ -475,7 +481,7 @@ def test_alone_everything_is_an_identity(gather: Gather, name: str) -> None:
     (worker,) = gather(1)
     (tensor,) = samples(name, 1, 6)
     before = bits(tensor)
-    op = "mean" if BY_NAME[name].is_floating else "sum"
+    op: ReductionName = "mean" if BY_NAME[name].is_floating else "sum"
 
     assert worker.all_reduce(tensor, op) is tensor
     assert worker.broadcast(tensor) is tensor
@@ -507,7 +513,7 @@ def test_only_the_mean_minds_what_is_not_finite(four: list[Worker], value: float
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("op", ["mean", "sum", "min", "max", "product"])
-def test_collective_carries_what_is_not_finite_as_any_number(gather: Gather, op: str, value: float) -> None:
+def test_collective_carries_what_is_not_finite_as_any_number(gather: Gather, op: ReductionName, value: float) -> None:
     given = np.ones((3, 9), np.float32)
     given[1, 5] = value
     due = getattr(np, {"product": "prod"}.get(op, op))(given, axis=0)
@@ -563,11 +569,11 @@ def test_sent_memory_is_the_senders_again_when_it_is_done(gather: Gather) -> Non
 
 BAD_CALLS: dict[str, tuple[Callable[[Worker], object], type[GradServerError], str]] = {
     "op": (
-        lambda worker: worker.all_reduce(floats(1), "average"),
+        lambda worker: worker.all_reduce(floats(1), cast(Any, "average")),
         InvalidArgumentError,
         "op is 'average', and must be one of mean, sum, min, max, product",
     ),
-    "no op": (lambda worker: worker.all_reduce(floats(1), cast(str, [])), InvalidArgumentError, "op is []"),
+    "no op": (lambda worker: worker.all_reduce(floats(1), cast(Any, [])), InvalidArgumentError, "op is []"),
     "mean of integers": (
         lambda worker: worker.all_reduce(np.ones(2, np.int32)),
         UnsupportedOperationError,
@@ -598,7 +604,11 @@ BAD_CALLS: dict[str, tuple[Callable[[Worker], object], type[GradServerError], st
         "splits the first dimension among 4 workers, and that of shape (6, 4) cannot be split evenly",
     ),
     "0-dim scatter": (lambda worker: worker.reduce_scatter(torch.zeros(())), SizeMismatchError, "shape ()"),
-    "list": (lambda worker: worker.all_reduce([1.0]), DTypeError, "expected a torch tensor or a numpy array, got list"),
+    "list": (
+        lambda worker: worker.all_reduce(cast(Any, [1.0])),
+        DTypeError,
+        "expected a torch tensor or a numpy array, got list",
+    ),
     "objects": (lambda worker: worker.all_gather(np.array([{}])), DTypeError, "element type 'object' cannot travel"),
     "read-only": (lambda worker: worker.recv(np.broadcast_to(1.0, 3), 1), LayoutError, "read-only array"),
     "expanded": (lambda worker: worker.all_reduce(torch.zeros(1).expand(3)), LayoutError, "pass .clone()"),

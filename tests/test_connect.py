@@ -291,7 +291,12 @@ def test_number_of_missing_workers_is_told_when_ranks_are_assigned(server: TcpSe
 # ── arguments ─────────────────────────────────────────────────────────────────────────────────────────
 
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no url": ({"url": None}, InvalidArgumentError, "give connect('tcp://HOST:PORT'), or set GRADSERVER_URL"),
+    "no url, several": (
+        {"url": None, "world_size": 4},
+        InvalidArgumentError,
+        "no coordinator's URL, and there are 4 workers: give connect('tcp://HOST:PORT'), or set GRADSERVER_URL",
+    ),
+    "no url, a rank": ({"url": None, "rank": 0}, InvalidArgumentError, "no coordinator's URL, and this is rank 0 of"),
     "no scheme": ({"url": "localhost:7411"}, InvalidArgumentError, "it looks like tcp://HOST:PORT"),
     "other scheme": ({"url": "http://localhost:7411"}, InvalidArgumentError, "it looks like tcp://HOST:PORT"),
     "no port": ({"url": "tcp://localhost"}, InvalidArgumentError, "is no coordinator's URL"),

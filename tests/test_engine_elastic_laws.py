@@ -64,7 +64,7 @@ def test_everybody_who_is_left_comes_to_the_end_with_the_same_bytes_the_exact_me
     assert all(member.finished for member in cluster.members.values()), "somebody waits"
     for (key, index), got in answers(cluster).items():
         for seat, (outcome, operation) in got.items():
-            weight, payload = cluster.expected(key, index, operation)
+            weight, payload = cluster.expected(key, index, operation, seat)
             assert outcome[0] == weight
             layout = cluster.pushed[key, index][seat].layout
             owner = sorted(cluster.pushed[key, index])[layout.owner(index)] if operation.kind in WORLD_BOUND else 0

@@ -75,7 +75,7 @@ def test_whoever_comes_and_goes_all_get_the_same_bytes_the_exact_mean_of_those_w
     for member in (*cluster.members.values(), *cluster.past):
         for task in member.history:
             for index, (total, payload) in task.answers.items():
-                weight, expected = cluster.outcome(task.mates[index], index, task.operation)
+                weight, expected = cluster.outcome(task.mates[index], index, task.operation, member.seat)
                 assert total == weight
                 owner = 0
                 if task.operation.kind in WORLD_BOUND:

@@ -8,6 +8,9 @@ from hypothesis import example, given, strategies as st
 from protocol.dtypes import BY_CODE, BY_NAME, FLOAT32, DType
 from protocol.errors import InvalidArgumentError, UnsupportedOperationError
 from protocol.exchange import (
+    DIVIDED,
+    JOINED,
+    PORTIONED,
     ExchangeKey,
     Kind,
     Op,
@@ -22,7 +25,7 @@ from protocol.limits import MAX_NUMEL, MAX_WORLD_SIZE, MIN_CREDIT_BYTES, MIN_SLI
 
 DTYPES = st.sampled_from(sorted(BY_CODE.values(), key=lambda dtype: dtype.code))
 WORLDS = st.integers(1, 9) | st.integers(1, MAX_WORLD_SIZE)
-CUT = [kind for kind in Kind if kind not in (Kind.BARRIER, Kind.REDUCE_SCATTER)]
+CUT = [kind for kind in Kind if kind is not Kind.BARRIER and kind not in DIVIDED]
 TENSOR_KINDS = st.sampled_from(CUT)
 
 
@@ -61,6 +64,20 @@ def test_slices_of_a_reduce_scatter_tile_each_chunk_and_stay_inside_it(dtype: DT
     assert {layout.owner(index) for index in range(layout.count)} == (set(range(world)) if chunk else set())
 
 
+@given(st.sampled_from(sorted(PORTIONED)), DTYPES, st.integers(0, 400_000), WORLDS)
+def test_slices_of_what_is_portioned_have_elements_for_each_rank(
+    kind: Kind, dtype: DType, each: int, world: int
+) -> None:
+    layout = layout_of(Operation(kind, Op.NONE, dtype, each * world, 0), world)
+
+    assert_tiled([layout.span(index) for index in range(layout.count)], each)
+    for index in range(layout.count):
+        start, stop = layout.span(index)
+        assert layout.nbytes(index) == (stop - start) * world * dtype.itemsize <= layout.cost(index) <= SLICE_BYTES
+        portion = (stop - start) * dtype.itemsize
+        assert layout.reply_bytes(index, index + 1) == portion * (1 if kind is Kind.SCATTER else world)
+
+
 @given(TENSOR_KINDS, DTYPES, st.integers(1, MAX_NUMEL), WORLDS, st.data())
 def test_no_slice_and_no_reply_is_larger_than_a_slice_may_be(
     kind: Kind, dtype: DType, numel: int, world: int, data: st.DataObject
@@ -68,7 +85,7 @@ def test_no_slice_and_no_reply_is_larger_than_a_slice_may_be(
     layout = layout_of(Operation(kind, Op.NONE, dtype, numel), world)
     index = data.draw(st.integers(0, layout.count - 1))
 
-    replies = world if kind is Kind.ALL_GATHER else 1
+    replies = world if kind in JOINED else 1
     assert 0 < layout.nbytes(index) * replies <= layout.cost(index) <= SLICE_BYTES <= MIN_CREDIT_BYTES
     assert layout.nbytes(index) % dtype.itemsize == 0
 
@@ -81,13 +98,14 @@ def test_even_the_smallest_slice_costs_something(kind: Kind, dtype: DType, numel
 
 
 @given(DTYPES, st.integers(1, 10**7), st.integers(2, 40))
-def test_a_reduce_scatter_that_does_not_divide_is_refused(dtype: DType, numel: int, world: int) -> None:
+def test_what_does_not_divide_is_refused(dtype: DType, numel: int, world: int) -> None:
     if numel % world:
-        with pytest.raises(InvalidArgumentError, match=f"{numel} elements among {world} workers.*divisible"):
-            layout_of(Operation(Kind.REDUCE_SCATTER, Op.SUM, dtype, numel), world)
+        for kind in DIVIDED:
+            with pytest.raises(InvalidArgumentError, match=f"{numel} elements among {world} workers.*divisible"):
+                layout_of(Operation(kind, Op.SUM, dtype, numel), world)
 
 
-@pytest.mark.parametrize("kind", [*CUT, Kind.REDUCE_SCATTER])
+@pytest.mark.parametrize("kind", [*CUT, *DIVIDED])
 def test_an_empty_tensor_has_no_slices(kind: Kind) -> None:
     assert layout_of(Operation(kind, Op.SUM, FLOAT32, 0), 3).count == 0
 
@@ -114,6 +132,9 @@ def test_who_gives_and_who_gets(rank: int, owner: int) -> None:
     assert of(Kind.BROADCAST, root=2) == (rank == 2, rank != 2)
     assert of(Kind.TRANSFER) == (rank == 1, rank == 4)
     assert of(Kind.BARRIER) == (False, False)
+    assert of(Kind.GATHER, root=2) == (True, rank == 2)
+    assert of(Kind.SCATTER, root=2) == (rank == 2, True)
+    assert of(Kind.ALL_TO_ALL) == (True, True)
 
 
 @pytest.mark.parametrize("dtype", BY_CODE.values(), ids=lambda dtype: dtype.name)
@@ -134,4 +155,5 @@ def test_only_what_can_be_averaged_is_and_only_what_has_an_order_is_ordered(dtyp
 def test_an_operation_says_what_it_is() -> None:
     assert str(Operation(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, 7)) == "all_reduce(mean) of float32[7]"
     assert str(Operation(Kind.BROADCAST, Op.NONE, FLOAT32, 7, 0)) == "broadcast of float32[7] from rank 0"
+    assert str(Operation(Kind.GATHER, Op.NONE, FLOAT32, 7, 1)) == "gather of float32[7] to rank 1"
     assert str(Operation(Kind.BARRIER, Op.NONE, FLOAT32, 0)) == "barrier"

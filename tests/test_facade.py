@@ -97,8 +97,8 @@ def test_submodule_that_shares_no_name_is_still_importable(site: Path) -> None:
 
 
 def test_name_is_loaded_once_and_only_when_used(site: Path) -> None:
-    write(site, "worker/connect.py", "print('loaded')\ndef connect(): ...")
-    code = "import gradserver; print('imported'); gradserver.connect; gradserver.connect"
+    write(site, "worker/handle.py", "print('loaded')\nclass Handle: ...")
+    code = "import gradserver; print('imported'); gradserver.Handle; gradserver.Handle"
     assert run(code, site).stdout.split() == ["imported", "loaded"]
 
 
@@ -122,8 +122,8 @@ def test_missing_torch_says_what_to_install(site: Path) -> None:
 
 def test_what_needs_torch_is_an_attribute_that_is_not_there_without_it(site: Path) -> None:
     write(site, "worker/ddp.py", "import torch.nn")
-    write(site, "worker/connect.py", "def connect(): ...")
-    code = "import gradserver; print(*(hasattr(gradserver, n) for n in ('DistributedDataParallel', 'connect')))"
+    write(site, "worker/handle.py", "class Handle: ...")
+    code = "import gradserver; print(*(hasattr(gradserver, n) for n in ('DistributedDataParallel', 'Handle')))"
 
     assert run(code, site).stdout == "False True\n"
 

@@ -33,6 +33,7 @@ PERMITTED = {
     "worker.fine": ["torch", "zmq", "threading", "protocol.errors"],
     "gradserver.fine": ["gradserver", "gradserver.engine", "zmq", "threading", "protocol.errors"],
     "gradserver.local.fine": ["worker.client"],
+    "gradserver.alone": ["worker.client", "gradserver.local"],
     "gradserver.cli.fine": ["worker.client", "gradserver.local", "gradserver.demo"],
     "gradserver.demo.fine": ["gradserver", "torch"],
 }
@@ -42,7 +43,7 @@ MODULES = [
     *("protocol", "protocol.errors"),
     *("worker", "worker.client"),
     *("gradserver", "gradserver.engine", "gradserver.coordinator", "gradserver.config"),
-    *("gradserver.cli", "gradserver.demo", "gradserver.local"),
+    *("gradserver.cli", "gradserver.demo", "gradserver.local", "gradserver.alone"),
 ]
 
 

@@ -32,6 +32,7 @@ from tests.cluster import Program, joined, members, together
 from tests.engine_harness import small_slices
 from tests.examples import examples
 from worker.client import Worker
+from worker.collectives import ReductionName
 from worker.handle import Handle
 from worker.session import Session
 from worker.tensors import Bytes
@@ -93,7 +94,7 @@ def test_rounds_that_race_give_the_same_bits(channel: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "min", "max", "product"])
-def test_collectives_give_the_same_bits_over_both_channels(op: str) -> None:
+def test_collectives_give_the_same_bits_over_both_channels(op: ReductionName) -> None:
     given = contributions("float32", 300_003, 3)
     results = set()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -335,7 +335,7 @@ BAD_PUSHES: dict[str, tuple[Callable[[Worker], object], type[GradServerError], s
     ),
     "sparse": (lambda worker: worker.push(0, torch.zeros(3).to_sparse()), LayoutError, "call .to_dense() first"),
     "meta": (lambda worker: worker.push(0, torch.zeros(3, device="meta")), LayoutError, "meta device"),
-    "no tensor": (lambda worker: worker.push(0, [0.0] * 3), DTypeError, "got list"),
+    "no tensor": (lambda worker: worker.push(0, cast(Any, [0.0] * 3)), DTypeError, "got list"),
     "weight": (
         lambda worker: worker.push(0, np.zeros(3, np.float32), weight=-1),
         InvalidArgumentError,

@@ -48,7 +48,7 @@ def reduce(command: Reduce) -> Buffer | NonFinite:
     """The outcome of a reduction whose result is kept."""
     outcome = reducer.reduce(command)
     assert outcome is not None
-    assert not isinstance(outcome, (Undecodable, Broken))
+    assert not isinstance(outcome, (Undecodable, Broken, tuple))
     return outcome
 
 

@@ -102,16 +102,16 @@ def everything(worker: Worker) -> str:
 
     for numel in (1, 1000, 65_537, LARGE, 700_001):
         for op in ("mean", "sum", "max"):
-            digest.update(worker.all_reduce(values(numel), op, weight=1.0 + worker.rank))
-        digest.update(worker.all_reduce(values(numel, np.float16)))
-        digest.update(worker.broadcast(values(numel), root=1))
-        digest.update(worker.all_gather(values(numel)))
-        digest.update(worker.reduce_scatter(values(worker.world_size * numel)))
+            digest.update(worker.all_reduce(values(numel), op, weight=1.0 + worker.rank).tobytes())
+        digest.update(worker.all_reduce(values(numel, np.float16)).tobytes())
+        digest.update(worker.broadcast(values(numel), root=1).tobytes())
+        digest.update(worker.all_gather(values(numel)).tobytes())
+        digest.update(worker.reduce_scatter(values(worker.world_size * numel)).tobytes())
         worker.barrier()
     after, before = (worker.rank + 1) % worker.world_size, (worker.rank - 1) % worker.world_size
     handles = [worker.send(values(numel), after, tag=tag, async_op=True) for tag, numel in enumerate((10, LARGE))]
-    digest.update(worker.recv(np.empty(LARGE, np.float32), before, tag=1))
-    digest.update(worker.recv(np.empty(10, np.float32), before, tag=0))
+    digest.update(worker.recv(np.empty(LARGE, np.float32), before, tag=1).tobytes())
+    digest.update(worker.recv(np.empty(10, np.float32), before, tag=0).tobytes())
     for handle in handles:
         handle.wait()
     sizes = [("a", 500_000), ("b", 3), ("c", 40_000), ("d", 30_000), ("e", 1_000_003)]

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from protocol.codecs import codec_of
 from protocol.dtypes import BY_NAME, FLOAT32, DType
-from protocol.exchange import IN_PLACE, ExchangeKey, Kind, Op, Operation, Stream, layout_of
+from protocol.exchange import DIVIDED, IN_PLACE, ROOTED, ExchangeKey, Kind, Op, Operation, Stream, layout_of
 from protocol.limits import KIB, MIB
 from protocol.plan import Bucket, Component, Plan, with_codec
 from protocol.shards import ALIGNMENT, EVEN, SPLIT_BUCKET_BYTES, SPLIT_BYTES, Share, Table, comparable, evenness
@@ -25,10 +25,10 @@ worlds = st.integers(1, 8)
 def operations(draw: st.DrawFn, world: int) -> Operation:
     kind = draw(st.sampled_from([kind for kind in Kind if kind is not Kind.BARRIER]))
     numel = draw(st.one_of(st.integers(1, 1000), st.integers(1, 4 * MIB)))
-    if kind is Kind.REDUCE_SCATTER:
+    if kind in DIVIDED:
         numel *= world
     op = Op.SUM if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) else Op.NONE
-    return Operation(kind, op, draw(st.sampled_from(DTYPES)), numel, 0 if kind is Kind.BROADCAST else -1)
+    return Operation(kind, op, draw(st.sampled_from(DTYPES)), numel, 0 if kind in ROOTED else -1)
 
 
 def key_of(operation: Operation) -> ExchangeKey:
@@ -66,7 +66,8 @@ def assert_tiled(share: Share, shards: int, operation: Operation) -> None:
         start, stop = share.interval(share.shard_of(index))
         assert start <= index < stop
     spans = [layout.span(index) for index in range(layout.count)]
-    assert sum(stop - start for start, stop in spans) == operation.numel
+    each = share.layout.itemsize // operation.dtype.itemsize  # what is portioned has one for each rank
+    assert sum(stop - start for start, stop in spans) * each == operation.numel
     assert all(start < stop for start, stop in spans)
     assert all(stop == after for (_, stop), (after, _) in pairwise(spans))
     assert sum(share.load(shard) for shard in range(shards)) == operation.numel * operation.dtype.itemsize

@@ -238,7 +238,7 @@ def test_death_of_one_group_is_nothing_to_another(daemon: Daemon, start: Start) 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_workers_that_wait_are_told_why_the_coordinator_stopped(daemon: Daemon, number: signal.Signals) -> None:
     with joined(daemon.url, 2) as workers:
-        tasks = [Task(workers[0].recv, floats(0), 1), Task(workers[1].barrier)]
+        tasks: list[Task[Any]] = [Task(workers[0].recv, floats(0), 1), Task(workers[1].barrier)]
         assert not any(task.ended(0.05) for task in tasks)
 
         daemon.send_signal(number)

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Self, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from protocol.codecs import codec_of
-from protocol.dtypes import FLOAT32, UINT8
-from protocol.errors import (
-    DTypeError,
-    InvalidArgumentError,
-    InvalidRankError,
-    SendToSelfError,
-    SizeMismatchError,
-    UsageError,
-)
-from protocol.exchange import EXACT, STATE_TAG, Kind, Op, Operation, operation_of
-from protocol.limits import MAX_WEIGHT
+from protocol.errors import DTypeError, InvalidArgumentError, SizeMismatchError, UsageError
 from protocol.messages import Membership
-from protocol.plan import EXEMPT_BYTES, Plan, with_codec
+from protocol.plan import Plan, with_codec
 from worker.agreement import Agreement
+from worker.collectives import S, check_weight, finished
 from worker.entry import Arrival
-from worker.handle import Handle
+from worker.handle import Handle, Timeout, seconds
 from worker.joiner import enter
-from worker.outbox import Destination
+from worker.objects import ObjectCollectives
 from worker.session import Session
 from worker.stages import Stage
-from worker.tensors import Binding, Bytes, bind, empty, like
+from worker.tensors import Tensor, bind, empty
 from worker.tree import Tree
-from worker.writers import into_part, into_rows
 
-_OPS = {op.name.lower(): op for op in (Op.MEAN, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT)}
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Worker", "check_weight", "finished"]
 
 
-class Worker:
+class Worker(ObjectCollectives):
     """One replica's membership of a group. Made by `gradserver.connect` or `gradserver.LocalCluster`.
 
     Tensors are torch tensors or numpy arrays of any numeric element type. Collectives must be called
@@ -154,94 +149,6 @@ class Worker:
         """
         return enter(self._session, install, waits)
 
-    # ── collectives ───────────────────────────────────────────────────────────────────────────────────
-
-    @overload
-    def all_reduce(self, tensor: Any, op: str = ..., weight: float = ..., *, async_op: Literal[False] = ...) -> Any: ...
-    @overload
-    def all_reduce(self, tensor: Any, op: str = ..., weight: float = ..., *, async_op: Literal[True]) -> Handle: ...
-    def all_reduce(self, tensor: Any, op: str = "mean", weight: float = 1.0, *, async_op: bool = False) -> Any:
-        """Replace ``tensor`` by its combination over all members, in place.
-
-        Args:
-            tensor: same shape and element type at every member.
-            op: ``mean`` (``sum(w·g) / sum(w)``; floating types), ``sum``, ``min``, ``max`` or ``product``.
-            weight: this member's weight in a mean; with 0 it does not count, and still gets the result.
-            async_op: return a `Handle` at once, whose ``wait()`` returns the tensor.
-
-        Returns:
-            The tensor, or a Handle.
-        """
-        bound = bind(tensor, writes=True)
-        operation = operation_of(Kind.ALL_REDUCE, _op(op), bound.dtype, bound.numel)
-        if self._codec is not EXACT:
-            operation = self._lossy(operation)
-        source = bound.data if check_weight(weight) > 0 else None
-        return self._collective(operation, source, bound.data, bound, tensor, async_op, weight)
-
-    def broadcast(self, tensor: Any, root: int = 0, *, async_op: bool = False) -> Any:
-        """Overwrite ``tensor`` at every member by that of rank ``root``, in place. Returns it, or a Handle."""
-        self._check_rank(root, "root")
-        gives = root == self.rank
-        bound = bind(tensor, writes=not gives)
-        operation = operation_of(Kind.BROADCAST, Op.NONE, bound.dtype, bound.numel, self._session.seat_of(root))
-        destination = None if gives else bound.data
-        return self._collective(operation, bound.data if gives else None, destination, bound, tensor, async_op)
-
-    def all_gather(self, tensor: Any, *, async_op: bool = False) -> Any:
-        """Every member's ``tensor`` (same shape everywhere), stacked by rank: shape ``(world_size, *shape)``."""
-        source = bind(tensor, writes=False)
-        gathered = like(tensor, (self.world_size, *source.shape))
-        bound = bind(gathered, writes=True)
-        operation = operation_of(Kind.ALL_GATHER, Op.NONE, source.dtype, source.numel)
-        if self.world_size == 1:
-            bound.data[:] = source.data
-        rows = bound.data.reshape(self.world_size, -1)
-        return self._collective(operation, source.data, into_rows(rows), bound, gathered, async_op)
-
-    def reduce_scatter(self, tensor: Any, op: str = "mean", weight: float = 1.0, *, async_op: bool = False) -> Any:
-        """Combine ``tensor`` over all members, and get this rank's part of the result.
-
-        ``tensor`` of shape ``(world_size · n, …)`` is left alone; the result has shape ``(n, …)``.
-        """
-        source = bind(tensor, writes=False)
-        if not source.shape or source.shape[0] % self.world_size:
-            raise SizeMismatchError(
-                f"reduce_scatter splits the first dimension among {self.world_size} workers, "
-                f"and that of shape {source.shape} cannot be split evenly"
-            )
-        part = like(tensor, (source.shape[0] // self.world_size, *source.shape[1:]))
-        bound = bind(part, writes=True)
-        operation = operation_of(Kind.REDUCE_SCATTER, _op(op), source.dtype, source.numel)
-        if self.world_size == 1:
-            bound.data[:] = source.data
-        given = source.data if check_weight(weight) > 0 else None
-        destination = into_part(bound.data, self.rank * bound.data.size)
-        return self._collective(operation, given, destination, bound, part, async_op, weight)
-
-    def barrier(self, timeout: float | None = None) -> None:
-        """Wait until every member has come here."""
-        if self.world_size == 1:
-            self._session.check_open()
-        else:
-            operation = operation_of(Kind.BARRIER, Op.NONE, UINT8, 0)
-            self._session.collective(operation, None, None).wait(timeout)
-
-    def send(self, tensor: Any, target: int, tag: int = 0, *, async_op: bool = False) -> Any:
-        """Send ``tensor`` to rank ``target``; done when that rank has taken it with `recv`. Returns it, or a Handle."""
-        self._check_peer(target, "target", tag)
-        bound = bind(tensor, writes=False)
-        return self._transfer((self.rank, target, tag), bound, True, tensor, async_op)
-
-    def recv(self, tensor: Any, source: int, tag: int = 0, *, async_op: bool = False) -> Any:
-        """Overwrite ``tensor`` by what rank ``source`` sends with the same tag. Returns it, or a Handle.
-
-        Sends from one rank with one tag arrive in the order in which they were sent.
-        """
-        self._check_peer(source, "source", tag)
-        bound = bind(tensor, writes=True)
-        return self._transfer((source, self.rank, tag), bound, False, tensor, async_op)
-
     # ── rounds of a plan ──────────────────────────────────────────────────────────────────────────────
 
     @property
@@ -254,7 +161,7 @@ class Worker:
         """The round that is open or next. Rounds count from 0 over the group's life."""
         return self._session.round
 
-    def agree(self, plan: Plan, timeout: float | None = None) -> Plan:
+    def agree(self, plan: Plan, timeout: Timeout = None) -> Plan:
         """Agree with all members on what a round exchanges; returns when everybody proposed the same plan.
 
         The plan takes the place of all that were agreed on before, by wrapped modules too.
@@ -267,18 +174,18 @@ class Worker:
             DeadlineError: somebody did not propose in time; names them.
         """
         chosen = with_codec(plan, self._codec)
-        self._session.agree(chosen, timeout)
+        self._session.agree(chosen, seconds(timeout))
         return chosen
 
-    def agree_beside(self, plan: Plan, timeout: float | None = None) -> Agreement:
+    def agree_beside(self, plan: Plan, timeout: Timeout = None) -> Agreement:
         """Agree with all members on a plan beside those that there are: each has rounds of its own.
 
         This is how several modules share one worker. All members must make their agreements in the same order, and
         exchange them in the same order. See `agree` for what is raised.
         """
-        return self._session.agree(with_codec(plan, self._codec), timeout, beside=True)
+        return self._session.agree(with_codec(plan, self._codec), seconds(timeout), beside=True)
 
-    def push(self, bucket: int, data: Any, *, weight: float = 1.0, present: bool = True) -> Handle:
+    def push(self, bucket: int, data: Tensor, *, weight: float = 1.0, present: bool = True) -> Handle[None]:
         """Contribute to one bucket of the present round.
 
         Args:
@@ -308,7 +215,7 @@ class Worker:
             raise SizeMismatchError(f"bucket {spec.key!r} was agreed with {spec.numel} elements, got {bound.numel}")
         return self._session.push_bucket(bucket, bound.data, check_weight(weight), present)
 
-    def finish_round(self, timeout: float | None = None) -> None:
+    def finish_round(self, timeout: Timeout = None) -> None:
         """Wait for the results of every bucket, and open the next round.
 
         Raises:
@@ -317,16 +224,23 @@ class Worker:
         """
         if self._session.plan is None:
             raise UsageError("no plan was agreed on: call agree(plan) first, on every worker")
-        self._session.finish_round(timeout)
+        self._session.finish_round(seconds(timeout))
 
     # ── memory, and the end ───────────────────────────────────────────────────────────────────────────
 
-    def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
+    @overload
+    def empty(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor: ...
+    @overload
+    def empty(self, shape: tuple[int, ...] | int, dtype: type[S] | np.dtype[S]) -> npt.NDArray[S]: ...
+    @overload
+    def empty(self, shape: tuple[int, ...] | int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]: ...
+    def empty(self, shape: tuple[int, ...] | int, dtype: torch.dtype | npt.DTypeLike) -> Tensor:
         """Uninitialised memory that the channel reads and writes without a copy.
 
         A torch tensor if ``dtype`` is torch's, else a numpy array of that dtype (or name, as ``"bfloat16"``).
         """
-        return empty(shape, dtype, self._session.empty)
+        made: Tensor = empty(shape, dtype, self._session.empty)
+        return made
 
     def close(self, reason: str = "close() was called") -> None:
         """Leave the group. Calls that are still waiting fail with ClosedError; closing twice does nothing."""
@@ -353,81 +267,3 @@ class Worker:
             self.close("its work was done")
         else:
             self.abort(f"it raised {type(error).__name__}: {error}")
-
-    # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
-
-    def _lossy(self, operation: Operation) -> Operation:
-        """With the group's codec, if it is a dense one: without feedback the others would only shrink tensors."""
-        small = operation.numel * operation.dtype.itemsize < EXEMPT_BYTES
-        if self._codec.parameter or small or operation.op is not Op.MEAN or operation.dtype != FLOAT32:
-            return operation
-        return operation_of(operation.kind, operation.op, operation.dtype, operation.numel, codec=self._codec)
-
-    def _collective(
-        self,
-        operation: Operation,
-        source: Bytes | None,
-        destination: Destination | None,
-        bound: Binding,
-        value: Any,
-        async_op: bool,
-        weight: float = 1.0,
-    ) -> Any:
-        if self.world_size == 1 or operation.numel == 0:  # identities, nothing to exchange
-            self._session.check_open()
-            handle = finished(value, weight)
-        else:
-            handle = self._session.collective(operation, source, destination, weight, value, background=async_op)
-            handle.then(bound.store)
-        return handle if async_op else handle.wait()
-
-    def _transfer(self, ends: tuple[int, int, int], bound: Binding, gives: bool, tensor: Any, async_op: bool) -> Any:
-        operation = operation_of(Kind.TRANSFER, Op.NONE, bound.dtype, bound.numel)
-        if bound.numel == 0:
-            self._session.check_open()
-            handle = finished(tensor)
-        elif gives:
-            handle = self._session.transfer(operation, ends, bound.data, None, tensor, async_op)
-        else:
-            handle = self._session.transfer(operation, ends, None, bound.data, tensor, async_op)
-            handle.then(bound.store)
-        return handle if async_op else handle.wait()
-
-    def _check_rank(self, rank: int, what: str) -> None:
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise InvalidRankError(f"{what} is {rank!r}, ranks of this group are 0 to {self.world_size - 1}")
-
-    def _check_peer(self, rank: int, what: str, tag: int) -> None:
-        self._check_rank(rank, what)
-        if rank == self.rank:
-            raise SendToSelfError(f"{what} is this worker's own rank, {rank}: there is nothing to send")
-        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < STATE_TAG:
-            raise InvalidArgumentError(f"a tag is a number from 0 to {STATE_TAG - 1}, not {tag!r}")
-
-
-def check_weight(weight: float) -> float:
-    """``weight`` as a float; InvalidArgumentError unless it is finite, not negative and at most 1e30."""
-    if weight == 1.0:
-        return 1.0
-    try:
-        value = float(weight)
-    except (TypeError, ValueError, OverflowError):
-        value = math.nan
-    if not math.isfinite(value) or not 0.0 <= value <= MAX_WEIGHT:
-        raise InvalidArgumentError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight!r}")
-    return value
-
-
-def finished(value: Any, weight: float = 1.0) -> Handle:
-    """A handle of something that needed no exchange."""
-    handle = Handle(0.0, None, value)
-    handle.weight, handle.present = weight, True
-    handle._complete()
-    return handle
-
-
-def _op(name: str) -> Op:
-    try:
-        return _OPS[name]
-    except (KeyError, TypeError):
-        raise InvalidArgumentError(f"op is {name!r}, and must be one of {', '.join(_OPS)}") from None

@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from protocol.codecs import codec_of
 from protocol.errors import (
@@ -64,12 +65,15 @@ def connect(
     from GRADSERVER_CHANNEL. A rank that is nowhere given is assigned; a world size that is nowhere given is
     the coordinator's.
 
+    Where there is no URL, a worker that is the only one trains by itself, without a coordinator, and says so in one
+    line: if the world size is 1, or if neither rank nor world size is given. With a URL it is a group of one there.
+
     A connection that breaks before the group is complete is made anew, within ``timeout``.
 
     A worker that is still a member when its process ends leaves then, and the others are told of an uncaught error.
 
     Args:
-        url: ``tcp://HOST:PORT`` of the coordinator.
+        url: ``tcp://HOST:PORT`` of the coordinator; ``""`` for none, whatever the environment says.
         rank: the rank to have, 0 … world_size - 1.
         world_size: number of workers that the group must have.
         group: the group to join; a coordinator serves many.
@@ -95,10 +99,42 @@ def connect(
         ConnectionLostError: the last connection broke, and there is no time for another one.
         InvalidRankError, InvalidWorldSizeError: out of range, or not the group's.
         BackendUnavailableError: memory cannot be shared, and ``channel`` is ``"shm"``.
+        InvalidArgumentError: there is no URL, and this worker is one of several; or an argument cannot be right.
     """
-    url = url or os.environ.get("GRADSERVER_URL")
-    if not url:
-        raise InvalidArgumentError("no coordinator's URL: give connect('tcp://HOST:PORT'), or set GRADSERVER_URL")
+    wish = wish_of(url, rank, world_size, group, name, timeout, channel, wire, reconnect)
+    if wish.url is None:
+        raise _no_url("")
+    return join(wish)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What somebody wants to join, as `connect` has it.
+
+    Attributes:
+        url: the coordinator's; None for a worker that trains by itself.
+    """
+
+    url: str | None
+    join: Join
+    channel: str
+    wire: str
+    reconnect: float
+
+
+def wish_of(
+    url: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    group: str = "default",
+    name: str | None = None,
+    timeout: float = 60.0,
+    channel: str | None = None,
+    wire: str = "fp32",
+    reconnect: float = 60.0,
+) -> Wish:
+    """The arguments of `connect`, checked, with what is not given from the environment."""
+    url = (os.environ.get("GRADSERVER_URL") if url is None else url) or None
     if not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT:
         raise InvalidArgumentError(f"timeout is {timeout!r} seconds, and must be above 0 and at most {MAX_TIMEOUT:g}")
     channel = channel or os.environ.get("GRADSERVER_CHANNEL") or "auto"
@@ -107,9 +143,14 @@ def connect(
     codec_of(wire)
     if not isinstance(reconnect, (int, float)) or not 0 <= reconnect <= MAX_TIMEOUT:
         raise InvalidArgumentError(f"reconnect is {reconnect!r} seconds, and must be from 0 to {MAX_TIMEOUT:g}")
-    rank = _from_environment(_RANK_VARIABLES) if rank is None else rank
     world_size = _from_environment(_WORLD_VARIABLES) if world_size is None else world_size
+    if url is None and world_size == 1:
+        rank = rank or 0  # which one it would be among others does not matter
+    rank = _from_environment(_RANK_VARIABLES) if rank is None else rank
     _check(rank, world_size)
+    if url is None and world_size != 1 and (world_size is not None or rank is not None):
+        several = f"there are {world_size} workers" if world_size else f"this is rank {rank} of several"
+        raise _no_url(f", and {several}")
     join = Join(
         group=_text("group", group),
         name=_text("name", name or _default_name()),
@@ -117,27 +158,37 @@ def connect(
         world_size=world_size or 0,
         timeout=float(timeout),
     )
-    started = time.monotonic()
-    connection, session = _join(url, join, started + timeout)
+    return Wish(url, join, channel, wire, float(reconnect))
+
+
+def _no_url(why: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"no coordinator's URL{why}: give connect('tcp://HOST:PORT'), or set GRADSERVER_URL")
+
+
+def join(wish: Wish) -> Worker:
+    """Join the group at a coordinator."""
+    assert wish.url is not None
+    url, channel, until = wish.url, wish.channel, time.monotonic() + wish.join.timeout
+    connection, session = _join(url, wish.join, until)
     try:
         if session.membership.durable:  # also with no patience: others may come back, and ask what this one holds
-            session.endure(Lifeline(connection, session, reconnect))
+            session.endure(Lifeline(connection, session, wish.reconnect))
         elif session.membership.seats:
             connection.attach(Farewell(session, url))
-        _attend_shards(connection, session, started + timeout)
+        _attend_shards(connection, session, until)
         if channel != "tcp":
             _share_memory(connection, channel == "shm", session.books is not None)
         connection.settle(_SETTLING_SECONDS)  # from now on Python's lock may be kept for long
-        worker = Worker(session, connection.kind, wire)
+        worker = Worker(session, connection.kind, wish.wire)
     except BaseException:
         session.close("it could not join")
         raise
     atexit.register(_leave_at_exit, weakref.ref(worker), os.getpid())
-    if worker.name != join.name:
+    if worker.name != wish.join.name:
         log.warning(
             "this worker is called %r: there is another %r in group %r. Give each worker a name of its own "
             "(GRADSERVER_NAME, or name=), by which it finds its place again",
-            *(worker.name, join.name, worker.group),
+            *(worker.name, wish.join.name, worker.group),
         )
     return worker
 

@@ -6,11 +6,24 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias
 
 from protocol.channel import Channel
-from protocol.errors import DeadlineError, GradServerError
+from protocol.errors import DeadlineError, GradServerError, InvalidArgumentError
 from worker.interrupts import PUT_OFF
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # a handle of which nothing is said is a Handle[Any]
+
+    T_co = TypeVar("T_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    T_co = TypeVar("T_co", covariant=True)
+
+Timeout: TypeAlias = float | timedelta | None
+"""How long a call waits: seconds, or what torch takes; None for as long as its worker does."""
 
 log = logging.getLogger("gradserver")
 
@@ -20,8 +33,8 @@ REMINDER_SECONDS: Final = 60.0
 """Wait after which the log first says what is waited for; the next reminders come after twice as long each."""
 
 
-class Handle:
-    """Something that was begun and will be done: an exchange, or joining.
+class Handle(Generic[T_co]):
+    """Something that was begun and will be done: an exchange, or joining. `wait` gives its result.
 
     Attributes:
         weight: sum of the weights that counted, known when done; 0.0 when nobody's did.
@@ -37,6 +50,7 @@ class Handle:
         "_on_error",
         "_open",
         "_overdue",
+        "_patience",
         "_timeout",
         "_value",
         "left_alone",
@@ -55,6 +69,7 @@ class Handle:
         self.present = False
         self.left_alone: tuple[tuple[int, int], ...] = ()
         self._timeout = timeout
+        self._patience: float | None = None
         self._channel = channel
         self._value = value
         self._error: GradServerError | None = None
@@ -69,11 +84,16 @@ class Handle:
         """Whether `wait` would return (or raise) at once."""
         return not self._open
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def is_completed(self) -> bool:
+        """Whether `wait` would return (or raise) at once: `done` by torch's name."""
+        return not self._open
+
+    def wait(self, timeout: Timeout = None) -> T_co:
         """Wait until done, and return the result: the tensor, for collectives.
 
         Args:
-            timeout: seconds; None for the worker's. Waiting again after a DeadlineError is allowed.
+            timeout: seconds; None for what the call was given, or the worker's. Waiting again after a DeadlineError is
+                allowed.
 
         Raises:
             DeadlineError: not done in time; names who is missing.
@@ -85,7 +105,12 @@ class Handle:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
-        return self._value
+        result: T_co = self._value
+        return result
+
+    def within(self, patience: float | None) -> None:
+        """Have `wait` take so many seconds if it is told nothing else."""
+        self._patience = patience
 
     def then(self, finish: Callable[[], None] | None) -> None:
         """Have ``finish`` called once, by the first `wait` that finds the result there."""
@@ -102,7 +127,8 @@ class Handle:
                 self._on_error(self._error)
             raise self._error.again()
 
-    def _wait(self, timeout: float | None) -> None:
+    def _wait(self, given: Timeout) -> None:
+        timeout = self._patience if given is None else seconds(given)
         # The coordinator's own deadline is as long as the worker's, and its error says more: give it time to come.
         patience = self._timeout + VERDICT_SECONDS if timeout is None else timeout
         patience = min(max(patience, 0.0), threading.TIMEOUT_MAX)
@@ -133,3 +159,14 @@ class Handle:
             self._error = error
             self._open = False
             self._lock.release()
+
+
+def seconds(timeout: Timeout) -> float | None:
+    """``timeout`` in seconds; None for the worker's own. Raises InvalidArgumentError if it is no such thing."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or math.isnan(timeout):
+        raise InvalidArgumentError(f"timeout is {timeout!r}, and must be seconds, a timedelta or None")
+    return timeout

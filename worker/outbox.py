@@ -43,6 +43,17 @@ Destination = Bytes | Writer
 """Where results go: into memory as long as the exchange, or wherever a function puts them."""
 
 
+class Parted(Protocol):
+    """Contributions that do not lie in one piece of memory as they go."""
+
+    def part(self, index: int) -> Bytes:
+        """What is given to slice ``index``."""
+
+
+Source = Bytes | Parted
+"""Where contributions come from: memory as long as the exchange (or a slice, if there is one), or slice by slice."""
+
+
 class Staged(NamedTuple):
     """Slices that pass through a slot of shared memory."""
 
@@ -123,7 +134,7 @@ class Exchange:
         pool: Pool,
         operation: Operation,
         layout: Layout,
-        source: Bytes | None,
+        source: Source | None,
         destination: Destination | None,
         weight: float,
         handle: Handle,
@@ -157,9 +168,9 @@ class Exchange:
         self.epoch = epoch
         self.answered: set[int] = set()
         self.settled: frozenset[int] = frozenset()
-        memory = source if destination is None else destination if isinstance(destination, np.ndarray) else None
-        in_place = memory is not None and operation.kind in IN_PLACE and coder is None
-        self._memory = memory if in_place else None
+        memory = source if destination is None else destination
+        in_place = operation.kind in IN_PLACE and coder is None
+        self._memory = memory if in_place and isinstance(memory, np.ndarray) else None
         self._coder = coder
         self._channel = channel
         self._slots, self._regions = slots, regions
@@ -202,8 +213,9 @@ class Exchange:
             return Push(self.key, index, self._weight_of(index), False, operation), ()
         if self._coder is not None:
             return Push(self.key, index, self._weight_of(index), True, operation), (self._coder.encode(index),)
-        if layout.count == 1:
-            return Push(self.key, index, self._weight_of(index), True, operation), (self._source.data,)
+        if layout.count == 1:  # then it lies in one piece
+            whole = self._source.data  # type: ignore[union-attr]
+            return Push(self.key, index, self._weight_of(index), True, operation), (whole,)
         given = self._part(self._source, index, index + 1).data
         return Push(self.key, index, self._weight_of(index), True, operation), (given,)
 
@@ -233,8 +245,10 @@ class Exchange:
         weight, present = self._weight_of(index), self._source is not None
         return Push(self.key, index, weight, present, operation, count, slot.place)
 
-    def _part(self, memory: Bytes, start: int, stop: int) -> Bytes:
+    def _part(self, memory: Source, start: int, stop: int) -> Bytes:
         """What belongs to the slices from ``start`` up to ``stop`` in memory as long as the exchange."""
+        if not isinstance(memory, np.ndarray):
+            return memory.part(start)
         first = self.layout.span(start)[0] * self.layout.itemsize
         return memory[first : first + self.layout.run_bytes(start, stop)]
 
@@ -320,7 +334,7 @@ class Exchange:
             return self._part(self._region.memory, index, index + 1).data
         staged = self._staged[index]
         skipped = self.layout.run_bytes(staged.start, index)
-        return bytes(staged.slot.memory[skipped : skipped + self.layout.run_bytes(index, index + 1)])
+        return bytes(staged.slot.memory[skipped : skipped + self.layout.reply_bytes(index, index + 1)])
 
     def copy_of(self, index: int) -> bytes | None:
         """What this worker gave to slice ``index``, if that is the result of the others."""
@@ -344,7 +358,7 @@ class Exchange:
             if staged is None:
                 return
             skipped = layout.run_bytes(staged.start, result.slice)
-            size = layout.run_bytes(result.slice, result.slice + result.slices) * layout.replies
+            size = layout.reply_bytes(result.slice, result.slice + result.slices)
             payload = staged.slot.memory[skipped : skipped + size].data
         start = layout.span(result.slice)[0] * layout.itemsize
         stop = start + layout.run_bytes(result.slice, result.slice + result.slices)

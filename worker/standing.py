@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from protocol.buffer import Buffer
 from protocol.channel import Channel
 from protocol.errors import GradServerError, MalformedMessageError
-from protocol.exchange import ExchangeKey, Kind, Stream, gets, is_state
+from protocol.exchange import PERSONAL, PORTIONED, ROOTED, ExchangeKey, Kind, Stream, gets, is_state
 from protocol.messages import Result
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from worker.clock import Clock
@@ -227,13 +227,15 @@ class Books:
         """Whether this member's result of a slice is what others' is."""
         operation, key = exchange.operation, exchange.key
         me = self._session.membership.rank
-        if operation.kind in (Kind.BROADCAST, Kind.TRANSFER):
+        if operation.kind in PORTIONED:
+            return False
+        if operation.kind in ROOTED or operation.kind is Kind.TRANSFER:
             me = self._session.seat_of(me)
         return operation.kind is Kind.BARRIER or gets(operation, me, key, exchange.layout.owner(index))
 
     def _of_others(self, exchange: Exchange) -> list[int]:
         """Slices of which only others get bytes."""
-        if exchange.operation.kind is not Kind.REDUCE_SCATTER:
+        if exchange.operation.kind not in PERSONAL:
             return []
         return [index for index in range(exchange.start, exchange.stop) if not self._gets(exchange, index)]
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from protocol.errors import DTypeError, LayoutError
 if TYPE_CHECKING:
     import torch
 
+Tensor: TypeAlias = "torch.Tensor | npt.NDArray[np.generic]"
+"""What is exchanged."""
 Bytes = npt.NDArray[np.uint8]
 """A flat, contiguous view of somebody's memory."""
 

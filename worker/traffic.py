@@ -48,7 +48,7 @@ from worker.handle import VERDICT_SECONDS, Handle
 from worker.interrupts import uninterrupted
 from worker.late import Latecomer
 from worker.membership import Announced
-from worker.outbox import NO_SLICES, Destination, Exchange, ShardTraffic, Siblings
+from worker.outbox import NO_SLICES, Destination, Exchange, ShardTraffic, Siblings, Source
 from worker.slots import Slots
 from worker.stages import Stage
 from worker.standing import Books
@@ -206,7 +206,7 @@ class Traffic(Latecomer):
     def collective(
         self,
         operation: Operation,
-        source: Bytes | None,
+        source: Source | None,
         destination: Destination | None,
         weight: float = 1.0,
         value: Any = None,
@@ -303,7 +303,7 @@ class Traffic(Latecomer):
         self,
         key: ExchangeKey,
         operation: Operation,
-        source: Bytes | None,
+        source: Source | None,
         destination: Destination | None,
         weight: float,
         value: Any = None,
@@ -321,6 +321,7 @@ class Traffic(Latecomer):
         coder = None
         if operation.is_lossy:
             assert isinstance(destination, np.ndarray)
+            assert source is None or isinstance(source, np.ndarray)
             coder = Coder(key, layout, source, destination, feedback)
         what = key, pool, operation, layout, source, destination, weight, handle, self._channel, self._slots, coder
         named = operation.kind in WORLD_BOUND or key.stream == Stream.TRANSFER
@@ -460,11 +461,12 @@ class Traffic(Latecomer):
                 self._late = result.key.number
                 self._send_no_more()
         layout, handle = exchange.layout, exchange.handle
-        if payload is not None and len(payload) != layout.run_bytes(start, stop) * layout.replies:
-            raise MalformedMessageError(
-                f"slice {start} of {exchange.operation} came with {len(payload)} bytes, "
-                f"{layout.run_bytes(start, stop) * layout.replies} are due"
-            )
+        if payload is not None and len(payload) != layout.run_bytes(start, stop) * layout.replies // layout.parts:
+            due = layout.reply_bytes(start, stop)
+            if exchange.operation.op is not Op.FRAMED or len(payload) > due:
+                raise MalformedMessageError(
+                    f"slice {start} of {exchange.operation} came with {len(payload)} bytes, {due} are due"
+                )
         if self._lacks_us(result):
             self._keep_own(exchange, start, stop)
         exchange.write(result, payload)

@@ -1,15 +1,73 @@
-"""Where the results of collectives go that are not written where they came from."""
+"""Where contributions and results of collectives lie, if that is not the tensor's own memory, as it is."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from protocol.buffer import Buffer
+from protocol.exchange import Layout
+from protocol.frames import parts, slices_of
 from worker.outbox import Writer
 from worker.tensors import Bytes
 
+Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
-def into_rows(rows: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Writer:
+
+class Columns:
+    """What SCATTER and ALL_TO_ALL are given: of each slice the portions of all ranks, one behind the other.
+
+    Args:
+        rows: one for each rank.
+        layout: how the operation is cut.
+    """
+
+    def __init__(self, rows: Rows, layout: Layout) -> None:
+        self._rows, self._layout = rows, layout
+
+    def part(self, index: int) -> Bytes:
+        """What is given to slice ``index``."""
+        size = self._layout.itemsize // len(self._rows)
+        start, stop = self._layout.span(index)
+        return self._rows[:, start * size : stop * size].reshape(-1)
+
+
+class Frames:
+    """What is given to an operation whose parts differ in length (`protocol.frames`): one, or one for each rank."""
+
+    def __init__(self, whole: Sequence[Buffer], step: int, count: int) -> None:
+        self.slices = [np.frombuffer(piece, np.uint8) for piece in slices_of(whole, step, count)]
+
+    def part(self, index: int) -> Bytes:
+        """What is given to slice ``index``."""
+        return self.slices[index]
+
+
+class FromFrames:
+    """Takes the results of such an operation: of each slice the next bytes of every part.
+
+    Args:
+        count: how many parts come: one from each who gives.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._found: dict[int, list[bytes]] = {}
+
+    def __call__(self, start: int, stop: int, payload: Buffer | None) -> None:
+        """Take the result of the slice that begins at byte ``start``."""
+        del stop
+        if payload is not None:
+            self._found[start] = [bytes(part) for part in parts(payload, self._count)]
+
+    def parts(self) -> list[bytes]:
+        """Every part, whole."""
+        slices = [self._found[start] for start in sorted(self._found)]
+        return [b"".join(pieces) for pieces in zip(*slices, strict=True)] if slices else [b""] * self._count
+
+
+def into_rows(rows: Rows) -> Writer:
     """A slice of an all_gather holds that slice of every rank, one behind the other."""
 
     def write(start: int, stop: int, payload: Buffer | None) -> None:
@@ -28,3 +86,24 @@ def into_part(part: Bytes, offset: int) -> Writer:
             part[start - offset : stop - offset] = values
 
     return write_own
+
+
+def into_columns(rows: Rows) -> Writer:
+    """A slice of an all_to_all holds those bytes of every row."""
+
+    def write_columns(start: int, stop: int, payload: Buffer | None) -> None:
+        first, last = start // len(rows), stop // len(rows)
+        rows[:, first:last] = (
+            0 if payload is None else np.frombuffer(payload, np.uint8).reshape(len(rows), last - first)
+        )
+
+    return write_columns
+
+
+def into_portion(part: Bytes, world_size: int) -> Writer:
+    """A slice of a scatter is those bytes of this rank's part."""
+
+    def write_portion(start: int, stop: int, payload: Buffer | None) -> None:
+        part[start // world_size : stop // world_size] = 0 if payload is None else np.frombuffer(payload, np.uint8)
+
+    return write_portion

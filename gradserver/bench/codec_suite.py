@@ -85,7 +85,7 @@ class Exchange:
                 "bench", 1, key, index, self._operation, start, nbytes, numel, self._owed, given, (), keep=True
             )
             outcome = reduce(command)
-            if outcome is None or isinstance(outcome, NonFinite | Undecodable | Broken):
+            if outcome is None or isinstance(outcome, NonFinite | Undecodable | Broken | tuple):
                 raise BenchError(f"{self.codec.name}: the coordinator found {outcome}")
             answers.append(outcome)
         return answers

@@ -24,7 +24,18 @@ from protocol.errors import (
     SizeMismatchError,
     UnexpectedMessageError,
 )
-from protocol.exchange import IN_PLACE, ExchangeKey, Kind, Op, Operation, Stream, check_reducible, gives
+from protocol.exchange import (
+    FRAMING,
+    IN_PLACE,
+    ROOTED,
+    ExchangeKey,
+    Kind,
+    Op,
+    Operation,
+    Stream,
+    check_reducible,
+    gives,
+)
 from protocol.messages import Failure, Push, Scope
 
 
@@ -145,14 +156,14 @@ def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: S
     elif payload is None:
         is_right = not has_to_give or operation.kind in WEIGHED
     else:
-        is_right = has_to_give and size == expected
+        is_right = has_to_give and (size == expected or (operation.op is Op.FRAMED and size <= expected))
     if not is_right:
         raise SizeMismatchError(
             f"{group.describe(exchange.key)} from {group.call(rank)}: slice {start} has {size} "
             f"bytes, {expected if has_to_give else 0} were agreed"
         )
     if push.present:
-        group.bytes_in += expected
+        group.bytes_in += min(size, expected)
     weight = exchange.weights[rank]
     if group.order.lateness is not None:  # slices to which something was added weigh more
         weight = push.weight
@@ -170,9 +181,13 @@ def _check_operation(key: ExchangeKey, operation: Operation, world: int, elastic
         raise UnexpectedMessageError(f"{operation} cannot be exchanged under the key {tuple(key)}")
     if transfer and not (0 <= key.source < world and 0 <= key.target < world and key.source != key.target):
         raise InvalidRankError(f"a transfer from {key.source} to {key.target} in a group of {world}")
-    if operation.kind is Kind.BROADCAST and not 0 <= operation.root < world:
+    if operation.kind in ROOTED and not 0 <= operation.root < world:
         raise InvalidRankError(f"root {operation.root} is not in a group of {world}")
     if operation.kind in WEIGHED:
-        if operation.op is Op.NONE:
+        if operation.op in (Op.NONE, Op.FRAMED):
             raise InvalidArgumentError("a reduction that does not say how to reduce")
+        check_reducible(operation.op, operation.dtype)
+    elif operation.op is not Op.NONE and (operation.op is not Op.FRAMED or operation.kind not in FRAMING):
+        raise InvalidArgumentError(f"{operation} is no operation: {operation.kind.name.lower()} reduces nothing")
+    elif operation.op is Op.FRAMED:
         check_reducible(operation.op, operation.dtype)

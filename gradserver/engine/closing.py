@@ -29,7 +29,7 @@ from gradserver.engine.groups import Group
 from gradserver.engine.lateness import note_what_counted
 from gradserver.engine.results import complete
 from protocol.errors import GradServerError, MembershipChangedError
-from protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Layout, Operation, Stream
+from protocol.exchange import ROOTED, WORLD_BOUND, ExchangeKey, Kind, Layout, Operation, Stream
 
 _NOTHING = Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsize=0, replies=1)
 
@@ -102,7 +102,7 @@ def outdated(
 ) -> Exchange | None:
     """The failed exchange, if ``rank`` begins one that it sees in the membership ``epoch``, which has ended."""
     participants = group.participants(key)
-    gone = operation.kind is Kind.BROADCAST and operation.root not in participants
+    gone = operation.kind in ROOTED and operation.root not in participants
     due = group.before[1] if key.part <= group.before[0] else group.epoch
     if not gone and (operation.kind not in WORLD_BOUND or epoch == due):
         return None

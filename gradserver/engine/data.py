@@ -72,7 +72,7 @@ from protocol.errors import (
     OutOfStepError,
     UnexpectedMessageError,
 )
-from protocol.exchange import Stream
+from protocol.exchange import WORLD_BOUND, Stream
 from protocol.messages import Inquire, Missing, Push, Taken
 from protocol.plan import Plan
 from protocol.resuming import Held, Holding
@@ -273,7 +273,7 @@ class Data:
         if isinstance(event.outcome, Undecodable):
             guilty, error = event.outcome.rank, undecodable(group, exchange, event.outcome)
             violation = Violation(group.connections[guilty], error)
-            if group.order.elastic and len(piece.given) > 1:
+            if group.order.elastic and len(piece.given) > 1 and exchange.operation.kind not in WORLD_BOUND:
                 return [*do_without(group, exchange, piece, guilty, now, commands), violation]
             refund(group, exchange, piece)
             fail(group, exchange, error, commands)

@@ -86,7 +86,7 @@ class Reduced(NamedTuple):
     epoch: int
     key: ExchangeKey
     slice: int
-    outcome: Buffer | NonFinite | Undecodable | Broken | None
+    outcome: Buffer | tuple[Buffer, ...] | NonFinite | Undecodable | Broken | None
     digests: Sequence[tuple[int, int]] = ()
 
 
@@ -151,7 +151,9 @@ class Digests(NamedTuple):
 class Reduce(NamedTuple):
     """Combine contributions, given in rank order; then tell the engine with `Reduced`.
 
-    ALL_GATHER puts the contributions one behind the other; Op.FIRST and Op.NONE copy the only one given.
+    ALL_GATHER and GATHER put the contributions one behind the other, ALL_TO_ALL those portions of them that are for the
+    same rank, which are the outcome then, as a tuple; as of SCATTER, which takes one contribution apart. Op.FIRST and
+    Op.NONE copy the only one given.
 
     Attributes:
         slice: the first one; there may be several.
@@ -163,6 +165,8 @@ class Reduce(NamedTuple):
         keep: whether the result's bytes are wanted too, in memory of their own.
         digests: what to hash for the ledger; None for nothing.
         nonfinite: what becomes of contributions to a mean that are not finite.
+        world: how many take part.
+        places: of SCATTER and ALL_TO_ALL, whose result each target is: his place among those.
     """
 
     group: str
@@ -179,6 +183,8 @@ class Reduce(NamedTuple):
     keep: bool
     digests: Digests | None = None
     nonfinite: OnNonFinite = OnNonFinite.HALT
+    world: int = 0
+    places: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

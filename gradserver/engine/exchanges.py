@@ -89,7 +89,7 @@ class Exchange:
     before: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
     """In how many of these each counted."""
     reducing: dict[int, Piece] = field(default_factory=dict)
-    made: Mapping[int, tuple[Piece, Buffer | None]] = field(default_factory=lambda: _NOTHING)
+    made: Mapping[int, tuple[Piece, Buffer | tuple[Buffer, ...] | None]] = field(default_factory=lambda: _NOTHING)
     """What was reduced before slices in front of it: their results go first, in a durable group."""
     answered: int = 0
     last: int = -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 from gradserver.engine.events import Command, Contribution, Digests, Reduce, Report, RoundCompleted, Send
 from gradserver.engine.exchanges import WEIGHED, Exchange, Piece, Run
@@ -11,8 +12,10 @@ from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.rounds import Round
 from gradserver.engine.unasked import listeners, send_unasked, without
 from protocol.buffer import Buffer
-from protocol.exchange import Kind, Layout, Op, Stream, gets
+from protocol.exchange import JOINED, PORTIONED, Kind, Layout, Op, Stream, gets
 from protocol.messages import Result
+
+_GIVEN_BY_ALL: Final = JOINED | {Kind.ALL_TO_ALL}
 
 
 def complete(group: Group, exchange: Exchange, piece: Piece, now: float, commands: list[Command]) -> list[Report]:
@@ -23,7 +26,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
     ]
     if operation.kind in WEIGHED:
         contributions = [contribution for contribution in contributions if contribution.weight > 0]
-    elif operation.kind is not Kind.ALL_GATHER:
+    elif operation.kind not in _GIVEN_BY_ALL:
         contributions = [contribution for contribution in contributions if contribution.payload is not None]
     if operation.op is Op.FIRST:
         contributions = [contribution for contribution in contributions if contribution.payload is not None][:1]
@@ -35,10 +38,12 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
         if gets(operation, rank, exchange.key, exchange.owner(piece))
     ]
     targets = [run.target or run.payload for run in getters if run.shared and run.payload is not None]
-    if operation.op is Op.NONE and operation.kind is not Kind.ALL_GATHER and not targets:
+    if operation.op is Op.NONE and operation.kind not in _GIVEN_BY_ALL and not targets:
         (contribution,) = contributions  # one gives, others get: the bytes pass through as they are
-        if not piece.given[contribution.rank].shared:
-            return answer(group, exchange, piece, contribution.payload, now, commands)
+        payload = contribution.payload
+        if payload is not None and not piece.given[contribution.rank].shared:
+            passed = portions(payload, len(piece.given)) if operation.kind in PORTIONED else payload
+            return answer(group, exchange, piece, passed, now, commands)
     exchange.reducing[piece.start] = piece
     layout = exchange.layout
     nbytes, numel = layout.run_bytes(piece.start, piece.stop), layout.run_numel(piece.start, piece.stop)
@@ -51,19 +56,31 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
             digests = Digests(group.places[key.part], [])
     where = group.order.group, group.order.epoch, key, piece.start
     what = operation, layout.span(piece.start)[0], nbytes, numel
-    commands.append(Reduce(*where, *what, group.state, contributions, targets, keep, digests, nonfinite))
+    reduction = Reduce(*where, *what, group.state, contributions, targets, keep, digests, nonfinite)
+    if operation.kind in PORTIONED:  # everybody gets a part of it
+        places = [place for place, run in enumerate(piece.given.values()) if run.shared]
+        reduction = reduction._replace(world=len(piece.given), places=places)
+    commands.append(reduction)
     return []
+
+
+def portions(payload: Buffer, count: int) -> tuple[Buffer, ...]:
+    """A slice in ``count`` equal parts, one for each who takes part."""
+    view, size = memoryview(payload), len(payload) // count
+    return tuple(view[place * size : (place + 1) * size] for place in range(count))
 
 
 def answer(
     group: Group,
     exchange: Exchange,
     piece: Piece,
-    payload: Buffer | None,
+    payload: Buffer | tuple[Buffer, ...] | None,
     now: float,
     commands: list[Command],
 ) -> list[Report]:
     """Send everybody the result of some slices: ``payload``, or None for zeros. To shared memory it was written.
+
+    Of what is `PORTIONED` it is a tuple, with the result of each who takes part.
 
     In a durable group it waits for those of earlier slices, so that what members hold of a bucket is a prefix.
     """
@@ -85,7 +102,7 @@ def _send(
     group: Group,
     exchange: Exchange,
     piece: Piece,
-    payload: Buffer | None,
+    payload: Buffer | tuple[Buffer, ...] | None,
     now: float,
     commands: list[Command],
 ) -> list[Report]:
@@ -100,6 +117,8 @@ def _send(
     travels: list[tuple[Result, Sequence[Buffer]]] = []
     acknowledged: list[Command] = []
     connections, departed = group.connections, group.departed
+    whole: Any = payload  # where it is the same for all
+    parts = dict(zip(given, payload, strict=True)) if type(payload) is tuple else None
     refund(group, exchange, piece)
     for rank in _receivers(exchange, piece):
         if rank in departed:
@@ -108,16 +127,20 @@ def _send(
         if payload is None or not gets(operation, rank, key, owner):
             acknowledged.append(Send(connection, empty))
             continue
-        group.bytes_out += layout.run_bytes(start, stop) * layout.replies
+        group.bytes_out += layout.reply_bytes(start, stop)
         if given[rank].shared:
             commands.append(Send(connection, placed))
             continue
-        travels = travels or list(_by_slice(layout, piece, placed, payload))
+        if parts is not None:
+            own = Result(key, start, weight, True, 1, False, lacking, weights)
+            commands.append(Send(connection, own, (parts[rank],)))
+            continue
+        travels = travels or list(_by_slice(layout, piece, placed, whole))
         commands += [Send(connection, result, payloads) for result, payloads in travels]
     reports: list[Report] = []
     if listening := listeners(group, exchange, piece):
         if payload is not None:
-            travels = travels or list(_by_slice(layout, piece, placed, payload))
+            travels = travels or list(_by_slice(layout, piece, placed, whole))
         reports = send_unasked(group, listening, travels or [(empty, ())], commands)
     # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
     commands += acknowledged

@@ -13,7 +13,7 @@ from protocol.errors import (
     GradServerError,
     NonFiniteError,
 )
-from protocol.exchange import ExchangeKey, Operation, Stream
+from protocol.exchange import ExchangeKey, Op, Operation, Stream
 
 
 def abandoned(group: Group, exchange: Exchange, rank: int, key: ExchangeKey) -> AbandonedError:
@@ -57,9 +57,8 @@ def non_finite(group: Group, exchange: Exchange, element: int, found: NonFinite)
 def undecodable(group: Group, exchange: Exchange, found: Undecodable) -> GradServerError:
     """Somebody contributed bytes that say nothing."""
     what = group.describe(exchange.key, exchange.operation)
-    return type(found.error)(
-        f"{group.call(found.rank)} contributed to {what} what is no {exchange.layout.codec.name}: {found.error}"
-    )
+    due = "are no frames" if exchange.operation.op is Op.FRAMED else f"is no {exchange.layout.codec.name}"
+    return type(found.error)(f"{group.call(found.rank)} contributed to {what} what {due}: {found.error}")
 
 
 def broken(group: Group, exchange: Exchange, found: Broken) -> CoordinatorError:

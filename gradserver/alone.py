@@ -1,0 +1,71 @@
+"""A worker that is the only one: it trains by itself, and needs no daemon.
+
+Its coordinator is the real one, in this process, so that all works as in a group, down to what a lossy wire loses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+from gradserver.coordinator import Coordinator
+from gradserver.engine import Engine
+from gradserver.local import Alarm, Inbox
+from protocol.channel import Outlet, memory_pair
+from protocol.errors import GradServerError
+from worker import connect as daemons
+from worker.client import Worker
+from worker.connect import Wish
+from worker.session import Session
+
+log = logging.getLogger("gradserver")
+
+P = ParamSpec("P")
+
+
+def _or_alone(connect: Callable[P, Worker], wish_of: Callable[P, Wish]) -> Callable[P, Worker]:
+    """``connect``, for those as well who have nobody to connect to."""
+
+    @wraps(connect)
+    def connect_or_train_alone(*args: P.args, **kwargs: P.kwargs) -> Worker:
+        wish = wish_of(*args, **kwargs)
+        return train_alone(wish) if wish.url is None else daemons.join(wish)
+
+    return connect_or_train_alone
+
+
+connect = _or_alone(daemons.connect, daemons.wish_of)
+
+
+def train_alone(wish: Wish) -> Worker:
+    """A group of one, whose coordinator ends with its worker."""
+    group = wish.join.group
+    why = "the world size is 1" if wish.join.world_size else "there is neither GRADSERVER_URL nor RANK"
+    log.warning("%r trains by itself, without a coordinator: %s", wish.join.name, why)
+    alarm = Alarm(lambda: _tick(coordinator))
+    coordinator = Coordinator(Engine({group: 1}), alarm.set)
+    ours, theirs = memory_pair(wish.join.name)
+    theirs.attach(_Inbox(coordinator, theirs, alarm))
+    session = Session(ours, wish.join.timeout)
+    session.join(wish.join).wait()
+    return Worker(session, wire=wish.wire)
+
+
+def _tick(coordinator: Coordinator) -> float | None:
+    coordinator.tick()
+    return coordinator.next_deadline()
+
+
+class _Inbox(Inbox):
+    """Ends the coordinator when its only worker is gone."""
+
+    def __init__(self, coordinator: Coordinator, channel: Outlet, alarm: Alarm) -> None:
+        super().__init__(coordinator, channel)
+        self._alarm = alarm
+
+    def lost(self, error: GradServerError) -> None:
+        super().lost(error)
+        self._alarm.close()
+        self._coordinator.close()

@@ -1,0 +1,46 @@
+"""What becomes of contributions that are not reduced, but put together and taken apart: slice by slice."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gradserver.engine.events import Reduce, Undecodable
+from gradserver.mean import Outcome
+from protocol.buffer import Buffer
+from protocol.errors import MalformedMessageError
+from protocol.exchange import JOINED, PORTIONED, Op
+from protocol.frames import frames
+
+PASSED_ON: Final = JOINED | PORTIONED
+
+
+def pass_on(command: Reduce) -> Outcome:
+    """The result of an ALL_GATHER or GATHER; or those of a SCATTER or ALL_TO_ALL, of each who takes part.
+
+    Targets may be where contributions lie: all results are made before the first is written.
+    """
+    kind, given = command.operation.kind, []
+    count = command.world if kind in PORTIONED else 1
+    for contribution in command.contributions:
+        if contribution.payload is not None:
+            try:
+                given.append(_parts(command, contribution.payload, count))
+            except MalformedMessageError as error:
+                return Undecodable(contribution.rank, error)
+    if kind in JOINED:
+        joined = b"".join(parts[0] for parts in given)
+        for target in command.targets:
+            memoryview(target)[: len(joined)] = joined
+        return joined if command.keep else None
+    results: tuple[Buffer, ...] = tuple(b"".join(parts[place] for parts in given) for place in range(count))
+    for target, place in zip(command.targets, command.places, strict=True):
+        memoryview(target)[: len(results[place])] = results[place]
+    return results if command.keep else None
+
+
+def _parts(command: Reduce, payload: Buffer, count: int) -> list[memoryview]:
+    """The portions of one contribution, for each of ``count`` receivers."""
+    if command.operation.op is Op.FRAMED:
+        return frames(memoryview(payload)[: command.nbytes], count)
+    view, size = memoryview(payload), command.nbytes // count
+    return [view[place * size : (place + 1) * size] for place in range(count)]

@@ -1,0 +1,615 @@
+"""Collectives and transfers, as their user calls them: on torch tensors and numpy arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.codecs import Codec
+from protocol.dtypes import FLOAT32, UINT8
+from protocol.errors import DTypeError, InvalidArgumentError, InvalidRankError, SendToSelfError, SizeMismatchError
+from protocol.exchange import EXACT, STATE_TAG, Kind, Op, Operation, layout_of, operation_of
+from protocol.limits import MAX_WEIGHT
+from protocol.plan import EXEMPT_BYTES
+from worker.handle import Handle, Timeout, seconds
+from worker.outbox import Destination, Source
+from worker.session import Session
+from worker.tensors import Binding, bind, like
+from worker.uneven import all_to_all_uneven
+from worker.writers import Columns, Rows, into_columns, into_part, into_portion, into_rows
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ReduceOp
+
+T = TypeVar("T", bound="torch.Tensor | npt.NDArray[np.generic]")
+S = TypeVar("S", bound=np.generic)
+V = TypeVar("V")
+ReductionName: TypeAlias = Literal[
+    "mean", "avg", "sum", "min", "max", "product", "prod", "MEAN", "AVG", "SUM", "MIN", "MAX", "PRODUCT", "PROD"
+]
+Reduction: TypeAlias = "ReductionName | ReduceOp.RedOpType"
+"""How tensors are combined: by name, or as torch says it (``torch.distributed.ReduceOp.SUM``)."""
+Yes: TypeAlias = Literal[True]
+No: TypeAlias = Literal[False]
+
+_OPS = {op.name.lower(): op for op in (Op.MEAN, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT)}
+_SYNONYMS = {"avg": Op.MEAN, "prod": Op.PRODUCT}
+
+
+class Collectives:
+    """What members of a group do together.
+
+    Collectives must be called by all members in the same order; transfers are matched by source, target and tag.
+
+    With ``async_op`` a call returns a `Handle` at once, whose ``wait()`` returns the result. ``timeout`` says how long
+    this call waits, in seconds or as a timedelta; None for as long as the group does. If it runs out, that is this
+    call's affair alone: the exchange goes on, and the tensor is to be left alone until the worker is closed.
+    """
+
+    _session: Session
+    _codec: Codec
+
+    @property
+    def rank(self) -> int:
+        """This worker's place, ``0 … world_size - 1``.
+
+        In an elastic group this and what follows change when others leave or are lost: in `Worker.finish_round` (and so
+        in ``backward()``), in a collective that raises MembershipChangedError, and nowhere else.
+        """
+        return self._session.membership.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the group."""
+        return len(self._session.membership.names)
+
+    # ── all to all alike ──────────────────────────────────────────────────────────────────────────────
+
+    @overload
+    def all_reduce(
+        self, tensor: T, op: Reduction = ..., weight: float = ..., *, async_op: No = ..., timeout: Timeout = ...
+    ) -> T: ...
+    @overload
+    def all_reduce(
+        self, tensor: T, op: Reduction = ..., weight: float = ..., *, async_op: Yes, timeout: Timeout = ...
+    ) -> Handle[T]: ...
+    def all_reduce(
+        self,
+        tensor: T,
+        op: Reduction = "mean",
+        weight: float = 1.0,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> T | Handle[T]:
+        """Replace ``tensor`` by its combination over all members, in place.
+
+        Args:
+            tensor: same shape and element type at every member.
+            op: ``mean`` or ``avg`` (``sum(w·g) / sum(w)``; floating types), ``sum``, ``min``, ``max``, ``product`` or
+                ``prod``; in capitals, too, or one of ``torch.distributed.ReduceOp``. (torch's own default is the sum.)
+            weight: this member's weight in a mean; with 0 it does not count, and still gets the result.
+            async_op: return a `Handle` at once, whose ``wait()`` returns the tensor.
+            timeout: how long this call waits.
+
+        Returns:
+            The tensor, or a Handle.
+        """
+        bound = bind(tensor, writes=True)
+        operation = operation_of(Kind.ALL_REDUCE, op_of(op), bound.dtype, bound.numel)
+        if self._codec is not EXACT:
+            operation = self._lossy(operation)
+        source = bound.data if check_weight(weight) > 0 else None
+        return self._collective(operation, source, bound.data, bound, tensor, async_op, timeout, weight)
+
+    @overload
+    def broadcast(
+        self, tensor: T, root: int = ..., *, src: int | None = ..., async_op: No = ..., timeout: Timeout = ...
+    ) -> T: ...
+    @overload
+    def broadcast(
+        self, tensor: T, root: int = ..., *, src: int | None = ..., async_op: Yes, timeout: Timeout = ...
+    ) -> Handle[T]: ...
+    def broadcast(
+        self,
+        tensor: T,
+        root: int = 0,
+        *,
+        src: int | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> T | Handle[T]:
+        """Overwrite ``tensor`` at every member by that of rank ``root`` (or ``src``; 0), in place.
+
+        Returns it, or a Handle.
+        """
+        root = self._check_rank(root_of(root, "src", src), "root")
+        is_root = root == self.rank
+        bound = bind(tensor, writes=not is_root)
+        operation = operation_of(Kind.BROADCAST, Op.NONE, bound.dtype, bound.numel, self._session.seat_of(root))
+        source, destination = (bound.data, None) if is_root else (None, bound.data)
+        return self._collective(operation, source, destination, bound, tensor, async_op, timeout)
+
+    @overload
+    def all_gather(self, tensor: torch.Tensor, *, async_op: No = ..., timeout: Timeout = ...) -> torch.Tensor: ...
+    @overload
+    def all_gather(self, tensor: torch.Tensor, *, async_op: Yes, timeout: Timeout = ...) -> Handle[torch.Tensor]: ...
+    @overload
+    def all_gather(self, tensor: npt.NDArray[S], *, async_op: No = ..., timeout: Timeout = ...) -> npt.NDArray[S]: ...
+    @overload
+    def all_gather(
+        self, tensor: npt.NDArray[S], *, async_op: Yes, timeout: Timeout = ...
+    ) -> Handle[npt.NDArray[S]]: ...
+    def all_gather(self, tensor: Any, *, async_op: bool = False, timeout: Timeout = None) -> Any:
+        """Every member's ``tensor`` (same shape everywhere), stacked by rank: shape ``(world_size, *shape)``."""
+        source = bind(tensor, writes=False)
+        gathered = like(tensor, (self.world_size, *source.shape))
+        bound = bind(gathered, writes=True)
+        operation = operation_of(Kind.ALL_GATHER, Op.NONE, source.dtype, source.numel)
+        if self.world_size == 1:
+            bound.data[:] = source.data
+        rows = into_rows(bound.data.reshape(self.world_size, -1))
+        return self._collective(operation, source.data, rows, bound, gathered, async_op, timeout)
+
+    @overload
+    def reduce_scatter(
+        self,
+        tensor: torch.Tensor,
+        op: Reduction = ...,
+        weight: float = ...,
+        *,
+        async_op: No = ...,
+        timeout: Timeout = ...,
+    ) -> torch.Tensor: ...
+    @overload
+    def reduce_scatter(
+        self, tensor: torch.Tensor, op: Reduction = ..., weight: float = ..., *, async_op: Yes, timeout: Timeout = ...
+    ) -> Handle[torch.Tensor]: ...
+    @overload
+    def reduce_scatter(
+        self,
+        tensor: npt.NDArray[S],
+        op: Reduction = ...,
+        weight: float = ...,
+        *,
+        async_op: No = ...,
+        timeout: Timeout = ...,
+    ) -> npt.NDArray[S]: ...
+    @overload
+    def reduce_scatter(
+        self, tensor: npt.NDArray[S], op: Reduction = ..., weight: float = ..., *, async_op: Yes, timeout: Timeout = ...
+    ) -> Handle[npt.NDArray[S]]: ...
+    def reduce_scatter(
+        self,
+        tensor: Any,
+        op: Reduction = "mean",
+        weight: float = 1.0,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Combine ``tensor`` over all members, and get this rank's part of the result.
+
+        ``tensor`` of shape ``(world_size · n, …)`` is left alone; the result has shape ``(n, …)``.
+        """
+        source = bind(tensor, writes=False)
+        self._check_divisible("reduce_scatter", source.shape)
+        part = like(tensor, (source.shape[0] // self.world_size, *source.shape[1:]))
+        bound = bind(part, writes=True)
+        operation = operation_of(Kind.REDUCE_SCATTER, op_of(op), source.dtype, source.numel)
+        if self.world_size == 1:
+            bound.data[:] = source.data
+        given = source.data if check_weight(weight) > 0 else None
+        destination = into_part(bound.data, self.rank * bound.data.size)
+        return self._collective(operation, given, destination, bound, part, async_op, timeout, weight)
+
+    @overload
+    def barrier(self, timeout: Timeout = ..., *, async_op: No = ...) -> None: ...
+    @overload
+    def barrier(self, timeout: Timeout = ..., *, async_op: Yes) -> Handle[None]: ...
+    def barrier(self, timeout: Timeout = None, *, async_op: bool = False) -> Handle[None] | None:
+        """Wait until every member has come here; or return a Handle of that."""
+        handle: Handle[None]
+        patience = seconds(timeout)
+        if self.world_size == 1:
+            self._session.check_open()
+            handle = finished(None)
+        else:
+            operation = operation_of(Kind.BARRIER, Op.NONE, UINT8, 0)
+            handle = self._session.collective(operation, None, None, background=async_op)
+            handle.within(patience)
+        return handle if async_op else handle.wait()
+
+    # ── to one, from one, from each to each ───────────────────────────────────────────────────────────
+
+    @overload
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        root: int = ...,
+        *,
+        dst: int | None = ...,
+        async_op: No = ...,
+        timeout: Timeout = ...,
+    ) -> torch.Tensor | None: ...
+    @overload
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        root: int = ...,
+        *,
+        dst: int | None = ...,
+        async_op: Yes,
+        timeout: Timeout = ...,
+    ) -> Handle[torch.Tensor | None]: ...
+    @overload
+    def gather(
+        self,
+        tensor: npt.NDArray[S],
+        root: int = ...,
+        *,
+        dst: int | None = ...,
+        async_op: No = ...,
+        timeout: Timeout = ...,
+    ) -> npt.NDArray[S] | None: ...
+    @overload
+    def gather(
+        self,
+        tensor: npt.NDArray[S],
+        root: int = ...,
+        *,
+        dst: int | None = ...,
+        async_op: Yes,
+        timeout: Timeout = ...,
+    ) -> Handle[npt.NDArray[S] | None]: ...
+    def gather(
+        self,
+        tensor: Any,
+        root: int = 0,
+        *,
+        dst: int | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Every member's ``tensor`` (same shape everywhere) at rank ``root`` (or ``dst``; 0), stacked by rank.
+
+        Returns:
+            At that rank a tensor of shape ``(world_size, *shape)``, at the others None; or a Handle of that.
+        """
+        root = self._check_rank(root_of(root, "dst", dst), "root")
+        source = bind(tensor, writes=False)
+        operation = operation_of(Kind.GATHER, Op.NONE, source.dtype, source.numel, self._session.seat_of(root))
+        if root != self.rank:
+            return self._collective(operation, source.data, None, source, None, async_op, timeout)
+        gathered = like(tensor, (self.world_size, *source.shape))
+        bound = bind(gathered, writes=True)
+        if self.world_size == 1:
+            bound.data[:] = source.data
+        rows = into_rows(bound.data.reshape(self.world_size, -1))
+        return self._collective(operation, source.data, rows, bound, gathered, async_op, timeout)
+
+    @overload
+    def scatter(
+        self,
+        tensor: T,
+        parts: T | Sequence[T] | None = ...,
+        root: int = ...,
+        *,
+        src: int | None = ...,
+        async_op: No = ...,
+        timeout: Timeout = ...,
+    ) -> T: ...
+    @overload
+    def scatter(
+        self,
+        tensor: T,
+        parts: T | Sequence[T] | None = ...,
+        root: int = ...,
+        *,
+        src: int | None = ...,
+        async_op: Yes,
+        timeout: Timeout = ...,
+    ) -> Handle[T]: ...
+    def scatter(
+        self,
+        tensor: T,
+        parts: T | Sequence[T] | None = None,
+        root: int = 0,
+        *,
+        src: int | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> T | Handle[T]:
+        """Overwrite ``tensor`` at every member by the part that rank ``root`` (or ``src``; 0) has for it, in place.
+
+        Args:
+            tensor: same shape and element type at every member.
+            parts: at rank ``root`` one such tensor for each rank: a list, or stacked. Nothing at the others.
+            root: who has the parts.
+            src: ``root`` by torch's name.
+            async_op: return a `Handle` at once, whose ``wait()`` returns the tensor.
+            timeout: how long this call waits.
+
+        Returns:
+            The tensor, or a Handle.
+        """
+        root = self._check_rank(root_of(root, "src", src), "root")
+        bound, world = bind(tensor, writes=True), self.world_size
+        seat = self._session.seat_of(root)
+        operation = operation_of(Kind.SCATTER, Op.NONE, bound.dtype, bound.numel * world, seat)
+        source: Source | None = None
+        if root == self.rank:
+            rows = self._rows_of(parts, bound)
+            source = self._columns(operation, rows)
+            if world == 1:
+                bound.data[:] = rows.reshape(-1)
+        elif parts is not None:
+            raise InvalidArgumentError(f"the parts are those of rank {root}: give None at rank {self.rank}")
+        return self._collective(operation, source, into_portion(bound.data, world), bound, tensor, async_op, timeout)
+
+    @overload
+    def all_to_all(self, tensor: torch.Tensor, *, async_op: No = ..., timeout: Timeout = ...) -> torch.Tensor: ...
+    @overload
+    def all_to_all(self, tensor: torch.Tensor, *, async_op: Yes, timeout: Timeout = ...) -> Handle[torch.Tensor]: ...
+    @overload
+    def all_to_all(self, tensor: npt.NDArray[S], *, async_op: No = ..., timeout: Timeout = ...) -> npt.NDArray[S]: ...
+    @overload
+    def all_to_all(
+        self, tensor: npt.NDArray[S], *, async_op: Yes, timeout: Timeout = ...
+    ) -> Handle[npt.NDArray[S]]: ...
+    @overload
+    def all_to_all(self, tensor: Sequence[T], *, async_op: No = ..., timeout: Timeout = ...) -> list[T]: ...
+    @overload
+    def all_to_all(self, tensor: Sequence[T], *, async_op: Yes, timeout: Timeout = ...) -> Handle[list[T]]: ...
+    def all_to_all(self, tensor: Any, *, async_op: bool = False, timeout: Timeout = None) -> Any:
+        """Give each rank its part of ``tensor``, and get from each rank this rank's part of its.
+
+        Args:
+            tensor: shape ``(world_size · n, …)``, the same at every member: part r of the first dimension is rank r's.
+                Or a list of one tensor for each rank, whose first dimensions may be any (also 0), at every member
+                others; all else of their shapes, and the element type, is the same everywhere.
+            async_op: return a `Handle` at once. (Of a list the sizes are exchanged before.)
+            timeout: how long this call waits.
+
+        Returns:
+            What the ranks gave, in the order of ranks: a tensor of the same shape, or a list of tensors; or a Handle.
+
+        Raises:
+            CollectiveMismatchError: the members' tensors do not fit together.
+        """
+        if isinstance(tensor, (list, tuple)):
+            handle = all_to_all_uneven(self._session, tensor, seconds(timeout), async_op)
+            return handle if async_op else handle.wait()
+        source = bind(tensor, writes=False)
+        self._check_divisible("all_to_all", source.shape)
+        received = like(tensor, source.shape)
+        bound = bind(received, writes=True)
+        operation = operation_of(Kind.ALL_TO_ALL, Op.NONE, source.dtype, source.numel)
+        if self.world_size == 1:
+            bound.data[:] = source.data
+        given = self._columns(operation, source.data.reshape(self.world_size, -1))
+        rows = into_columns(bound.data.reshape(self.world_size, -1))
+        return self._collective(operation, given, rows, bound, received, async_op, timeout)
+
+    # ── between two ───────────────────────────────────────────────────────────────────────────────────
+
+    @overload
+    def send(
+        self,
+        tensor: T,
+        target: int | None = ...,
+        tag: int = ...,
+        *,
+        dst: int | None = ...,
+        async_op: No = ...,
+        timeout: Timeout = ...,
+    ) -> T: ...
+    @overload
+    def send(
+        self,
+        tensor: T,
+        target: int | None = ...,
+        tag: int = ...,
+        *,
+        dst: int | None = ...,
+        async_op: Yes,
+        timeout: Timeout = ...,
+    ) -> Handle[T]: ...
+    def send(
+        self,
+        tensor: T,
+        target: int | None = None,
+        tag: int = 0,
+        *,
+        dst: int | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> T | Handle[T]:
+        """Send ``tensor`` to rank ``target`` (or ``dst``); done when that rank has taken it with `recv`.
+
+        Returns it, or a Handle.
+        """
+        target = self._check_peer(_peer_of("target", target, "dst", dst), "target", tag)
+        bound = bind(tensor, writes=False)
+        return self._transfer((self.rank, target, tag), bound, True, tensor, async_op, timeout)
+
+    @overload
+    def recv(
+        self,
+        tensor: T,
+        source: int | None = ...,
+        tag: int = ...,
+        *,
+        src: int | None = ...,
+        async_op: No = ...,
+        timeout: Timeout = ...,
+    ) -> T: ...
+    @overload
+    def recv(
+        self,
+        tensor: T,
+        source: int | None = ...,
+        tag: int = ...,
+        *,
+        src: int | None = ...,
+        async_op: Yes,
+        timeout: Timeout = ...,
+    ) -> Handle[T]: ...
+    def recv(
+        self,
+        tensor: T,
+        source: int | None = None,
+        tag: int = 0,
+        *,
+        src: int | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> T | Handle[T]:
+        """Overwrite ``tensor`` by what rank ``source`` (or ``src``) sends with the same tag. Returns it, or a Handle.
+
+        Sends from one rank with one tag arrive in the order in which they were sent.
+        """
+        source = self._check_peer(_peer_of("source", source, "src", src), "source", tag)
+        bound = bind(tensor, writes=True)
+        return self._transfer((source, self.rank, tag), bound, False, tensor, async_op, timeout)
+
+    # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _lossy(self, operation: Operation) -> Operation:
+        """With the group's codec, if it is a dense one: without feedback the others would only shrink tensors."""
+        small = operation.numel * operation.dtype.itemsize < EXEMPT_BYTES
+        if self._codec.parameter or small or operation.op is not Op.MEAN or operation.dtype != FLOAT32:
+            return operation
+        return operation_of(operation.kind, operation.op, operation.dtype, operation.numel, codec=self._codec)
+
+    def _columns(self, operation: Operation, rows: Rows) -> Source:
+        """What a divided operation is given: as it lies there, if that is one slice."""
+        layout = layout_of(operation, self.world_size)
+        return rows.reshape(-1) if layout.count <= 1 else Columns(rows, layout)
+
+    def _rows_of(self, parts: object, bound: Binding) -> Rows:
+        """The bytes that a scatter has for each rank; ``bound`` is what each of them gets."""
+        given = list(parts) if parts is not None else []  # type: ignore[call-overload]  # whatever has so many parts
+        if len(given) != self.world_size:
+            raise SizeMismatchError(f"scatter needs a part for each of {self.world_size} ranks, and got {len(given)}")
+        found = [bind(part, writes=False) for part in given]
+        for rank, part in enumerate(found):
+            if part.dtype != bound.dtype:
+                raise DTypeError(f"the part for rank {rank} is {part.dtype.name}, and the tensor {bound.dtype.name}")
+            if part.shape != bound.shape:
+                raise SizeMismatchError(f"the part for rank {rank} has shape {part.shape}, the tensor {bound.shape}")
+        return np.concatenate([part.data for part in found]).reshape(self.world_size, -1)
+
+    def _collective(
+        self,
+        operation: Operation,
+        source: Source | None,
+        destination: Destination | None,
+        bound: Binding,
+        value: V,
+        async_op: bool,
+        timeout: Timeout,
+        weight: float = 1.0,
+    ) -> V | Handle[V]:
+        patience = seconds(timeout)
+        if self.world_size == 1 or operation.numel == 0:  # identities, nothing to exchange
+            self._session.check_open()
+            handle: Handle[V] = finished(value, weight)
+        else:
+            handle = self._session.collective(operation, source, destination, weight, value, background=async_op)
+            handle.then(bound.store)
+            if patience is not None:
+                handle.within(patience)
+        return handle if async_op else handle.wait()
+
+    def _transfer(
+        self, ends: tuple[int, int, int], bound: Binding, gives: bool, tensor: V, async_op: bool, timeout: Timeout
+    ) -> V | Handle[V]:
+        operation, patience = operation_of(Kind.TRANSFER, Op.NONE, bound.dtype, bound.numel), seconds(timeout)
+        if bound.numel == 0:
+            self._session.check_open()
+            handle: Handle[V] = finished(tensor)
+        elif gives:
+            handle = self._session.transfer(operation, ends, bound.data, None, tensor, async_op)
+        else:
+            handle = self._session.transfer(operation, ends, None, bound.data, tensor, async_op)
+            handle.then(bound.store)
+        if patience is not None:
+            handle.within(patience)
+        return handle if async_op else handle.wait()
+
+    def _check_rank(self, rank: int | None, what: str) -> int:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise InvalidRankError(f"{what} is {rank!r}, ranks of this group are 0 to {self.world_size - 1}")
+        return rank
+
+    def _check_peer(self, rank: int | None, what: str, tag: int) -> int:
+        peer = self._check_rank(rank, what)
+        if peer == self.rank:
+            raise SendToSelfError(f"{what} is this worker's own rank, {rank}: there is nothing to send")
+        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < STATE_TAG:
+            raise InvalidArgumentError(f"a tag is a number from 0 to {STATE_TAG - 1}, not {tag!r}")
+        return peer
+
+    def _check_divisible(self, what: str, shape: tuple[int, ...]) -> None:
+        if not shape or shape[0] % self.world_size:
+            raise SizeMismatchError(
+                f"{what} splits the first dimension among {self.world_size} workers, "
+                f"and that of shape {shape} cannot be split evenly"
+            )
+
+
+def check_weight(weight: float) -> float:
+    """``weight`` as a float; InvalidArgumentError unless it is finite, not negative and at most 1e30."""
+    if weight == 1.0:
+        return 1.0
+    try:
+        value = float(weight)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value) or not 0.0 <= value <= MAX_WEIGHT:
+        raise InvalidArgumentError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight!r}")
+    return value
+
+
+def finished(value: Any, weight: float = 1.0) -> Handle[Any]:
+    """A handle of something that needed no exchange."""
+    handle: Handle[Any] = Handle(0.0, None, value)
+    handle.weight, handle.present = weight, True
+    handle._complete()
+    return handle
+
+
+def op_of(name: object) -> Op:
+    """The reduction that somebody names, in our words or torch's."""
+    try:
+        return _OPS[name]  # type: ignore[index]  # whatever it is
+    except (KeyError, TypeError):
+        pass
+    said = name if isinstance(name, str) else getattr(name, "name", None)  # torch.distributed.ReduceOp.SUM has a name
+    found = None
+    if isinstance(said, str):
+        found = _OPS.get(said.lower()) or _SYNONYMS.get(said.lower())
+    if found is None:
+        known = ", ".join([*_OPS, *_SYNONYMS])
+        raise InvalidArgumentError(f"op is {name!r}, and must be one of {known}, or torch's ReduceOp of such a name")
+    return found
+
+
+def root_of(root: int, name: str, synonym: int | None) -> int:
+    """A root, which may be said by torch's name."""
+    if synonym is not None and root not in (0, synonym):
+        raise InvalidArgumentError(f"root is {root!r} and {name} is {synonym!r}: they mean the same, give one")
+    return root if synonym is None else synonym
+
+
+def _peer_of(name: str, value: int | None, torchs: str, synonym: int | None) -> int | None:
+    """Another rank, which may be said by torch's name."""
+    if value is not None and synonym is not None and value != synonym:
+        raise InvalidArgumentError(f"{name} is {value!r} and {torchs} is {synonym!r}: they mean the same, give one")
+    return value if synonym is None else synonym

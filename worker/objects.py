@@ -1,0 +1,157 @@
+"""Collectives of Python objects: plain data, arrays and tensors, whose sizes nobody else knows.
+
+An object travels as a tree (`worker.tree`), of which nothing is evaluated and no size believed; or pickled, if its
+giver and its taker both allow that. Its first byte says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from protocol.errors import InvalidArgumentError, LimitExceededError, MalformedMessageError, UsageError
+from protocol.exchange import Kind
+from protocol.limits import MAX_OBJECT_BYTES
+from worker.collectives import Collectives, root_of
+from worker.handle import Timeout, seconds
+from worker.pickled import from_pickle, to_pickle
+from worker.tree import from_bytes, to_bytes
+from worker.uneven import agree_on, exchange_parts
+
+V = TypeVar("V")
+
+_TREE: Final = b"\0"
+_PICKLE: Final = b"\1"
+
+
+class ObjectCollectives(Collectives):
+    """What members of a group do together with objects.
+
+    An object is made of dict, list, tuple, None, bool, int, float, str, bytes, numpy arrays and torch tensors, and
+    takes at most 256 MiB. With ``allow_pickle=True``, which all members then have to say, it may be anything that
+    pickle knows. Unpickling runs code that another member has chosen: allow it only where every worker is trusted.
+
+    Whoever gets an object gets a copy, also in a group of one. The calls are collectives: all members call them, in the
+    same order. They wait; ``timeout`` says how long.
+    """
+
+    def all_gather_object(self, value: V, *, allow_pickle: bool = False, timeout: Timeout = None) -> list[V]:
+        """Every member's ``value``, by rank."""
+        return self._gather_objects(Kind.ALL_GATHER, value, -1, allow_pickle, timeout)
+
+    def gather_object(
+        self,
+        value: V,
+        root: int = 0,
+        *,
+        dst: int | None = None,
+        allow_pickle: bool = False,
+        timeout: Timeout = None,
+    ) -> list[V] | None:
+        """Every member's ``value``, by rank, at rank ``root`` (or ``dst``; 0); None at the others."""
+        root = self._check_rank(root_of(root, "dst", dst), "root")
+        found = self._gather_objects(Kind.GATHER, value, root, allow_pickle, timeout)
+        return found if root == self.rank else None
+
+    def broadcast_object(
+        self,
+        value: V | None = None,
+        root: int = 0,
+        *,
+        src: int | None = None,
+        allow_pickle: bool = False,
+        timeout: Timeout = None,
+    ) -> V:
+        """The ``value`` of rank ``root`` (or ``src``; 0), at every member; what the others give is not looked at."""
+        root = self._check_rank(root_of(root, "src", src), "root")
+        patience = seconds(timeout)
+        data = np.frombuffer(_encoded(value, allow_pickle), np.uint8) if root == self.rank else np.empty(0, np.uint8)
+        (length,) = agree_on(self._session, [data.size], patience)
+        _check_size(length)
+        if root != self.rank:
+            data = np.empty(length, np.uint8)
+        self.broadcast(data, root, timeout=patience)
+        found: V = _decoded(data.tobytes(), allow_pickle, self._session.membership.names[root])
+        return found
+
+    def scatter_object(
+        self,
+        values: Sequence[V] | None = None,
+        root: int = 0,
+        *,
+        src: int | None = None,
+        allow_pickle: bool = False,
+        timeout: Timeout = None,
+    ) -> V:
+        """What rank ``root`` (or ``src``; 0) has for this rank in its ``values``; the others give None."""
+        root = self._check_rank(root_of(root, "src", src), "root")
+        given = None
+        if root == self.rank:
+            if values is None or len(values) != self.world_size:
+                count = "None" if values is None else str(len(values))
+                raise InvalidArgumentError(f"scatter_object needs {self.world_size} values at its root, not {count}")
+            given = [_encoded(value, allow_pickle) for value in values]
+        found: V = self._scatter_objects(given, root, allow_pickle, timeout)
+        return found
+
+    def _gather_objects(self, kind: Kind, value: Any, root: int, allow_pickle: bool, timeout: Timeout) -> list[Any]:
+        data, patience = _encoded(value, allow_pickle), seconds(timeout)
+        (longest,) = agree_on(self._session, [len(data)], patience)
+        _check_size(longest)
+        names = self._session.membership.names
+
+        def made(parts: list[bytes]) -> list[Any]:
+            return [_decoded(part, allow_pickle, names[rank]) for rank, part in enumerate(parts)]
+
+        return exchange_parts(self._session, kind, [data], longest, root, made=made, timeout=patience).wait()
+
+    def _scatter_objects(self, given: list[bytes] | None, root: int, allow_pickle: bool, timeout: Timeout) -> Any:
+        patience = seconds(timeout)
+        (longest,) = agree_on(self._session, [max(map(len, given or ()), default=0)], patience)
+        _check_size(longest)
+        name = self._session.membership.names[root]
+
+        def made(parts: list[bytes]) -> Any:
+            return _decoded(parts[0], allow_pickle, name)
+
+        scattered = exchange_parts(self._session, Kind.SCATTER, given, longest, root, made=made, timeout=patience)
+        return scattered.wait()
+
+
+def _encoded(value: object, allow_pickle: bool) -> bytes:
+    """An object as bytes."""
+    try:
+        data = _TREE + to_bytes(value)
+    except InvalidArgumentError as error:
+        if not allow_pickle:
+            raise InvalidArgumentError(
+                f"this object cannot travel: {error.message}. allow_pickle=True, at every member, lets objects travel "
+                f"that are anything; unpickling runs code that they name"
+            ) from None
+        data = _PICKLE + to_pickle(value)
+    if len(data) > MAX_OBJECT_BYTES:
+        raise LimitExceededError(
+            f"this object takes {len(data):,} bytes, and {MAX_OBJECT_BYTES:,} is the most: send tensors as such"
+        )
+    return data
+
+
+def _check_size(longest: int) -> None:
+    if not 0 <= longest <= MAX_OBJECT_BYTES:
+        raise LimitExceededError(f"a member's object takes {longest:,} bytes, and {MAX_OBJECT_BYTES:,} is the most")
+
+
+def _decoded(data: bytes, allow_pickle: bool, giver: str) -> Any:
+    """The object that ``giver`` has sent."""
+    if data[:1] == _PICKLE and not allow_pickle:
+        raise UsageError(f"{giver!r} has sent an object that has to be unpickled: say allow_pickle=True here, too")
+    try:
+        if data[:1] == _PICKLE:
+            return from_pickle(data[1:])
+        if data[:1] == _TREE:
+            return from_bytes(data[1:])
+    except MalformedMessageError as error:
+        raise MalformedMessageError(f"what {giver!r} has sent is no object: {error.message}") from error
+    raise MalformedMessageError(f"what {giver!r} has sent is no object, but {len(data)} bytes that are none")

@@ -1,0 +1,28 @@
+"""Objects that only pickle can carry: the one place that unpickles, for those who say ``allow_pickle=True``.
+
+Unpickling runs whatever code the bytes name. It happens in workers only, never in a coordinator; in a collective of
+objects only, never in what gradserver says by itself; and only where the caller has allowed it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from protocol.errors import InvalidArgumentError, MalformedMessageError
+
+
+def to_pickle(value: object) -> bytes:
+    """``value`` as bytes. InvalidArgumentError if it cannot be pickled."""
+    try:
+        return pickle.dumps(value, protocol=5)
+    except Exception as error:  # whatever the object's own methods raise
+        raise InvalidArgumentError(f"a {type(value).__qualname__} cannot be pickled: {error}") from error
+
+
+def from_pickle(data: bytes) -> Any:
+    """The object that these bytes make, by running what they name. MalformedMessageError if they make none."""
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # as above
+        raise MalformedMessageError(f"an object that cannot be unpickled: {type(error).__name__}: {error}") from error
