@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed-$(subst /,-,$(PYTHON))
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long chaos check format clean
+.PHONY: help setup demo test test-long chaos mutants check format clean
 
 help: ## Show this list
 	@echo "gradserver: make TARGET"
@@ -35,6 +35,9 @@ test-long: $(STAMP) ## Run the long tests, and property tests with ten times the
 
 chaos: $(STAMP) ## Harm a group for a minute, a hundred times and more, and recompute every round
 	$(BIN)/gradserver chaos --workers 8 --seconds 60 --least 100 $(CHAOS_ARGS)
+
+mutants: $(STAMP) ## Plant faults in copies of the product, each of which chaos must find by itself
+	$(BIN)/python -m tests.mutants
 
 check: $(STAMP) ## Check style, types, who imports whom, and that the wheel works by itself
 	$(BIN)/ruff check

@@ -1,0 +1,43 @@
+"""The faults of `tests.mutants` can be planted, and what chaos says of them is read right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mutants import MUTANTS, PACKAGES, ROOT, Change, Mutant, PlantError, why_not
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_fault_can_be_planted(mutant: Mutant, tmp_path: Path) -> None:
+    for path in {change.path for change in mutant.changes}:
+        copied = tmp_path / path
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_bytes((ROOT / path).read_bytes())
+    for change in mutant.changes:
+        change.make(tmp_path)
+        compile((tmp_path / change.path).read_text(), change.path, "exec")
+        assert change.path.split("/")[0] in PACKAGES
+        assert "chaos" not in change.path
+
+
+def test_a_text_that_is_not_there_once_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text("x = 1\nx = 1\n")
+    with pytest.raises(PlantError, match=r"twice\.py has 2 times, and not once:\nx = 1"):
+        Change("twice.py", "x = 1", "x = 2").make(tmp_path)
+    with pytest.raises(PlantError, match="has 0 times"):
+        Change("absent.py", "x = 1", "x = 2").make(tmp_path)
+
+
+def test_a_fault_counts_as_found_for_the_right_reason_only() -> None:
+    nothing: dict[str, Any] = dict.fromkeys(("wrong", "double", "lost", "diverged", "fault"), 0)
+    nothing |= {"rounds": 90, "failed_because": []}
+    twice = next(mutant for mutant in MUTANTS if mutant.name == "twice")
+    assert why_not(twice, nothing) == "found nothing in 90 rounds; expected: double"
+    assert why_not(twice, {**nothing, "fault": 1}) == "found only fault in 90 rounds; expected: double"
+    assert why_not(twice, {**nothing, "fault": 1, "double": 3}) == ""
+    assert why_not(twice, {"broken": "it had not ended"}) == "it had not ended"
+    assert why_not(None, nothing) == ""
+    assert why_not(None, {**nothing, "failed_because": ["1 surprises"]}) == "1 surprises"
