@@ -14,14 +14,19 @@ import pytest
 
 from gradserver.channels.tcp import TcpServer
 from protocol.errors import (
+    ClosedError,
     ConnectionLostError,
     CoordinatorStoppedError,
+    GradServerError,
     WorkerLeftError,
     WorkerLostError,
 )
 from protocol.limits import COORDINATOR_SILENCE
+from protocol.messages import Present
 from tests.cluster import Daemon, Program, Task, coordinator, errors, joined, together, wait_until, worker_program
 from worker.client import Worker
+from worker.presence import Presence
+from worker.tcp import TcpChannel
 
 DEATH_IS_NOTICED_WITHIN = 3.0
 """Seconds in which survivors hear of a process that was killed."""
@@ -325,3 +330,23 @@ def test_closing_does_not_wait_for_a_coordinator_that_is_gone(daemon: Daemon) ->
 
     assert max(durations) < DEATH_IS_NOTICED_WITHIN
     assert min(durations[1:]) < 0.5, "each tried to send its goodbye"
+
+
+def test_closing_does_not_hang_when_a_presence_is_about_to_say_that_it_is_there(daemon: Daemon) -> None:
+    channel = TcpChannel(daemon.url, 5.0)
+    sent: list[GradServerError] = []
+
+    class AboutToSay(Presence):
+        """Its thread gets to sending when it is closed."""
+
+        def __init__(self) -> None: ...
+
+        def close(self) -> None:
+            if not sent:
+                sent.append(Task(channel.send, Present("it")).error(ClosedError, 5.0))
+
+    channel.attach_presence(AboutToSay())
+
+    Task(channel.close).result()
+
+    assert isinstance(sent[0], ClosedError)

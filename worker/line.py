@@ -72,6 +72,11 @@ class Line:
         if self.presence is None:
             self.presence = Presence(self._address, wanted, tell)
 
+    def be_absent(self) -> None:
+        """Show no more that this process runs."""
+        if self.presence is not None:
+            self.presence.close()
+
     def ordered(self, frames: Frames) -> Iterable[Frames]:
         """The messages that are due, now that this one has come.
 
@@ -101,11 +106,9 @@ class Line:
         return f"lost the {self.what} at {self.url}: {why}"
 
     def close(self) -> None:
-        """Send what is queued, if it still can be, for a second at most."""
+        """Send what is queued, if it still can be, for a second at most. It is absent by then (`be_absent`)."""
         forking.unguard(self._address)
         gone = self.gone or bool(int(self.monitor.get(_EVENTS)) & _POLLIN)  # then nothing can leave any more
-        if self.presence is not None:
-            self.presence.close()
         if self.local is not None:
             self.local.close(0.0 if gone else _LINGER_MS / 1000)
         self._disconnect(0 if gone else _LINGER_MS)

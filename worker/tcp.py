@@ -164,8 +164,7 @@ class TcpChannel:
 
     def be_absent(self) -> None:
         """Show no more that this process runs: it is out."""
-        if (presence := self._lines[0].presence) is not None:
-            presence.close()
+        self._lines[0].be_absent()
 
     def attach_presence(self, presence: Presence | None) -> None:
         """What shows it already."""
@@ -515,11 +514,14 @@ class TcpChannel:
         current = threading.current_thread()
         if self._thread.is_alive() and current is not self._thread:
             self._thread.join()
-        with self._reading, self._lock:  # whoever still reads has been woken, and leaves
+        with self._reading:  # whoever still reads has been woken, and leaves
             for line in self._lines:
-                line.close()
-            self._wake_in.close()
-            self._wake_out.close()
+                line.be_absent()  # without the lock: it waits for a thread that may be about to send
+            with self._lock:
+                for line in self._lines:
+                    line.close()
+                self._wake_in.close()
+                self._wake_out.close()
         self._context.term()
         if self._memory is not None:
             self._memory.close()
