@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         WorkerLostError as WorkerLostError,
     )
     from protocol.messages import Membership as Membership
+    from worker.batchnorm import SyncBatchNorm as SyncBatchNorm, convert_sync_batchnorm as convert_sync_batchnorm
     from worker.blocks import GradientExchange as GradientExchange
     from worker.client import Worker as Worker
     from worker.ddp import DistributedDataParallel as DistributedDataParallel
@@ -88,6 +89,8 @@ _HOME = {
     "Worker": "worker.client",
     "Handle": "worker.handle",
     "DistributedDataParallel": "worker.ddp",
+    "SyncBatchNorm": "worker.batchnorm",
+    "convert_sync_batchnorm": "worker.batchnorm",
     "Job": "worker.job",
     "GradientExchange": "worker.blocks",
     "flatten": "worker.flatten",
@@ -144,6 +147,7 @@ __all__ = [
     "ShardSampler",
     "SizeMismatchError",
     "StateError",
+    "SyncBatchNorm",
     "UnexpectedMessageError",
     "UnsupportedOperationError",
     "UsageError",
@@ -152,6 +156,7 @@ __all__ = [
     "WorkerLeftError",
     "WorkerLostError",
     "connect",
+    "convert_sync_batchnorm",
     "flatten",
     "local_mean",
     "shard_batches",

@@ -41,6 +41,7 @@ from tests.replicas import (
     assert_like_one_process,
     gradients,
     on,
+    pushes,
     reference,
     same,
     sgd,
@@ -414,6 +415,83 @@ def test_backward_that_failed_in_the_midst_of_an_exchange() -> None:
             pass
         with torch.no_grad():
             model(tokens(0, 2)[0])
+
+    alone(work)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": False}], ids=str)
+@pytest.mark.parametrize("fails", ["backward", "forward", "nothing"])
+def test_a_round_can_be_abandoned_and_all_go_on(fails: str, options: dict[str, Any]) -> None:
+    """What backward had pushed counts; the rest is the gradient of the other worker."""
+
+    def work(worker: Worker) -> tuple[list[dict[str, Tensor]], list[str], dict[str, Tensor]]:
+        model = DistributedDataParallel(Transformer(), worker, **options)
+        optimizer = sgd(model)
+        noted = pushes(worker)
+        seen = []
+        for step in range(3):
+            optimizer.zero_grad()
+            if worker.rank == 1 and step == 1:
+                noted.clear()
+                hook = fails_behind(model.get_submodule("module.blocks.1"))
+                if fails == "backward":
+                    with pytest.raises(MemoryError):
+                        loss_of(model, *tokens(step, 2)).backward()
+                elif fails == "forward":
+                    with pytest.raises(TypeError):
+                        model(None)
+                hook.remove()
+                given = [key for key, _, present in noted if present]
+                model.abandon_round()
+            else:
+                loss_of(model, *tokens(10 * worker.rank + step, 2)).backward()
+            seen.append(gradients(model.module))
+            optimizer.step()
+        return seen, given if worker.rank else [], state_of(model.module)
+
+    (zero, _, state), (one, given, state_there) = on(2, work)
+    assert same(state, state_there)
+    assert all(same(mine, theirs) for mine, theirs in zip(zero, one, strict=True))
+    assert bool(given) == (fails == "backward")
+
+
+def test_what_was_pushed_of_an_abandoned_round_counts_and_the_rest_does_not() -> None:
+    def work(worker: Worker) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
+        model = DistributedDataParallel(Transformer(), worker)
+        inputs = tokens(worker.rank, 2)
+        with model.no_sync():
+            loss_of(model, *inputs).backward()
+        own = gradients(model.module)
+        model.zero_grad()
+        if worker.rank == 1:
+            hook = fails_behind(model.get_submodule("module.blocks.1"))
+            with pytest.raises(MemoryError):
+                loss_of(model, *inputs).backward()
+            hook.remove()
+            left = set(model._rounds.unpushed)
+            model.abandon_round()
+        else:
+            left = set()
+            loss_of(model, *inputs).backward()
+        names = {c.name for bucket in model.plan.buckets if bucket.key in left for c in bucket.components}
+        return own, gradients(model.module), names
+
+    (zero, mean, _), (one, mean_there, left) = on(2, work)
+    assert same(mean, mean_there)
+    assert left
+    assert left < mean.keys()
+    for name, value in mean.items():
+        expected = zero[name] if name in left else (zero[name] + one[name]) / 2
+        torch.testing.assert_close(value, expected)
+
+
+def test_errors_of_an_exchange_cannot_be_abandoned() -> None:
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(Transformer(branch=True), worker)
+        with pytest.raises(UsageError, match="no gradient came for"):
+            loss_of(model, *tokens(0, 2)).backward()
+        with pytest.raises(OutOfStepError, match="an exchange failed"):
+            model.abandon_round()
 
     alone(work)
 

@@ -12,6 +12,8 @@
     LOCAL      backward fails                          IDLE
     EXCHANGE   backward fails, nothing was pushed      IDLE
     EXCHANGE   backward fails, something was pushed    BROKEN
+    BROKEN     … and the round is abandoned            IDLE       the others are pushed without data, results awaited
+    IDLE       the round is abandoned                  IDLE       the same, of all buckets
     BROKEN     forward, first hook                     BROKEN     OutOfStepError, which says what broke it
 
 Hooks run in the thread that computes a gradient: the caller's for a module on the CPU, and one for each
@@ -31,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protocol.errors import OutOfStepError, UsageError
+from protocol.errors import GradServerError, OutOfStepError, UsageError
 from worker.buckets import Slot
 from worker.client import Worker
 from worker.modes import Mode
@@ -74,6 +76,10 @@ class Backward:
         self._state = State.IDLE
         self._broken = ""
         """What broke the exchange: the text is the BROKEN state."""
+        self._abandonable = False
+        """Whether that was the backward, and all exchanges are whole."""
+        self._number = 0
+        """Of the present backward: an error of an earlier one may be noticed late."""
         self._lock = threading.RLock()
         self._waiting: list[int] = []
         """For each bucket, how many of its parameters are still to come."""
@@ -166,6 +172,7 @@ class Backward:
 
     def _start(self, state: State) -> None:
         self._state = state
+        self._number += 1
         thrown_away = all(slot.parameter.grad is None for slot in self.rounds.slots)  # what had been accumulated
         if thrown_away:
             self._pending = 0
@@ -190,7 +197,7 @@ class Backward:
                 if as_view:
                     slot.take(as_view)
                 return
-            with self._failing():
+            with self._failing(in_backward=True):
                 slot.take(as_view)
                 if not self._all_at_end:
                     self._count(index, slot)
@@ -265,26 +272,47 @@ class Backward:
                 slot.parameter.grad = None
         return anybody
 
+    def abandon(self) -> None:
+        """End the open round without a backward, or without the rest of one that failed."""
+        if self._broken and not self._abandonable:
+            raise self._out_of_step()
+        if not self.exchanges:
+            self._state = State.IDLE
+            self.rounds.modes.check(Mode.EVAL)
+            return
+        with torch.no_grad(), self._failing():
+            begun, self._broken = self.rounds.begun, ""
+            self._start(State.EXCHANGE)
+            if not begun:
+                self.rounds.begin(0)
+            self.rounds.abandon()
+            self._finish()
+
     @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Whatever is raised in here breaks the exchange for good."""
+    def _failing(self, in_backward: bool = False) -> Iterator[None]:
+        """Whatever is raised in here breaks the exchange: for good, unless it is the computation ``in_backward``."""
         try:
             yield
         except BaseException as error:
             self._broken = f"an exchange failed ({type(error).__name__}: {error})"
+            self._abandonable = in_backward and not isinstance(error, GradServerError)
             raise
 
-    def fail(self) -> None:
-        """A backward ended with an error."""
+    def fail(self, number: int | None = None) -> None:
+        """A backward ended with an error: the present one, or that of this ``number``."""
+        if number is not None and number != self._number:
+            return
         if self._state is State.EXCHANGE and self.rounds.begun and not self._broken:
             left = ", ".join(self.rounds.unpushed[:_MAX_NAMED]) or "nothing"
             self._broken = f"a backward failed when it had begun to push round {self._worker.round} (left was: {left})"
+            self._abandonable = True
         self._state = State.IDLE
 
     def _out_of_step(self) -> OutOfStepError:
-        return OutOfStepError(
-            f"{self._broken}. This replica is out of step with the others: close the worker and start again"
-        )
+        remedy = "close the worker and start again"
+        if self._abandonable:
+            remedy = f"call model.abandon_round() to go on with the gradients of the others, or {remedy}"
+        return OutOfStepError(f"{self._broken}. This replica is out of step with the others: {remedy}")
 
     def _check_not_stepped(self) -> None:
         """In the first backward. An optimizer in a hook would use a gradient that is this worker's alone."""
@@ -349,6 +377,7 @@ class _Ending:
 
     def __init__(self, backward: Backward) -> None:
         self._backward: Backward | None = backward
+        self._number = backward._number
 
     def __call__(self) -> None:
         backward, self._backward = self._backward, None
@@ -357,7 +386,7 @@ class _Ending:
 
     def __del__(self) -> None:
         if self._backward is not None:
-            self._backward.fail()
+            self._backward.fail(self._number)
 
 
 def _twice(slot: Slot) -> UsageError:

@@ -49,8 +49,9 @@ class DistributedDataParallel(nn.Module):
     Exchanged is what backward computes outside of `no_sync`, in training mode and in eval mode alike, as torch has
     it. (With ``exchange_in_eval=False`` gradients stay local in eval mode.)
 
-    A worker whose backward raises does not complete its round. The others do not apply anything of it: they
-    get an error that names this worker when it leaves the group, or when their wait runs out.
+    A worker whose backward raises does not complete its round. It can do so without a gradient (`abandon_round`), and
+    all go on. Otherwise the others do not apply anything of the round: they get an error that names this worker when
+    it leaves the group, or when their wait runs out.
 
     Wrap a module once it is on its device, in its final element type, loaded and with its parameters frozen.
     Outputs should be tensors, or tuples, lists, dicts or dataclasses of them; with others only re-entrant
@@ -231,6 +232,31 @@ class DistributedDataParallel(nn.Module):
                     one.step()
                 else:
                     one()
+
+    def abandon_round(self) -> None:
+        """Take part in the open round without a backward, or without the rest of one that failed. Then go on.
+
+        Example::
+
+            try:
+                loss(model(inputs), targets).backward()
+            except torch.OutOfMemoryError:
+                model.abandon_round()
+            optimizer.step()
+
+        The others wait for this worker's part of the round. This call completes it, and returns with the averaged
+        gradients in every ``.grad``, the same bytes as everywhere, so that the optimizer steps as it does there. Of
+        this worker counts what its backward had pushed before it failed: whole buckets, with its weight. The other
+        buckets are the mean of the others' gradients; those that nobody contributed to are zeros. Gradients that were
+        accumulated in `no_sync` are thrown away with the batch.
+
+        It also does for a forward that failed, or a batch that is left out. Where one backward goes through several
+        wrapped modules, each of them needs the call. Errors of an exchange cannot be abandoned.
+
+        Raises:
+            OutOfStepError: an exchange failed before.
+        """
+        self._backward.abandon()
 
     def replay(self) -> bool:
         """Take the gradients of a round in which this worker has no part, as it has just joined; False if it had none.

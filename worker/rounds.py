@@ -105,7 +105,7 @@ class Rounds:
         self.seconds = 0.0
         self._unpushed: set[int] = set()
         self._round_weight: float | None = None
-        self._leaves = False
+        self._leaves = self._abandoned = False
         self._count = 1
         self._foreseen = False
 
@@ -119,6 +119,7 @@ class Rounds:
         """
         self._unpushed = set(range(len(self.gradients)))
         self._round_weight = None
+        self._abandoned = False
         self.adopt_buffers()
         self._count, self._foreseen, self._leaves = count, foreseen, leaves
 
@@ -147,7 +148,7 @@ class Rounds:
     def push(self, index: int) -> None:
         """Contribute one bucket of gradients: all that its parameters have accumulated."""
         with self._timed():
-            weight = self._open()
+            weight = min(self._open(), _NO_SAMPLES) if self._abandoned else self._open()
             bucket = self.gradients[index]
             present = weight > _NO_SAMPLES
             if present:
@@ -159,6 +160,13 @@ class Rounds:
                     local_mean(bucket.flat, max(self._count, 1))
             self._staging.push(index, bucket.flat, weight, present)
             self._unpushed.discard(index)
+
+    def abandon(self) -> None:
+        """Give no more gradients in this round. What was pushed of it counts."""
+        self._abandoned = True
+        for index in self._unpushed:
+            for slot in self.gradients[index].slots:
+                slot.parameter.grad = None
 
     def finish(self) -> bool:
         """Push what was not, wait for every result and hand them out; whether anybody took part with a weight."""
@@ -177,7 +185,8 @@ class Rounds:
         """This worker's weight in the round. What does not wait for gradients is pushed with the first of them."""
         if self._round_weight is None:
             self.agreement.check()
-            self._round_weight = 0.0 if self._leaves else max(self.weight, _NO_SAMPLES)
+            own = _NO_SAMPLES if self._abandoned else max(self.weight, _NO_SAMPLES)
+            self._round_weight = 0.0 if self._leaves else own
             if not self._leaves:
                 self.modes.say(Mode.TRAINING)
             if self._buffers:
