@@ -117,8 +117,9 @@ class LocalCluster:
         if self._closed:
             raise ClosedError("this LocalCluster is closed")
         running = self._running = _Running(self, lambda worker: fn(worker, *args, **kwargs))
-        for worker in list(self._lines):
-            running.start(worker)
+        with self._changes:  # whoever is added by one of these comes behind them
+            for worker in list(self._lines):
+                running.start(worker)
         results = running.end()
         self._running = None
         return results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +14,7 @@ from protocol.errors import (
     LayoutError,
     OutOfStepError,
     SizeMismatchError,
+    StateError,
 )
 from protocol.plan import Bucket, Component, Plan, with_named_codecs
 from worker.client import Worker
@@ -28,6 +29,7 @@ from worker.flatten import (
 from worker.handle import Handle
 from worker.sharding import whole_number
 from worker.tensors import is_torch
+from worker.tree import Tree
 
 LM_HEAD: Final = NON_BLOCK_COMPONENTS.index("lm_head")
 FINAL_NORM: Final = NON_BLOCK_COMPONENTS.index("final_norm")
@@ -114,7 +116,38 @@ class GradientExchange:
             buckets.append(Bucket(name, element, (Component(name, (whole_number(size, name),)),)))
         self._agreement = worker.agree_beside(with_named_codecs(Plan(tuple(buckets)), wire or {}), timeout)
         self.plan = self._agreement.plan
-        self._check_first_step()
+        if not worker.joins:  # who joins hears of the step from the others
+            self._check_first_step()
+
+    def serve_state(self, snapshot: Callable[[], Tree]) -> None:
+        """Let workers join an elastic group: one that does gets what ``snapshot()`` returns, and the step.
+
+        Args:
+            snapshot: returns all that has state, as plain values and tensors. It is called between two steps.
+        """
+        self._worker.serve_state(lambda: {"step": self.step, "state": snapshot()})
+
+    def enter(self, install: Callable[[Tree], object]) -> None:
+        """Come into the group that this worker joins: ``install`` gets a member's state, and `step` becomes theirs.
+
+        The others wait meanwhile, and what this worker pushes from then on counts.
+
+        Args:
+            install: is called with what a member's ``snapshot()`` has returned; again if that member is lost meanwhile.
+
+        Raises:
+            DeadlineError: no step of the group was over in time.
+            UsageError: this worker does not join, or no member has called `serve_state`.
+            StateError: what came is not the state of such an exchange.
+        """
+
+        def take(tree: Tree) -> None:
+            if not isinstance(tree, dict) or not isinstance(tree.get("step"), int) or "state" not in tree:
+                raise StateError("what came is not the state of a GradientExchange: a member serves something else")
+            install(tree["state"])
+            self.step = tree["step"]
+
+        self._worker.enter(take, waits=True)
 
     def _check_first_step(self) -> None:
         steps = self._worker.all_gather(np.array([self.step])).reshape(-1).tolist()

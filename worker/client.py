@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, overload
+from typing import TYPE_CHECKING, Final, Self, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.codecs import codec_of
+from protocol.dtypes import UINT8
 from protocol.errors import DTypeError, InvalidArgumentError, SizeMismatchError, UsageError
+from protocol.exchange import Op
 from protocol.messages import Membership
-from protocol.plan import Plan, with_codec
+from protocol.plan import Plan, simple_plan, with_codec
 from worker.agreement import Agreement
 from worker.collectives import S, check_weight, finished
 from worker.entry import Arrival
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Worker", "check_weight", "finished"]
+
+
+_BARE: Final = simple_plan([("round", 1)], UINT8, Op.FIRST)
+"""What the rounds of a group exchange that has no gradients."""
 
 
 class Worker(ObjectCollectives):
@@ -55,6 +61,8 @@ class Worker(ObjectCollectives):
         self.channel: str = channel
         self._codec = codec_of(wire)
         self.wire: str = self._codec.name
+        self._bare: Agreement | None = None
+        """By which rounds of a group without gradients end."""
 
     def __repr__(self) -> str:
         return f"<Worker {self.name!r}: rank {self.rank} of {self.world_size} in group {self.group!r}>"
@@ -130,11 +138,14 @@ class Worker(ObjectCollectives):
         """This worker's state is now that at a boundary between two rounds. Without this call its next push says so."""
         self._session.donor.give()
 
-    def enter(self, install: Callable[[Tree], object], waits: bool = False) -> int:
+    def enter(self, install: Callable[[Tree], object] | None = None, waits: bool = False) -> int:
         """Come into the group that this worker joins: ``install`` gets a member's state. `gradserver.Job` calls this.
+
+        In a group without a plan (see `next_round`) the others wait, and this worker is a member on return.
 
         Args:
             install: is called with the state, as a tree of the same kind; more than once if a member is lost meanwhile.
+                None if there is no state.
             waits: the others are to wait, so that what this worker pushes counts at once. They also do if it cannot
                 keep up with them.
 
@@ -147,7 +158,35 @@ class Worker(ObjectCollectives):
             DeadlineError: no round of the group was over for as long as this worker's timeout.
             UsageError: no member can send its state.
         """
-        return enter(self._session, install, waits)
+        install = install or (lambda _: None)
+        if self._session.plan is not None or not self.joins:
+            return enter(self._session, install, waits)
+        self._bare = self.agree_beside(_BARE)
+        enter(self._session, install, True)
+        self.next_round()  # it contributes to a round first, and is a member when that is over
+        return self.round
+
+    def next_round(self, timeout: Timeout = None) -> None:
+        """End a round in a group that exchanges no gradients, only collectives: between two rounds workers may join.
+
+        All members call it between the same two collectives. A worker that joins calls `enter`, and takes part in
+        the collectives behind the next one. It gets what the function given to `serve_state` returns, or nothing.
+        In other groups rounds end with the exchange of gradients.
+
+        Raises:
+            UsageError: this group exchanges gradients, or this worker has not entered yet.
+            GradServerError: whatever made the round fail, for example WorkerLostError.
+        """
+        if self._bare is None:
+            if self._session.plan is not None:
+                raise UsageError("the rounds of this group end with its gradients: next_round is for groups without")
+            if self.joins:
+                raise UsageError(f"this worker {self._session.stage.value}: call Worker.enter first")
+            self._bare = self.agree_beside(_BARE, seconds(timeout))
+        if not self._session.donor.serves:
+            self.serve_state(dict)
+        self.push(self._bare.first, np.zeros(1, np.uint8))
+        self._bare.finish(seconds(timeout))
 
     # ── rounds of a plan ──────────────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,142 @@
+"""Workers join groups that have no `Job`: a trainer with a GradientExchange, and one that calls collectives only."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradserver import GradientExchange, LocalCluster, Worker
+from protocol.errors import DeadlineError, StateError, UsageError
+from tests.cluster import PATIENCE, Daemon, Task
+from worker.connect import connect
+
+SIZE = 1000
+
+
+class Trainer:
+    """Gradient descent without torch: weights, and what is done to them in each step."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.weights = np.zeros(SIZE, np.float32)
+        self.exchange = GradientExchange(worker, 1, [SIZE])
+        self.worlds: list[int] = []
+        if worker.joins:
+            self.exchange.enter(self.install)
+        self.exchange.serve_state(lambda: {"weights": self.weights})
+
+    def install(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"].copy()
+
+    def train(self, workers: int = 3) -> tuple[np.ndarray[Any, Any], int]:
+        """Three steps with so many workers, and as many before as it takes until they are there."""
+        while self.worlds.count(workers) < 3:
+            gradient = np.full(SIZE, 1.0 + self.exchange.step, np.float32)
+            self.exchange.push_block(self.exchange.step, 0, gradient)
+            self.exchange.finish()
+            self.weights -= 0.1 * gradient
+            self.worlds.append(self.worker.world_size)
+        return self.weights, self.exchange.step
+
+
+def calm(steps: int) -> np.ndarray[Any, Any]:
+    """The weights after so many steps that nobody joins."""
+    weights = np.zeros(SIZE, np.float32)
+    for step in range(steps):
+        weights -= 0.1 * np.full(SIZE, 1.0 + step, np.float32)
+    return weights
+
+
+def test_a_trainer_with_a_gradient_exchange_joins_a_running_group() -> None:
+    with LocalCluster(2, elastic=(1, 3)) as cluster:
+
+        def work(worker: Worker) -> tuple[np.ndarray[Any, Any], int]:
+            adds = worker.rank == 0 and not worker.joins
+            trainer = Trainer(worker)
+            if adds:
+                Task(cluster.add)
+            return trainer.train()
+
+        results = cluster.run(work)
+    assert len(results) == 3
+    (steps,) = {steps for _, steps in results}
+    for weights, _ in results:
+        assert (weights == calm(steps)).all()
+
+
+def test_over_tcp_and_with_a_state_that_is_of_something_else() -> None:
+    with Daemon("--workers", "1:3", "--gather", "0") as daemon:
+        trains, stop = threading.Event(), threading.Event()
+
+        def found() -> int:
+            with connect(daemon.url, name="founder") as worker:
+                exchange = GradientExchange(worker, 1, [SIZE])
+                worker.serve_state(lambda: {"something": "else"})
+                while not stop.is_set():
+                    exchange.push_block(exchange.step, 0, np.ones(SIZE, np.float32))
+                    exchange.finish()
+                    trains.set()
+                return exchange.step
+
+        founding = Task(found)
+        assert trains.wait(PATIENCE)
+        try:
+            with (
+                connect(daemon.url, name="joiner") as worker,
+                pytest.raises(StateError, match="is not the state of a GradientExchange"),
+            ):
+                GradientExchange(worker, 1, [SIZE]).enter(lambda _: None)
+        finally:
+            stop.set()
+        assert founding.result() > 0
+
+
+def test_a_worker_joins_a_group_that_calls_collectives_only() -> None:
+    with LocalCluster(2, elastic=(1, 3)) as cluster:
+
+        def work(worker: Worker) -> list[tuple[float, int]]:
+            total, sums = np.zeros(1), list[tuple[float, int]]()
+            if worker.joins:
+                worker.enter(lambda state: np.copyto(total, state["total"]))
+            elif worker.rank == 0:
+                Task(cluster.add)
+            worker.serve_state(lambda: {"total": total})
+            while [world for _, world in sums].count(3) < 3:
+                total += worker.all_reduce(np.ones(1), "sum")
+                sums.append((float(total[0]), worker.world_size))
+                worker.next_round()
+            return sums
+
+        one, other, newcomer = cluster.run(work)
+    assert one == other
+    assert len(one) >= len(newcomer) == 3
+    assert newcomer == one[-3:]
+
+
+def test_a_group_that_exchanges_gradients_ends_its_rounds_by_that() -> None:
+    with LocalCluster(1) as cluster:
+        (worker,) = cluster.workers
+        GradientExchange(worker, 1, [SIZE])
+        with pytest.raises(UsageError, match="end with its gradients"):
+            worker.next_round()
+
+
+def test_rounds_without_gradients_end_in_a_group_of_fixed_size_too() -> None:
+    with LocalCluster(2) as cluster:
+
+        def work(worker: Worker) -> list[int]:
+            for _ in range(3):
+                worker.next_round()
+            return [worker.round, int(worker.all_reduce(np.ones(1), "sum")[0])]
+
+        assert cluster.run(work) == [[3, 2], [3, 2]]
+
+
+def test_who_joins_where_no_round_ever_ends_hears_of_it() -> None:
+    with LocalCluster(1, elastic=(1, 2), timeout=0.3) as cluster:
+        worker = cluster.add()
+        with pytest.raises(DeadlineError, match=r"waited 0.3 s for the members of group 'local' to agree on a plan"):
+            worker.enter()
