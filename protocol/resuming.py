@@ -88,7 +88,7 @@ from typing import Final, NamedTuple
 from protocol.buffer import Buffer
 from protocol.errors import LimitExceededError, MalformedMessageError
 from protocol.exchange import ExchangeKey, Stream
-from protocol.limits import MAX_COUNTER, MAX_FRAME_BYTES, MAX_WEIGHT, MAX_WORLD_SIZE
+from protocol.limits import MAX_COUNTER, MAX_FRAME_BYTES, MAX_WEIGHT, MAX_WORLD_SIZE, SLICE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Holding:
         how many columns of weights: u16
         each of them                 how many seats: u16, and the weight of each: f64
         each span                    state: u8, column (0: none, 1: the first, …): u16,
-                                     stream: u8, number, part: u64, source, target: i16, first, stop: u32
+                                     stream: u8, number, part: u64, source, target: i16, first, stop, bytes: u32
 
     Attributes:
         version: that of the Resumed.
@@ -196,7 +196,8 @@ class State(IntEnum):
 class Span(NamedTuple):
     """Slices ``first`` up to ``stop`` of an exchange. Those of an exchange do not overlap.
 
-    ``weights`` are those of the slices' Results, if these are held: who counted, by seat.
+    ``weights`` are those of the slices' Results, if these are held: who counted, by seat. Of collectives and transfers
+    ``nbytes`` is how long each result is: the one that is held (0: it has no bytes), or that is lacking.
     """
 
     state: State
@@ -204,6 +205,7 @@ class Span(NamedTuple):
     first: int
     stop: int
     weights: tuple[float, ...] = ()
+    nbytes: int = 0
 
 
 MAX_OVER: Final = 256
@@ -214,7 +216,7 @@ and round, so there are as many as somebody departed from what is open, unless b
 MAX_SPANS_BYTES: Final = MAX_FRAME_BYTES
 """How much a Holding can say."""
 _SHORT: Final = struct.Struct("<H")
-_SPAN: Final = struct.Struct("<BHBQQhhII")
+_SPAN: Final = struct.Struct("<BHBQQhhIII")
 _LAST_STREAM: Final = int(max(Stream))
 
 
@@ -222,10 +224,10 @@ def pack_spans(spans: Iterable[Span]) -> bytes:
     """The payload of a Holding."""
     columns: dict[tuple[float, ...], int] = {(): 0}
     packed: list[bytes] = []
-    for state, key, first, stop, weights in spans:
+    for state, key, first, stop, weights, nbytes in spans:
         if weights not in columns and len(columns) <= MAX_COLUMNS:
             columns[weights] = len(columns)
-        packed.append(_SPAN.pack(state, columns.get(weights, 0), *key, first, stop))
+        packed.append(_SPAN.pack(state, columns.get(weights, 0), *key, first, stop, nbytes))
     told = [_SHORT.pack(len(weights)) + struct.pack(f"<{len(weights)}d", *weights) for weights in columns if weights]
     return b"".join((_SHORT.pack(len(told)), *told, *packed))
 
@@ -278,6 +280,7 @@ def _span(
     target: int,
     first: int,
     stop: int,
+    nbytes: int,
 ) -> Span:
     if (
         state > State.FAILED
@@ -285,10 +288,11 @@ def _span(
         or max(number, part) > MAX_COUNTER
         or not -1 <= min(source, target) <= max(source, target) < MAX_WORLD_SIZE
         or first >= stop
+        or nbytes > (SLICE_BYTES if stream != Stream.BUCKET else 0)
     ):
         what = (stream, number, part, source, target)
         raise MalformedMessageError(f"no member holds slices {first} to {stop} of {what} in the state {state}")
     if column >= len(columns) or (column and (state != State.HELD or stream != Stream.BUCKET)):
         which = f"column {column} of {len(columns) - 1}"
         raise MalformedMessageError(f"slices in the state {state} of stream {stream} with weights from {which}")
-    return Span(State(state), ExchangeKey(stream, number, part, source, target), first, stop, columns[column])
+    return Span(State(state), ExchangeKey(stream, number, part, source, target), first, stop, columns[column], nbytes)

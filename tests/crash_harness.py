@@ -187,7 +187,14 @@ class Durable(Member):
                 continue
             for index in range(task.layout.count):
                 state = State.HELD if index in task.answers else State.LACKING
-                yield Span(state, task.key, index, index + 1)
+                yield Span(state, task.key, index, index + 1, (), self.size(task, index))
+
+    def size(self, task: Task, index: int) -> int:
+        """Bytes of the result of a slice: that which it keeps, or lacks."""
+        if index not in task.answers:
+            return task.layout.nbytes(index) * task.layout.replies
+        (_, kept), _ = self.result(task.key, index)
+        return 0 if kept is None else len(kept)
 
     def weight(self) -> float:
         """With which it takes part in the present round."""

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings, strategies as st
 
@@ -23,6 +24,8 @@ from gradserver.ledger.journal import Entry, scan
 from gradserver.ledger.state import StateDir, files_of
 from protocol import wire
 from protocol.buffer import Buffer
+from protocol.codecs import codec_of
+from protocol.dtypes import BY_CODE, numpy_dtype
 from protocol.errors import (
     CoordinatorError,
     LeftOutError,
@@ -30,7 +33,8 @@ from protocol.errors import (
     ProtocolError,
     UnexpectedMessageError,
 )
-from protocol.exchange import ExchangeKey
+from protocol.exchange import ExchangeKey, Kind as OperationKind, Op, Operation
+from protocol.finite import is_finite
 from protocol.limits import (
     MAX_CLAIMED,
     MAX_COUNTER,
@@ -50,11 +54,13 @@ from protocol.messages import (
     Follow,
     Inquire,
     Join,
+    Membership,
     Message,
     Opens,
     Propose,
     Push,
     Ready,
+    Result,
     RoundDone,
     Serve,
     StateFailed,
@@ -63,12 +69,12 @@ from protocol.messages import (
 )
 from protocol.positions import Claim, Register, Used
 from protocol.ranges import pack
-from protocol.resuming import Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
+from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests.crash_harness import Crashing, Durable
 from tests.elastic_harness import Step
 from tests.engine_harness import SEATS, Outcome, bucket, floats, small_slices
 from tests.examples import examples
-from tests.test_engine_resuming import Group
+from tests.test_engine_resuming import BACK, Group
 from tests.test_engine_shard import opened
 
 LIAR = 0
@@ -89,9 +95,9 @@ ranks = seats | st.just(-1)
 weights = st.sampled_from([0.0, 1.0, 1e-30, MAX_WEIGHT])
 columns = st.sampled_from([(), (1.0,), (1.0, 1.0, 1.0), (MAX_WEIGHT,) * 3, (1.0,) * MAX_WORLD_SIZE])
 keys = st.builds(ExchangeKey, st.integers(0, 2), counters, counters | st.integers(0, 2), ranks, ranks)
-spans = st.lists(
-    st.builds(Span, st.sampled_from(State), keys, st.integers(0, 3), st.integers(4, 2**32 - 1) | st.just(4)), max_size=3
-)
+ends = st.just(4) | st.integers(4, 2**32 - 1)
+sizes = st.sampled_from([0, 16, 2**20])
+spans = st.lists(st.builds(Span, st.sampled_from(State), keys, st.integers(0, 3), ends, st.just(()), sizes), max_size=3)
 texts = st.sampled_from(["", "w1", "data", "x" * 128])
 ranges = st.sampled_from([(), ((0, 1),), ((0, 10),), ((3, 2**48),)]).map(pack)
 Said = Callable[["Lied"], tuple[Message, list[bytes]]]
@@ -437,3 +443,88 @@ def test_a_record_that_nobody_could_read_leaves_a_gap_and_the_directory_can_be_u
     assert "Closed that cannot be read" in gap.reason
     assert any(isinstance(record, Epoch) for record in found)
     assert "fault of gradserver" in caplog.text
+
+
+# ── results that a member says once more ──────────────────────────────────────────────────────────────
+
+LOST = ExchangeKey(1, 0, 3)
+"""A collective of the present round."""
+
+
+def fetching(*spans: Span, lacking: Span | None = None) -> Group:
+    """A group of three whose books are open: two hold something that the third one lacks; the first is asked for it."""
+    group = Group(3)
+    group.harness.restart()
+    for rank in range(3):
+        group.resume(rank)
+    for rank in range(2):
+        group.hold(rank, 3, *spans)
+    group.hold(2, 3, *([] if lacking is None else [lacking]))
+    return group
+
+
+def say_held(group: Group, rank: int, key: ExchangeKey, payload: bytes) -> None:
+    version = group.harness.engine.control.groups["default"].version
+    group.harness.receive(BACK + rank, Held(version, key, 0, 2.0, True), payload)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_who_holds_a_result_that_is_not_finite_is_out_and_the_next_one_is_asked(value: float) -> None:
+    group = fetching(Span(State.HELD, bucket(3), 0, 1))
+    assert group.told(0)[-1] == Fetch(2, bucket(3), 0)
+    group.told(2)
+
+    say_held(group, 0, bucket(3), floats(1, value, 3, 4).tobytes())
+
+    failure = group.told(0)[-1]
+    assert isinstance(failure, Failure)
+    assert "'w0' (rank 0) holds it: slice 0 has a number that is not finite" in failure.text
+    say_held(group, 1, bucket(3), floats(1, 2, 3, 4).tobytes())
+    kinds = [type(message) for message in group.told(2)]
+    assert kinds == [Membership, Result, Standing]
+    assert BACK + 2 not in group.harness.closed
+
+
+@pytest.mark.parametrize("size", [0, 4, 17])
+def test_who_holds_a_collectives_result_of_another_length_is_out_and_the_next_one_is_asked(size: int) -> None:
+    group = fetching(Span(State.HELD, LOST, 0, 1, (), 16), lacking=Span(State.LACKING, LOST, 0, 1, (), 16))
+    assert group.told(0)[-1] == Fetch(2, LOST, 0)
+    group.told(2)
+
+    say_held(group, 0, LOST, bytes(size))
+
+    failure = group.told(0)[-1]
+    assert isinstance(failure, Failure)
+    assert f"slice 0 has {size} bytes, and it had said 16" in failure.text
+    say_held(group, 1, LOST, bytes(16))
+    assert [type(message) for message in group.told(2)] == [Membership, Result, Standing]
+
+
+def test_nobody_is_given_a_result_of_another_length_than_it_lacks() -> None:
+    group = fetching(Span(State.HELD, LOST, 0, 1, (), 12), lacking=Span(State.LACKING, LOST, 0, 1, (), 16))
+
+    failure, standing = group.told(2)[-2:]
+
+    assert isinstance(failure, Failure)
+    assert failure.key == LOST
+    assert isinstance(standing, Standing)
+    assert not group.harness.closed
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [("fp32", "float32"), ("fp32", "bfloat16"), ("fp32", "complex64"), ("int8", "float32"), ("bf16", "float32")],
+)
+def test_what_is_finite_is_told_from_what_is_not_in_each_codec_and_type(codec: str, dtype: str) -> None:
+    known = next(one for one in BY_CODE.values() if one.name == dtype)
+    operation = Operation(OperationKind.ALL_REDUCE, Op.MEAN, known, 8, -1, codec_of(codec))
+    for value in (1.0, float("nan")):
+        values = np.ones(8, np.float32)
+        values[3] = value
+        if operation.is_lossy:
+            room = np.zeros(operation.codec.nbytes(8), np.uint8)
+            data = bytes(operation.codec.encode(values, room))
+        else:
+            data = values.astype(numpy_dtype(known)).tobytes()
+
+        assert is_finite(data, operation, 8) is (value == value)

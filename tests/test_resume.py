@@ -224,14 +224,14 @@ def test_collectives_say_who_they_are_again_and_their_results_are_held(scene: Sc
     scene.answer(key, 0, 2.0)
     wait_until(lambda: tensor.view(np.float32)[0] == 2.0, "the first result has come")
     _, _, spans = scene.again()
-    assert sorted(spans) == [Span(State.LACKING, key, 1, 2), Span(State.HELD, key, 0, 1)]
+    assert sorted(spans) == [Span(State.LACKING, key, 1, 2, (), 4), Span(State.HELD, key, 0, 1, (), SLICE_BYTES)]
     scene.now.say(Standing(0, 0))
     push = scene.now.hear(Push)
     assert (push.slice, push.operation) == (1, operation)
     scene.answer(key, 1, 2.0, 1)
     handle.wait()
     _, _, spans = scene.again(1)
-    assert spans == [Span(State.HELD, key, 0, 2)]
+    assert spans == [Span(State.HELD, key, 0, 1, (), SLICE_BYTES), Span(State.HELD, key, 1, 2, (), 4)]
 
 
 def test_the_root_of_a_broadcast_keeps_what_it_gave_for_those_who_lack_it(scene: Scene) -> None:
@@ -245,7 +245,7 @@ def test_the_root_of_a_broadcast_keeps_what_it_gave_for_those_who_lack_it(scene:
 
     _, _, spans = scene.again()
 
-    assert spans == [Span(State.HELD, key, 0, 1)]
+    assert spans == [Span(State.HELD, key, 0, 1, (), 20)]
     scene.now.say(Fetch(0, key, 0))
     assert scene.now.hear(Held) == Held(0, key, 0, 1.0, True)
     assert scene.now.payloads == [np.full(5, 3.5, np.float32).tobytes()]

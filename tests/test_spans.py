@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from protocol.errors import LimitExceededError, MalformedMessageError, ProtocolError
 from protocol.exchange import ExchangeKey, Stream
-from protocol.limits import MAX_COUNTER, MAX_FRAME_BYTES, MAX_WEIGHT, MAX_WORLD_SIZE
+from protocol.limits import MAX_COUNTER, MAX_FRAME_BYTES, MAX_WEIGHT, MAX_WORLD_SIZE, SLICE_BYTES
 from protocol.resuming import MAX_COLUMNS, MAX_SPANS_BYTES, Span, State, pack_spans, unpack_spans
 
 ranks = st.integers(-1, MAX_WORLD_SIZE - 1)
@@ -23,7 +23,11 @@ counted = st.builds(lambda key, pair, of: Span(State.HELD, key, min(pair), max(p
 BUCKET = ExchangeKey(Stream.BUCKET, 3, 7)
 
 
-@given(st.lists(spans | counted, max_size=6))
+collectives = st.builds(ExchangeKey, st.sampled_from([1, 2]), counters, counters, ranks, ranks)
+sized = st.builds(Span, st.sampled_from(State), collectives, st.just(0), st.just(3), st.just(()), st.just(SLICE_BYTES))
+
+
+@given(st.lists(spans | counted | sized, max_size=6))
 def test_spans_come_back_as_they_were(sent: list[Span]) -> None:
     again = unpack_spans(pack_spans(sent))
 
@@ -60,8 +64,8 @@ def test_of_more_different_weights_than_there_is_room_for_nothing_is_said() -> N
     assert [span.weights for span in again[MAX_COLUMNS:]] == [(), ()]
 
 
-SPAN = struct.Struct("<BHBQQhhII")
-A_SPAN = SPAN.pack(1, 1, 0, 3, 7, -1, -1, 0, 1)
+SPAN = struct.Struct("<BHBQQhhIII")
+A_SPAN = SPAN.pack(1, 1, 0, 3, 7, -1, -1, 0, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +80,7 @@ A_SPAN = SPAN.pack(1, 1, 0, 3, 7, -1, -1, 0, 1)
         (struct.pack("<HHd", 1, 1, float("nan")), "of which one is not between 0 and 1e.30"),
         (struct.pack("<HHdd", 1, 2, 1.0, float("inf")), "of which one is not between 0 and 1e.30"),
         (struct.pack("<H", 0) + A_SPAN, "slices in the state 1 of stream 0 with weights from column 1 of 0"),
-        (struct.pack("<HHd", 1, 1, 1.0) + A_SPAN[:-1], "31 bytes of slices .*, expected a multiple of 32"),
+        (struct.pack("<HHd", 1, 1, 1.0) + A_SPAN[:-1], "35 bytes of slices .*, expected a multiple of 36"),
         (struct.pack("<HHd", 1, 1, 1.0) + b"\0" + A_SPAN[1:], "slices in the state 0 of stream 0 with weights"),
         (struct.pack("<HHd", 1, 1, 1.0) + A_SPAN[:3] + b"\1" + A_SPAN[4:], "slices in the state 1 of stream 1 with"),
     ],
@@ -97,11 +101,13 @@ def test_a_table_of_weights_that_is_none_is_named(data: bytes, message: str) -> 
         (1, 0, 1, 0, -1, MAX_WORLD_SIZE, 0, 1),
         (1, 0, 1, 0, -1, -1, 1, 1),
         (1, 0, 1, 0, -1, -1, 2, 1),
+        (1, 1, 1, 0, -1, -1, 0, 1, SLICE_BYTES + 1),
+        (1, 0, 1, 0, -1, -1, 0, 1, 4),
     ],
 )
 def test_what_cannot_be_is_named(values: tuple[int, ...]) -> None:
     with pytest.raises(MalformedMessageError, match="no member holds slices"):
-        unpack_spans(struct.pack("<H", 0) + SPAN.pack(values[0], 0, *values[1:]))
+        unpack_spans(struct.pack("<H", 0) + SPAN.pack(values[0], 0, *values[1:], *([0] if len(values) == 8 else [])))
 
 
 @pytest.mark.parametrize("room", [1_000_000, pytest.param(MAX_SPANS_BYTES, marks=pytest.mark.long)])

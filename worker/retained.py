@@ -111,7 +111,7 @@ class Retained:
             yield from runs(_held(slices[index].result, index) for index in theirs)
         for (_, whose), past in self._past.items():
             if whose == shard:
-                yield from runs(sorted(_held(one.kept.result, one.kept.result.slice) for one in past))
+                yield from runs(sorted(_held(one.kept.result, one.kept.result.slice, one.kept.payload) for one in past))
         for (key, whose), over in self._over.items():
             if whose == shard:
                 yield from runs(Span(State.OVER, key, index, index + 1) for index in sorted(over))
@@ -124,8 +124,9 @@ def _keep_latest(found: dict[Any, Any]) -> None:
         del found[next(iter(found))]
 
 
-def _held(result: Result, index: int) -> Span:
-    return Span(State.HELD, result.key, index, index + 1, result.weights)
+def _held(result: Result, index: int, payload: Buffer | None = None) -> Span:
+    nbytes = 0 if payload is None else len(payload)
+    return Span(State.HELD, result.key, index, index + 1, result.weights, nbytes)
 
 
 def runs(slices: Iterable[Span]) -> Iterator[Span]:

@@ -313,4 +313,8 @@ class Books:
                 continue
             exchange.give_again(self._of_others(exchange))
             open_ones = (index for index in range(exchange.start, exchange.stop) if index not in exchange.answered)
-            yield from runs(Span(State.LACKING, key, index, index + 1) for index in open_ones)
+            layout = exchange.layout
+            yield from runs(
+                Span(State.LACKING, key, index, index + 1, (), layout.nbytes(index) * layout.replies)
+                for index in open_ones
+            )

@@ -33,7 +33,7 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
     certain = recovery is not None and recovery.due == recovery.latest
     most = group.world if certain else MAX_WORLD_SIZE  # else some may be known to members only
     bounds = {part: (start, stop) for part, start, stop in shares(group)}
-    for state, key, first, stop, weights in unpack_spans(payload):
+    for state, key, first, stop, weights, nbytes in unpack_spans(payload):
         if key.stream == Stream.BUCKET:
             if key.number < group.planned or not number - 1 <= key.number <= number:
                 continue  # of another plan, or a round that nobody lacks
@@ -53,6 +53,8 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
                 f"{group.call(seat)} has weights of {len(weights)} seats, and {most} there are"
             )
         holder.slices[state][key].update(range(first, stop))
+        if nbytes:
+            holder.sizes.update(((key, index), nbytes) for index in range(first, stop))
         if weights and key.number == number:
             holder.weights[key].update(dict.fromkeys(range(first, stop), weights))
     return holder

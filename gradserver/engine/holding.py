@@ -32,6 +32,9 @@ class Holder:
     weights: dict[ExchangeKey, dict[int, tuple[float, ...]]] = field(default_factory=lambda: defaultdict(dict))
     """Of buckets' slices which it holds: who counted, by seat."""
 
+    sizes: dict[Place, int] = field(default_factory=dict)
+    """Bytes of collectives' and transfers' results, by slice, if they have any."""
+
     def has(self, state: State, place: Place) -> bool:
         """Whether it has a slice in this state."""
         return place[1] in self.slices[state].get(place[0], ())

@@ -38,16 +38,19 @@ from gradserver.engine.closing import left_out
 from gradserver.engine.events import CaughtUp, Command, Recover, Recovered, Report, RoundCompleted, Send
 from gradserver.engine.groups import Group
 from gradserver.engine.holders import adopt, places, said, shares
-from gradserver.engine.holding import Recovery, Stage, Wanted
+from gradserver.engine.holding import Holder, Place, Recovery, Stage, Wanted
+from gradserver.engine.policy import OnNonFinite
 from protocol.buffer import Buffer
 from protocol.errors import (
     ConnectionLostError,
     GradServerError,
+    MalformedMessageError,
     MembershipChangedError,
     SizeMismatchError,
     UnexpectedMessageError,
 )
-from protocol.exchange import ExchangeKey, Stream
+from protocol.exchange import ExchangeKey, Op, Stream
+from protocol.finite import is_finite
 from protocol.messages import Failure, Result, Scope
 from protocol.resuming import Fetch, Held, Holding, Standing, State
 
@@ -118,18 +121,31 @@ def held(group: Group, seat: int, message: Held, payload: Buffer | None, command
     source, wanted = recovery.asked.get(place, (-1, None))
     if wanted is None or source != seat or place in recovery.came:
         return False  # asked for before somebody else was lost
-    size = None if payload is None else len(payload)
-    if message.key.stream == Stream.BUCKET and group.plan is not None and size is not None:
-        layout, _, _ = group.share(message.key, group.plan.buckets[message.key.part].operation)
-        if size != layout.nbytes(message.slice):
-            raise SizeMismatchError(
-                f"{group.describe(message.key)} as {group.call(seat)} holds it: slice {message.slice} has {size} "
-                f"bytes, {layout.nbytes(message.slice)} were agreed"
-            )
+    if payload is not None:
+        _check_held(group, recovery.holders[seat], seat, place, payload)
     result = Result(*place, message.weight, message.present, 1, False, message.without, message.weights)
     recovery.came[place] = result, () if payload is None else (payload,)
     _hand_on(group, recovery, commands)
     return True
+
+
+def _check_held(group: Group, holder: Holder, seat: int, place: Place, payload: Buffer) -> None:
+    """Raise what is wrong with a result that ``seat`` says once more: it is its fault, and not that of who lacks it."""
+    key, index = place
+    what = f"{group.describe(key)} as {group.call(seat)} holds it: slice {index}"
+    if key.stream != Stream.BUCKET or group.plan is None:
+        due = holder.sizes.get(place, 0)
+        if len(payload) != due:
+            raise SizeMismatchError(f"{what} has {len(payload)} bytes, and it had said {due}")
+        return
+    operation = group.plan.buckets[key.part].operation
+    layout, _, _ = group.share(key, operation)
+    if len(payload) != layout.nbytes(index):
+        raise SizeMismatchError(f"{what} has {len(payload)} bytes, {layout.nbytes(index)} were agreed")
+    guarded = operation.op is Op.MEAN and group.order.nonfinite is not OnNonFinite.PROPAGATE
+    start, stop = layout.span(index)
+    if guarded and not is_finite(payload, operation, stop - start):
+        raise MalformedMessageError(f"{what} has a number that is not finite, and no result has any")
 
 
 def _hand_on(group: Group, recovery: Recovery, commands: list[Command]) -> None:
@@ -250,7 +266,10 @@ def _present(group: Group, recovery: Recovery, now: float, commands: list[Comman
         lacking = tuple(seat for seat, holder in holders.items() if holder.has(State.LACKING, place))
         holding = tuple(seat for seat, holder in holders.items() if holder.has(State.HELD, place))
         failed = any(place[0] in holder.slices[State.FAILED] for holder in holders.values())
-        if holding and not failed:
+        sizes = {holders[seat].sizes.get(place, 0) for seat in (*lacking, *holding)} - {0}
+        if len(sizes) > 1:  # not all of them speak the truth: nobody is given what another one makes up
+            lost.add(place[0])
+        elif holding and not failed:
             recovery.wanted.append(Wanted(place, lacking, holding))
         elif failed or any(place[0] in holder.slices[State.OVER] for holder in holders.values()):
             lost.add(place[0])

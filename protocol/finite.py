@@ -1,0 +1,24 @@
+"""Whether all numbers in a slice are finite, however they are encoded."""
+
+from __future__ import annotations
+
+from protocol.buffer import Buffer
+from protocol.dtypes import numpy_dtype
+from protocol.exchange import Operation
+
+
+def is_finite(data: Buffer, operation: Operation, numel: int) -> bool:
+    """Whether none of the ``numel`` elements of ``operation`` that ``data`` holds is NaN or infinite.
+
+    Raises:
+        MalformedMessageError: ``data`` says nothing in the codec of the operation.
+    """
+    import numpy as np  # here, as a command line is to come up without numpy
+
+    if operation.is_lossy:
+        values = np.empty(numel, np.float32)
+        operation.codec.decode(data, numel, values)
+        return bool(np.isfinite(values).all())
+    if operation.dtype.kind not in "fc":
+        return True
+    return bool(np.isfinite(np.frombuffer(data, numpy_dtype(operation.dtype))).all())
