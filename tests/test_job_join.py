@@ -571,3 +571,39 @@ def test_who_joins_a_group_with_a_quorum_can_be_late_from_its_first_round_on(
         one, *others = there.values()
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), number
+
+
+class Phased(nn.Module):
+    """With a buffer that changes and is in no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.phase: Tensor
+        self.register_buffer("phase", torch.zeros(()), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.linear(inputs + self.phase)
+        return result
+
+
+def test_who_joins_gets_buffers_that_are_in_no_state() -> None:
+    """Also one that changed long before, and does not travel any more."""
+    phases: dict[int, set[float]] = {}
+    with LocalCluster(1, elastic=(1, 2), timeout=20.0, backlog=0) as cluster:
+
+        def train(worker: Worker) -> None:
+            model = DistributedDataParallel(Phased(), worker)
+            job = Job(model, torch.optim.SGD(model.parameters(), lr=0.01))
+            while job.round < 8:
+                if job.round == 1:
+                    model.module.get_buffer("phase").fill_(0.5)
+                model(torch.ones(1, 2)).sum().backward()
+                job.step()
+                phases.setdefault(job.round, set()).add(float(model.module.get_buffer("phase")))
+                if job.round == 4 and worker.name == "worker-0":
+                    joined(cluster)()
+
+        cluster.run(train)
+        assert len(cluster.workers) == 2
+    assert phases == {1: {0.0}} | {number: {0.5} for number in range(2, 9)}

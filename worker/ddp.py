@@ -322,6 +322,11 @@ class DistributedDataParallel(nn.Module):
             return self.module.load_state_dict(state_dict, strict)
         return super().load_state_dict(state_dict, strict)
 
+    def unsaved_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are exchanged, and are not in the module's state: a worker that joins needs them too."""
+        saved, exchanged = self.module.state_dict().keys(), self._rounds.buffer_names
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in exchanged and name not in saved}
+
     def __getstate__(self) -> dict[str, Any]:
         """All but the connection: a copy, also one that was pickled, has a module of its own, and exchanges nothing."""
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THE_CONNECTION}

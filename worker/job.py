@@ -365,12 +365,15 @@ class Job:
     def _for_who_joins(self) -> Tree:
         """What a worker that joins needs to be like this one."""
         position = None if self._position is None else self._position.for_who_joins()
-        return self._tree([{"chance": None, "weights": digest_of(self.model.module)}], position)
+        tree = self._tree([{"chance": None, "weights": digest_of(self.model.module)}], position)
+        return tree | {"unsaved": self.model.unsaved_buffers()}
 
     def _take_over(self, tree: Tree) -> None:
         """Be like the member whose state this is."""
         try:
             self._install(_of_a_job(tree, "the state that a member sent"))
+            for name, buffer in tree["unsaved"].items():
+                self.model.module.get_buffer(name).copy_(buffer)
         except _DOES_NOT_FIT as error:
             raise StateError(f"this job is not like the one that it joins: {error}") from error
         self.entered = self.round

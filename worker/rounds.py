@@ -136,6 +136,11 @@ class Rounds:
             self._adopted = True
 
     @property
+    def buffer_names(self) -> frozenset[str]:
+        """Which buffers are exchanged."""
+        return frozenset(component.name for bucket in self._buffers for component in bucket.spec.components)
+
+    @property
     def begun(self) -> bool:
         """Whether anything of this round was pushed, so that only its end can follow."""
         return self._staging.pushed
