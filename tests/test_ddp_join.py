@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradserver import DistributedDataParallel, ShardSampler
-from protocol.errors import DisagreementError, WorkerLeftError
+from protocol.errors import DisagreementError, DivergedError, UsageError, WorkerLeftError
 from tests.models import (
     Convolutional,
     Transformer,
@@ -134,6 +134,46 @@ def test_worker_without_batches_follows_what_is_unused_too(to_none: bool) -> Non
     (state, momenta), (other_state, other_momenta) = on(2, work)
     assert same(state, other_state)
     assert all(map(torch.equal, momenta, other_momenta))
+
+
+@pytest.mark.parametrize("batches", [[3, 1, 2], [1, 1, 4]])
+def test_join_learns_from_the_loop_what_to_step(batches: list[int]) -> None:
+    def work(worker: Worker) -> tuple[dict[str, Tensor], list[Tensor], int]:
+        model = DistributedDataParallel(Transformer(), worker)
+        optimizer, other = adam(model), adam(nn.Linear(2, 2))
+        for _ in range(2):
+            with model.join():
+                for step in range(batches[worker.rank]):
+                    optimizer.zero_grad()
+                    loss_of(model, *shard(worker.rank, 3, *tokens(step, ROWS))).backward()
+                    optimizer.step()
+                    other.step()
+        return state_of(model.module), list(optimizer_state(optimizer)), worker.round
+
+    first, *others = on(3, work)
+    assert first[2] == 2 * (max(batches) + 1)
+    for there in others:
+        assert same(first[0], there[0])
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(first[1], there[1], strict=True))
+
+
+def test_join_without_a_step_needs_to_see_one_and_notices_what_it_cannot_see() -> None:
+    def work(worker: Worker, batches: int, clips: bool) -> None:
+        model = DistributedDataParallel(Transformer(), worker)
+        optimizer = sgd(model)
+        with model.join():
+            for step in range(2 if worker.rank else batches):
+                optimizer.zero_grad()
+                loss_of(model, *tokens(step, 2)).backward()
+                if clips:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                optimizer.step()
+
+    with pytest.raises(UsageError, match=r"this worker's loop has stepped none, .* give it what to step, mod"):
+        on(2, work, 0, False)
+    with pytest.raises(DivergedError, match=r"at the end of model.join\(\) the weights of 'worker-1' \(rank 1\) "):
+        on(2, work, 1, True)
+    on(2, work, 1, False)
 
 
 def test_join_takes_functions_and_several_steps() -> None:

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from protocol.errors import GradServerError, OutOfStepError, UsageError
 from worker.buckets import Slot
@@ -59,6 +60,7 @@ class Backward:
         syncs: whether gradients are exchanged (not inside `no_sync`).
         training: whether the wrapper is in training mode.
         anybody: whether anybody took part in the last exchange with a batch.
+        optimizers: those that have stepped the module's parameters in a block of `join`.
         armed: whether a forward has run since the last exchange.
         leads: whether buckets are pushed while this backward is under way (`worker.sequence`).
         begun: whether the present backward has reached the module.
@@ -90,6 +92,7 @@ class Backward:
         self._versions: dict[str, int] | None = {}
         """Of the parameters when the first backward that exchanges begins; None when it is over."""
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self.optimizers: list[Callable[[], object] | Optimizer] = []
         self.armed = False
         self.leads = True
         self._sequence = Sequence.of(worker)

@@ -10,11 +10,12 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from protocol.errors import InvalidArgumentError
+from protocol.errors import InvalidArgumentError, UsageError
 from protocol.limits import MIB
 from protocol.plan import Plan
-from worker.alike import check_same_tensors
+from worker.alike import check_joined_weights, check_same_tensors
 from worker.backward import Backward
 from worker.client import Worker, check_weight
 from worker.rounds import Options, Rounds
@@ -211,7 +212,7 @@ class DistributedDataParallel(nn.Module):
         self._rounds.weight = check_weight(weight)
 
     @contextmanager
-    def join(self, step: Step | Sequence[Step]) -> Iterator[None]:
+    def join(self, step: Step | Sequence[Step] | None = None) -> Iterator[None]:
         """Train with a different number of batches on each worker: wrap the loop over them, on every worker.
 
         A worker that comes to the end of the block while others still have batches takes part in their
@@ -221,17 +222,48 @@ class DistributedDataParallel(nn.Module):
 
         Args:
             step: what the loop does after each backward (outside of `no_sync`) to the weights: an optimizer, or a
-                function that steps optimizers, schedulers and so on, or several of these.
+                function that steps optimizers, schedulers and so on, or several of these. Without it the optimizers
+                are those that have stepped this module's parameters in the loop, or in that of an earlier block; and
+                the workers' weights are compared in the end, as the loop may have done more.
+
+        Raises:
+            UsageError: there is no ``step``, and no optimizer has stepped in the loop.
+            DivergedError: there is no ``step``, and the loop does more to weights than its optimizers.
         """
-        steps = list(step) if isinstance(step, Sequence) else [step]
+        learned = self._backward.optimizers
+        steps = learned if step is None else list(step) if isinstance(step, Sequence) else [step]
         self._backward.ended = max(self._backward.ended - 1, 0)
-        yield
+        with self._noting_steps(learned):
+            yield
         while not self._backward.ended and self._backward.shadow():
+            if not steps:
+                raise UsageError(
+                    "model.join() steps the optimizers that the loop has stepped, and this worker's loop has stepped "
+                    "none, while others still have batches: give it what to step, model.join(optimizer)"
+                )
             for one in steps:
                 if isinstance(one, Optimizer):
                     one.step()
                 else:
                     one()
+        if step is None:
+            check_joined_weights(self.worker, self.module)
+
+    @contextmanager
+    def _noting_steps(self, noted: list[Step]) -> Iterator[None]:
+        """Add to ``noted`` the optimizers of this module's parameters that step in the body."""
+        own = {id(parameter) for parameter in self.module.parameters()}
+
+        def after_step(optimizer: Optimizer, *_: object) -> None:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            if optimizer not in noted and any(id(parameter) in own for parameter in parameters):
+                noted.append(optimizer)
+
+        handle = register_optimizer_step_post_hook(after_step)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def abandon_round(self) -> None:
         """Take part in the open round without a backward, or without the rest of one that failed. Then go on.
