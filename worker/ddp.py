@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from protocol.errors import InvalidArgumentError, UsageError
 from protocol.limits import MIB
@@ -19,6 +18,7 @@ from worker.alike import check_joined_weights, check_same_tensors
 from worker.backward import Backward
 from worker.client import Worker, check_weight
 from worker.rounds import Options, Rounds
+from worker.stepping import noting_steps
 
 Step = Callable[[], object] | Optimizer
 """What a training loop does after backward: an optimizer, or a function that steps one."""
@@ -233,7 +233,7 @@ class DistributedDataParallel(nn.Module):
         learned = self._backward.optimizers
         steps = learned if step is None else list(step) if isinstance(step, Sequence) else [step]
         self._backward.ended = max(self._backward.ended - 1, 0)
-        with self._noting_steps(learned):
+        with noting_steps(self.module, learned) if step is None else nullcontext():
             yield
         while not self._backward.ended and self._backward.shadow():
             if not steps:
@@ -248,22 +248,6 @@ class DistributedDataParallel(nn.Module):
                     one()
         if step is None:
             check_joined_weights(self.worker, self.module)
-
-    @contextmanager
-    def _noting_steps(self, noted: list[Step]) -> Iterator[None]:
-        """Add to ``noted`` the optimizers of this module's parameters that step in the body."""
-        own = {id(parameter) for parameter in self.module.parameters()}
-
-        def after_step(optimizer: Optimizer, *_: object) -> None:
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            if optimizer not in noted and any(id(parameter) in own for parameter in parameters):
-                noted.append(optimizer)
-
-        handle = register_optimizer_step_post_hook(after_step)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def abandon_round(self) -> None:
         """Take part in the open round without a backward, or without the rest of one that failed. Then go on.
