@@ -1,5 +1,7 @@
 """A worker of `test_long_run`, as ``long_run_program.py URL NAME``: small rounds, a great many of them.
 
+One that is called ``w`` and a number has that rank.
+
 The one that is called `LEADER` does as many as it is told to, and waits until it is told more; if there is no more, all
 end.
 """
@@ -25,7 +27,7 @@ COLLECTIVES_EVERY = 5
 
 
 def main(url: str, name: str) -> None:
-    with gradserver.connect(url, int(name[1:]), name=name, timeout=60.0) as worker:
+    with gradserver.connect(url, int(name[1:]) if name[0] == "w" else None, name=name, timeout=60.0) as worker:
         weights = np.zeros(SIZES[1], np.float32)
         worker.agree(simple_plan([(f"b{index}", size) for index, size in enumerate(SIZES)], FLOAT32))
         worker.serve_state(lambda: {"weights": weights})

@@ -31,7 +31,7 @@ from gradserver.engine.records import Dated
 from gradserver.engine.shard import ShardEngine
 from protocol.buffer import Buffer
 from protocol.errors import ConnectionLostError
-from protocol.exchange import ExchangeKey, Stream
+from protocol.exchange import ExchangeKey, Stream, is_state
 from protocol.messages import (
     Agreed,
     Attend,
@@ -45,13 +45,15 @@ from protocol.messages import (
     Result,
     RoundDone,
     Scope,
+    Serve,
+    Transfer,
     Welcome,
 )
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from protocol.shards import Share, Table
 from tests import receivers
 from tests.crash_harness import CrashError, Crashing, Durable, Fused, steady
-from tests.elastic_harness import Step
+from tests.elastic_harness import Step, state
 from tests.engine_harness import TIMEOUT, Task, plan_of, reference
 
 LINK = 1
@@ -197,6 +199,8 @@ class Spread(Durable):
     stands: set[int] = field(default_factory=set)
     ended: dict[int, int] = field(default_factory=dict)
     """The epoch behind a round that is over, though its results may not all be here."""
+    states: list[Task] = field(default_factory=list)
+    """All that it has sent to workers that join."""
 
     @property
     def spread(self) -> Sharded:
@@ -213,9 +217,7 @@ class Spread(Durable):
         if 0 not in self.lines:
             return []
         found = []
-        while not self.tasks and not self.finished:
-            self.begin(self.cluster.program[self.at])
-        for task in self.tasks:
+        for task in self.under_way():
             share = self.spread.share(task)
             for place in self.stands:
                 start, stop = share.interval(place)
@@ -225,6 +227,19 @@ class Spread(Durable):
                     found.append((task, place, due))
         return found
 
+    def under_way(self) -> list[Task]:
+        """What it has begun, after it has begun what is next."""
+        while not self.tasks and not self.finished:
+            self.begin(self.cluster.program[self.at])
+        return [*self.tasks, *self.side]
+
+    def send_state(self, transfer: Transfer, number: int) -> None:
+        """Send that of the boundary before round ``number`` to a worker that joins."""
+        task = state(transfer, number, self.seat)
+        task.layout = self.spread.share(task).layout
+        self.states.append(task)
+        self.side = [*(other for other in self.side if not other.done), task]
+
     def hear(self, place: int, message: Message, payload: bytes | None) -> None:
         """A message on one of its connections."""
         match message:
@@ -233,6 +248,7 @@ class Spread(Durable):
             case Resumed(_, version, shards):
                 self.heard[place] = version
                 self.stands.discard(place)
+                self.side = []  # whoever was to have a state begins anew
                 if place:
                     return
                 self.stands.clear()
@@ -241,7 +257,7 @@ class Spread(Durable):
                     self.resuming, self.urls = False, shards
                     self.attending = set(range(1, len(shards) + 1))
                 elif shards != self.urls:
-                    self.spread.break_line(self.seat, False)
+                    self.spread.cut_lines(self, False)
             case Standing(version, number):
                 if version != self.version:
                     return
@@ -253,6 +269,12 @@ class Spread(Durable):
                 self.stands.add(place)
                 for task in self.tasks:
                     self.spread.pointers.pop((id(task), place), None)
+            case Result(key) | Failure(key=ExchangeKey() as key) if is_state(key):
+                for task in self.side:
+                    if task.key == key and isinstance(message, Result):
+                        task.answers[message.slice] = message.weight, None
+                    elif task.key == key and isinstance(message, Failure):
+                        task.error = message.exception()
             case Fetch(version, key, index):
                 (weight, kept), weights = self.result(key, index)
                 held = Held(version, key, index, weight, kept is not None, weights=weights)
@@ -266,14 +288,17 @@ class Spread(Durable):
                     assert sum(message.weights) == weight
                     self.kept[key.part, index] = key.number, (weight, payload), message.weights
                 self.go_on()
-            case RoundDone(number, epoch):
+            case RoundDone(number, epoch, transfers):
+                for transfer in transfers:
+                    if transfer.donor == self.seat:
+                        self.send_state(transfer, number + 1)
                 if number == self.round - 1:
                     return  # once more, as shards have done it once more
                 assert number == self.round
                 self.over, self.ended[number] = number, epoch
                 self.go_on()
             case Failure(scope=Scope.CONNECTION) if message.error == ConnectionLostError.__name__:
-                self.spread.break_line(self.seat, False)
+                self.spread.cut_lines(self, False)
             case _:
                 super().take(message, payload)
 
@@ -329,6 +354,7 @@ class Sharded(Crashing):
             one.attending = places - {0}
         self.settle()
         for line in lines.values():
+            self.harness.feed(Received(line, Serve()))
             self.harness.feed(Received(line, Propose(self.plan.hash), (self.plan.encoded,)))
         self.settle()
 
@@ -405,12 +431,16 @@ class Sharded(Crashing):
                 continue
             choices += [partial(harness.pass_up, process)] if harness.up[process] else []
             choices += [partial(harness.pass_down, process)] if harness.down[process] else []
-        for member in self.members.values():
+        for member in self.everybody():
             choices += self.choices_of(member)
         if not choices:
             return False
         self.random.choice(choices)()
         return True
+
+    def everybody(self) -> list[Spread]:
+        """Members, and who else has connections."""
+        return list(self.members.values())
 
     def choices_of(self, member: Spread) -> list[Callable[[], object]]:
         if 0 not in member.lines:
@@ -441,7 +471,7 @@ class Sharded(Crashing):
         member.attending.discard(place)
         process = int(member.urls[place - 1].rpartition(":")[2])
         if process not in self.harness.minds:
-            self.break_line(member.seat, False)
+            self.cut_lines(member, False)
             return
         member.lines[place] = line = self.harness.number()
         member.awaited.add(place)
@@ -463,7 +493,7 @@ class Sharded(Crashing):
         member.heard, member.said, member.stands, member.resuming = {}, {}, set(), True
         member.attending, member.awaited = set(), set()
         latest = max([member.epoch, *member.announced])
-        self.say_to(member, 0, Resume("default", member.seat, member.token, latest, self.plan.hash))
+        self.say_to(member, 0, Resume("default", member.seat, member.token, latest, self.plan.hash, True))
 
     def hold_at(self, member: Spread, place: int) -> None:
         if member.version not in member.said.values():
@@ -487,9 +517,13 @@ class Sharded(Crashing):
         )
 
     def break_line(self, seat: int, noticed: bool = True) -> None:
-        """A member loses its connections; those at the other ends hear of it sooner or later."""
-        member = self.members.get(seat)
-        if member is None or 0 not in member.lines:
+        """A member loses its connections."""
+        if seat in self.members:
+            self.cut_lines(self.members[seat], noticed)
+
+    def cut_lines(self, member: Spread, noticed: bool) -> None:
+        """Somebody loses its connections; those at the other ends hear of it sooner or later."""
+        if 0 not in member.lines:
             return
         for place, line in list(member.lines.items()):
             if 0 not in member.lines:
@@ -517,13 +551,13 @@ class Sharded(Crashing):
         link = self.harness.lose_shard(process)
         if link >= 0:
             self.notices.append(partial(self.tell_of_end, 0, link, "it died", self.harness.incarnation))
-        for member in self.members.values():
+        for member in self.everybody():
             if url_of(process) in member.urls:
                 self.notices.append(partial(self.break_if_at, member, dict(member.lines)))
 
     def break_if_at(self, member: Spread, lines: dict[int, int]) -> None:
-        if member.seat in self.members and member.lines.get(0) == lines.get(0):
-            self.break_line(member.seat)
+        if member in self.everybody() and member.lines.get(0) == lines.get(0):
+            self.cut_lines(member, True)
 
     def kill_any(self, which: int) -> None:
         alive = list(self.harness.minds)
@@ -533,8 +567,8 @@ class Sharded(Crashing):
     def crash(self) -> None:
         """The coordinator is lost; its children end, and others look for the next one."""
         self.crashes += 1
-        for member in list(self.members.values()):
-            self.break_line(member.seat)
+        for member in self.everybody():
+            self.cut_lines(member, True)
         self.notices.clear()
         harness = self.harness
         for process in list(harness.minds):

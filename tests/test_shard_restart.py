@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import wait_until
+from tests.cluster import Daemon, Program, wait_until
+from tests.long_run_program import LEADER
 from tests.test_restart import Group
 from tests.test_shard_processes import Shard, children_of
 
+MEMBER = Path(__file__).with_name("long_run_program.py")
 CHILDREN = ("--shards", "3")
 ALLOWED = ("--allow-shards",)
 
@@ -132,3 +134,29 @@ def test_shards_and_coordinators_may_be_killed_together_and_while_they_come_back
             number += 2
             group.workers[0].expect(f"round {number} ", timeout=60.0)
         group.check()
+
+
+@pytest.mark.long
+def test_a_worker_that_joins_while_the_books_are_open_comes_in(tmp_path: Path) -> None:
+    options = ("--workers", "3:4", "--shards", "2", "--state-dir", str(tmp_path / "state"))
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon(*options))
+        names = [LEADER, "w1", "w2"]
+        first, other, victim = (stack.enter_context(Program(str(MEMBER), daemon.url, name)) for name in names)
+        first.tell("3")
+        first.expect("round 3")
+        victim.send_signal(signal.SIGKILL)
+        daemon.send_signal(signal.SIGKILL)
+        daemon.end()
+        daemon = stack.enter_context(Daemon(*options))
+
+        joiner = stack.enter_context(Program(str(MEMBER), daemon.url, "newcomer"))
+        wait_until(lambda: daemon.group()["joining"], "somebody joins")
+        assert daemon.group()["state"] == "recovering", "one of the members is not back"
+        first.tell("100")
+        joiner.expect("entered ")
+        first.expect("round 103")
+        first.hang_up()
+        for program in (first, other, joiner):
+            program.expect("ok ")
+            assert program.end() == 0

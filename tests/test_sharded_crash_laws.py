@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -16,7 +16,8 @@ from tests.elastic_harness import Step
 from tests.engine_harness import TIMEOUT
 from tests.examples import examples
 from tests.sharded_crash_harness import Sharded
-from tests.test_engine_crash_laws import nothing_was_lost
+from tests.sharded_join_harness import Joinable
+from tests.test_engine_crash_laws import answers, nothing_was_lost
 from tests.test_shard_laws import many_rates, small_shares
 
 
@@ -73,10 +74,11 @@ def test_a_shard_or_a_coordinator_that_is_lost_at_any_point_costs_nobody_anythin
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)  # it computes all that time, and others may beside it
-def test_thousands_of_runs_lose_nothing() -> None:
-    chance = random.Random(23)
-    for seed in range(5000):
+@pytest.mark.timeout(600)  # it computes all that time, and others may beside it
+@pytest.mark.parametrize("part", range(10))
+def test_thousands_of_runs_lose_nothing(part: int) -> None:
+    for seed in range(200 * part, 200 * (part + 1)):
+        chance = random.Random(seed)
         world, buckets = chance.randint(1, 3), [chance.randint(1, 14) for _ in range(chance.randint(1, 3))]
         program = [chance.choice((Step(), Step(), Step(Kind.ALL_REDUCE, 7))) for _ in range(chance.randint(1, 5))]
         kills = {chance.randint(0, 200): chance.randint(0, 3) for _ in range(3)}
@@ -84,9 +86,83 @@ def test_thousands_of_runs_lose_nothing() -> None:
         breaks = {chance.randint(0, 200): chance.randint(0, 2) for _ in range(2)}
         rates = chance.choice([(1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
         nothing_was_lost(run(world, buckets, program, seed, rates, kills, crashes, breaks), world)
+        if seed % 3 == 0:
+            program += [Step()] * 3
+            joins = [chance.randint(0, 250) for _ in range(chance.randint(1, 3))]
+            nobody_was_left_out(run_and_join(world, buckets, program, seed, rates, kills, crashes[:2], breaks, joins))
 
 
 # ── workers that join while books are open ────────────────────────────────────────────────────────────
+
+
+joins = st.lists(st.integers(0, 250), min_size=1, max_size=3)
+long_programs = st.lists(st.one_of(st.just(Step()), st.just(Step()), st.just(Step()), steps), min_size=3, max_size=9)
+
+
+def run_and_join(
+    world: int,
+    buckets: list[int],
+    program: list[Step],
+    seed: int,
+    rates: tuple[float, ...],
+    kills: dict[int, int],
+    crashes: list[int],
+    breaks: dict[int, int],
+    joins: list[int],
+) -> Joinable:
+    """As `run`; in the same steps somebody may join."""
+    cluster = Joinable(world, buckets, program, seed, rates)
+    cluster.fuses = list(crashes)
+    for step, seat in breaks.items():
+        cluster.at[step] = partial(cluster.break_line, seat)
+    for step, which in kills.items():
+        cluster.at[step] = partial(cluster.kill_any, which)
+    for step in joins:
+        cluster.at[step] = partial(one_then_other, cluster.at.get(step, lambda: None), cluster.join)
+    cluster.run()
+    return cluster
+
+
+def one_then_other(one: Callable[[], object], other: Callable[[], object]) -> None:
+    """In the same step."""
+    one()
+    other()
+
+
+def nobody_was_left_out(cluster: Joinable) -> None:
+    """Whoever is a member has finished, with the exact results of those who counted; each round was written down."""
+    assert cluster.gone == {}, "somebody was left out"
+    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    for member in cluster.members.values():
+        assert not any(task.error for task in member.history)
+    for (key, index), got in answers(cluster).items():
+        task = next(task for member in cluster.members.values() for task in member.history if task.key == key)
+        assert set(got.values()) == {cluster.expected(key, index, task.operation)}
+    written = cluster.rounds()
+    assert sorted(set(written)) == list(range(sum(step.kind is None for step in cluster.program)))
+    cluster.check_records()
+
+
+@given(worlds, sizes, long_programs, seeds, many_rates, kills, fuses, breaks, joins)
+@settings(max_examples=examples(8))
+def test_whoever_joins_while_shards_and_coordinators_are_lost_costs_nobody_anything(
+    world: int,
+    buckets: list[int],
+    program: list[Step],
+    seed: int,
+    rates: tuple[float, ...],
+    kills: dict[int, int],
+    crashes: list[int],
+    breaks: dict[int, int],
+    joins: list[int],
+) -> None:
+    nobody_was_left_out(run_and_join(world, buckets, program, seed, rates, kills, crashes, breaks, joins))
+
+
+def test_who_joins_hears_of_no_membership_in_which_it_was_not() -> None:
+    """One is a member before all shards have heeded that another one is."""
+    program = [Step(Kind.ALL_REDUCE, 7), Step(), Step(), Step(), Step(), Step(), Step(), Step()]
+    nobody_was_left_out(run_and_join(3, [4], program, 120, (1.0, 1.0, 1.0), {}, [], {189: 0, 240: 0}, [172, 81, 76]))
 
 
 def say_of(cluster: Sharded, line: int) -> list[str]:

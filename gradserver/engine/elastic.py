@@ -87,8 +87,8 @@ def go_on(
     """
     while group.unheeded and not group.unheeded[0].waiting:
         order = group.unheeded.popleft()
-        if order.news is not None:
-            commands += [Send(member.connection, order.news) for member in group.members.values()]
+        if (news := order.news) is not None:  # whoever has joined since then was not a member in that membership
+            commands += [Send(member.connection, news) for seat, member in group.members.items() if seat in news.seats]
         joining.welcome(group, order.seat, credit, incarnation, commands)
     if group.held is None or group.unheeded:
         return []

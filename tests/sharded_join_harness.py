@@ -1,0 +1,255 @@
+"""Workers that join a durable group with data shards, whose processes may be lost between any two commands.
+
+A `Latecomer` does what a worker does that joins: it attends each shard, gets the state, takes results unasked until it
+has caught up, and then is a `Spread` member. One whose connections break before it contributes tries again under its
+name, as one does that a supervisor starts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from gradserver.engine.events import Received
+from protocol.exchange import ExchangeKey, Stream, is_state, layout_of
+from protocol.messages import (
+    Agreed,
+    Attended,
+    Enter,
+    Entered,
+    Failure,
+    Join,
+    Membership,
+    Message,
+    Propose,
+    Ready,
+    Result,
+    RoundDone,
+    Scope,
+    Serve,
+    Welcome,
+)
+from protocol.resuming import Resumed
+from tests.elastic_harness import Step, state
+from tests.engine_harness import TIMEOUT, Outcome, Task, all_reduce, bucket
+from tests.sharded_crash_harness import Sharded, Spread
+
+ATTEMPTS = 5
+"""How often one name is tried at most."""
+
+
+@dataclass
+class Latecomer(Spread):
+    """One that joins while the others follow the program, and then does so, too."""
+
+    name: str = ""
+    inside: bool = False
+    """Whether it does what a member does."""
+    first: int = -1
+    """The round from which on it contributes, when it was told."""
+    number: int = 0
+    """Of the transfer of its state."""
+    listens: bool = False
+    begins: int = -1
+    """The first round of which it has not all results, counted from its state; -1 while it has none."""
+    ready_said: bool = False
+    unasked: dict[tuple[ExchangeKey, int], tuple[Outcome, tuple[float, ...]]] = field(default_factory=dict)
+
+    @property
+    def joinable(self) -> Joinable:
+        assert isinstance(self.cluster, Joinable)
+        return self.cluster
+
+    def under_way(self) -> list[Task]:
+        return super().under_way() if self.inside else list(self.tasks)
+
+    def weight(self) -> float:
+        return super().weight() if self.round >= self.first else 0.0
+
+    def adopt(self, epoch: int, ended: int) -> None:
+        if ended >= self.first:
+            super().adopt(epoch, ended)
+
+    def hear(self, place: int, message: Message, payload: bytes | None) -> None:
+        if self.inside:
+            if not (isinstance(message, Result) and self.is_past(message.key)):
+                super().hear(place, message, payload)
+            return
+        match message:
+            case Failure(scope=Scope.CONNECTION):
+                self.joinable.turned_away(self, place)
+            case Welcome(seats=seats):
+                assert message.joins
+                self.seat, self.seats, self.epoch = seats[message.rank], seats, message.epoch
+                self.token, self.urls, self.version = message.token, message.shards, message.founded
+                self.stands = set(range(len(message.shards) + 1))
+                self.attending = self.stands - {0}
+            case Attended():
+                self.awaited.discard(place)
+                if not self.awaited and not self.attending:
+                    self.spread.say_to(self, 0, Serve())
+                    self.spread.say_to(self, 0, Propose(self.spread.plan.hash), self.spread.plan.encoded)
+            case Agreed():
+                self.spread.say_to(self, 0, Enter(0, self.joinable.random.random() < 0.5))
+            case Membership():
+                self.announced[message.epoch] = message
+            case Entered(number):
+                self.first = number
+                self.catch_up()
+            case RoundDone(number, epoch, transfers):
+                self.over, self.ended[number] = number, epoch
+                for transfer in transfers:
+                    if transfer.joiner == self.seat:
+                        task = state(transfer, number + 1, self.seat)
+                        task.layout = self.spread.share(task).layout
+                        self.states.append(task)
+                        self.tasks, self.unasked, self.begins, self.ready_said = [task], {}, -1, False
+                        self.number, self.listens = transfer.number, not transfer.waits
+                self.catch_up()
+            case Result(key=key) | Failure(key=ExchangeKey() as key) if is_state(key):
+                self.take_state(key, message, payload)
+            case Result(key=key, slice=index):
+                assert key.stream == Stream.BUCKET
+                self.unasked[key, index] = (message.weight, payload), message.weights
+                self.catch_up()
+            case Resumed() if place == 0:
+                assert self.first >= 0, "a worker that holds nothing is asked what it holds"
+                self.come_in(self.begins)
+                super().hear(place, message, payload)
+            case _:
+                super().hear(place, message, payload)
+
+    def is_past(self, key: ExchangeKey) -> bool:
+        """Whether it has got this another way: with its state."""
+        return is_state(key) or (key.stream == Stream.BUCKET and key.number < min(self.round, self.first))
+
+    def take_state(self, key: ExchangeKey, message: Message, payload: bytes | None) -> None:
+        """A part of its state, or why there is none."""
+        for task in self.tasks:
+            if task.key != key or task.done:
+                continue
+            if isinstance(message, Failure):
+                self.tasks = []
+                self.spread.say_to(self, 0, Enter(self.number))
+                return
+            assert isinstance(message, Result)
+            task.answers[message.slice] = message.weight, payload
+            if task.done:
+                data = task.answers[0][1]
+                assert data is not None
+                self.tasks, self.begins = [], int(np.frombuffer(data, np.float32)[0])
+                self.catch_up()
+
+    def catch_up(self) -> None:
+        """Go through rounds of which all results are here; say so once; come in when that was heard."""
+        if self.begins < 0 or self.inside:
+            return
+        while self.listens and self.begins <= self.over and self.has(self.begins):
+            self.begins += 1
+        if self.first >= 0:
+            if self.first == self.begins:
+                self.come_in(self.first)
+        elif not self.ready_said and (not self.listens or self.begins > self.over):
+            self.ready_said = True
+            self.spread.say_to(self, 0, Ready(self.number))
+
+    def has(self, number: int) -> bool:
+        """Whether all results of a round are here."""
+        return all((bucket(number, part), index) in self.unasked for part, index in self.joinable.slices())
+
+    def come_in(self, number: int) -> None:
+        """Do what a member does from round ``number`` on: the first that it contributes to, or the one before."""
+        self.tasks, self.inside, self.round, self.at = [], True, number, self.step_of(number)
+        self.joinable.came_in(self)
+        for ended in [ended for ended in self.ended if ended < number]:
+            del self.ended[ended]
+        if number < self.first:  # what it lacks of it others hold
+            self.begin(self.cluster.program[self.at])
+            for task in self.tasks:
+                for index in range(task.layout.count):
+                    if (task.key, index) in self.unasked:
+                        outcome, weights = self.unasked[task.key, index]
+                        task.answers[index] = outcome
+                        self.kept[task.key.part, index] = number, outcome, weights
+            self.go_on()
+
+    def step_of(self, number: int) -> int:
+        """Where a round is in the program."""
+        rounds = [at for at, step in enumerate(self.cluster.program) if step.kind is None]
+        return rounds[number] if number < len(rounds) else len(self.cluster.program)
+
+    def next(self) -> None:
+        super().next()
+        if self.round == self.first:  # it has no part in collectives before that round
+            self.at = self.step_of(self.first)
+
+
+class Joinable(Sharded):
+    """A group that others join."""
+
+    def __init__(
+        self, world: int, buckets: Sequence[int], program: Sequence[Step], seed: int, rates: tuple[float, ...]
+    ) -> None:
+        self.waiting: list[Latecomer] = []
+        """Those that are not inside."""
+        self.cut_off_early: list[Latecomer] = []
+        """Those that were cut off before they were."""
+        self.attempts: Counter[str] = Counter()
+        self.again: list[str] = []
+        """Names of those who try again."""
+        super().__init__(world, buckets, program, seed, rates)
+
+    def everybody(self) -> list[Spread]:
+        return [*self.members.values(), *self.waiting]
+
+    def slices(self) -> list[tuple[int, int]]:
+        """Part and index of each slice of a round."""
+        found = []
+        for part, size in enumerate(self.buckets):
+            operation = all_reduce(size)
+            task = Task(bucket(0, part), operation, layout_of(operation, 2), None, 0.0)
+            found += [(part, index) for index in range(self.share(task).layout.count)]
+        return found
+
+    def join(self, name: str = "") -> None:
+        """One more wants in."""
+        line = self.harness.number()
+        newcomer = Latecomer(-1, self, 0, (), name=name or f"n{line}", standing=False)
+        newcomer.lines = {0: line}
+        self.attempts[newcomer.name] += 1
+        self.waiting.append(newcomer)
+        self.harness.feed(Received(line, Join("default", newcomer.name, -1, 0, TIMEOUT)))
+
+    def came_in(self, newcomer: Latecomer) -> None:
+        self.waiting.remove(newcomer)
+        assert newcomer.seat not in self.members
+        self.members[newcomer.seat] = newcomer
+
+    def turned_away(self, newcomer: Latecomer, place: int) -> None:
+        """It was told on a connection, which has ended, why it cannot come in."""
+        newcomer.lines.pop(place)
+        self.cut_lines(newcomer, False)
+
+    def cut_lines(self, member: Spread, noticed: bool) -> None:
+        if not isinstance(member, Latecomer) or member.inside:
+            super().cut_lines(member, noticed)
+            return
+        if member not in self.waiting:
+            return
+        self.waiting.remove(member)
+        self.cut_off_early.append(member)
+        for place, line in member.lines.items():
+            self.harness.waiting.pop(line, None)
+            self.notices.append(partial(self.tell_of_end, self.process_at(member, place), line, "connection reset"))
+        if self.attempts[member.name] < ATTEMPTS:
+            self.again.append(member.name)
+
+    def choices_of(self, member: Spread) -> list[Callable[[], object]]:
+        choices = super().choices_of(member)
+        if self.again and member is next(iter(self.everybody())):
+            choices.append(lambda: self.join(self.again.pop()))
+        return choices
