@@ -21,7 +21,7 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGES: Final = ("gradserver", "protocol", "worker")
 CHAOS: Final = (
-    *("chaos", "--workers", "6", "--seconds", "40", "--every", "0.25", "--pace", "0.02", "--seed", "3", "--json"),
+    *("chaos", "--workers", "6", "--seconds", "40", "--every", "0.25", "--pace", "0.02", "--seed", "78", "--json"),
     *("--events", "kill,midpush,join,leave,reset,midcall,drop,stop", "--stop-at-fault"),
 )
 """What is run in each copy."""
@@ -193,7 +193,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "survivor-in-part",
-        "when a member is lost, another one counts in part",
+        "when a member is lost, another one counts in part; the ledger says so",
         ("lost",),
         (
             _before_the_sum(
@@ -202,7 +202,32 @@ MUTANTS: Final = (
                 "            contributions.remove(one)\n"
                 "            exchange.spoil(one.rank, piece.stop - piece.start)\n"
             ),
-            Change(RESULTS, "    for rank in exchange.cut:\n", "    for rank in {*exchange.cut, *exchange.spoiled}:\n"),
+            Change(
+                RESULTS,
+                "\n\ndef complete(",
+                "\n\nPARTLY: set[object] = set()\nCOUNTS: dict[Any, int] = {}\n\n\ndef complete(",
+            ),
+            Change(
+                RESULTS,
+                "    for rank in exchange.cut:\n",
+                "    PARTLY.update((number, rank) for rank in exchange.spoiled)\n"
+                "    for rank in exchange.weights:\n"
+                "        COUNTS[number, rank, exchange.key.part] = exchange.counted(rank)\n"
+                "    for rank in exchange.cut:\n",
+            ),
+            Change(
+                RESULTS,
+                "    del group.rounds[number]\n",
+                "    for planted, rank, part in COUNTS:\n"
+                "        if planted == number and (number, rank) in PARTLY:\n"
+                "            current.cut[rank, part] = COUNTS[number, rank, part]\n"
+                "    del group.rounds[number]\n",
+            ),
+            Change(
+                RESULTS,
+                "from collections.abc import Iterator, Sequence\n",
+                "from collections.abc import Iterator, Sequence\nfrom typing import Any\n",
+            ),
         ),
     ),
     Mutant(

@@ -199,7 +199,7 @@ class Fleet(Family[Child]):
             child: Child = key.data
             child.read()
             child.lines = [line for line in child.lines if line != DONE and not self._is_hit(line)]
-            if child.name in self._ways or child.name.startswith("x"):
+            if self._is_worker(child):
                 for line in child.lines:
                     self._take(child, line)
                 child.lines.clear()
@@ -292,6 +292,15 @@ class Fleet(Family[Child]):
         """Where it was."""
         self._start_coordinator(self._address)
 
+    def say_to_all(self, line: str) -> None:
+        """Tell all workers something."""
+        for child in list(self.children):
+            if self._is_worker(child) and self.running(child.name) is child:
+                self.say(child.name, line)
+
+    def _is_worker(self, child: Child) -> bool:
+        return child.name in self._ways or child.name.startswith("x")
+
     def say(self, name: str, line: str) -> None:
         """Tell a process something."""
         child = self._by_name[name]
@@ -325,7 +334,7 @@ class Fleet(Family[Child]):
     def leave(self) -> None:
         """Have all workers leave, and end the coordinator."""
         self._due.clear()
-        workers = [child for child in self.children if child.name in self._ways or child.name.startswith("x")]
+        workers = [child for child in self.children if self._is_worker(child)]
         for child in workers:
             self._ending.add(child)
             child.process.send_signal(signal.SIGCONT)

@@ -23,6 +23,8 @@ _PIECES: Final = 5
 """One of so many is the last that a worker which dies in the midst of a push has sent."""
 _CALLS_SECONDS: Final = 5.0
 """Within which a worker should call collectives."""
+_LINGERS_SECONDS: Final = 0.6
+"""Until the last worker comes to a collective in which a connection has broken."""
 _DIES_SECONDS: Final = 4.0
 """Until it is killed from outside."""
 
@@ -108,6 +110,7 @@ class Harms:
         """A worker begins with collectives."""
         if self._calls.pop(name, 0.0) > time.monotonic():
             self._fleet.expect_out(name, "midcall", 0.0)
+            self._fleet.say_to_all(f"linger {_LINGERS_SECONDS}")  # so that it is back before all have called
             self._fleet.say("wires", f"reset {name}")
 
     def _slow(self, name: str, seconds: float) -> None:

@@ -5,6 +5,7 @@ lines of `gradserver.chaos.evidence`, and takes these on standard input:
 
     leave        finish the round, leave, and end
     slow S T     take S seconds longer for each round, for T seconds
+    linger S     come S seconds later to the collectives, if this worker is the late one that the others wait for
     die N        die (SIGKILL) in the next round, when N pieces of what it contributes are on their way
 
 Whoever is out of the group (it was frozen, cut off, or its connection broke) joins again under its name.
@@ -79,6 +80,8 @@ class Program:
         self._weights = [np.zeros(size, np.float32) for size in generator.SIZES]
         self._scratch = np.empty(max(generator.SIZES), np.float32)
         self.leaving = threading.Event()
+        self._lingers = 0.0
+        """Until when, if it is late to a collective."""
         self._dies_after = 0
         """So many pieces; 0 if it is not to die."""
         self._slow = (0.0, 0.0)
@@ -109,6 +112,8 @@ class Program:
                     self.leaving.set()
                 case ["slow", seconds, duration]:
                     self._slow = float(seconds), time.monotonic() + float(duration)
+                case ["linger", seconds]:
+                    self._lingers = time.monotonic() + float(seconds)
                 case ["die", pieces]:
                     self._dies_after = int(pieces)
 
@@ -185,6 +190,7 @@ class Program:
         own = tally.tally(worker.name, number)
         if number // _COLLECTIVES_EVERY % worker.world_size == worker.rank:
             time.sleep(_LATE_SECONDS)
+            time.sleep(max(0.0, self._lingers - time.monotonic()))
         sums: dict[str, list[int]] = {}
         small = worker.all_reduce(own.copy(), "sum", async_op=True)
         large = worker.all_reduce(np.tile(own, _LARGE), "sum", async_op=True)

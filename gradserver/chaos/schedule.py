@@ -119,9 +119,10 @@ SPECS: Final = {
         "its connection breaks (RST) in the midst of its next collective",
         0.0,
         0.0,
-        10.0,
+        7.0,
         True,
         Way.WIRE,
+        2.0,
     ),
     "blackhole": Spec(
         "a connection passes nothing for less than a second",
