@@ -12,15 +12,16 @@ CHAOS_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+LOWEST := .venv-lowest
 STAMP := $(VENV)/.installed-$(subst /,-,$(PYTHON))
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long chaos mutants check format clean
+.PHONY: help setup demo test test-long test-lowest chaos mutants check format clean
 
 help: ## Show this list
 	@echo "gradserver: make TARGET"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## Create .venv and install everything, pinned (the other targets do this by themselves)
 
@@ -32,6 +33,12 @@ test: $(STAMP) ## Run the tests, apart from the long ones
 
 test-long: $(STAMP) ## Run the long tests, and property tests with ten times the examples
 	GRADSERVER_TEST_EXAMPLES=10 $(BIN)/pytest -m "long or hypothesis" $(TEST_ARGS)
+
+test-lowest: ## Run the tests with the oldest versions of what gradserver needs (lowest.txt), in .venv-lowest
+	@[ -x $(LOWEST)/bin/pytest ] || { $(PYTHON) -m venv --clear $(LOWEST) && \
+	  $(LOWEST)/bin/python -m pip -qq --disable-pip-version-check install -c lowest.txt -e '.[demo]' \
+	    hypothesis pytest pytest-timeout; }
+	$(LOWEST)/bin/pytest -m "not long" --ignore tests/test_import_rules.py --ignore tests/test_packaging.py $(TEST_ARGS)
 
 chaos: $(STAMP) ## Harm a group for a minute, a hundred times and more, and recompute every round
 	$(BIN)/gradserver chaos --workers 8 --seconds 60 --least 100 $(CHAOS_ARGS)
@@ -51,7 +58,7 @@ format: $(STAMP) ## Rewrite the sources in the project's style
 	$(BIN)/ruff format
 
 clean: ## Remove all that the other targets made, .venv included
-	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find gradserver protocol worker tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Hatchling goes first: the project is then built with the pinned one. The stamp bears the interpreter's name, so that

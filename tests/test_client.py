@@ -31,7 +31,7 @@ from protocol.errors import (
 from protocol.exchange import Op
 from protocol.limits import MIN_CREDIT_BYTES, SLICE_BYTES
 from tests.cluster import Gather, Task, errors, members, together
-from tests.reference import REDUCTIONS, expected, samples, wide
+from tests.reference import REDUCTIONS, TYPES, expected, samples, wide
 from worker.client import Worker
 from worker.collectives import ReductionName
 
@@ -76,7 +76,7 @@ def test_all_reduce_gives_every_member_the_same_right_bits(four: list[Worker], n
     np.testing.assert_array_equal(wide(results[0]), expected(given, op))
 
 
-@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "complex32"])
+@pytest.mark.parametrize("name", [name for name in TYPES if name != "complex32"])
 def test_all_reduce_takes_numpy_arrays(four: list[Worker], name: str) -> None:
     arrays = [tensor.view(torch.uint8).numpy().copy() for tensor in samples(name, 4, 103)]
     given = [array.view(getattr(ml_dtypes, name, name)) for array in arrays]
@@ -126,7 +126,7 @@ def test_weight_that_is_no_weight_is_refused(four: list[Worker], weight: Any) ->
 
 
 @pytest.mark.parametrize("root", range(4))
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", TYPES)
 def test_broadcast_gives_the_roots_bits(four: list[Worker], name: str, root: int) -> None:
     tensors = samples(name, 1, 33, seed=root) + [torch.zeros(33, dtype=getattr(torch, name)) for _ in range(3)]
     tensors[0], tensors[root] = tensors[root], tensors[0]
@@ -137,7 +137,7 @@ def test_broadcast_gives_the_roots_bits(four: list[Worker], name: str, root: int
     assert [bits(result) for result in results] == [before] * 4
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", TYPES)
 def test_all_gather_stacks_by_rank(four: list[Worker], name: str) -> None:
     tensors = [tensor.reshape(3, 5) for tensor in samples(name, 4, 15)]
 
@@ -181,7 +181,7 @@ def test_nobody_passes_a_barrier_before_the_last_has_come(four: list[Worker]) ->
 # ── send and recv ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", TYPES)
 def test_sent_bits_are_received(four: list[Worker], name: str) -> None:
     (tensor,) = samples(name, 1, 33)
 
@@ -476,7 +476,7 @@ def test_gradient_flows_past_an_exchange(gather: Gather) -> None:
 # ── a group of one ────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", TYPES)
 def test_alone_everything_is_an_identity(gather: Gather, name: str) -> None:
     (worker,) = gather(1)
     (tensor,) = samples(name, 1, 6)

@@ -349,10 +349,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(
             StateError, match="its weights are others when they are loaded: this model's are of another type"
         ):
-            Job(half, torch.optim.SGD(half.parameters())).load(file)
+            Job(half, torch.optim.SGD(half.parameters(), lr=0.1)).load(file)
         larger = DistributedDataParallel(nn.Linear(3, 1), worker)
         with pytest.raises(StateError, match="(?s)job.gsckpt does not fit this job: .*size mismatch for weight"):
-            Job(larger, torch.optim.SGD(larger.parameters())).load(file)
+            Job(larger, torch.optim.SGD(larger.parameters(), lr=0.1)).load(file)
 
     alone(work)
 
@@ -389,7 +389,7 @@ def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception
 def test_model_must_be_wrapped() -> None:
     module: Any = nn.Linear(1, 1)
     with pytest.raises(InvalidArgumentError, match="model is a Linear: wrap it first"):
-        Job(module, torch.optim.SGD(module.parameters()))
+        Job(module, torch.optim.SGD(module.parameters(), lr=0.1))
 
 
 def test_loops_that_would_lose_count_are_refused() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from gradserver import LocalCluster
-from protocol.dtypes import BY_NAME
 from protocol.errors import (
     CollectiveMismatchError,
     DTypeError,
@@ -25,7 +24,7 @@ from protocol.errors import (
 )
 from protocol.limits import MIN_CREDIT_BYTES, SLICE_BYTES
 from tests.cluster import Gather, Task, errors, members, together
-from tests.reference import samples
+from tests.reference import TYPES, samples
 from worker.client import Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -84,7 +83,7 @@ def test_all_to_all_gives_each_what_each_has_for_it(three: list[Worker], size: i
         np.testing.assert_array_equal(result, np.stack([given[source][rank] for source in range(3)]))
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", TYPES)
 def test_every_type_is_passed_on_bit_by_bit(three: list[Worker], name: str) -> None:
     given = [tensor.reshape(6, 5) for tensor in samples(name, 3, 30)]
 

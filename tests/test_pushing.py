@@ -33,6 +33,7 @@ from protocol.exchange import Op
 from protocol.limits import MIN_CREDIT_BYTES
 from protocol.plan import Bucket, Component, Plan, simple_plan
 from tests.cluster import Gather, Task, errors, together
+from tests.reference import TYPES
 from worker.client import Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -77,7 +78,7 @@ def exchange(worker: Worker, value: float) -> list[float]:
 
 def test_every_bucket_is_averaged_in_its_own_type(gather: Gather) -> None:
     workers = gather(3)
-    names = [name for name, dtype in BY_NAME.items() if dtype.is_floating]
+    names = [name for name in TYPES if BY_NAME[name].is_floating]
     buckets = tuple(Bucket(name, BY_NAME[name], (Component("weight", (4, 2)),)) for name in names)
     agree(workers, Plan(buckets))
 

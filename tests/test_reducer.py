@@ -17,7 +17,7 @@ from gradserver.engine.policy import OnNonFinite
 from protocol.buffer import Buffer
 from protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
 from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from tests.reference import OPS, REDUCTIONS, expected, samples, wide
+from tests.reference import OPS, REDUCTIONS, TYPES, expected, samples, wide
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -100,7 +100,7 @@ def test_reduction_is_what_wide_arithmetic_gives(name: str, op: Op) -> None:
     np.testing.assert_array_equal(wide(result), expected(tensors, op))
 
 
-@pytest.mark.parametrize("name", [name for name, dtype in BY_NAME.items() if dtype.is_floating])
+@pytest.mark.parametrize("name", [name for name in TYPES if BY_NAME[name].is_floating])
 def test_single_contribution_is_its_own_mean_bit_by_bit(name: str) -> None:
     (tensor,) = samples(name, 1, 100)
     payload = bits(tensor)
@@ -223,7 +223,7 @@ def test_absent_contribution_counts_as_zeros(op: Op) -> None:
 # ── what is not finite ────────────────────────────────────────────────────────────────────────────────
 
 BAD = {"NaN": math.nan, "Inf": math.inf, "-Inf": -math.inf}
-HAVE_NAN = [name for name, dtype in BY_NAME.items() if dtype.is_floating]
+HAVE_NAN = [name for name in TYPES if BY_NAME[name].is_floating]
 
 
 @pytest.mark.parametrize("what", BAD)

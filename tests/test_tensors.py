@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.dtypes import BY_NAME, dtype_of
+from protocol.dtypes import dtype_of
 from protocol.errors import DTypeError, LayoutError
+from tests.reference import TYPES
 from worker.tensors import bind, empty, like
 
 # torch says so of each complex32 tensor
@@ -31,7 +32,7 @@ def change(data: np.ndarray[Any, Any]) -> None:
 # ── without a copy ────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (2, 0, 3)])
 def test_contiguous_torch_tensor_is_bound_where_it_lies(name: str, shape: tuple[int, ...]) -> None:
     tensor = zeros(name, *shape)
@@ -45,7 +46,7 @@ def test_contiguous_torch_tensor_is_bound_where_it_lies(name: str, shape: tuple[
         assert bound.data.ctypes.data == tensor.data_ptr()
 
 
-@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "complex32"])
+@pytest.mark.parametrize("name", [name for name in TYPES if name != "complex32"])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,)])
 def test_contiguous_numpy_array_is_bound_where_it_lies(name: str, shape: tuple[int, ...]) -> None:
     array: np.ndarray[Any, Any] = empty(shape, name)
@@ -91,7 +92,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", TYPES)
 def test_strided_torch_view_gets_its_result_on_store(name: str, view: str) -> None:
     whole = zeros(name, 4, 3)
     part = VIEWS[view](whole)
@@ -234,7 +235,7 @@ def test_what_is_no_tensor_of_numbers_is_refused(what: str, writes: bool) -> Non
 # ── new tensors ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", TYPES)
 def test_like_keeps_library_and_element_type(name: str) -> None:
     tensor = like(zeros(name, 2).requires_grad_(name == "float32"), (3, 2))
 

@@ -516,7 +516,7 @@ class Collectives:
         timeout: Timeout,
         weight: float = 1.0,
     ) -> V | Handle[V]:
-        patience = seconds(timeout)
+        patience = None if timeout is None else seconds(timeout)
         if self.world_size == 1 or operation.numel == 0:  # identities, nothing to exchange
             self._session.check_open()
             handle: Handle[V] = finished(value, weight)

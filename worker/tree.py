@@ -263,7 +263,9 @@ def _numpy_array(data: Bytes, dtype: DType, shape: tuple[int, ...], kind: int) -
 def _torch_tensor(data: Bytes, dtype: DType, shape: tuple[int, ...]) -> Any:
     import torch  # only states that hold tensors need it
 
-    kind = getattr(torch, dtype.name)
+    kind = getattr(torch, dtype.name, None)
+    if kind is None:
+        raise ValueError(f"torch {torch.__version__} has no {dtype.name}")
     return torch.from_numpy(data).view(kind).reshape(shape) if data.size else torch.empty(shape, dtype=kind)
 
 

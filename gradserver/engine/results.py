@@ -119,6 +119,7 @@ def _send(
     connections, departed = group.connections, group.departed
     whole: Any = payload  # where it is the same for all
     parts = dict(zip(given, payload, strict=True)) if type(payload) is tuple else None
+    nbytes = layout.reply_bytes(start, stop)
     refund(group, exchange, piece)
     for rank in _receivers(exchange, piece):
         if rank in departed:
@@ -127,7 +128,7 @@ def _send(
         if payload is None or not gets(operation, rank, key, owner):
             acknowledged.append(Send(connection, empty))
             continue
-        group.bytes_out += layout.reply_bytes(start, stop)
+        group.bytes_out += nbytes
         if given[rank].shared:
             commands.append(Send(connection, placed))
             continue
