@@ -123,10 +123,11 @@ def _add_groups(parser: argparse._ArgumentGroup) -> None:
 def _add_nonfinite(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nonfinite",
-        choices=("halt", "propagate"),
+        choices=("halt", "leave-out", "skip", "propagate"),
         help="what becomes of a gradient with NaN or Inf in it: the group halts with an error that names worker, "
-        "bucket and parameter (default), or it is passed on as torch does, which a GradScaler needs. A group that "
-        "survives its coordinator (--state-dir) goes on as it began",
+        "bucket and parameter (default); that slice of it is left out of the mean; no worker applies the round; or it "
+        "is passed on as torch does, which a GradScaler needs. A group that survives its coordinator (--state-dir) "
+        "goes on as it began",
     )
 
 

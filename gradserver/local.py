@@ -62,7 +62,8 @@ class LocalCluster:
         wire: what gradients travel as, see `gradserver.connect`: to try out what a codec does to a training.
         backlog: bytes of results that a worker which joins may have unread while the others go on; 0: they wait for it.
         nonfinite: what becomes of a gradient with NaN or Inf in it: ``"halt"`` ends the group with an error that names
-            worker, bucket and parameter; ``"propagate"`` passes it on as torch does, which a GradScaler needs.
+            worker, bucket and parameter; ``"leave-out"`` leaves that slice of it out of the mean; with ``"skip"`` no
+            worker applies the round; ``"propagate"`` passes it on as torch does, which a GradScaler needs.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class LocalCluster:
         credit: int = CREDIT_BYTES,
         wire: str = "fp32",
         backlog: int = BACKLOG_BYTES,
-        nonfinite: Literal["halt", "propagate"] = "halt",
+        nonfinite: Literal["halt", "leave-out", "skip", "propagate"] = "halt",
     ) -> None:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidArgumentError(f"world_size is a number of workers, not {world_size!r}")

@@ -7,19 +7,32 @@ Tang et al. 2019): so it comes late, and is not lost.
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from gradserver.engine.events import RESULT, Digests, NonFinite, Reduce, Undecodable
+from gradserver.engine.events import RESULT, Digests, Finding, NonFinite, Reduce, Sifted, Undecodable
 from gradserver.engine.policy import OnNonFinite
-from gradserver.mean import Array, Outcome, divide, is_finite, scratch, weigh, with_one_nan
+from gradserver.mean import (
+    Array,
+    Outcome,
+    divide,
+    first_non_finite,
+    in_range as to_range,
+    is_finite,
+    scratch,
+    shares_of,
+    weigh,
+    with_one_nan,
+)
 from protocol.codecs import Codec, Scratch, seed_of
 from protocol.digest import digest
 from protocol.errors import ProtocolError
 from protocol.exchange import Stream
 
-_EXACT_PLACE = ("bf16", "fp16")
+EXACT_PLACE: Final = ("bf16", "fp16")
 """Codecs that keep an element that is not finite where it is, and spread it over no others."""
 
 
@@ -35,37 +48,87 @@ _codecs = _Codecs()
 
 def reduce_lossy(command: Reduce) -> Outcome:
     """The encoded mean of encoded contributions of float32, weighed as any other."""
+    rows, rank = list(command.contributions), -1
+    try:
+        codec = command.operation.codec
+        data: dict[int, Array] = {}
+        for rank, _, payload in rows:
+            if payload is not None:
+                data[rank] = codec.data_of(payload, command.numel)
+    except ProtocolError as error:
+        return Undecodable(rank, error)
+    findings: list[Finding] = []
+    while True:
+        made = _reduce(command, [(one.rank, one.weight) for one in rows], data, False)
+        if made is not _NOT_FINITE:
+            break
+        if not command.spans:
+            return _blame(command)
+        bad = _findings(command, data)
+        if not bad:
+            made = _reduce(command, [(one.rank, one.weight) for one in rows], data, True)
+            break
+        findings += bad
+        for _, rank, _ in bad:
+            del data[rank]
+        rows = [one for one in rows if one.rank in data or one.payload is None]
+        if command.nonfinite is OnNonFinite.SKIP or not data:
+            return Sifted(None, tuple(sorted(findings)))
+    assert made is not _NOT_FINITE
+    if isinstance(made, Undecodable):
+        return made
+    for target in command.targets:
+        memoryview(target)[: made.size] = made.data
+    kept = made.data if command.keep else None
+    return Sifted(kept, tuple(sorted(findings))) if findings else kept
+
+
+class _Verdict(Enum):
+    NOT_FINITE = 0
+
+
+_NOT_FINITE: Final = _Verdict.NOT_FINITE
+
+
+def _reduce(
+    command: Reduce, shares: Sequence[tuple[int, float]], data: Mapping[int, Array], in_range: bool
+) -> Array | Undecodable | _Verdict:
+    """The encoded mean of ``data``, by rank; who is not in it gives zeros. If it is not to be encoded, why not.
+
+    With ``in_range`` no sum is larger than the largest contribution.
+    """
     codec, guarded = command.operation.codec, command.nonfinite is not OnNonFinite.PROPAGATE
-    equal, divisor, weights = weigh([contribution.weight for contribution in command.contributions])
-    given: list[_Given] = []
-    for contribution, weight in zip(command.contributions, weights, strict=True):
-        if contribution.payload is not None:
-            try:
-                data = codec.data_of(contribution.payload, command.numel)
-            except ProtocolError as error:
-                return Undecodable(contribution.rank, error)
-            given.append(_Given(contribution.rank, None if equal else np.float32(weight), data))
+    weights = [weight for _, weight in shares]
+    equal, divisor, scaled = (False, 1.0, shares_of(weights)) if in_range else weigh(weights)
+    given = [
+        _Given(rank, None if equal else np.float32(weight), data[rank])
+        for (rank, _), weight in zip(shares, scaled, strict=True)
+        if rank in data
+    ]
     owed = _owed(command)
     if owed is not None:
         owed.begin(command.key.number)
     seed = seed_of(command.key.number, command.key.part, command.first)
     result = np.empty(command.nbytes, np.uint8)
+    found: list[tuple[int, int]] = []
     with np.errstate(all="ignore"):  # what is not finite is looked for, and reported with its owner
         for number, elements, piece in codec.blocks(command.numel):  # one after the other they stay in cache
             mean = scratch(0, elements.stop - elements.start, np.float32)
             if (undecodable := _sum(given, codec, piece, mean, seed + number)) is not None:
                 return undecodable
+            if in_range:
+                mean = to_range(mean, np.float32)
             divide(mean, divisor)
             rest = None if owed is None else owed.carry(elements)
             if not _encode(codec, mean, rest, result[piece], seed + number, guarded):
-                return _blame(command, seed)
+                return _NOT_FINITE
             if command.digests is not None:
-                _hash(command, command.digests, elements, piece, [*given, _Given(RESULT, None, result)])
+                found += _hash(command, command.digests, elements, piece, [*given, _Given(RESULT, None, result)])
     if owed is not None:
         owed.end(command.key.number)
-    for target in command.targets:
-        memoryview(target)[: result.size] = result.data
-    return result.data if command.keep else None
+    if command.digests is not None:
+        command.digests.found.extend(found)
+    return result
 
 
 class _Given(NamedTuple):
@@ -76,12 +139,14 @@ class _Given(NamedTuple):
     data: Array
 
 
-def _hash(command: Reduce, digests: Digests, elements: slice, piece: slice, rows: list[_Given]) -> None:
-    """Hash one block of every contribution, and of the result."""
+def _hash(
+    command: Reduce, digests: Digests, elements: slice, piece: slice, rows: list[_Given]
+) -> Iterator[tuple[int, int]]:
+    """The digest of one block of every contribution, and of the result."""
     start, stop = command.first + elements.start, command.first + elements.stop
     for part, at in command.operation.codec.places(start, stop, command.operation.numel):
         for rank, _, data in rows:
-            digests.found.append((rank, digest(data[piece][part], digests.at + at)))
+            yield rank, digest(data[piece][part], digests.at + at)
 
 
 class Owed:
@@ -167,16 +232,27 @@ def _encode(codec: Codec, mean: Array, residual: Array | None, out: Array, seed:
     return True
 
 
-def _blame(command: Reduce, seed: int) -> NonFinite:
+def _blame(command: Reduce) -> NonFinite:
     """The first contribution, in rank order, that has an element which is not finite."""
-    codec, numel = command.operation.codec, command.numel
-    values = scratch(0, numel, np.float32)
-    for contribution in command.contributions:
-        if contribution.payload is None:
+    codec = command.operation.codec
+    for rank, _, payload in command.contributions:
+        if payload is None:
             continue
-        payload = memoryview(contribution.payload)[: command.nbytes]
-        codec.decode(payload, numel, values, seed, _codecs.scratch)
-        bad = np.flatnonzero(~np.isfinite(values))
-        if bad.size:
-            return NonFinite(contribution.rank, int(bad[0]), "NaN or Inf", codec.family in _EXACT_PLACE)
+        element = _bad(command, codec.data_of(payload, command.numel))
+        if element is not None:
+            return NonFinite(rank, element, "NaN or Inf", codec.family in EXACT_PLACE)
     return NonFinite(-1, 0, "Inf")
+
+
+def _findings(command: Reduce, data: Mapping[int, Array]) -> list[Finding]:
+    """Contributions with elements that are not finite."""
+    found = [(rank, _bad(command, payload)) for rank, payload in data.items()]
+    return [Finding(command.slice, rank, element) for rank, element in found if element is not None]
+
+
+def _bad(command: Reduce, data: Array) -> int | None:
+    """The first element of a contribution that is not finite, as far as its codec keeps places; None if all are."""
+    values = scratch(0, command.numel, np.float32)
+    seed = seed_of(command.key.number, command.key.part, command.first)
+    command.operation.codec.decode(data.data, command.numel, values, seed, _codecs.scratch)
+    return first_non_finite(values)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradserver.engine.events import Broken, NonFinite, Undecodable
+from gradserver.engine.events import Broken, NonFinite, Sifted, Undecodable
 from protocol.buffer import Buffer
 
 Array = npt.NDArray[Any]
-Outcome = Buffer | tuple[Buffer, ...] | NonFinite | Undecodable | Broken | None
+Outcome = Buffer | tuple[Buffer, ...] | NonFinite | Sifted | Undecodable | Broken | None
 """Of a reduction: the result's bytes (if they were to be kept), or what forbids a result."""
 
 
@@ -33,6 +33,27 @@ def weigh(weights: Sequence[float]) -> tuple[bool, float, Sequence[float]]:
 def is_finite(values: Array) -> bool:
     """Whether every element is. NaN is both the largest and the smallest; a sum would take twice as long."""
     return math.isfinite(np.maximum.reduce(values)) and math.isfinite(np.minimum.reduce(values))
+
+
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """What part of a mean each contribution is. They add up to 1, or a little less or more."""
+    _, _, scaled = weigh(weights)
+    total = math.fsum(scaled)
+    return [weight / total for weight in scaled]
+
+
+def first_non_finite(values: Array) -> int | None:
+    """The first element that is not finite; None if all are."""
+    if is_finite(values):
+        return None
+    return int(np.flatnonzero(~np.isfinite(values))[0])
+
+
+def in_range(values: Array, dtype: npt.DTypeLike) -> Array:
+    """``values``, which are means of finite numbers of ``dtype``, as that: rounding alone may have taken them out."""
+    largest = np.finfo(dtype).max
+    np.nan_to_num(values, copy=False, posinf=largest, neginf=-largest)
+    return np.clip(values, -largest, largest).astype(dtype)
 
 
 def with_one_nan(values: Array) -> Array:

@@ -15,7 +15,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import cache
@@ -24,11 +24,21 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from gradserver.engine.events import RESULT, Broken, NonFinite, Reduce
-from gradserver.engine.policy import OnNonFinite
+from gradserver.engine.events import RESULT, Broken, Digests, Finding, NonFinite, Reduce, Sifted
+from gradserver.engine.policy import PROPAGATE, OnNonFinite
 from gradserver.joining import PASSED_ON, pass_on
 from gradserver.lossy import reduce_lossy
-from gradserver.mean import Outcome, divide, is_finite, scratch, weigh, with_one_nan
+from gradserver.mean import (
+    Outcome,
+    divide,
+    first_non_finite,
+    in_range,
+    is_finite,
+    scratch,
+    shares_of,
+    weigh,
+    with_one_nan,
+)
 from protocol.buffer import Buffer
 from protocol.digest import digest
 from protocol.dtypes import DType, numpy_dtype
@@ -109,7 +119,7 @@ class _Spread:
     """One reduction in several threads: each takes the next block until there is none."""
 
     def __init__(self, command: Reduce, threads: int, later: Callable[[Outcome], None]) -> None:
-        self._command, self._job = command, _Job(command)
+        self._command, self._job = command, _job(command)
         self._blocks = itertools.count()
         self._threads = threads
         self._finished = itertools.count(1)
@@ -130,7 +140,7 @@ class _Spread:
         except Exception as error:
             self._broken = broken_by(error, self._command)
         if next(self._finished) == self._threads:
-            first = min(self._found, key=lambda found: found.element) if self._found else self._job.kept
+            first = min(self._found, key=lambda found: found.element) if self._found else self._job.outcome()
             _tell(self._later, self._broken or first)
 
 
@@ -162,12 +172,16 @@ def reduce(command: Reduce) -> Outcome:
         return reduce_lossy(command)
     if command.operation.kind in PASSED_ON:
         return pass_on(command)
-    job = _Job(command)
+    job = _job(command)
     with np.errstate(all="ignore"):
         for block in range(job.blocks):
             if (found := job.combine(block)) is not None:
                 return found
-    return job.kept
+    return job.outcome()
+
+
+def _job(command: Reduce) -> _Job:
+    return _Sieve(command) if command.spans else _Job(command)
 
 
 class _Job:
@@ -181,7 +195,7 @@ class _Job:
     def __init__(self, command: Reduce) -> None:
         operation = command.operation
         self._op, self._dtype = operation.op, operation.dtype
-        self._guarded = command.nonfinite is not OnNonFinite.PROPAGATE
+        self._guarded = command.nonfinite is not PROPAGATE
         self._elements = _number_type(self._dtype, Op.SUM if self._op is Op.MEAN else self._op)
         self._stored = _stored_type(self._dtype, self._elements)
         if self._op in (Op.NONE, Op.FIRST):  # bytes that are passed on
@@ -191,7 +205,8 @@ class _Job:
             None if c.payload is None else np.frombuffer(c.payload, np.uint8, command.nbytes).view(self._stored)
             for c in command.contributions
         ]
-        self._equal, self._divisor, self._weights = weigh([c.weight for c in command.contributions])
+        self._weights = [contribution.weight for contribution in command.contributions]
+        self._scale = weigh(self._weights)
         self.kept: Buffer | None = None
         targets = [np.frombuffer(target, np.uint8, command.nbytes) for target in command.targets]
         if command.keep:
@@ -204,29 +219,38 @@ class _Job:
         self._digests = command.digests
         self._first = command.first * self._dtype.itemsize
 
+    def outcome(self) -> Outcome:
+        """What is to be told of it, once every block is combined."""
+        return self.kept
+
     def combine(self, block: int) -> NonFinite | None:
         """Write one block of the result everywhere, unless something in it is not finite."""
         cut = slice(block * self._step, (block + 1) * self._step)
         rows = [None if row is None else row[cut] for row in self._rows]
         if self._op is Op.MEAN:
-            result = self._mean(rows)
+            result = self._mean(rows, self._scale)
             if result is None:
                 return self._blame(rows, cut.start)
         elif self._op in _UFUNCS:
             result = self._fold(rows)
         else:  # one gives, and gets it too, perhaps
             result = next(row for row in rows if row is not None)
-        if self._digests is not None:  # before a target, which may be where a contribution lies, has the result
-            at = self._digests.at + self._first + cut.start * self._stored.itemsize
-            hashed = [(rank, digest(row, at)) for rank, row in zip(self._ranks, rows, strict=True) if row is not None]
-            self._digests.found.extend([*hashed, (RESULT, digest(result, at))])
+        if self._digests is not None:
+            self._hash(self._digests, cut.start, zip(self._ranks, rows, strict=True), result)
         for target in self._targets:
             target[cut] = result
         return None
 
-    def _mean(self, rows: Sequence[Array | None]) -> Array | None:
+    def _hash(self, digests: Digests, start: int, rows: Iterable[tuple[int, Array | None]], result: Array) -> None:
+        """Hash a part, before a target, which may be where a contribution lies, has the result."""
+        at = digests.at + self._first + start * self._stored.itemsize
+        hashed = [(rank, digest(row, at)) for rank, row in rows if row is not None]
+        digests.found.extend([*hashed, (RESULT, digest(result, at))])
+
+    def _mean(self, rows: Sequence[Array | None], scale: tuple[bool, float, Sequence[float]]) -> Array | None:
         """The mean of a block; None if it has elements that are not finite and must not have any."""
-        given = [(weight, row) for weight, row in zip(self._weights, rows, strict=True) if row is not None]
+        equal, divisor, weights = scale
+        given = [(weight, row) for weight, row in zip(weights, rows, strict=True) if row is not None]
         if len(rows) == 1:  # its own mean, bit by bit; copied first, as a sharer could change it after the check
             ((_, row),) = given
             own = scratch(0, row.size, row.dtype)
@@ -235,7 +259,7 @@ class _Job:
         values = [(weight, self._widen(row)) for weight, row in given]
         first = values[0][1]
         total = scratch(0, first.size, first.dtype)
-        if self._equal:
+        if equal:
             if len(values) > 1:
                 np.add(first, values[1][1], out=total)
             else:
@@ -248,7 +272,7 @@ class _Job:
             for weight, row in values[1:]:
                 np.multiply(row, self._elements.type(weight), out=product)
                 np.add(total, product, out=total)
-        divide(total, self._divisor)
+        divide(total, divisor)
         if is_finite(total):
             return self._narrow(total)
         return None if self._guarded else self._narrow(with_one_nan(total))
@@ -298,6 +322,59 @@ class _Job:
         if self._dtype.name == "complex32":
             return values.view(np.float32).astype(np.float16)
         return values.astype(numpy_dtype(self._dtype)).view(self._stored)
+
+
+class _Sieve(_Job):
+    """A mean to which contributions that are not finite do not count, slice by slice.
+
+    A slice is written when it is known who counts, as a target may be where one of its contributions lies. It is
+    the result that is looked at: only if something in it is not finite is it asked whose that is.
+    """
+
+    def __init__(self, command: Reduce) -> None:
+        super().__init__(command)
+        self._spans, self._slice = command.spans, command.slice
+        self._skips = command.nonfinite is OnNonFinite.SKIP
+        self._findings: list[Finding] = []
+        self.blocks = len(self._spans)
+
+    def outcome(self) -> Outcome:
+        """The result, and what was found."""
+        return Sifted(self.kept, tuple(sorted(self._findings))) if self._findings else self.kept
+
+    def combine(self, block: int) -> None:
+        """Write one slice of the result everywhere, if there is one."""
+        per_element = self._dtype.itemsize // self._stored.itemsize
+        start, stop = (place * per_element for place in self._spans[block])
+        rows = {place: None if row is None else row[start:stop] for place, row in enumerate(self._rows)}
+        result = self._mean(list(rows.values()), self._scale)
+        while result is None:
+            bad = {place: element for place, row in rows.items() if (element := self._bad(row)) is not None}
+            if not bad:
+                result = self._mean_in_range(rows)
+                break
+            found = [Finding(self._slice + block, self._ranks[p], (start + bad[p]) // per_element) for p in bad]
+            self._findings += found
+            rows = {place: row for place, row in rows.items() if place not in bad}
+            if self._skips or all(row is None for row in rows.values()):
+                return
+            result = self._mean(list(rows.values()), weigh([self._weights[place] for place in rows]))
+        if self._digests is not None:
+            self._hash(self._digests, start, ((self._ranks[place], row) for place, row in rows.items()), result)
+        for target in self._targets:
+            target[start:stop] = result
+
+    def _bad(self, row: Array | None) -> int | None:
+        return None if row is None else first_non_finite(self._widen(row))
+
+    def _mean_in_range(self, rows: dict[int, Array | None]) -> Array:
+        """The mean of finite elements that are so large that their sum is not finite."""
+        shares = shares_of([self._weights[place] for place in rows])
+        given = [(share, row) for share, row in zip(shares, rows.values(), strict=True) if row is not None]
+        total: Array = np.zeros(given[0][1].size, np.float64)
+        for share, row in given:
+            total += self._widen(row).astype(np.float64) * share
+        return self._narrow(in_range(total, self._elements))
 
 
 def _multiply(left: Array, right: Array) -> Array:

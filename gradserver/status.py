@@ -186,6 +186,10 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
         lines.append(
             f"  open for {exchange['age']:.1f} s: {exchange['what']}; missing: {', '.join(exchange['missing'])}"
         )
+    bad = group.get("nonfinite", {})
+    if bad.get("rounds"):
+        whose = ", ".join(f"{name!r} in {rounds}" for name, rounds in bad["workers"].items())
+        lines.append(f"  NaN or Inf in {bad['rounds']} rounds ({bad['policy']}): {whose}")
     if group["broken"]:
         lines.append(f"  broken: {group['broken']}")
     return lines

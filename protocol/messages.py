@@ -368,6 +368,10 @@ class Result(NamedTuple):
     of the seats that were there when the exchange began may be ``without`` a part in these slices: cut off, or late.
     Who listens is sent results of buckets that it has not pushed, always as payloads. In durable groups a bucket's
     result names the ``weights`` of those who counted, by seat; 0 for who did not.
+
+    What the seats ``nonfinite`` gave to these slices is not finite. If the group leaves that out, the result is the
+    mean of the others; if it skips such rounds, there is none, and nothing of the round is to be applied. In
+    ``weights`` theirs are negative.
     """
 
     key: ExchangeKey
@@ -378,6 +382,7 @@ class Result(NamedTuple):
     placed: bool = False
     without: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
+    nonfinite: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,8 +253,10 @@ def _unpack_columns(data: Buffer) -> tuple[list[tuple[float, ...]], int]:
         if len(data) - at < 8 * size:
             raise MalformedMessageError(f"{len(data) - at} bytes of what a member holds, where {size} weights begin")
         columns.append(struct.unpack_from(f"<{size}d", data, at))
-        if not all(0.0 <= weight <= MAX_WEIGHT for weight in columns[-1]):
-            raise MalformedMessageError(f"a column of weights, of which one is not between 0 and {MAX_WEIGHT:g}")
+        if not all(-MAX_WEIGHT <= weight <= MAX_WEIGHT for weight in columns[-1]):
+            raise MalformedMessageError(
+                f"a column of weights, of which one is not between {-MAX_WEIGHT:g} and {MAX_WEIGHT:g}"
+            )
         at += 8 * size
     return columns, at
 

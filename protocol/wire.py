@@ -118,7 +118,7 @@ _rate = number(0.0, MAX_RATE)
 _rates = listed(_rate, MAX_SHARDS)
 _total = number(0.0, _MAX_TOTAL)
 _weight = number(0.0, MAX_WEIGHT)
-_weights = numbers(0.0, MAX_WEIGHT, MAX_WORLD_SIZE)
+_weights = numbers(-MAX_WEIGHT, MAX_WEIGHT, MAX_WORLD_SIZE)
 _data = text(MAX_NAME_BYTES)
 _seed = integer(0, MAX_SEED)
 
@@ -184,7 +184,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Propose, (_text, _claimed, _text, listed(_counter, MAX_LIST)), 1, 1, MAX_FRAME_BYTES),
     (Agreed, (_text, _counter, _counter), 0, 1, MAX_FRAME_BYTES),
     (Push, (_key, _counter, _weight, flag, _operation, _slices, _place, _counter, _place), 0, 1, SLICE_BYTES),
-    (Result, (_key, _counter, _total, flag, _slices, flag, _seats, _weights), 0, 1, SLICE_BYTES),
+    (Result, (_key, _counter, _total, flag, _slices, flag, _seats, _weights, _seats), 0, 1, SLICE_BYTES),
     (Inquire, (_key,), 0, 0, 0),
     (Missing, (_key, _texts), 0, 0, 0),
     (Leave, (_text, flag), 0, 0, 0),
@@ -224,7 +224,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Follow, (_claimed,), 0, 0, 0),
     (Opened, (_counter, _counter), 0, 0, 0),
 )
-_SHORTER: Final = {Push: (5, 7, 8), Result: (4, 6, 7)}
+_SHORTER: Final = {Push: (5, 7, 8), Result: (4, 6, 7, 8)}
 """With so many fields they come too: what is behind concerns shared memory, and groups that are elastic or durable."""
 _CODE_OF: Final = {row[0]: code for code, row in enumerate(_TYPES)}
 _PUSH_CODE: Final = bytes([_CODE_OF[Push]])
@@ -260,6 +260,8 @@ def encode(message: Message) -> bytes:
     elif isinstance(message, Result):
         shared = message.placed or message.slices != 1
         values = message[: 8 if message.weights else 7 if message.without else 6 if shared else 4]
+        if message.nonfinite:
+            values = message
     else:
         values = tuple(getattr(message, name) for name in message.__slots__)
     try:

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradserver.engine import Engine
 from gradserver.engine.events import Close, Command, Disconnected, Event, Record, Reduce, Restored, Send
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Books, Dated, Kind as RecordKind, Round, RoundRecord, Start
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError
@@ -54,7 +54,9 @@ class Fused(Harness):
     def begin(self) -> None:
         words = iter(f"secret {number}" for number in range(10**6))
         words_of, runs = lambda: next(words), self.running.__contains__
-        self.engine = Engine(self.worlds, self.credit, words_of, None, False, self.incarnation, runs)
+        told = self.worlds, self.credit, words_of, None, False, self.incarnation, runs
+        first = self.nonfinite if self.incarnation == 1 else OnNonFinite.HALT  # it is written down
+        self.engine = Engine(*told, nonfinite=first)
 
     def feed(self, event: Event) -> list[Command]:
         commands = self.engine.handle(event, self.now)
@@ -148,7 +150,10 @@ class Durable(Member):
                 assert task.error is None, "a result after the failure"
                 task.answers[index] = weight, payload if self.gets(task) else None
                 if key.stream == Stream.BUCKET:
-                    assert sum(message.weights) == weight
+                    bad = {seat for seat, own in enumerate(message.weights) if own < 0}
+                    assert bad == set(message.nonfinite) <= self.cluster.not_finite(task.key, index)
+                    skips = bad and self.cluster.nonfinite is OnNonFinite.SKIP
+                    assert weight == (0 if skips else sum(own for own in message.weights if own > 0))
                     self.kept[key.part, index] = key.number, (weight, payload), message.weights
             case Failure(scope=Scope.CONNECTION):
                 self.failure = message.exception()
@@ -217,9 +222,10 @@ class Crashing(Cluster):
         seed: int,
         fuses: Sequence[int],
         give: Giver | None = None,
+        nonfinite: OnNonFinite = OnNonFinite.HALT,
     ) -> None:
-        super().__init__(world, buckets, program, seed, give or partial(steady, seed))
-        self.harness: Fused = Fused({"default": POLICY}, lazy=True)
+        super().__init__(world, buckets, program, seed, give or partial(steady, seed), nonfinite=nonfinite)
+        self.harness: Fused = Fused({"default": POLICY}, lazy=True, nonfinite=nonfinite)
         self.harness.check = self.check
         for rank in range(world):
             self.harness.join(SEATS + rank, f"w{rank}", rank=rank, world=world)

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from gradserver.engine.events import Reduce
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import OnNonFinite, Policy
 from protocol.dtypes import FLOAT32, UINT8
 from protocol.errors import MembershipChangedError
 from protocol.exchange import (
@@ -173,6 +173,7 @@ class Member:
                 assert index not in task.answers, "a second result for one slice"
                 assert index < task.sent, "a result before the contribution"
                 assert task.error is None, "a result after the failure"
+                assert message.nonfinite in ((), tuple(sorted(self.cluster.not_finite(key, index))))
                 task.answers[index] = weight, payload
             case Failure(key=key):
                 assert key is not None, message
@@ -336,11 +337,13 @@ class Cluster:
         seed: int,
         give: Giver | None = None,
         backlog: int = BACKLOG_BYTES,
+        nonfinite: OnNonFinite = OnNonFinite.HALT,
     ) -> None:
+        self.nonfinite = nonfinite
         self.buckets, self.program = tuple(buckets), tuple(program)
         self.give = give or partial(contribution, seed)
         self.plan = plan_of(*buckets)
-        self.harness = Harness({"default": Policy(1, 8, backlog=backlog)}, lazy=True)
+        self.harness = Harness({"default": Policy(1, 8, backlog=backlog)}, lazy=True, nonfinite=nonfinite)
         self.harness.assemble(world, self.plan)
         self.random = random.Random(seed)
         self.members = {seat: Member(seat, self, 1, tuple(range(world))) for seat in range(world)}
@@ -453,7 +456,10 @@ class Cluster:
         self, pushed: dict[int, Task], index: int, operation: Operation, seat: int = -1
     ) -> tuple[float, bytes | None]:
         """The same, if these had pushed it."""
-        tasks = dict(sorted(pushed.items()))
+        bad = self.not_finite_of(pushed, index, operation)
+        if bad and self.nonfinite is OnNonFinite.SKIP:
+            return 0, None
+        tasks = {seat: task for seat, task in sorted(pushed.items()) if seat not in bad}
         total = sum(task.weight for task in tasks.values())
         gave = {seat: task for seat, task in tasks.items() if task.values is not None}
         if operation.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
@@ -472,6 +478,19 @@ class Cluster:
             rows = [self.part(task, index).reshape(len(tasks), -1)[place] for task in gave.values()]
             return total, b"".join(row.tobytes() for row in rows)
         return total, b"".join(self.part(task, index).tobytes() for task in gave.values())
+
+    def not_finite(self, key: ExchangeKey, index: int) -> set[int]:
+        """Seats that have pushed to a slice what is not finite, and counts."""
+        pushed = self.pushed.get((key, index), {})
+        return self.not_finite_of(pushed, index, next(iter(pushed.values())).operation) if pushed else set()
+
+    def not_finite_of(self, pushed: dict[int, Task], index: int, operation: Operation) -> set[int]:
+        """The same, if these had pushed it."""
+        if not self.nonfinite.sifts or operation.op is not Op.MEAN:
+            return set()
+        gave = {seat: task for seat, task in pushed.items() if task.values is not None and task.weight > 0}
+        buckets = {seat: task for seat, task in gave.items() if task.key.stream == Stream.BUCKET}
+        return {seat for seat, task in buckets.items() if not np.isfinite(self.part(task, index)).all()}
 
     @staticmethod
     def part(task: Task, index: int) -> Array:

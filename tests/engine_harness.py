@@ -16,18 +16,21 @@ from gradserver.engine import Engine
 from gradserver.engine.events import (
     Close,
     Command,
+    Contribution,
     Disconnected,
     Event,
+    Finding,
     Log,
     NonFinite,
     Received,
     Reduce,
     Reduced,
     Send,
+    Sifted,
     Stop,
     Tick,
 )
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import OnNonFinite, Policy
 from protocol.buffer import Buffer
 from protocol.dtypes import FLOAT32
 from protocol.errors import GradServerError
@@ -91,8 +94,10 @@ def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) ->
                 cached.cache_clear()
 
 
-def reference(reduce: Reduce) -> bytes | tuple[bytes, ...] | NonFinite:
+def reference(reduce: Reduce) -> bytes | tuple[bytes, ...] | NonFinite | Sifted:
     """The reduction of float32 contributions, in the order given, in float32: as simple as can be."""
+    if reduce.spans:
+        return _sifted(reduce)
     if reduce.operation.kind in PORTIONED:
         given_by = [np.frombuffer(given.payload or b"", np.uint8) for given in reduce.contributions]
         rows = [payload.reshape(reduce.world, -1) for payload in given_by]
@@ -106,15 +111,39 @@ def reference(reduce: Reduce) -> bytes | tuple[bytes, ...] | NonFinite:
         if given.payload is None:
             continue
         array = np.frombuffer(given.payload, np.float32, reduce.nbytes // 4)
-        if not np.isfinite(array).all():
+        if reduce.nonfinite is OnNonFinite.HALT and not np.isfinite(array).all():
             element = int(np.flatnonzero(~np.isfinite(array))[0])
             return NonFinite(given.rank, element, str(array[element]))
         arrays.append((np.float32(given.weight), array))
     total = np.float32(sum(given.weight for given in reduce.contributions))
     out = np.zeros_like(arrays[0][1])
-    for weight, array in arrays:
-        out += weight * array
-    return (out / total if reduce.operation.op is Op.MEAN else out).tobytes()
+    with np.errstate(all="ignore"):  # what is not finite may be passed on
+        for weight, array in arrays:
+            out += weight * array
+        return (out / total if reduce.operation.op is Op.MEAN else out).tobytes()
+
+
+def _sifted(reduce: Reduce) -> bytes | Sifted:
+    """The same slice by slice, without contributions that are not finite, or without a result."""
+    findings, parts = [], []
+    for index, (start, stop) in enumerate(reduce.spans, reduce.slice):
+        cut = slice(4 * start, 4 * stop)
+        given = [c._replace(payload=None if c.payload is None else bytes(c.payload)[cut]) for c in reduce.contributions]
+        bad = {c.rank: first for c in given if (first := _first_bad(c)) is not None}
+        findings += [Finding(index, rank, start + first) for rank, first in bad.items()]
+        good = [c for c in given if c.rank not in bad]
+        none = bad and (reduce.nonfinite is OnNonFinite.SKIP or all(c.payload is None for c in good))
+        whole = reduce._replace(spans=(), nbytes=4 * (stop - start), contributions=good)
+        made = bytes(whole.nbytes) if none else reference(whole)
+        assert isinstance(made, bytes)
+        parts.append(made)
+    payload = b"".join(parts)
+    return Sifted(payload, tuple(findings)) if findings else payload
+
+
+def _first_bad(given: Contribution) -> int | None:
+    values = np.frombuffer(given.payload or b"", np.float32)
+    return None if np.isfinite(values).all() else int(np.flatnonzero(~np.isfinite(values))[0])
 
 
 @dataclass
@@ -130,12 +159,13 @@ class Harness:
     now: float = 0.0
     checked: bool = True
     inbox: dict[int, list[tuple[Message, Sequence[Buffer]]]] = field(default_factory=lambda: defaultdict(list))
+    nonfinite: OnNonFinite = OnNonFinite.HALT
     reduces: list[Reduce] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
     logs: list[Log] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.engine = Engine(self.worlds, self.credit)
+        self.engine = Engine(self.worlds, self.credit, nonfinite=self.nonfinite)
 
     # ── events ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -161,13 +191,13 @@ class Harness:
             return commands
         return commands + [answer for reduce in reduces for answer in self.answer(reduce)]
 
-    def answer(self, reduce: Reduce, outcome: Buffer | NonFinite | None = None) -> list[Command]:
+    def answer(self, reduce: Reduce, outcome: Buffer | NonFinite | Sifted | None = None) -> list[Command]:
         """Carry out one reduction; the result goes to the targets, and back if it is to be kept."""
         done = reference(reduce) if outcome is None else outcome
-        if not isinstance(done, NonFinite | tuple):
+        if not isinstance(done, NonFinite | Sifted | tuple):
             for target in reduce.targets:
                 memoryview(target)[: len(done)] = done
-        told = done if reduce.keep or isinstance(done, NonFinite) else None
+        told = done if reduce.keep or isinstance(done, NonFinite | Sifted) else None
         return self.feed(Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, told))
 
     def receive(self, connection: int, message: Message, *payloads: Buffer) -> list[Command]:

@@ -24,9 +24,10 @@ from gradserver.engine.events import (
     Reduce,
     Reduced,
     Send,
+    Sifted,
     Tick,
 )
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Dated
 from gradserver.engine.shard import ShardEngine
 from protocol.buffer import Buffer
@@ -53,7 +54,7 @@ from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Stand
 from protocol.shards import Share, Table
 from tests import receivers
 from tests.crash_harness import CrashError, Crashing, Durable, Fused, steady
-from tests.elastic_harness import Step, state
+from tests.elastic_harness import Giver, Step, state
 from tests.engine_harness import TIMEOUT, Task, plan_of, reference
 
 LINK = 1
@@ -89,7 +90,15 @@ class Processes(Fused):
 
     def begin(self) -> None:
         words = iter(f"secret {self.incarnation} {number}" for number in range(10**6))
-        self.engine = Engine(self.worlds, self.credit, lambda: next(words), self.rates[0], False, self.incarnation)
+        self.engine = Engine(
+            self.worlds,
+            self.credit,
+            lambda: next(words),
+            self.rates[0],
+            False,
+            self.incarnation,
+            nonfinite=self.nonfinite if self.incarnation == 1 else OnNonFinite.HALT,  # it is written down
+        )
 
     def number(self) -> int:
         self.numbers += 1
@@ -132,11 +141,11 @@ class Processes(Fused):
         elif connection >= 0:
             self.waiting[connection].append((message, payloads))
 
-    def answer(self, reduce: Reduce, outcome: Buffer | NonFinite | None = None) -> list[object]:  # type: ignore[override]
+    def answer(self, reduce: Reduce, outcome: Buffer | NonFinite | Sifted | None = None) -> list[object]:  # type: ignore[override]
         process, done = self.places.pop(id(reduce)), reference(reduce) if outcome is None else outcome
         if process and process not in self.minds:
             return []
-        told = done if reduce.keep else None
+        told = done if reduce.keep or isinstance(done, Sifted) else None
         return self.feed_at(process, Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, told))
 
     def wait(self, seconds: float) -> list[object]:  # type: ignore[override]
@@ -285,7 +294,10 @@ class Spread(Durable):
                 assert index not in task.answers, "a second result for one slice"
                 task.answers[index] = weight, payload if self.gets(task) else None
                 if key.stream == Stream.BUCKET:
-                    assert sum(message.weights) == weight
+                    bad = {seat for seat, own in enumerate(message.weights) if own < 0}
+                    assert bad == set(message.nonfinite) <= self.cluster.not_finite(task.key, index)
+                    skips = bad and self.cluster.nonfinite is OnNonFinite.SKIP
+                    assert weight == (0 if skips else sum(own for own in message.weights if own > 0))
                     self.kept[key.part, index] = key.number, (weight, payload), message.weights
                 self.go_on()
             case RoundDone(number, epoch, transfers):
@@ -326,10 +338,17 @@ class Sharded(Crashing):
     members: dict[int, Spread]  # type: ignore[assignment]
 
     def __init__(
-        self, world: int, buckets: Sequence[int], program: Sequence[Step], seed: int, rates: tuple[float, ...]
+        self,
+        world: int,
+        buckets: Sequence[int],
+        program: Sequence[Step],
+        seed: int,
+        rates: tuple[float, ...],
+        give: Giver | None = None,
+        nonfinite: OnNonFinite = OnNonFinite.HALT,
     ) -> None:
-        super(Crashing, self).__init__(0, buckets, program, seed, partial(steady, seed))
-        self.harness: Processes = Processes({"default": Policy(1, 8)}, lazy=True, rates=rates)
+        super(Crashing, self).__init__(0, buckets, program, seed, give or partial(steady, seed), nonfinite=nonfinite)
+        self.harness: Processes = Processes({"default": Policy(1, 8)}, lazy=True, rates=rates, nonfinite=nonfinite)
         self.harness.check = self.check
         self.rates, self.plan = rates, plan_of(*buckets)
         self.pointers: dict[tuple[int, int], int] = {}

@@ -23,6 +23,7 @@ from gradserver.engine.events import (
     Reduce,
     Reduced,
     Send,
+    Sifted,
     Tick,
 )
 from gradserver.engine.shard import ShardEngine
@@ -55,7 +56,9 @@ class ShardedHarness(Harness):
 
     def __post_init__(self) -> None:
         numbers = count()
-        self.engine = Engine(self.worlds, self.credit, lambda: f"token {next(numbers)}", self.rates[0])
+        self.engine = Engine(
+            self.worlds, self.credit, lambda: f"token {next(numbers)}", self.rates[0], nonfinite=self.nonfinite
+        )
         self.shards = [ShardEngine(PRIMARY, url_of(shard), LINK) if shard else None for shard in range(len(self.rates))]
         self.welcomes: dict[int, Welcome] = {}
         slow, self.slow = self.slow, False
@@ -126,10 +129,10 @@ class ShardedHarness(Harness):
         while busy := self.busy_links():
             self.pass_on(busy[0])
 
-    def answer(self, reduce: Reduce, outcome: Buffer | NonFinite | None = None) -> list[Command]:
+    def answer(self, reduce: Reduce, outcome: Buffer | NonFinite | Sifted | None = None) -> list[Command]:
         shard = self.places.pop(id(reduce))
         done = reference(reduce) if outcome is None else outcome
-        told = done if reduce.keep or isinstance(done, NonFinite) else None
+        told = done if reduce.keep or isinstance(done, NonFinite | Sifted) else None
         return self.feed_at(shard, Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, told))
 
     def wait(self, seconds: float) -> list[Command]:

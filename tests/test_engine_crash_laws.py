@@ -59,8 +59,9 @@ def run(
     seed: int,
     happens: dict[int, tuple[int, str]] | None = None,
     along: list[int] | None = None,
+    cluster: Crashing | None = None,
 ) -> Crashing:
-    cluster = Crashing(world, buckets, program, seed, crashes)
+    cluster = cluster or Crashing(world, buckets, program, seed, crashes)
     cluster.dies_along = along or []
     for step, (seat, what) in (happens or {}).items():
         can: dict[str, Callable[[], object]] = {

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from gradserver.engine.events import Disconnected, Garbled, NonFinite, Reduce
+from gradserver.engine.policy import OnNonFinite
 from protocol.dtypes import FLOAT32, UINT8
 from protocol.errors import (
     DeadlineError,
@@ -152,6 +153,8 @@ class Client:
     """In which order its tasks are ready: that of their keys (1), the reverse (-1), or any (0)."""
     stalled: bool = False
     in_flight: dict[Pool, int] = field(default_factory=lambda: dict.fromkeys(Pool, 0))
+    not_finite: dict[tuple[ExchangeKey, int], tuple[int, ...]] = field(default_factory=dict)
+    """By exchange and slice, whose contributions were not, as results said."""
 
     def ready(self) -> list[Task]:
         """Tasks whose next slice may be pushed now."""
@@ -195,6 +198,7 @@ class Client:
             assert message.slice < task.sent, "a result before the contribution"
             assert message.present == (payload is not None)
             task.answers[message.slice] = (message.weight, payload)
+            self.not_finite[message.key, message.slice] = message.nonfinite
             self.in_flight[pool_of(message.key, self.rank)] -= task.layout.cost(message.slice)
         else:
             assert isinstance(message, Failure), message
@@ -209,9 +213,11 @@ class Client:
 class Cluster:
     """An engine and its clients. ``seed`` decides who does what when."""
 
-    def __init__(self, scenario: Scenario, seed: int, credit: int = 1 << 20) -> None:
+    def __init__(
+        self, scenario: Scenario, seed: int, credit: int = 1 << 20, nonfinite: OnNonFinite = OnNonFinite.HALT
+    ) -> None:
         self.scenario = scenario
-        self.harness = Harness(lazy=True, credit=credit)
+        self.harness = Harness(lazy=True, credit=credit, nonfinite=nonfinite)
         self.harness.assemble(scenario.world, plan_of(*scenario.buckets))
         self.random = random.Random(seed)
         self.steps = 0

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from gradserver import reducer
-from gradserver.engine.events import Broken, Contribution, NonFinite, Reduce, Undecodable
+from gradserver.engine.events import Broken, Contribution, Finding, NonFinite, Reduce, Sifted, Undecodable
 from gradserver.engine.policy import OnNonFinite
+from gradserver.mean import Outcome
 from protocol.buffer import Buffer
 from protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
 from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
@@ -48,7 +49,7 @@ def reduce(command: Reduce) -> Buffer | NonFinite:
     """The outcome of a reduction whose result is kept."""
     outcome = reducer.reduce(command)
     assert outcome is not None
-    assert not isinstance(outcome, (Undecodable, Broken, tuple))
+    assert not isinstance(outcome, Sifted | Undecodable | Broken | tuple)
     return outcome
 
 
@@ -325,3 +326,76 @@ def test_first_is_the_first_contribution_whatever_its_bits() -> None:
     memory[:] = bytes(4)
 
     assert outcome == nan
+
+
+# ── what is left out, or skipped ──────────────────────────────────────────────────────────────────────
+
+SPANS = ((0, 16), (16, 32), (32, 41))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", HAVE_NAN)
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1.0, 2.0, 3.0]])
+def test_a_slice_that_is_not_finite_is_left_out_and_its_memory_has_the_mean_of_the_others(
+    name: str, weights: list[float], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reducer, "_SPREAD_BYTES", 1)
+    tensors = [tensor.clone() for tensor in samples(name, 3, 41)]
+    size = tensors[0].element_size()
+
+    def of(start: int, stop: int, places: Sequence[int]) -> bytes:
+        parts = [bits(tensors[place][start:stop].clone()) for place in places]
+        outcome = reduce(command(Op.MEAN, name, parts, [weights[place] for place in places]))
+        assert not isinstance(outcome, NonFinite)
+        return bytes(outcome)
+
+    due = of(0, 16, [0, 1, 2]) + of(16, 32, [0, 2]) + of(32, 41, [0])
+    tensors[1][20] = tensors[1][40] = tensors[2][33] = math.nan
+    memory = [bytearray(bits(tensor)) for tensor in tensors]
+    whole = command(Op.MEAN, name, memory, weights)
+    whole = whole._replace(targets=memory, nonfinite=OnNonFinite.LEAVE_OUT, spans=SPANS)
+    outcome = _outcome(whole, threads)
+
+    assert isinstance(outcome, Sifted)
+    assert outcome.findings == (Finding(1, 2, 20), Finding(2, 2, 40), Finding(2, 4, 33))
+    assert outcome.payload is not None
+    assert bytes(outcome.payload) == due
+    assert len(due) == 41 * size
+    assert [bytes(one) for one in memory] == [due] * 3
+
+
+@pytest.mark.parametrize("policy", [OnNonFinite.LEAVE_OUT, OnNonFinite.SKIP])
+def test_finite_contributions_whose_sum_is_not_have_a_mean_all_the_same(policy: OnNonFinite) -> None:
+    for name in ("float32", "float64"):
+        kind = np.dtype(name)
+        largest: Array = np.full(41, np.finfo(kind).max, kind)
+        for weights in ([1.0, 1.0, 1.0], [1.0, 2.0, 7.0]):
+            rows = [largest.tobytes(), largest.tobytes(), (largest / 2).tobytes()]
+            whole = command(Op.MEAN, name, rows, weights)
+            outcome = reduce(whole._replace(nonfinite=policy, spans=SPANS))
+            assert not isinstance(outcome, NonFinite)
+            share = (weights[0] + weights[1] + weights[2] / 2) / sum(weights)
+            np.testing.assert_allclose(np.frombuffer(outcome, kind), largest * share, rtol=1e-6)
+
+
+def test_a_slice_that_is_skipped_is_not_written() -> None:
+    rows = [bytearray(np.full(41, value, np.float32)) for value in (1.0, 3.0)]
+    rows[1][80:84] = np.float32(np.inf).tobytes()
+    whole = command(Op.MEAN, "float32", rows)._replace(targets=rows, keep=False)
+    outcome = _outcome(whole._replace(nonfinite=OnNonFinite.SKIP, spans=SPANS), 1)
+
+    assert outcome == Sifted(None, (Finding(1, 2, 20),))
+    for row, own in zip(rows, (1.0, 3.0), strict=True):
+        values = np.frombuffer(row, np.float32)
+        assert values[:16].tolist() == [2.0] * 16
+        assert values[16] == own
+
+
+def _outcome(whole: Reduce, threads: int) -> Outcome:
+    pool, told = reducer.Reducer(threads), list[Outcome]()
+    outcome = pool.start(whole, told.append)
+    pool.close()
+    if not isinstance(outcome, reducer.Pending):
+        return outcome
+    (later,) = told
+    return later

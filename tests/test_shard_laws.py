@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gradserver.engine.events import NonFinite, Reduce
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import OnNonFinite, Policy
 from protocol.dtypes import FLOAT32
 from protocol.errors import (
     AbandonedError,
@@ -74,6 +74,7 @@ class Part:
     weight: float
     sent: int = 0
     answers: dict[int, tuple[float, bytes | None]] = field(default_factory=dict)
+    not_finite: dict[int, tuple[int, ...]] = field(default_factory=dict)
     error: GradServerError | None = None
     given_up: bool = False
     """The exchange failed at another shard: nothing more is sent."""
@@ -146,6 +147,7 @@ class Client:
             assert message.slice not in part.answers, "a second result for one slice"
             assert message.slice < part.sent, "a result before the contribution"
             part.answers[message.slice] = (message.weight, payload)
+            part.not_finite[message.slice] = message.nonfinite
             return
         raise AssertionError(message)
 
@@ -170,10 +172,12 @@ class Cluster:
         rates: tuple[float, ...],
         credit: int = 1 << 20,
         policy: Policy | None = None,
+        nonfinite: OnNonFinite = OnNonFinite.HALT,
     ) -> None:
         self.scenario = scenario
         self.plan = plan_of(*scenario.buckets)
-        self.harness = ShardedHarness({"default": policy or scenario.world}, credit, lazy=True, rates=rates)
+        worlds: dict[str, int | Policy] = {"default": policy or scenario.world}
+        self.harness = ShardedHarness(worlds, credit, lazy=True, rates=rates, nonfinite=nonfinite)
         self.harness.assemble(scenario.world, self.plan)
         self.harness.slow = True
         self.random = random.Random(seed)

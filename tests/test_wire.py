@@ -190,8 +190,18 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
             ),
             none,
         ),
-        (st.builds(Result, keys, counters, totals, st.just(True), just_one, st.just(False), some_seats, columns), one),
-        (st.builds(Result, keys, counters, totals, st.just(False), just_one, st.just(False), seats, columns), none),
+        (
+            st.builds(
+                Result, keys, counters, totals, st.just(True), just_one, st.just(False), some_seats, columns, some_seats
+            ),
+            one,
+        ),
+        (
+            st.builds(
+                Result, keys, counters, totals, st.just(False), just_one, st.just(False), seats, columns, some_seats
+            ),
+            none,
+        ),
         (
             st.builds(
                 Push, keys, counters, weights, st.booleans(), st.none() | operations, slices, places, epochs, nowhere
@@ -211,8 +221,16 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(True), seats, columns), one),
         (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(False), seats, columns), none),
         (st.builds(Standing, counters, counters), none),
-        (st.builds(Result, keys, counters, totals, st.just(True), slices, st.just(True), seats, columns), none),
-        (st.builds(Result, keys, counters, totals, st.just(False), slices, st.booleans(), some_seats, columns), none),
+        (
+            st.builds(Result, keys, counters, totals, st.just(True), slices, st.just(True), seats, columns, some_seats),
+            none,
+        ),
+        (
+            st.builds(
+                Result, keys, counters, totals, st.just(False), slices, st.booleans(), some_seats, columns, some_seats
+            ),
+            none,
+        ),
         (st.builds(Inquire, keys), none),
         (st.builds(Taken, counters), none),
         (st.builds(Missing, keys, short_lists), none),
@@ -273,6 +291,8 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Push(KEY, 0, 1.0, True, epoch=7), [b"x"]),
     (Result(KEY, 0, 4.0, True, 100, True), []),
     (Result(KEY, 0, 4.0, True, without=(1, 1023)), [b"x"]),
+    (Result(KEY, 0, 0.0, False, weights=(1.0, -2.5), nonfinite=(1,)), []),
+    (Result(KEY, 0, 1.0, True, nonfinite=(0, 1023)), [b"x"]),
     (Result(KEY, 0, 4.0, True, weights=(1.0, 0.0, 3.0)), [b"x"]),
     (Result(KEY, 0, 4.0, True, 2, True, (1,), (1.0, 0.0, 3.0)), []),
     (Taken(1 << 40), []),
@@ -460,13 +480,13 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0, 0]), b""], "announces a payload without one, or has one"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0]), b""], "expected a place in shared memory"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 0, [0, 0])], "expected an integer from 1"),
-        ([header(6, [0, 0, 0], 0, 1.0, True, 1), b""], "Result has 8 fields, got 5"),
-        ([result_of([1.0, math.nan]), b""], "expected a number from 0.0 to 1e.30, got nan"),
-        ([result_of([math.nan, 1.0]), b""], "expected a number from 0.0 to 1e.30, got nan"),
-        ([result_of([1.0, -1.0]), b""], "expected a number from 0.0 to 1e.30, got -1.0"),
-        ([result_of([math.inf]), b""], "expected a number from 0.0 to 1e.30, got inf"),
-        ([result_of([1.0, 1]), b""], "expected a number from 0.0 to 1e.30, got 1"),
-        ([result_of([1.0, True]), b""], "expected a number from 0.0 to 1e.30, got True"),
+        ([header(6, [0, 0, 0], 0, 1.0, True, 1), b""], "Result has 9 fields, got 5"),
+        ([result_of([1.0, math.nan]), b""], "expected a number from -1e.30 to 1e.30, got nan"),
+        ([result_of([math.nan, 1.0]), b""], "expected a number from -1e.30 to 1e.30, got nan"),
+        ([result_of([1.0, -1e31]), b""], "expected a number from -1e.30 to 1e.30, got -1e.31"),
+        ([result_of([math.inf]), b""], "expected a number from -1e.30 to 1e.30, got inf"),
+        ([result_of([1.0, 1]), b""], "expected a number from -1e.30 to 1e.30, got 1"),
+        ([result_of([1.0, True]), b""], "expected a number from -1e.30 to 1e.30, got True"),
         ([result_of([1.0] * 1025), b""], "not msgpack|expected a list of at most 1024 items, got list of length 1025"),
         ([result_of(1.0), b""], "expected a list of at most 1024 items, got 1.0"),
         ([header(6, [0, 0, 0, -1, -1], 0, 1.0, True, True, False, [], [1.0]), b""], "expected an integer from 1 to"),

@@ -106,6 +106,8 @@ class GradientExchange:
         self._timeout = timeout
         self._num_blocks = whole_number(num_blocks, "num_blocks")
         self._sizes = _per_block(component_sizes, self._num_blocks)
+        self._given: list[list[Any]] = []
+        """What was pushed in this step."""
         self.step = whole_number(step, "step")
         element = dtype_of(dtype)
         buckets = [
@@ -207,7 +209,24 @@ class GradientExchange:
         """
         self._agreement.check()
         self._agreement.finish(self._timeout if timeout is None else timeout)
+        given, self._given = self._given, []
+        if self._worker.skipped:
+            for part in (part for parts in given for part in parts):
+                _clear(part)
         self.step += 1
+
+    @property
+    def skipped(self) -> bool:
+        """Whether no worker applies the last step, as somebody's gradients were not finite: all are zeros now.
+
+        For coordinators that were started with ``--nonfinite skip``.
+        """
+        return self._worker.skipped
+
+    @property
+    def left_out(self) -> bool:
+        """Whether something that this worker gave to the last step was not finite, and so did not count."""
+        return self._worker.left_out
 
     def _check_step(self, step: int, what: str) -> None:
         if step != self.step:
@@ -229,6 +248,7 @@ class GradientExchange:
             raise LayoutError(f"the mean of {key} cannot be written into a read-only array")
         data = _exchangeable(flat)
         handle = self._worker.push(self._agreement.first + bucket, data, weight=weight)
+        self._given.append(parts)
         if data is not gradient:
             handle.then(lambda: _write_back(data, parts))
         return handle
@@ -271,6 +291,13 @@ def _exchangeable(flat: Any) -> Any:
     if flat.device.type == "cpu" and flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
         return flat
     return flat.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
+
+
+def _clear(part: Any) -> None:
+    if is_torch(part):
+        part.detach().zero_()
+    else:
+        part[...] = 0
 
 
 def _numel(array: Any) -> int:

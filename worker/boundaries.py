@@ -5,6 +5,7 @@ The stages of who joins are those of `worker.entry`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,8 @@ from worker.interrupts import uninterrupted
 from worker.stages import Stage
 from worker.traffic import Traffic
 
+log = logging.getLogger("gradserver")
+
 
 class Boundaries(Traffic):
     """A member's rounds, one after the other.
@@ -30,6 +33,7 @@ class Boundaries(Traffic):
     def __init__(self, channel: Channel, timeout: float) -> None:
         super().__init__(channel, timeout)
         self._listeners: list[Callable[[Membership], None]] = []
+        self._left_out_rounds = 0
         self.claims = Claims(self)
 
     # ── data ──────────────────────────────────────────────────────────────────────────────────────────
@@ -89,6 +93,8 @@ class Boundaries(Traffic):
         if self.plan.is_shared and not has_any:  # nobody else has heard of it
             self._pushed.clear()
             return
+        if self._sifts:
+            self._note_not_finite()
         with self._state:
             self._pushed.clear()
             self._open = range(0)
@@ -100,6 +106,21 @@ class Boundaries(Traffic):
         if is_kept:
             self.claims.carry()
         self._say_if_caught_up()
+
+    def _note_not_finite(self) -> None:
+        """Say what became of a round in which somebody's gradients were not finite."""
+        found = [handle.not_finite for handle in self._pushed.values() if handle.not_finite is not None]
+        self.skipped, self.left_out = any(one.skips for one in found), any(one.own for one in found)
+        if not self.left_out:
+            return
+        self._left_out_rounds += 1
+        if self._left_out_rounds & (self._left_out_rounds - 1) == 0:  # the first, and then ever more rarely
+            became = "so no worker applies it" if self.skipped else "and is left out of the mean where it is not"
+            log.warning(
+                "group %r: what this worker, rank %d, gave to round %d is not finite, %s (the %d. time). Look at its "
+                "data, loss and learning rate",
+                *(self.membership.group, self.membership.rank, self.round, became, self._left_out_rounds),
+            )
 
     def _await(self, handle: Handle, timeout: float | None) -> None:
         """Wait for a bucket: as long as the coordinator does, if somebody joins whom the round waits for."""

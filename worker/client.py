@@ -265,6 +265,20 @@ class Worker(ObjectCollectives):
             raise UsageError("no plan was agreed on: call agree(plan) first, on every worker")
         self._session.finish_round(seconds(timeout))
 
+    @property
+    def skipped(self) -> bool:
+        """Whether the round that `finish_round` has finished last is not to be applied, by any worker.
+
+        That is so in a group that skips rounds (``serve --nonfinite skip``) if somebody's gradients were not finite.
+        What the buckets hold then is of no use.
+        """
+        return self._session.skipped
+
+    @property
+    def left_out(self) -> bool:
+        """Whether something that this worker gave to that round was not finite, and so did not count."""
+        return self._session.left_out
+
     # ── memory, and the end ───────────────────────────────────────────────────────────────────────────
 
     @overload

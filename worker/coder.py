@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 
 from protocol.buffer import Buffer
-from protocol.codecs import Feedback, Scratch, seed_of
+from protocol.codecs import Feedback, Scratch, is_finite, seed_of
 from protocol.exchange import ExchangeKey, Layout
 from worker.tensors import Bytes
 
@@ -26,18 +26,26 @@ class Coder:
         source: float32, as bytes: what is contributed; None for zeros.
         destination: float32, as bytes: where results go. May be ``source``.
         feedback: what earlier encodings of this bucket lost, to be made up for; None if nobody keeps count.
+        sifts: whether a slice that is not finite does not count; then what is owed to it stays owed.
     """
 
-    __slots__ = ("_destination", "_feedback", "_key", "_layout", "_rooms", "_source")
+    __slots__ = ("_destination", "_feedback", "_key", "_layout", "_rooms", "_sifts", "_source")
 
     def __init__(
-        self, key: ExchangeKey, layout: Layout, source: Bytes | None, destination: Bytes, feedback: Feedback | None
+        self,
+        key: ExchangeKey,
+        layout: Layout,
+        source: Bytes | None,
+        destination: Bytes,
+        feedback: Feedback | None,
+        sifts: bool = False,
     ) -> None:
         self._key = key
         self._layout = layout
         self._source = None if source is None else source.view(np.float32)
         self._destination = destination.view(np.float32)
         self._feedback = feedback
+        self._sifts = sifts
         self._rooms: dict[int, Bytes] = {}
         """Where contributions without a result lie."""
 
@@ -50,7 +58,7 @@ class Coder:
         values = self._source[start:stop]
         codec, seed = self._layout.codec, seed_of(self._key.number, self._key.part, start)
         room = self._rooms[index] = _room(codec.nbytes(stop - start))
-        if self._feedback is None:
+        if self._feedback is None or (self._sifts and not is_finite(values)):
             return codec.encode(values, room, seed, _scratch())
         return self._feedback.encode(codec, start, stop, values, room, seed, _scratch())
 

@@ -43,9 +43,10 @@ class DistributedDataParallel(nn.Module):
     that every worker gets is ``sum(w·g) / sum(w)`` over the workers' gradients ``g`` and weights ``w`` (see
     `set_weight`), the same bytes everywhere. It is the worker's own to change, by clipping for example.
 
-    A gradient that is not finite reaches nobody: every worker gets a NonFiniteError that names worker and
-    parameter. A GradScaler overflows on purpose to find its scale: it needs a coordinator that was started with
-    ``--nonfinite propagate``, which passes such gradients on as torch does. (bfloat16 needs no scaler.)
+    What becomes of a gradient that is not finite, the coordinator was told (``serve --nonfinite``). By default every
+    worker gets a NonFiniteError that names worker and parameter. With ``leave-out`` it does not count (`left_out`);
+    with ``skip`` no worker applies the round (`skipped`); with ``propagate`` it is passed on as torch does. A
+    GradScaler, which overflows on purpose to find its scale, needs that: with ``skip`` it would not hear of it.
 
     Exchanged is what backward computes outside of `no_sync`, in training mode and in eval mode alike, as torch has
     it. (With ``exchange_in_eval=False`` gradients stay local in eval mode.)
@@ -290,6 +291,23 @@ class DistributedDataParallel(nn.Module):
     def has_update(self) -> bool:
         """Whether there were gradients in the last exchange: always, but for who has just joined."""
         return self._backward.anybody
+
+    @property
+    def skipped(self) -> bool:
+        """Whether no worker applies the last exchange, as some gradients were not finite: every ``.grad`` is None.
+
+        For coordinators that were started with ``--nonfinite skip``. torch's optimizers leave parameters without a
+        gradient alone, so ``optimizer.step()`` does nothing; what else a loop does in each step it should leave out.
+        """
+        return self._rounds.skipped
+
+    @property
+    def left_out(self) -> bool:
+        """Whether something that this worker gave to the last exchange was not finite, and so did not count.
+
+        For coordinators that were started with ``--nonfinite leave-out`` or ``skip``.
+        """
+        return self._rounds.left_out
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 

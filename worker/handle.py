@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias
 
 from protocol.channel import Channel
 from protocol.errors import DeadlineError, GradServerError, InvalidArgumentError
@@ -33,6 +33,15 @@ REMINDER_SECONDS: Final = 60.0
 """Wait after which the log first says what is waited for; the next reminders come after twice as long each."""
 
 
+class NotFinite(NamedTuple):
+    """Of an exchange to which somebody gave what is not finite."""
+
+    own: bool
+    """Whether this worker did."""
+    skips: bool
+    """Whether nothing of the round is to be applied; else the result is the mean of the others."""
+
+
 class Handle(Generic[T_co]):
     """Something that was begun and will be done: an exchange, or joining. `wait` gives its result.
 
@@ -40,6 +49,8 @@ class Handle(Generic[T_co]):
         weight: sum of the weights that counted, known when done; 0.0 when nobody's did.
         present: whether anybody contributed data, known when done. If not, the result is zeros.
         left_alone: bytes, from and up to, that nobody contributed to where the result then is what lies there already.
+        not_finite: what became of gradients that are not finite, known when done; None if there were none, and in
+            groups that pass them on.
     """
 
     __slots__ = (
@@ -54,6 +65,7 @@ class Handle(Generic[T_co]):
         "_timeout",
         "_value",
         "left_alone",
+        "not_finite",
         "present",
         "weight",
     )
@@ -68,6 +80,7 @@ class Handle(Generic[T_co]):
         self.weight = 0.0
         self.present = False
         self.left_alone: tuple[tuple[int, int], ...] = ()
+        self.not_finite: NotFinite | None = None
         self._timeout = timeout
         self._patience: float | None = None
         self._channel = channel

@@ -144,6 +144,8 @@ class Job:
     def step(self, before: Callable[[], object] | None = None, after: Callable[[], object] | None = None) -> None:
         """Update the weights by the averaged gradients, and save if that is due. To be called after each exchange.
 
+        In a group that skips rounds with gradients that are not finite, such a round updates nothing.
+
         That is: ``before()``, for example clipping; the optimizer's and the scheduler's step; ``after()``, for
         example a moving average; and the gradients are cleared.
 
@@ -156,7 +158,8 @@ class Job:
         """
         self._check_step(before, after)
         stopping = self._ask_who_stops()
-        if self.model.has_update:
+        updates = self.model.has_update and not self.model.skipped
+        if updates:
             self._update(before, after)
         else:
             self.optimizer.zero_grad()
@@ -168,7 +171,7 @@ class Job:
         leaving = np.flatnonzero(stopping.wait()).tolist()
         if leaving:
             self._save_and_part(leaving)
-        elif self._every is not None and self.round % self._every == 0:
+        elif updates and self._every is not None and self.round % self._every == 0:
             self._save_beside()
 
     def _update(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
@@ -185,7 +188,7 @@ class Job:
     def _catch_up(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
         """Who has just joined does all that the others have done meanwhile."""
         while self._worker.has_next:
-            if self.model.replay():
+            if self.model.replay() and not self.model.skipped:
                 self._update(before, after)
         if self._worker.observes:
             self.entered = self.round

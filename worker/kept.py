@@ -40,14 +40,21 @@ class Kept:
         """Slice ``index`` of bucket ``part`` did not count. ``data`` is the keeper's from now on."""
         self._slices.setdefault(part, {})[index] = contribution
 
-    def add_to(self, part: int, data: Bytes, weight: float, layout: Layout, dtype: DType) -> Mapping[int, float]:
+    def add_to(
+        self, part: int, data: Bytes, weight: float, layout: Layout, dtype: DType, sifts: bool = False
+    ) -> Mapping[int, float]:
         """Add what is kept of bucket ``part`` to ``data``, which is given with ``weight``; it is kept no more.
 
+        If the group ``sifts`` gradients, what is not finite does not count, and what is kept waits for the next ones.
         A slice becomes (w0·g0 + w1·g1) / (w0 + w1), and weighs w0 + w1. Gives these weights, by slice.
         """
         heavier: dict[int, float] = {}
-        for index, (kept_weight, kept) in self._slices.pop(part, {}).items():
+        for index, contribution in self._slices.pop(part, {}).items():
+            kept_weight, kept = contribution
             start, stop = (element * layout.itemsize for element in layout.span(index))
+            if sifts and not is_finite(Contribution(weight, data[start:stop]), dtype):
+                self.put(part, index, contribution)
+                continue
             _add(data[start:stop], weight, kept, kept_weight, dtype)
             heavier[index] = min(weight + kept_weight, MAX_WEIGHT)
         return heavier
@@ -59,6 +66,15 @@ class Kept:
     def forget(self, but: Collection[int] = ()) -> None:
         """Nothing of this will be exchanged any more, ``but`` what is there of these buckets."""
         self._slices = {part: slices for part, slices in self._slices.items() if part in but}
+
+
+def is_finite(contribution: Contribution, dtype: DType) -> bool:
+    """Whether all of a slice is."""
+    if contribution.data is None:
+        return True
+    values = contribution.data.view(numpy_dtype(dtype))
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(values.astype(_WIDE.get(dtype.name, np.float32))).all())
 
 
 def _add(data: Bytes, weight: float, kept: Bytes | None, kept_weight: float, dtype: DType) -> None:

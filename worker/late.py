@@ -6,6 +6,7 @@
     … and there is no room                      LeftOutError: it has to join again
     in which what it gave does not count        nothing more of this round is sent, whose other results come unasked
     … and late contributions are to be kept     what it gave to these slices is added to what it gives next
+    … and it is not finite                      it is forgotten, unless that halts the group
 
 When the round fails, that is told for one of its buckets at least, and then holds for all.
 """
@@ -31,7 +32,7 @@ from protocol.shards import Table
 from worker.backlog import Backlog, Unasked, room_for
 from worker.entry import Entry
 from worker.handle import Handle
-from worker.kept import Kept
+from worker.kept import Kept, is_finite
 from worker.outbox import Exchange, ShardTraffic
 from worker.stages import Stage
 from worker.unasked import Read, lacks, overrun
@@ -91,6 +92,8 @@ class Latecomer(ABC):
         given = [(index, exchange.given(index)) for index in range(start, stop)]
         with self._state:
             for index, contribution in given:
+                if self.membership.nonfinite != "halt" and not is_finite(contribution, exchange.operation.dtype):
+                    continue  # what is not finite would spoil the next round, too
                 self._kept.put(exchange.key.part, index, contribution)
 
     def _note_lateness(self) -> bool:

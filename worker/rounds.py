@@ -67,6 +67,8 @@ class Rounds:
         weight: this worker's weight, from the next round on.
         modes: compares the workers' modes, if eval mode exchanges nothing.
         seconds: time that the caller's thread has spent in exchanges so far.
+        skipped: whether the last round is not to be applied, as somebody's gradients were not finite.
+        left_out: whether something that this worker gave to it was not finite, and did not count.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Rounds:
         self.modes = Modes(worker, compares=not options.exchange_in_eval)
         self.weight = 1.0
         self.seconds = 0.0
+        self.skipped = self.left_out = False
         self._unpushed: set[int] = set()
         self._round_weight: float | None = None
         self._leaves = self._abandoned = False
@@ -183,8 +186,9 @@ class Rounds:
             self._push_buffers()
             self.modes.heed()
             handles = self._staging.finish()
+            self.skipped, self.left_out = self._worker.skipped, self._worker.left_out
             self._hand_out(handles)
-        return handles[0].weight > 0.0
+        return handles[0].weight > 0.0 or handles[0].not_finite is not None
 
     def _open(self) -> float:
         """This worker's weight in the round. What does not wait for gradients is pushed with the first of them."""
@@ -253,7 +257,7 @@ class Rounds:
         # Where nobody has a gradient nobody shall get one, not even zeros: optimizers tell these from none.
         used = self._used.tolist() if self._options.tracks_used else [1] * len(self.slots)
         for slot, anybody in zip(self.slots, used, strict=True):
-            if anybody:
+            if anybody and not self.skipped:
                 slot.give(self._options.gradient_as_bucket_view)
             else:
                 slot.parameter.grad = None

@@ -282,6 +282,7 @@ class Session(Boundaries):
                     )
                 with self._state:
                     self.welcome = message
+                    self._sifts = message.nonfinite in ("leave-out", "skip")
                     self.timeout = message.timeout or self.timeout
                     self._announced.welcomed(message.epoch)
                     self.stage = Stage.JOINING if message.joins else Stage.MEMBER

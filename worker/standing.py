@@ -261,6 +261,8 @@ class Books:
             exchange.settle(index, index + 1)
             exchange.handle.present |= result.present
             exchange.handle.weight = max(exchange.handle.weight, result.weight)
+            if result.nonfinite:
+                self._session.note_not_finite(exchange.handle, result)
         if exchange.answered:
             exchange.rewind()
         return exchange.done

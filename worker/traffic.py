@@ -44,7 +44,7 @@ from protocol.shards import Table
 from worker.coder import Coder
 from worker.donor import Donor, nobody_takes_it
 from worker.entry import Entry
-from worker.handle import VERDICT_SECONDS, Handle
+from worker.handle import VERDICT_SECONDS, Handle, NotFinite
 from worker.interrupts import uninterrupted
 from worker.late import Latecomer
 from worker.membership import Announced
@@ -67,6 +67,8 @@ class Traffic(Latecomer):
         round: the one that is open or next.
         stage: whether this worker is a member yet.
         turns: what it says and asks of whose rounds are.
+        skipped: whether the last round that is over is not to be applied, as somebody's gradients were not finite.
+        left_out: whether something that this worker gave to it was not finite.
     """
 
     def __init__(self, channel: Channel, timeout: float) -> None:
@@ -100,6 +102,9 @@ class Traffic(Latecomer):
         self._weight = 0.0
         """Of this worker in the present round."""
         self.turns = Turns(self)
+        self._sifts = False
+        """Whether gradients that are not finite are left out, or their rounds skipped."""
+        self.skipped = self.left_out = False
         self.donor = Donor(self)
         self.entry = Entry()
 
@@ -182,7 +187,7 @@ class Traffic(Latecomer):
                 if not present:
                     data[:], present = 0, True
                 layout, _ = self._table.share(key, operation)
-                heavier = self._kept.add_to(index, data, weight, layout, operation.dtype)
+                heavier = self._kept.add_to(index, data, weight, layout, operation.dtype, self._sifts)
             feedback = self._feedback_of(index, operation) if present and weight > 0 else None
             source = data if present and weight > 0 else None
             handle = self._begin(key, operation, source, data, weight, feedback=feedback, heavier=heavier)
@@ -322,7 +327,7 @@ class Traffic(Latecomer):
         if operation.is_lossy:
             assert isinstance(destination, np.ndarray)
             assert source is None or isinstance(source, np.ndarray)
-            coder = Coder(key, layout, source, destination, feedback)
+            coder = Coder(key, layout, source, destination, feedback, self._sifts)
         what = key, pool, operation, layout, source, destination, weight, handle, self._channel, self._slots, coder
         named = operation.kind in WORLD_BOUND or key.stream == Stream.TRANSFER
         epoch = welcome.epoch if welcome.seats and named else 0
@@ -478,6 +483,8 @@ class Traffic(Latecomer):
             there.outbox.answered(exchange, start, stop)
             handle.present |= result.present
             handle.weight = max(handle.weight, result.weight)  # slices differ where somebody died in between
+            if result.nonfinite:
+                self.note_not_finite(handle, result)
             done, error = exchange.done, None
             if done:
                 there.exchanges.pop(result.key, None)
@@ -488,6 +495,12 @@ class Traffic(Latecomer):
             handle._complete(error)
         if more:
             self._pump()
+
+    def note_not_finite(self, handle: Handle, result: Result) -> None:
+        """Some gave what is not finite to the slices of ``result``. With the lock held."""
+        own = self.seat_of(self.membership.rank) in result.nonfinite
+        before = handle.not_finite
+        handle.not_finite = NotFinite(own or (before is not None and before.own), self.membership.nonfinite == "skip")
 
     def _take_exchange_failure(self, key: ExchangeKey, error: GradServerError, shard: int) -> None:
         there, reason = self._shards[shard], error

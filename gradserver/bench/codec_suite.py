@@ -15,7 +15,7 @@ from gradserver.bench.session import Session
 from gradserver.bench.spec import FLOAT_BYTES, BenchError
 from gradserver.bench.stats import Stats, size_name
 from gradserver.daemon import keep_memory
-from gradserver.engine.events import Broken, Contribution, NonFinite, Reduce, Undecodable
+from gradserver.engine.events import Broken, Contribution, NonFinite, Reduce, Sifted, Undecodable
 from gradserver.lossy import Owed
 from gradserver.reducer import reduce
 from protocol.buffer import Buffer
@@ -85,7 +85,7 @@ class Exchange:
                 "bench", 1, key, index, self._operation, start, nbytes, numel, self._owed, given, (), keep=True
             )
             outcome = reduce(command)
-            if outcome is None or isinstance(outcome, NonFinite | Undecodable | Broken | tuple):
+            if outcome is None or isinstance(outcome, NonFinite | Sifted | Undecodable | Broken | tuple):
                 raise BenchError(f"{self.codec.name}: the coordinator found {outcome}")
             answers.append(outcome)
         return answers

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradserver.engine.data_records import Claim, Committed
-from gradserver.engine.events import Command, Record
+from gradserver.engine.events import Command, Log, Record
 from gradserver.engine.membership import Group
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.positions import Use
@@ -72,6 +72,10 @@ def claimed(claim: Claim, commands: list[Command]) -> None:
 def completed(group: Group, record: RoundRecord, used_up: tuple[Committed, ...], commands: list[Command]) -> None:
     """A round is complete. Results are told before this, and in elastic groups that it is over behind it."""
     commands.append(Record(Round(group.name, group.epoch, record, used_up)))
+    if record.nonfinite:
+        warning = group.found.count(record, group.nonfinite, group.plan, group.call, group.name)
+        if warning:
+            commands.append(Log(warning, warning=True))
     group.told = record.round, group.epoch
     group.ledger.append(replace(record, inputs=(), results=()))  # here it is for its times
 

@@ -12,7 +12,8 @@ An exchange lives from the first push for it to the last result:
     OPEN       last slice's results sent           (none)     a bucket counts towards its round
     OPEN       push of another operation           FAILED     every contributor is told both sides
     OPEN       a missing participant departs       FAILED     every contributor is told who
-    OPEN       non-finite, deadline                FAILED     every contributor is told who
+    OPEN       deadline; non-finite, which halts   FAILED     every contributor is told who
+    OPEN       non-finite, by another policy       OPEN       the slices' results say who (`sifting`)
     OPEN       a new plan, for a bucket            FAILED     every contributor is told
     OPEN       a contributor goes on without it    FAILED     every contributor is told (with several shards)
     FAILED     push of the first slice             FAILED     the sender is told
@@ -55,6 +56,7 @@ from gradserver.engine.events import (
     Reseat,
     Send,
     SetPlan,
+    Sifted,
     Undecodable,
     Violation,
 )
@@ -285,8 +287,10 @@ class Data:
             return self._halt(group, exchange, piece.start, event.outcome, commands)
         if event.digests:
             group.rounds[event.key.number].count(event.key.part, event.digests)
-        payload = b"" if event.outcome is None else event.outcome
-        return answer(group, exchange, piece, payload, now, commands)
+        outcome = event.outcome
+        if isinstance(outcome, Sifted):
+            return answer(group, exchange, piece, outcome.payload or b"", now, commands, outcome.findings)
+        return answer(group, exchange, piece, b"" if outcome is None else outcome, now, commands)
 
     def _halt(
         self, group: Group, exchange: Exchange, index: int, found: NonFinite, commands: list[Command]

@@ -61,6 +61,25 @@ class NonFinite:
     """Whether it was that very element, or one near it that shared its encoding."""
 
 
+class Finding(NamedTuple):
+    """What ``rank`` gave to ``slice`` is not finite; ``element`` of the reduction is the first that is not."""
+
+    slice: int
+    rank: int
+    element: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """A mean of which some contributions are not finite. `OnNonFinite` says what the result of their slices is.
+
+    ``payload`` holds the other slices, if the result was asked for; what it holds of a slice without one is void.
+    """
+
+    payload: Buffer | None
+    findings: tuple[Finding, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Undecodable:
     """A contribution's bytes say nothing in its codec; ``error`` says why not."""
@@ -86,7 +105,7 @@ class Reduced(NamedTuple):
     epoch: int
     key: ExchangeKey
     slice: int
-    outcome: Buffer | tuple[Buffer, ...] | NonFinite | Undecodable | Broken | None
+    outcome: Buffer | tuple[Buffer, ...] | NonFinite | Sifted | Undecodable | Broken | None
     digests: Sequence[tuple[int, int]] = ()
 
 
@@ -167,6 +186,7 @@ class Reduce(NamedTuple):
         nonfinite: what becomes of contributions to a mean that are not finite.
         world: how many take part.
         places: of SCATTER and ALL_TO_ALL, whose result each target is: his place among those.
+        spans: if that is decided for each slice: of each its first element and the one behind its last, from ``first``.
     """
 
     group: str
@@ -185,6 +205,7 @@ class Reduce(NamedTuple):
     nonfinite: OnNonFinite = OnNonFinite.HALT
     world: int = 0
     places: Sequence[int] = ()
+    spans: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -15,7 +15,7 @@ from protocol.errors import (
 from protocol.exchange import ExchangeKey, Kind, Layout, Operation
 
 if TYPE_CHECKING:
-    pass
+    from gradserver.engine.events import Finding
 
 WEIGHED = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER})
 """Contributions of weight 0 are left out, and absent ones are zeros."""
@@ -23,6 +23,10 @@ WEIGHED = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER})
 _NOBODY: Final[Mapping[int, int]] = MappingProxyType({})
 _NOTHING: Final[Mapping[int, Any]] = MappingProxyType({})
 """One for all exchanges: of most there is nothing to say, and there may be many."""
+
+
+Payload = Buffer | tuple[Buffer, ...] | None
+"""A result: None for zeros, and one part for each who takes part where everybody gets something else."""
 
 
 class Run(NamedTuple):
@@ -89,7 +93,7 @@ class Exchange:
     before: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
     """In how many of these each counted."""
     reducing: dict[int, Piece] = field(default_factory=dict)
-    made: Mapping[int, tuple[Piece, Buffer | tuple[Buffer, ...] | None]] = field(default_factory=lambda: _NOTHING)
+    made: Mapping[int, tuple[Piece, Payload, Sequence[Finding]]] = field(default_factory=lambda: _NOTHING)
     """What was reduced before slices in front of it: their results go first, in a durable group."""
     answered: int = 0
     last: int = -1
@@ -218,7 +222,7 @@ class Exchange:
         """Every contribution that is here and not answered, with its rank."""
         for rank, runs in self.runs.items():
             yield from ((rank, run._replace(start=max(run.start, self.complete))) for run in runs)
-        for piece in (*self.reducing.values(), *(piece for piece, _ in self.made.values())):
+        for piece in (*self.reducing.values(), *(piece for piece, _, _ in self.made.values())):
             yield from piece.given.items()
 
     def writes(self) -> bool:

@@ -98,6 +98,8 @@ def adopt(
             for seat, weight in enumerate(weights):
                 if weight:
                     current.counted[seat, part] += count
-                    current.weights[seat] = max(weight, current.weights.get(seat, 0.0))
+                    current.weights[seat] = max(abs(weight), current.weights.get(seat, 0.0))
+                if weight < 0:
+                    current.not_finite(seat, part, -1, count)
     current.cut.update((which, slices) for which, slices in current.counted.items() if which[0] not in holders)
     return current

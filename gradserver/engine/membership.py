@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gradserver.engine.events import Command, Log, Seat
+from gradserver.engine.findings import Findings
 from gradserver.engine.joiners import Joiner, Stage
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.positions import Positions
@@ -105,6 +106,8 @@ class Group:
     """Of an elastic group."""
     nonfinite: OnNonFinite = OnNonFinite.HALT
     """What becomes of gradients that are not finite."""
+    found: Findings = field(default_factory=Findings)
+    """How many of these there were."""
     applicants: list[Applicant] = field(default_factory=list)
     members: dict[int, Seat] = field(default_factory=dict)
     """Those who are still there, by rank."""
@@ -501,7 +504,7 @@ def describe(group: Group, now: float) -> dict[str, object]:
         "last_round": _record(group, group.ledger[-1]) if group.ledger else None,
         "timeout": group.timeout,
         "round_timeout": group.round_timeout,
-        "nonfinite": {"policy": str(group.nonfinite)},
+        "nonfinite": {"policy": str(group.nonfinite), **group.found.describe(group.seats.names)},
     }
 
 

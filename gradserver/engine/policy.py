@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from protocol.errors import InvalidArgumentError, InvalidWorldSizeError
 from protocol.limits import BACKLOG_BYTES, MAX_TIMEOUT, MAX_WORLD_SIZE, STATE_BYTES_A_SECOND, STATE_SECONDS
@@ -35,6 +36,11 @@ class OnNonFinite(StrEnum):
     def sifts(self) -> bool:
         """Whether it is decided for each slice of a mean, and told with its result."""
         return self in (OnNonFinite.LEAVE_OUT, OnNonFinite.SKIP)
+
+
+HALT: Final = OnNonFinite.HALT
+PROPAGATE: Final = OnNonFinite.PROPAGATE
+"""For who asks with every slice: a class of enumerators takes its time to look one up."""
 
 
 def on_non_finite(name: str) -> OnNonFinite:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -42,7 +42,7 @@ from protocol.plan import Plan as PlanTable, decode_plan
 MAX_BODY_BYTES: Final = MAX_ORDER_BYTES
 """One record without its frame: a plan, at most."""
 _MAX_CUT: Final = 1024
-"""Places at which a record says that somebody was cut off; it leaves out the others."""
+"""Places at which a record says that somebody was cut off, or not finite; it leaves out the others."""
 _MAX_SECONDS: Final = 1e12
 """Of any clock."""
 
@@ -62,6 +62,8 @@ class RoundRecord:
         results: the digest of each bucket's result, by its place in the section; empty if none was made.
         cut: of those who departed in this round, (seat, bucket, number of slices that counted).
         section: the number of the section of the plan that was exchanged.
+        nonfinite: of what was not finite, and did not count, (seat, bucket, number of slices, the first element that is
+            not finite). The element is -1 if it is not known any more.
 
     In elastic groups ranks are seats here, and whoever was not there has weight 0 and arrived when it was opened.
     """
@@ -76,6 +78,7 @@ class RoundRecord:
     results: tuple[int, ...] = ()
     cut: tuple[tuple[int, int, int], ...] = ()
     section: int = 0
+    nonfinite: tuple[tuple[int, int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,14 +301,16 @@ def pack_round(record: RoundRecord) -> list[Any]:
         column("Q", record.results),
         column("Q", [value for place in record.cut[:_MAX_CUT] for value in place]),
         *([record.section] if record.section else ()),
+        *([column("q", [value for one in record.nonfinite[:_MAX_CUT] for value in one])] if record.nonfinite else ()),
     ]
 
 
 def unpack_round(value: Any, opened: float | None = None, completed: float | None = None) -> RoundRecord:
     """The record of these fields, if it was ``opened`` or ``completed`` then; MalformedMessageError if it is none."""
-    if type(value) is not list or len(value) not in (8, 9):
+    if type(value) is not list or not 8 <= len(value) <= 10:
         raise MalformedMessageError(f"expected a round, got {brief(value)}")
-    round_number, packed, took, last, lags, inputs, results, cut, *section = value
+    round_number, packed, took, last, lags, inputs, results, cut, *more = value
+    section, nonfinite = ([one for one in more if (type(one) is bytes) == is_bytes] for is_bytes in (False, True))
     weights = tuple(_weight(weight) for weight in uncolumn("d", packed, MAX_WORLD_SIZE))
     seconds = _took(took)
     begun = opened if opened is not None else (completed or 0.0) - seconds
@@ -320,10 +325,11 @@ def unpack_round(value: Any, opened: float | None = None, completed: float | Non
         uncolumn("Q", inputs, MAX_WORLD_SIZE),
         uncolumn("Q", results, MAX_BUCKETS),
         _cuts(uncolumn("Q", cut, 3 * _MAX_CUT)),
-        *map(_count, section),
+        section=_count(section[0]) if section else 0,
+        nonfinite=_not_finite(uncolumn("q", nonfinite[0], 4 * _MAX_CUT)) if nonfinite else (),
     )
     world = len(weights)
-    spoken_of = {record.last, *(seat for seat, _, _ in record.cut)}
+    spoken_of = {record.last, *(seat for seat, _, _ in record.cut), *(one[0] for one in record.nonfinite)}
     if len(moments) not in (0, 2 * world) or len(record.inputs) not in (0, world) or max(spoken_of) >= world:
         raise MalformedMessageError("a round of which the numbers by rank do not fit together")
     return record
@@ -333,6 +339,13 @@ def _cuts(values: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     if len(values) % 3:
         raise MalformedMessageError("a round of which the departed do not fit together")
     return tuple(zip(values[::3], values[1::3], values[2::3], strict=True))
+
+
+def _not_finite(values: Sequence[int]) -> tuple[tuple[int, int, int, int], ...]:
+    found = tuple(zip(values[::4], values[1::4], values[2::4], values[3::4], strict=False))
+    if len(values) % 4 or any(min(seat, part, slices - 1, first + 1) < 0 for seat, part, slices, first in found):
+        raise MalformedMessageError("a round of which what was not finite does not fit together")
+    return found
 
 
 _took = number(0.0, MAX_TIMEOUT)
@@ -391,6 +404,7 @@ def _is_plain(epoch: int, record: RoundRecord, body: bytes) -> bool:
         and max(weights) <= MAX_WEIGHT
         and 0.0 <= record.completed - record.opened <= _SOON
         and not record.cut
+        and not record.nonfinite
         and len(body) <= MAX_BODY_BYTES
     )
 
@@ -401,12 +415,9 @@ _SOON: Final = 3600.0
 
 def _encode(record: Kind) -> tuple[int, bytes]:
     if type(record) is Round:
-        packed, section = pack_round(replace(record.record, section=0)), record.record.section
-        fields_of_round = [record.group, record.epoch, record.record.opened, *packed]
-        if record.used_up or section:
+        fields_of_round = [record.group, record.epoch, record.record.opened, *pack_round(record.record)]
+        if record.used_up:
             fields_of_round.append([one.pack() for one in record.used_up])
-        if section:
-            fields_of_round.append(section)
         body: bytes = _packb(fields_of_round)
         return _ROUND, body
     if isinstance(record, Data | Claim):
@@ -425,9 +436,8 @@ def decode(code: int, body: Buffer) -> Kind:
         if len(values) < 3:
             raise MalformedMessageError(f"a Round of {len(values)} fields")
         group, epoch, opened, *rest = values
-        section = [rest.pop()] if len(rest) == 10 else []
-        used_up = data_records.committed(rest.pop()) if len(rest) == 9 else ()
-        return Round(_name(group), _count(epoch), unpack_round([*rest, *section], _clock(opened)), used_up)
+        used_up = data_records.committed(rest.pop()) if len(rest) > 8 and type(rest[-1]) is list else ()
+        return Round(_name(group), _count(epoch), unpack_round(rest, _clock(opened)), used_up)
     if code not in _CHECKS:
         raise MalformedMessageError(f"there is no kind of record {code}: a later version may have written it")
     kind, checks = _CHECKS[code]

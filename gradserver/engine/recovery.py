@@ -123,7 +123,10 @@ def held(group: Group, seat: int, message: Held, payload: Buffer | None, command
         return False  # asked for before somebody else was lost
     if payload is not None:
         _check_held(group, recovery.holders[seat], seat, place, payload)
-    result = Result(*place, message.weight, message.present, 1, False, message.without, message.weights)
+    nonfinite = tuple(seat for seat, weight in enumerate(message.weights) if weight < 0)
+    result = Result(
+        *place, message.weight, message.present, 1, False, message.without, message.weights, nonfinite=nonfinite
+    )
     recovery.came[place] = result, () if payload is None else (payload,)
     _hand_on(group, recovery, commands)
     return True

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from gradserver.engine.events import Command, Contribution, Digests, Reduce, Report, RoundCompleted, Send
-from gradserver.engine.exchanges import WEIGHED, Exchange, Piece, Run
+from gradserver.engine.events import Command, Contribution, Digests, Finding, Reduce, Report, RoundCompleted, Send
+from gradserver.engine.exchanges import WEIGHED, Exchange, Payload, Piece, Run
 from gradserver.engine.groups import Group
-from gradserver.engine.policy import OnNonFinite
+from gradserver.engine.policy import HALT, PROPAGATE
 from gradserver.engine.rounds import Round
+from gradserver.engine.sifting import counting, sifted
 from gradserver.engine.unasked import listeners, send_unasked, without
 from protocol.buffer import Buffer
 from protocol.exchange import JOINED, PORTIONED, Kind, Layout, Op, Stream, gets
@@ -49,14 +50,17 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
     nbytes, numel = layout.run_bytes(piece.start, piece.stop), layout.run_numel(piece.start, piece.stop)
     keep = len(targets) < len(getters) or bool(listeners(group, exchange, piece))
     key = exchange.key
-    digests, nonfinite = None, OnNonFinite.PROPAGATE  # a collective carries any number
+    digests, nonfinite = None, PROPAGATE  # a collective carries any number
+    spans: Sequence[tuple[int, int]] = ()
     if key.stream == Stream.BUCKET:
         nonfinite = group.order.nonfinite
+        if nonfinite is not HALT and nonfinite is not PROPAGATE and operation.op is Op.MEAN:
+            spans = _spans(exchange, piece)
         if group.rounds[key.number].hashed:
             digests = Digests(group.places[key.part], [])
     where = group.order.group, group.order.epoch, key, piece.start
     what = operation, layout.span(piece.start)[0], nbytes, numel
-    reduction = Reduce(*where, *what, group.state, contributions, targets, keep, digests, nonfinite)
+    reduction = Reduce(*where, *what, group.state, contributions, targets, keep, digests, nonfinite, spans=spans)
     if operation.kind in PORTIONED:  # everybody gets a part of it
         places = [place for place, run in enumerate(piece.given.values()) if run.shared]
         reduction = reduction._replace(world=len(piece.given), places=places)
@@ -70,25 +74,34 @@ def portions(payload: Buffer, count: int) -> tuple[Buffer, ...]:
     return tuple(view[place * size : (place + 1) * size] for place in range(count))
 
 
+def _spans(exchange: Exchange, piece: Piece) -> Sequence[tuple[int, int]]:
+    """The elements of each slice, counted from the first one's."""
+    first = exchange.layout.span(piece.start)[0]
+    spans = (exchange.layout.span(index) for index in range(piece.start, piece.stop))
+    return [(start - first, stop - first) for start, stop in spans]
+
+
 def answer(
     group: Group,
     exchange: Exchange,
     piece: Piece,
-    payload: Buffer | tuple[Buffer, ...] | None,
+    payload: Payload,
     now: float,
     commands: list[Command],
+    findings: Sequence[Finding] = (),
 ) -> list[Report]:
     """Send everybody the result of some slices: ``payload``, or None for zeros. To shared memory it was written.
 
     Of what is `PORTIONED` it is a tuple, with the result of each who takes part.
 
-    In a durable group it waits for those of earlier slices, so that what members hold of a bucket is a prefix.
+    ``findings`` say of which slices what is not to count, or which have none. In a durable group it waits for those of
+    earlier slices, so that what members hold of a bucket is a prefix.
     """
     reducing = exchange.reducing
     if group.order.durable and reducing and exchange.key.stream == Stream.BUCKET and min(reducing) < piece.start:
-        exchange.made = {**exchange.made, piece.start: (piece, payload)}
+        exchange.made = {**exchange.made, piece.start: (piece, payload, findings)}
         return []
-    reports = _send(group, exchange, piece, payload, now, commands)
+    reports = _send(group, exchange, piece, payload, findings, now, commands)
     if exchange.made:
         before = min(reducing, default=exchange.stop)
         ready = [exchange.made[start] for start in sorted(exchange.made) if start < before]
@@ -102,25 +115,56 @@ def _send(
     group: Group,
     exchange: Exchange,
     piece: Piece,
-    payload: Buffer | tuple[Buffer, ...] | None,
+    payload: Payload,
+    findings: Sequence[Finding],
     now: float,
     commands: list[Command],
 ) -> list[Report]:
+    refund(group, exchange, piece)
+    reports: list[Report] = []
+    acknowledged: list[Command] = []
+    if findings:
+        for part, part_payload, nonfinite in sifted(group, exchange, piece, payload, findings):
+            reports += _tell(group, exchange, part, part_payload, nonfinite, acknowledged, commands)
+    else:
+        reports = _tell(group, exchange, piece, payload, (), acknowledged, commands)
+    # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
+    commands += acknowledged
+    group.slices += piece.stop - piece.start
+    exchange.answered += piece.stop - piece.start
+    if exchange.answered < exchange.stop - exchange.start:
+        return reports
+    key = exchange.key
+    del group.exchanges[key]
+    return reports + (_bucket_done(group, exchange, now) if key.stream == Stream.BUCKET else [])
+
+
+def _tell(
+    group: Group,
+    exchange: Exchange,
+    piece: Piece,
+    payload: Payload,
+    nonfinite: tuple[int, ...],
+    acknowledged: list[Command],
+    commands: list[Command],
+) -> list[Report]:
+    """Say the result of some slices, in which what the seats ``nonfinite`` have given is not finite."""
     key, operation, layout = exchange.key, exchange.operation, exchange.layout
     start, stop, given = piece
     weight = sum(run.weight for run in given.values())
     owner = exchange.owner(piece)
     lacking = without(exchange, piece)
     weights = _weights(given) if group.order.durable and key.stream == Stream.BUCKET else ()
-    placed = Result(key, start, weight, True, stop - start, True, lacking, weights)
-    empty = Result(key, start, weight, False, stop - start, False, lacking, weights)
+    if nonfinite:
+        weight = counting(group, given, nonfinite)
+        weights = tuple(-own if seat in nonfinite else own for seat, own in enumerate(weights))
+    placed = Result(key, start, weight, True, stop - start, True, lacking, weights, nonfinite)
+    empty = Result(key, start, weight, False, stop - start, False, lacking, weights, nonfinite)
     travels: list[tuple[Result, Sequence[Buffer]]] = []
-    acknowledged: list[Command] = []
     connections, departed = group.connections, group.departed
     whole: Any = payload  # where it is the same for all
     parts = dict(zip(given, payload, strict=True)) if type(payload) is tuple else None
     nbytes = layout.reply_bytes(start, stop)
-    refund(group, exchange, piece)
     for rank in _receivers(exchange, piece):
         if rank in departed:
             continue
@@ -143,14 +187,7 @@ def _send(
         if payload is not None:
             travels = travels or list(_by_slice(layout, piece, placed, whole))
         reports = send_unasked(group, listening, travels or [(empty, ())], commands)
-    # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
-    commands += acknowledged
-    group.slices += stop - start
-    exchange.answered += stop - start
-    if exchange.answered < exchange.stop - exchange.start:
-        return reports
-    del group.exchanges[key]
-    return reports + (_bucket_done(group, exchange, now) if key.stream == Stream.BUCKET else [])
+    return reports
 
 
 def _weights(given: dict[int, Run]) -> tuple[float, ...]:
@@ -209,12 +246,12 @@ def _by_slice(
     layout: Layout, piece: Piece, placed: Result, payload: Buffer
 ) -> Iterator[tuple[Result, Sequence[Buffer]]]:
     """The results of ``piece`` for who is to get them as payloads, not ``placed``."""
-    key, _, weight, _, _, _, lacking, weights = placed
+    key, _, weight, _, _, _, lacking, weights, nonfinite = placed
     if piece.stop - piece.start == 1:
-        yield Result(key, piece.start, weight, True, 1, False, lacking, weights), (payload,)
+        yield Result(key, piece.start, weight, True, 1, False, lacking, weights, nonfinite), (payload,)
         return
     view, at = memoryview(payload), 0
     for index in range(piece.start, piece.stop):
         size = layout.nbytes(index)
-        yield Result(key, index, weight, True, 1, False, lacking, weights), (view[at : at + size],)
+        yield Result(key, index, weight, True, 1, False, lacking, weights, nonfinite), (view[at : at + size],)
         at += size

@@ -115,7 +115,7 @@ def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord |
         and len(record.weights) == len(record.arrivals) == world
         and len(record.results) in (0, buckets)
     )
-    spoken_of = {record.last, *(seat for seat, _, _ in record.cut)}
+    spoken_of = {record.last, *(seat for seat, _, _ in record.cut), *(one[0] for one in record.nonfinite)}
     if not fits or not all(0 <= seat < world for seat in spoken_of):
         raise MalformedMessageError(f"a report of a round in which others took part than are in group {group.name!r}")
     reported = group.partial.setdefault(record.round, {})
@@ -183,4 +183,14 @@ def _whole(parts: Sequence[RoundRecord], world: int) -> RoundRecord:
         results=tuple(sum(found) % MODULUS for found in zip(*(p.results for p in parts), strict=True))
         if hashed
         else (),
+        nonfinite=_not_finite(parts),
     )
+
+
+def _not_finite(parts: Sequence[RoundRecord]) -> tuple[tuple[int, int, int, int], ...]:
+    """What was not finite at any shard: how many slices, and which was the first element."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for seat, part, slices, first in (one for record in parts for one in record.nonfinite):
+        before, earlier = found.get((seat, part), (0, first))
+        found[seat, part] = before + slices, min([one for one in (earlier, first) if one >= 0], default=-1)
+    return tuple((*which, *what) for which, what in sorted(found.items()))

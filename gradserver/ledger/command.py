@@ -289,6 +289,10 @@ def _round_line(found: Round, start: Start | None) -> dict[str, Any]:
         "inputs": [hexadecimal(value) for value in record.inputs],
         "results": [hexadecimal(value) for value in record.results],
         "used": [one._asdict() for one in found.used_up],
+        "nonfinite": [
+            {"seat": seat, "bucket": part, "slices": slices, "element": first}
+            for seat, part, slices, first in record.nonfinite
+        ],
     }
 
 

@@ -10,6 +10,7 @@ from statistics import median
 from textwrap import wrap
 
 from gradserver.engine.data_records import Data
+from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import (
     Closed,
     Cut,
@@ -17,6 +18,7 @@ from gradserver.engine.records import (
     Epoch,
     Group,
     Halt,
+    Handling,
     Kind,
     Plan,
     Reset,
@@ -89,6 +91,9 @@ class Story:
         self.closed: dict[int, list[Cut]] = {}
         """Rounds that were closed without somebody."""
         self.missed: Counter[int] = Counter()
+        self.handling = OnNonFinite.HALT
+        self.bad: Counter[int] = Counter()
+        """Rounds to which each gave what was not finite."""
 
     def take(self, record: Kind, clock: float) -> None:
         """What was written next."""
@@ -101,6 +106,8 @@ class Story:
                 self.plan = record
             case Durable():
                 self.durable = True
+            case Handling(_, nonfinite):
+                self.handling = nonfinite
             case Reset(_, number):
                 self._note(clock, f"before round {number}: residuals reset, what lossy codecs owed is lost")
             case Halt(_, _, number, error, reason):
@@ -139,6 +146,7 @@ class Story:
         self.recent.append(record)
         self.took.append(record.completed - record.opened)
         self.came_last[record.last] += 1
+        self.bad.update({seat for seat, _, _, _ in record.nonfinite})
         for rank, weight in enumerate(record.weights):
             self.given[rank] += weight > 0
             if record.arrivals and was_there(record, rank):
@@ -187,6 +195,9 @@ def summary(story: Story) -> list[str]:
         if story.missed:
             heads.append("too late")
             rows = [[*row, story.missed[rank]] for row, rank in zip(rows, sorted(story.names), strict=True)]
+        if story.bad:
+            heads.append("not finite")
+            rows = [[*row, story.bad[rank]] for row, rank in zip(rows, sorted(story.names), strict=True)]
         lines += table(heads, rows)
     lines += [
         line for event in story.events for line in wrap(event, 98, initial_indent="  ", subsequent_indent=" " * 23)
@@ -215,11 +226,17 @@ def _rows(story: Story, records: Sequence[RoundRecord]) -> list[str]:
                 f"{sum(weight > 0 for weight in record.weights)} of {_present(record)}",
                 story.call(record.last),
                 "-" if lag is None else _seconds(lag.ended),
-                "too late" if record.round in story.closed else "" if lag is None else lag.why(record),
+                _remark(story, record) or ("" if lag is None else lag.why(record)),
                 hexadecimal(sum(record.results) % MODULUS) if record.results else "-",
             ]
         )
     return table(["round", "done at", "took", "gave", "came last", "behind", "why", "digest"], rows)
+
+
+def _remark(story: Story, record: RoundRecord) -> str:
+    if record.nonfinite:
+        return "skipped" if story.handling is OnNonFinite.SKIP else "left out"
+    return "too late" if record.round in story.closed else ""
 
 
 def one_round(story: Story, found: Round) -> list[str]:
@@ -248,6 +265,7 @@ def one_round(story: Story, found: Round) -> list[str]:
     lines += table(["rank", "worker", "weight", "share", "began", "ended", "", "digest of what counted"], rows)
     for closing in story.closed.get(record.round, []):
         lines += wrap(plain(closing.reason), 98, initial_indent="  ", subsequent_indent="    ")
+    lines += _not_finite(story, record)
     section = story.plan.plan.section(record.section) if story.plan is not None else None
     if story.plan is not None and section is not None and record.results:
         buckets = [
@@ -267,6 +285,21 @@ def one_round(story: Story, found: Round) -> list[str]:
         for used in found.used_up
     ]
     return lines + (table(["data", "epoch", "worker", "samples", "positions", ""], rows) if rows else [])
+
+
+def _not_finite(story: Story, record: RoundRecord) -> list[str]:
+    """Who gave what was not finite, to which bucket, and to how many slices of it."""
+    if not record.nonfinite:
+        return []
+    buckets = story.plan.plan.buckets if story.plan is not None else ()
+    rows = []
+    for seat, part, slices, first in record.nonfinite:
+        bucket = buckets[part] if part < len(buckets) else None
+        known = bucket is not None and 0 <= first < bucket.numel
+        parameter = _cut(bucket.component_at(first).name) if bucket is not None and known else "?"
+        rows.append([story.call(seat), _cut(bucket.key) if bucket is not None else part, slices, parameter])
+    becomes = "skipped by all workers" if story.handling is OnNonFinite.SKIP else "left out"
+    return [f"  NaN or Inf, {becomes}:", *table(["worker", "bucket", "slices", "first parameter"], rows)]
 
 
 def _positions(ranges: Ranges) -> str:

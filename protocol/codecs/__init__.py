@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from protocol.codecs.base import Codec, Scratch
+from protocol.codecs.base import Codec, Scratch, is_finite
 from protocol.codecs.dense import Bf16, Fp16, Fp32, Int8
 from protocol.codecs.feedback import Feedback, encode_with_feedback
 from protocol.codecs.sparse import MILLION, RandomK, Sparse, TopK, seed_of
@@ -69,4 +69,4 @@ def _millionths(name: str, fraction: str) -> int:
     return millionths
 
 
-__all__ = ["Codec", "Feedback", "Scratch", "codec_from", "codec_of", "encode_with_feedback", "seed_of"]
+__all__ = ["Codec", "Feedback", "Scratch", "codec_from", "codec_of", "encode_with_feedback", "is_finite", "seed_of"]

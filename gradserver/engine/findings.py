@@ -1,0 +1,65 @@
+"""What control says of gradients that were not finite and did not halt their group: counts, and some warnings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from gradserver.engine.policy import OnNonFinite
+from gradserver.engine.records import RoundRecord
+from protocol.plan import Plan
+
+_QUIET_SECONDS: Final = 10.0
+"""Between two warnings: a training that has gone wrong has such gradients in every round."""
+_TOLD: Final = 4
+"""Contributions that one warning names."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """Those of one group, since this coordinator has it.
+
+    Attributes:
+        rounds: in how many there were such gradients.
+        by_seat: the same for each seat.
+    """
+
+    rounds: int = 0
+    by_seat: Counter[int] = field(default_factory=Counter)
+    _quiet_until: float = 0.0
+    _untold: int = 0
+
+    def count(
+        self, record: RoundRecord, policy: OnNonFinite, plan: Plan | None, call: Callable[[int], str], group: str
+    ) -> str:
+        """Count those of a round; gives what people are to hear of it, which may be nothing."""
+        self.rounds += 1
+        self.by_seat.update({seat for seat, _, _, _ in record.nonfinite})
+        if self.rounds > 1 and record.completed < self._quiet_until:
+            self._untold += 1
+            return ""
+        self._quiet_until = record.completed + _QUIET_SECONDS
+        before, self._untold = self._untold, 0
+        told = [f"{call(seat)} in {_where(plan, part, first)}" for seat, part, _, first in record.nonfinite[:_TOLD]]
+        more = f" and {len(record.nonfinite) - _TOLD} more" if len(record.nonfinite) > _TOLD else ""
+        becomes = "no worker applies it" if policy is OnNonFinite.SKIP else "left out of the mean"
+        since = f" (the same was so in {before} more rounds since this was said last)" if before else ""
+        what = f"round {record.round} of group {group!r} has NaN or Inf from {', '.join(told)}{more}"
+        return f"{what}: {becomes}{since}. Look at that worker's data, loss and learning rate"
+
+    def describe(self, names: Sequence[str]) -> dict[str, object]:
+        """The counts, as plain JSON values."""
+        by_name = {names[seat]: rounds for seat, rounds in sorted(self.by_seat.items())}
+        return {"rounds": self.rounds, "workers": by_name}
+
+
+def _where(plan: Plan | None, part: int, first: int) -> str:
+    if plan is None or part >= len(plan.buckets):
+        return f"bucket {part}"
+    bucket = plan.buckets[part]
+    if not 0 <= first < bucket.numel:
+        return f"bucket {bucket.key!r}"
+    near = ", or one beside it," if bucket.operation.is_lossy else ""
+    return f"parameter {bucket.component_at(first).name!r}{near} of bucket {bucket.key!r}"
