@@ -32,7 +32,7 @@ test: $(STAMP) ## Run the tests, apart from the long ones
 	$(BIN)/pytest -m "not long" --numprocesses 2 --dist worksteal $(TEST_ARGS)
 
 test-long: $(STAMP) ## Run the long tests, and property tests with ten times the examples
-	GRADSERVER_TEST_EXAMPLES=10 $(BIN)/pytest -m "long or hypothesis" $(TEST_ARGS)
+	GRADSERVER_TEST_EXAMPLES=10 $(BIN)/pytest -m "long or hypothesis" --numprocesses 2 --dist worksteal $(TEST_ARGS)
 
 test-lowest: ## Run the tests with the oldest versions of what gradserver needs (lowest.txt), in .venv-lowest
 	@[ -x $(LOWEST)/bin/pytest ] || { $(PYTHON) -m venv --clear $(LOWEST) && \
@@ -40,8 +40,9 @@ test-lowest: ## Run the tests with the oldest versions of what gradserver needs 
 	    hypothesis pytest pytest-timeout; }
 	$(LOWEST)/bin/pytest -m "not long" --ignore tests/test_import_rules.py --ignore tests/test_packaging.py $(TEST_ARGS)
 
-chaos: $(STAMP) ## Harm a group for a minute, a hundred times and more, and recompute every round
-	$(BIN)/gradserver chaos --workers 8 --seconds 60 --least 100 $(CHAOS_ARGS)
+chaos: $(STAMP) ## Harm a group with one shard and one with three, for 40 s each, and recompute every round
+	$(BIN)/gradserver chaos --workers 8 --seconds 40 --least 50 $(CHAOS_ARGS)
+	$(BIN)/gradserver chaos --workers 8 --seconds 40 --least 50 --shards 3 $(CHAOS_ARGS)
 
 mutants: $(STAMP) ## Plant faults in copies of the product, each of which chaos must find by itself
 	$(BIN)/python -m tests.mutants
