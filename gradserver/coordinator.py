@@ -52,6 +52,9 @@ class Mind(Protocol):
     def snapshot(self, now: float) -> dict[str, object]:
         """What it sees, as plain JSON values."""
 
+    def allowance(self) -> int:
+        """Bytes that one member may have under way, or leave unread, at most."""
+
 
 class Journal(Protocol):
     """Where records go: `gradserver.ledger.state.StateDir`."""
@@ -169,6 +172,10 @@ class Coordinator:
         """What ``look`` returns, which looks at the engine while nothing happens there."""
         with self._lock:
             return look()
+
+    def allowance(self) -> int:
+        """Bytes that one member may have under way, or leave unread, at most."""
+        return self._engine.allowance()
 
     def snapshot(self) -> dict[str, object]:
         """What the coordinator sees, as plain JSON values. ``uptime`` in seconds."""

@@ -35,12 +35,14 @@ class PacketStream:
 
     Attributes:
         queued: packets that are not sent yet because the other side does not read; see `flush`.
+        queued_bytes: how long they are, together.
     """
 
     def __init__(self, send: Callable[[Buffer], object], receive: Callable[[int], bytes]) -> None:
         self._send_packet = send
         self._receive_packet = receive
         self.queued: deque[Buffer] = deque()
+        self.queued_bytes = 0
         self._header = b""
         self._payload = bytearray()
         self._arrived = 0
@@ -75,6 +77,7 @@ class PacketStream:
             except BlockingIOError:
                 pass
         self.queued.append(packet)
+        self.queued_bytes += len(packet)
         return False
 
     def flush(self) -> bool:
@@ -84,7 +87,7 @@ class PacketStream:
                 self._send_packet(self.queued[0])
             except BlockingIOError:
                 return False
-            self.queued.popleft()
+            self.queued_bytes -= len(self.queued.popleft())
         return True
 
     def receive(self) -> list[Buffer] | None:

@@ -51,6 +51,37 @@ def rounds(worker: Worker, count: int, buckets: int, numel: int, ready: bool = F
     say("ok")
 
 
+def regression(worker: Worker, steps: int, pause: float) -> None:
+    """Train a small model on data of its own rank's; say when half is done, what the halves took, and the weights.
+
+    Each step computes for ``pause`` seconds.
+    """
+    chance = np.random.default_rng(worker.rank)
+    inputs = chance.normal(size=(64, 32)).astype(np.float32)
+    targets = np.tanh(inputs @ np.ones(32, np.float32) / 6).astype(np.float32)
+    weights = [np.full((32, 16), 0.1, np.float32), np.full(16, 0.1, np.float32)]
+    weights[0] += np.arange(16, dtype=np.float32) / 100
+    worker.agree(simple_plan([("hidden", weights[0].size), ("out", weights[1].size)], FLOAT32))
+    times = [time.monotonic()]
+    for step in range(steps):
+        if step == steps // 2:
+            times.append(time.monotonic())
+            say("half")
+        hidden = np.tanh(inputs @ weights[0])
+        error = (hidden @ weights[1] - targets) / len(targets)
+        grads = [inputs.T @ (np.outer(error, weights[1]) * (1 - hidden**2)), hidden.T @ error]
+        time.sleep(pause)
+        for index, gradient in enumerate(grads):
+            grads[index] = np.ascontiguousarray(gradient.astype(np.float32).reshape(-1))
+            worker.push(index, grads[index])
+        worker.finish_round()
+        for weight, gradient in zip(weights, grads, strict=True):
+            weight -= np.float32(0.1) * gradient.reshape(weight.shape)
+    times.append(time.monotonic())
+    say(f"halves {json.dumps([times[1] - times[0], times[2] - times[1]])}")
+    say(f"weights {b''.join(weight.tobytes() for weight in weights).hex()}")
+
+
 def rounds_as_told(worker: Worker, numel: int) -> None:
     """For each line that says how many: as many rounds in which a worker gives its rank; say what came of each."""
     worker.agree(simple_plan([("b0", numel), ("b1", 1)], FLOAT32))

@@ -32,6 +32,7 @@ import zmq
 
 from gradserver.channels.disconnects import Disconnects
 from gradserver.channels.peers import Peer
+from gradserver.channels.traffic import Connections
 from gradserver.channels.unix import UnixServer
 from protocol.messages import BePresent, Enlist, Message, Present, Welcome
 from protocol.presence import presence_of
@@ -80,10 +81,17 @@ class Attendance:
         router: the socket whose peers they are.
         unix: the local socket of those of this host.
         patience: how long they may be away.
+        connections: what is known of the router's.
     """
 
-    def __init__(self, router: zmq.Socket[bytes], unix: UnixServer | None, patience: Patience) -> None:
-        self.disconnects = Disconnects(router)
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        unix: UnixServer | None,
+        patience: Patience,
+        connections: Connections | None = None,
+    ) -> None:
+        self.disconnects = Disconnects(router, Connections() if connections is None else connections)
         self._router = router
         self._unix = unix
         self._patience = patience

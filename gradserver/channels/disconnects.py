@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 import time
 from typing import Final
 
 import zmq
 
+from gradserver.channels.traffic import Connections
+
 _PROBES: Final = (0.0, 0.02, 0.1, 0.5)
 """Seconds after a disconnect at which to probe: the monitor may speak before routing has noticed."""
+
+
+_ANONYMOUS: Final = 0.1
+"""The same for one that nobody is known by: a flood of connections would have everybody probed all the time."""
+_EVENT: Final = struct.Struct("=Hi")
+_ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
 
 
 class Disconnects:
@@ -17,14 +26,19 @@ class Disconnects:
 
     Args:
         router: the socket whose connections they are.
+        connections: what is known of each; they are told which there are.
 
     Attributes:
         descriptor: to be polled; it signals nothing before `notice` was called once, and again after each signal.
     """
 
-    def __init__(self, router: zmq.Socket[bytes]) -> None:
-        self._router = router
-        self._monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    def __init__(self, router: zmq.Socket[bytes], connections: Connections) -> None:
+        self._router, self._connections = router, connections
+        where = f"inproc://monitor-{id(self):x}"
+        router.monitor(where, int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
+        self._monitor = router.context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # libzmq's thread would wait for us, with all connections
+        self._monitor.connect(where)
         self._probes: list[float] = []
         self.descriptor = int(self._monitor.get(zmq.FD))
 
@@ -41,10 +55,20 @@ class Disconnects:
 
     def notice(self) -> None:
         """The monitor has something to say."""
+        gone = anonymous = False
         with contextlib.suppress(zmq.Again):
             while True:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
-        self.suppose()
+                event, descriptor = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+                if event == _ACCEPTED:
+                    self._connections.accepted(descriptor)
+                elif self._connections.disconnected(descriptor):
+                    gone = True
+                else:
+                    anonymous = True
+        if gone:
+            self.suppose()
+        elif anonymous and not self._probes:
+            self.look_at(time.monotonic() + _ANONYMOUS)
 
     def suppose(self) -> None:
         """Somebody may be gone: look now and a few times soon."""

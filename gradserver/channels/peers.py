@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
 from gradserver.channels.hosted import Line
+from gradserver.channels.traffic import MEMBERS_MESSAGES, MEMBERS_RATE, Traffic
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError
 from protocol.messages import Failure, Message, Ping, Scope, Welcome
@@ -59,6 +61,9 @@ class Peer:
         self._server = server
         self._reachable = True
         self.numbers = numbers
+        self.traffic = Traffic()
+        """What passes through its ZeroMQ connection."""
+        self._said, self._may_say, self._since = 0, MEMBERS_MESSAGES, time.monotonic()
         self.identity = identity
         self.connection = -1
         self.line: Line | None = None
@@ -90,21 +95,30 @@ class Peer:
         elif type(message) is Failure and message.scope is Scope.CONNECTION:
             self._farewell = message
         line, header = self.line, self._server.encoded(message)
-        sent = self._reachable and (
-            line.send(header, payloads)
-            if line is not None
-            else self._server.route(self.identity, self.numbers.numbered(header), payloads)
-        )
+        if not self._reachable:
+            sent = False
+        elif line is not None:
+            sent = line.send(header, payloads)
+        else:
+            sent = self._server.route(self.identity, self.numbers.numbered(header), payloads)
+            self.traffic.sent += len(header) + (len(payloads[0]) if payloads else 0)
         if not sent:
             self._reachable = False
             self._server.suspect()
 
     def tell(self, message: Message) -> bool:
         """Send through the ZeroMQ connection; whether it is still there."""
-        self._reachable = self._reachable and self._server.route(
-            self.identity, self.numbers.numbered(self._server.encoded(message))
-        )
+        header = self._server.encoded(message)
+        self._reachable = self._reachable and self._server.route(self.identity, self.numbers.numbered(header))
+        self.traffic.sent += len(header)
         return self._reachable
+
+    def may_say_more(self, messages: int = 1) -> bool:
+        """It says one more message that takes no credit, and costs as much as so many: whether it may."""
+        self._said += messages
+        if self._said > self._may_say:
+            self._may_say = MEMBERS_MESSAGES + int(MEMBERS_RATE * (time.monotonic() - self._since))
+        return self._said <= self._may_say
 
     def is_connected(self) -> bool:
         """Whether the ZeroMQ connection is still there."""

@@ -29,15 +29,18 @@ from gradserver.channels.binding import bind_router
 from gradserver.channels.hosted import Line
 from gradserver.channels.peers import Link, Peer
 from gradserver.channels.strangers import Strangers
+from gradserver.channels.traffic import MEMBERS_RATE, Connections, unread_text
 from gradserver.channels.unix import UnixServer
 from gradserver.coordinator import Coordinator
 from protocol.buffer import Buffer
 from protocol.errors import (
     ConnectionLostError,
     GradServerError,
+    LimitExceededError,
     MalformedMessageError,
     UnexpectedMessageError,
 )
+from protocol.limits import MIB
 from protocol.messages import (
     Attend,
     Enlist,
@@ -50,6 +53,7 @@ from protocol.messages import (
     Place,
     Present,
     Push,
+    Reported,
     Scope,
     ShareMemory,
     Status,
@@ -57,7 +61,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.numbers import Numbers
-from protocol.resuming import Resume
+from protocol.resuming import Held, Holding, Resume
 from protocol.wire import decode, encode
 
 log = logging.getLogger("gradserver")
@@ -68,8 +72,20 @@ _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _BATCH: Final = 64
 """Messages taken before timers and the monitor are looked at again."""
+_BATCH_BYTES: Final = 8 * MIB
+"""The same in bytes: large messages take long."""
 _LAST_WORDS: Final = 64
 """Messages of each peer that are read when somebody has gone: others go on to speak meanwhile."""
+_FRAMING: Final = 2
+_LONG_FRAMING: Final = 9
+_LONG_FRAME: Final = 256
+"""What ZMTP puts in front of a frame; of one of so many bytes, and more, the second."""
+_WEIGHED: Final = frozenset((Held, Holding, Reported))
+"""Messages that come in numbers and take no credit: of members of a group that recovers, and of data shards."""
+_STATUS_COST: Final = 64
+"""Messages that a member's request for the status counts as."""
+_STATUS_PAUSE: Final = 5
+"""Times that it took to look, before the next look."""
 _ZERO_COPY_BYTES: Final = 32 * 1024
 """Below this a copy costs less than handing memory over and getting it back."""
 
@@ -110,12 +126,14 @@ class TcpServer:
         """Whether the router may have something that its descriptor does not signal any more."""
         self._poller = select.poll()
         self._unix = UnixServer(self._poller, self) if share_memory else None
-        self._attendance = Attendance(self._router, self._unix, patience or Patience())
+        self._connections = Connections()
+        self._attendance = Attendance(self._router, self._unix, patience or Patience(), self._connections)
         self._disconnects = self._attendance.disconnects
         self._link: Link | None = None
         self._strangers = Strangers()
         self._gaps: dict[bytes, Numbers] = {}
         """Of those from whom something is missing that came before what has come."""
+        self._status, self._status_due = b"", 0.0
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -214,6 +232,7 @@ class TcpServer:
         if self._unix is not None:
             self._unix.close()
         self._attendance.close()
+        self._connections.close()
         self._router.close(linger=1000)
         self._context.term()
         self._wake_in.close()
@@ -221,6 +240,8 @@ class TcpServer:
 
     def _next_timer(self) -> float | None:
         due = [self._coordinator.next_deadline(), self._disconnects.due]
+        if len(self._connections):
+            due.append(self._connections.due)
         if self._link is not None:
             due.append(self._link.due)
         if self._gaps:
@@ -235,6 +256,8 @@ class TcpServer:
             self._coordinator.tick()
         if self._disconnects.is_time(now):
             self._probe()
+        if self._connections.due <= now:
+            self._weigh(now)
         for identity, numbers in list(self._gaps.items()):
             try:
                 numbers.check(now)
@@ -245,39 +268,66 @@ class TcpServer:
 
     def _take_some(self) -> bool:
         """Receive what has come in, up to a number that keeps timers punctual; whether that was all."""
+        left = _BATCH_BYTES
         for _ in range(_BATCH):
             self._unsure = False
             if not int(self._router.get(_EVENTS)) & _POLLIN:
                 return True
-            self._take_one()
+            left -= self._take_one()
+            if left < 0:
+                break
         self._unsure = True
         return False
 
-    def _take_one(self) -> None:
-        """Receive one message. Payloads are left where libzmq put them."""
+    def _take_one(self) -> int:
+        """Receive one message; how long it is, in bytes on the wire. Payloads are left where libzmq put them."""
         receive = self._router.recv
         identity = receive(_NOBLOCK)
         frames: list[Buffer] = []
-        more = True
+        more, size = True, 0
         while more:
             frame = receive(_NOBLOCK, copy=False)
-            frames.append(frame.buffer)
+            frames.append(buffer := frame.buffer)
+            size += len(buffer) + (_FRAMING if len(buffer) < _LONG_FRAME else _LONG_FRAMING)
             more = frame.more
         peer = self._peers.get(identity)
         try:
             if peer is not None:
+                peer.traffic.taken += size
                 due = peer.numbers.take(frames, time.monotonic())
-            elif not self._attendance.has_come(identity):
+            elif self._may_say(identity, frame, size):
                 due = self._strangers.take(identity, frames, time.monotonic())
             else:
-                return
+                return size
         except ConnectionLostError as error:
             self._break(identity, error)
-            return
+            return size
         if not due and (numbers := self._strangers.gap(identity) if peer is None else peer.numbers) is not None:
             self._gaps[identity] = numbers
         for message in due:
             self._take(identity, message)
+        return size
+
+    def _may_say(self, identity: bytes, frame: zmq.Frame, size: int) -> bool:
+        """Whether a message of ``identity``, who is no peer, is to be looked at. ``frame`` is one of it."""
+        saying = self._connections.stranger(identity)
+        if saying is None:
+            self._disconnects.notice()  # its connection is known behind that
+            saying = self._connections.introduce(identity, _descriptor_of(frame), time.monotonic())
+        now = time.monotonic()
+        if saying.traffic.parted is not None:
+            saying.traffic.taken += size
+        if saying.over:
+            return False
+        if self._attendance.has_come(identity):
+            saying.traffic.present = self._attendance.is_present(identity)
+            return False
+        if saying.one_more(now):
+            return True
+        too_many = LimitExceededError("too many messages from someone who is in no group")
+        told = encode(Failure.of(too_many, Scope.CONNECTION))
+        self._connections.silence(saying, self.route(identity, told))
+        return False
 
     def _break(self, identity: bytes, error: ConnectionLostError) -> None:
         """Something that was said there is missing: what comes from now on is not looked at."""
@@ -303,8 +353,8 @@ class TcpServer:
                 self._coordinator.garbled(peer.connection, error)
             return
         if type(message) is StatusRequest:
-            status = json.dumps({"url": self.url, **self._shared(), **self._coordinator.snapshot()}).encode()
-            self.route(identity, encode(Status()), [status])
+            if peer is None or self._may_go_on(peer, _STATUS_COST):
+                self.route(identity, encode(Status()), [self._current_status()])
         elif peer is not None:
             self._take_from(peer, message, payloads)
         elif self._strangers.waits(identity, message, frames):
@@ -312,7 +362,10 @@ class TcpServer:
         elif isinstance(message, Join | Enlist | Attend | Resume):
             peer = self._peers[identity] = Peer(self, identity, self._strangers.admit(identity))
             peer.connection = self._coordinator.connect(peer)
-            peer.tell(self._attendance.invite(peer, message))
+            if peer.tell(self._attendance.invite(peer, message)):
+                peer.traffic = self._connections.admit(identity)
+            else:
+                self.suspect()
             self._coordinator.receive(peer.connection, message, payloads)
         else:
             what = type(message).__name__
@@ -320,25 +373,46 @@ class TcpServer:
 
     def _take_from(self, peer: Peer, message: Message, payloads: Sequence[Buffer]) -> None:
         """Pass on what a worker says; a place in memory that it shares becomes that memory."""
-        if type(message) is Push and message.place is not None:
-            try:
-                payloads = self._views(peer.identity, message.place, message.target)
-            except MalformedMessageError as error:
-                self._coordinator.garbled(peer.connection, error)
-                return
-        elif type(message) is ShareMemory:
+        if type(message) is Push:
+            if message.place is not None:
+                try:
+                    payloads = self._views(peer.identity, message.place, message.target)
+                except MalformedMessageError as error:
+                    self._coordinator.garbled(peer.connection, error)
+                    return
+            self._coordinator.receive(peer.connection, message, payloads)
+            return
+        if type(message) not in _WEIGHED and not self._may_go_on(peer):
+            return
+        if type(message) is ShareMemory:
             address, token = self._unix.admit(peer.identity) if self._unix is not None else ("", "")
             peer.tell(MemoryAt(address, token))
             return
-        elif type(message) is Ping:  # it waits, and something of ours may have been lost
+        if type(message) is Ping:  # it waits, and something of ours may have been lost
             peer.is_connected()
             return
-        elif type(message) is Present:
+        if type(message) is Present:
             self._attendance.beats(peer, message)
             return
-        elif type(message) is Leave and self._unix is not None:
+        if type(message) is Leave and self._unix is not None:
             self._unix.unshare(peer.identity)  # before the answer: whoever has left has its memory for itself
         self._coordinator.receive(peer.connection, message, payloads)
+
+    def _may_go_on(self, peer: Peer, messages: int = 1) -> bool:
+        """Whether a member may say one more message that takes no credit; else it is thrown out."""
+        if peer.may_say_more(messages):
+            return True
+        text = f"more than {MEMBERS_RATE:g} messages a second that take no credit"
+        self._coordinator.garbled(peer.connection, LimitExceededError(text))
+        return False
+
+    def _current_status(self) -> bytes:
+        """What the coordinator sees, or saw a moment ago: looking takes a sixth of its time at most."""
+        if time.monotonic() >= self._status_due:
+            began = time.thread_time()
+            self._status = json.dumps({"url": self.url, **self._shared(), **self._coordinator.snapshot()}).encode()
+            self._status_due = time.monotonic() + _STATUS_PAUSE * (time.thread_time() - began)
+        return self._status
 
     def _views(self, identity: bytes, place: Place, target: Place | None) -> list[memoryview]:
         """The memory in which a contribution lies, and that which the result is written to, if that is another."""
@@ -392,6 +466,7 @@ class TcpServer:
         """Drop a peer, who was told ``farewell``: nothing that still comes from there is taken."""
         if (peer := self._peers.pop(identity, None)) is not None:
             self._attendance.forget(peer)
+            self._connections.part(identity, peer.traffic, time.monotonic())
         self._gaps.pop(identity, None)
         self._strangers.part(identity, farewell)
         if self._unix is not None:
@@ -442,6 +517,19 @@ class TcpServer:
         """A message could not be sent: look at once who is gone."""
         self._disconnects.suppose()
 
+    def _weigh(self, now: float) -> None:
+        """Disconnect whoever costs too much; members are lost with that."""
+        self._disconnects.notice()
+        allowance = self._coordinator.allowance()
+        for traffic, why in self._connections.look(now, allowance, not self._unsure):
+            for peer in [peer for peer in self._peers.values() if peer.traffic is traffic]:
+                self._lose(Verdict(peer, why))
+        if self._unix is not None:
+            for peer in [peer for peer in self._peers.values() if peer.line is not None]:
+                if self._unix.queued(peer.identity) > allowance:
+                    self._unix.cut(peer.identity)
+                    self._lose(Verdict(peer, unread_text(self._unix.queued(peer.identity), allowance)))
+
     def _probe(self) -> None:
         verdicts = self._attendance.look(self._peers.values())
         if not verdicts:
@@ -464,3 +552,11 @@ class TcpServer:
         else:
             self.forget(peer.identity)
             self._coordinator.lost(peer.connection, reason, ended)
+
+
+def _descriptor_of(frame: zmq.Frame) -> int:
+    """Of the connection through which a frame came; -1 if libzmq does not say, as of one that speaks ZMTP 1 or 2."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1

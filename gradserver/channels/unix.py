@@ -141,6 +141,17 @@ class UnixServer:
             if guest.sharing is not None:
                 self._hang_up(guest.sharing)
 
+    def queued(self, identity: bytes) -> int:
+        """Bytes that ``identity`` was sent and has not read."""
+        guest = self._guests.get(identity)
+        return 0 if guest is None or guest.line is None else guest.line.stream.queued_bytes
+
+    def cut(self, identity: bytes) -> None:
+        """Hang up on ``identity``, whatever it has not read."""
+        guest = self._guests.get(identity)
+        if guest is not None and guest.line is not None:
+            self._hang_up(guest.line)
+
     def drain(self, identity: bytes) -> None:
         """Take what came from ``identity``, who is gone and says no more."""
         guest = self._guests.get(identity)

@@ -127,6 +127,10 @@ class Engine:
         """Connections of members that others wait for, and who have not begun what it is that they wait for."""
         return self.data.awaited(group) | self.control.awaited(group)
 
+    def allowance(self) -> int:
+        """Bytes that one member may have under way, or leave unread, at most."""
+        return self.data.allowance()
+
     def snapshot(self, now: float) -> dict[str, object]:
         """What the coordinator sees, as plain JSON values."""
         groups = self.control.snapshot(now)

@@ -74,7 +74,8 @@ from protocol.errors import (
     OutOfStepError,
     UnexpectedMessageError,
 )
-from protocol.exchange import WORLD_BOUND, Stream
+from protocol.exchange import WORLD_BOUND, Pool, Stream
+from protocol.limits import CREDIT_BYTES, SLICE_BYTES
 from protocol.messages import Inquire, Missing, Push, Taken
 from protocol.plan import Plan
 from protocol.resuming import Held, Holding
@@ -379,6 +380,12 @@ class Data:
         return set() if group is None else {group.connections[rank] for rank in missing}
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
+
+    def allowance(self) -> int:
+        """Bytes that one member may have under way, or leave unread, at most: its credits and a backlog."""
+        credit = max((group.order.credit for group in self.groups.values()), default=CREDIT_BYTES)
+        backlog = max((group.order.backlog for group in self.groups.values() if group.order.elastic), default=0)
+        return len(Pool) * (credit + SLICE_BYTES) + backlog
 
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:
         """Traffic of each group, as plain JSON values. Ages in seconds, sizes in bytes."""

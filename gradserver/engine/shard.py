@@ -341,6 +341,10 @@ class ShardEngine:
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
+    def allowance(self) -> int:
+        """Bytes that one member may have under way, or leave unread, at most."""
+        return self.data.allowance()
+
     def snapshot(self, now: float) -> dict[str, object]:
         """What the shard sees, as plain JSON values."""
         return {"shard": {"number": self.number, "primary": self._primary}, "groups": self.data.snapshot(now)}

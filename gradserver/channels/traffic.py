@@ -1,0 +1,387 @@
+"""What each TCP connection costs, as the kernel counts it, and the end of those that cost too much.
+
+libzmq reads whatever comes, puts frames together until a message is whole, and keeps what a peer does not read. None of
+that is bounded by its options: with a bound on what it reads ahead, libzmq 4.3 ends the whole process when a connection
+breaks (`.binding`). So the bounds are kept from outside. The socket's monitor names the descriptor of each connection.
+The kernel knows how many bytes have come there and how many the other side has taken (TCP_INFO), and the server how
+many it was handed and has sent: the differences are what libzmq holds. Whoever is above a limit is disconnected by
+shutdown(2), and libzmq then does what it does about any connection that breaks.
+
+    of          what is limited                                      limit
+    ──────────  ───────────────────────────────────────────────────  ─────────────────────────────────────────────────
+    a stranger  bytes that it says on a connection, in all           STRANGERS_BYTES; STRANGERS_TALK if in many messages
+                messages that it says on a connection                STRANGERS_MESSAGES, and STRANGERS_RATE each second
+                bytes that it leaves unread                          STRANGERS_UNREAD
+    strangers   bytes that they have said, together                  ALL_STRANGERS_BYTES
+    a member    bytes that it leaves unread                          the allowance: four times its credit, one each pool
+                bytes of it that were not taken yet                  the same, and one message
+                bytes of a message that does not end                 MESSAGE_BYTES
+                messages that take no credit                         MEMBERS_MESSAGES, and MEMBERS_RATE each second
+                messages of one that is a member no more             PARTED_MESSAGES
+    all         bytes unread or not taken                            a quarter of the machine's memory
+                descriptors                                          what the process may have, less a reserve
+
+The kernel uses a descriptor's number again as soon as it was closed. So before a connection is shut, its cookie is
+compared with that of the connection which is meant: the kernel gives a cookie to one socket only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES, MIB
+
+log = logging.getLogger("gradserver")
+
+STRANGERS_BYTES: Final = 5 * MIB // 4
+STRANGERS_TALK: Final = 256 * KIB
+STRANGERS_MESSAGES: Final = 1024
+STRANGERS_RATE: Final = 50.0
+STRANGERS_UNREAD: Final = 8 * MIB
+ALL_STRANGERS_BYTES: Final = 16 * MIB
+MESSAGE_BYTES: Final = MAX_FRAME_BYTES + MAX_HEADER_BYTES
+MEMBERS_MESSAGES: Final = 8192
+MEMBERS_RATE: Final = 1000.0
+PARTED_MESSAGES: Final = 16_384
+LOOK_SECONDS: Final = 0.05
+"""Between two looks at all connections; more, if a look takes more than a hundredth of that."""
+
+_LOOKS_SHARE: Final = 0.01
+_JOINING_BYTES: Final = 8 * KIB
+"""What is said on a connection before it is a member's, and is not counted."""
+_HEARTBEAT_BYTES: Final = 16
+"""Beside messages a member's libzmq says so much each second."""
+_PARTING_SECONDS: Final = 30.0
+"""How long whoever is a member no more may take to read what it was sent."""
+_STRANGERS_KNOWN: Final = 4096
+_TALK_LOOKS: Final = 16
+"""Messages of a stranger between two looks at what it has said."""
+_LEAST_MEMORY: Final = 256 * MIB
+_RESERVED: Final = 64
+_COUNT_SECONDS: Final = 5.0
+"""Between two counts of the process's descriptors."""
+_COOKIE: Final = 57  # SO_COOKIE, of Linux 4.6
+_TCP_INFO_BYTES: Final = 136
+_COUNTS: Final = struct.Struct("QQ")
+_COUNTS_AT: Final = 120  # tcpi_bytes_acked and tcpi_bytes_received, of Linux 4.1
+_DISCARDED_BYTES: Final = MIB
+_DISCARD: Final = socket.MSG_TRUNC | getattr(socket, "MSG_DONTWAIT", 0)
+_CAN_MEASURE: Final = sys.platform == "linux"
+
+
+class Traffic:
+    """One connection, and what passes there.
+
+    Attributes:
+        descriptor: libzmq's own; -1 if there is none any more, or nobody knows it.
+        since: when it was accepted.
+        member: whether it is a member's, or a data shard's.
+        present: whether a member or data shard shows there that it runs.
+        parted: since when it is a member's no more.
+        shut: whether it was disconnected here.
+        taken: bytes on the wire of a member's messages that were received.
+        sent: bytes that were given to libzmq for it.
+        untaken: bytes that have come and were not received yet, at the last look.
+        unread: bytes that were sent and are not acknowledged by the other side yet, at the last look.
+    """
+
+    __slots__ = (
+        *("_cookie", "_floor", "_last_taken", "_socket", "_stuck"),
+        *("descriptor", "member", "parted", "present", "sent", "shut", "since", "taken", "unread", "untaken"),
+    )
+
+    def __init__(self, descriptor: int = -1) -> None:
+        self.descriptor, self.since = descriptor, time.monotonic()
+        self.member = self.present = self.shut = False
+        self.parted: float | None = None
+        self.taken = self.sent = self.untaken = self.unread = 0
+        self._floor = self._last_taken = 0
+        self._stuck = False
+        self._cookie = b""
+        self._socket: socket.socket | None = None
+        if descriptor >= 0 and _CAN_MEASURE:
+            try:
+                self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
+                self._cookie = self._socket.getsockopt(socket.SOL_SOCKET, _COOKIE, 8)
+            except OSError:  # it was closed already
+                self.forget()
+
+    def forget(self) -> None:
+        """It was closed, or is nothing to us any more."""
+        self.descriptor = -1
+        if self._socket is not None:
+            self._socket.detach()  # the descriptor is libzmq's
+            self._socket = None
+
+    def measure(self, now: float) -> bool:
+        """Ask the kernel; whether it could say."""
+        if self._socket is None:
+            return False
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            acknowledged, received = _COUNTS.unpack_from(info, _COUNTS_AT)
+        except (OSError, struct.error):
+            return False
+        heartbeats = int(_HEARTBEAT_BYTES * (now - self.since)) if self.member else 0
+        self.untaken = max(received - self.taken - heartbeats - _JOINING_BYTES, 0)
+        ahead = self.sent - acknowledged
+        self._floor = min(self._floor, ahead)  # what libzmq says for itself is acknowledged, too
+        self.unread = ahead - self._floor
+        return True
+
+    def trouble(self, now: float, allowance: int, caught_up: bool) -> str:
+        """Why it is to be shut, by what was measured; empty if it is not.
+
+        ``caught_up``: all whole messages that have come were taken.
+        """
+        if not self.member and self.parted is None:
+            if self.untaken > STRANGERS_BYTES:
+                return f"it has said {_mib(self.untaken)} and has not joined"
+            return f"it has not read {_mib(self.unread)} of answers" if self.unread > STRANGERS_UNREAD else ""
+        if self.unread > allowance:
+            return unread_text(self.unread, allowance)
+        if self.untaken > allowance + MESSAGE_BYTES:
+            return f"it has {_mib(self.untaken)} under way; {_mib(allowance)} is the limit"
+        if self.parted is not None and self.unread > STRANGERS_BYTES and now > self.parted + _PARTING_SECONDS:
+            return f"it was given up, and has not read {_mib(self.unread)} since"
+        was_stuck, moved, self._last_taken = self._stuck, self.taken != self._last_taken, self.taken
+        self._stuck = caught_up and not moved and self.untaken > MESSAGE_BYTES
+        return f"{_mib(self.untaken)} of one message came, and no end of it" if was_stuck and self._stuck else ""
+
+    def shutdown(self, spare: Spare) -> None:
+        """Disconnect it, if it is still there."""
+        self.shut = True
+        if self._socket is None:
+            return
+        with contextlib.suppress(OSError), spare.holding(self.descriptor) as own:
+            if own.getsockopt(socket.SOL_SOCKET, _COOKIE, 8) == self._cookie:
+                own.shutdown(socket.SHUT_RDWR)
+                while own.recv(_DISCARDED_BYTES, _DISCARD):
+                    pass  # what lies there already would be read by libzmq, and then by us
+
+
+class Spare:
+    """A descriptor kept for the time when there is no other left."""
+
+    def __init__(self) -> None:
+        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._spare = os.dup(self._nothing)
+
+    @contextlib.contextmanager
+    def holding(self, descriptor: int) -> Iterator[socket.socket]:
+        """The socket of ``descriptor``, which cannot become another one meanwhile. OSError if there is none."""
+        os.dup2(descriptor, self._spare, inheritable=False)
+        try:
+            own = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self._spare)
+            try:
+                yield own
+            finally:
+                own.detach()
+        finally:
+            os.dup2(self._nothing, self._spare, inheritable=False)
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._nothing)
+        os.close(self._spare)
+
+
+class Saying:
+    """What comes from an identity that is no member's.
+
+    Attributes:
+        since: when its first message was taken.
+        traffic: its connection, if it is that which has its descriptor now; certain if it can be answered.
+    """
+
+    __slots__ = ("_most", "_said", "over", "since", "traffic")
+
+    def __init__(self, traffic: Traffic, messages: int, since: float) -> None:
+        self.traffic, self.since = traffic, since
+        self._most, self._said = messages, 0
+        self.over = False
+        """It has said too much: what still comes from there is dropped."""
+
+    def one_more(self, now: float) -> bool:
+        """It says one more message; whether it may."""
+        self._said += 1
+        if self._said > self._most + STRANGERS_RATE * (now - self.since):
+            return False
+        looks = self._said % _TALK_LOOKS == 0 and self.traffic.parted is None and self.traffic.measure(now)
+        return not (looks and self.traffic.untaken > STRANGERS_TALK)
+
+
+class Connections:
+    """All connections of a server.
+
+    Args:
+        descriptors: how many the process may have; None for its limit.
+        memory: bytes that all connections together may cost; None for a quarter of the machine's.
+    """
+
+    def __init__(self, descriptors: int | None = None, memory: int | None = None) -> None:
+        self._spare = Spare()
+        self._connections: dict[int, Traffic] = {}
+        """By descriptor, the oldest first."""
+        self._sayings: dict[bytes, Saying] = {}
+        """By identity, the oldest first."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if descriptors is None else descriptors
+        self._descriptors = limit - min(_RESERVED, limit // 4)
+        self._others, self._counted = _open_descriptors(), time.monotonic()
+        """Descriptors that are no connections', and when they were counted."""
+        self._ending = 0
+        """Connections that were shut, and have not ended yet."""
+        self._memory = memory or _machine_memory() // 4
+        self.due = 0.0
+        """When to look again."""
+        self._warned = -60.0
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    # ── what the monitor says ─────────────────────────────────────────────────────────────────────────
+
+    def accepted(self, descriptor: int) -> None:
+        """Somebody has connected. If too few descriptors are left, the oldest stranger has to go, or else this one."""
+        before = self._connections.pop(descriptor, None)
+        if before is not None:
+            before.forget()
+            self._ending -= before.shut
+        traffic = self._connections[descriptor] = Traffic(descriptor)
+        if self._others + len(self._connections) - self._ending > self._descriptors:
+            oldest = next((one for one in self._connections.values() if _is_strangers(one)), traffic)
+            self._shut(oldest, "the coordinator has too few descriptors left for one more connection")
+
+    def disconnected(self, descriptor: int) -> bool:
+        """A connection has ended. Whether it may have been a member's, or its presence."""
+        traffic = self._connections.pop(descriptor, None)
+        if traffic is None:
+            return True
+        self._ending -= traffic.shut
+        traffic.forget()
+        return traffic.member or traffic.present
+
+    # ── who they are ──────────────────────────────────────────────────────────────────────────────────
+
+    def stranger(self, identity: bytes) -> Saying | None:
+        """What has come from ``identity`` so far, if it is known."""
+        return self._sayings.get(identity)
+
+    def introduce(self, identity: bytes, descriptor: int, now: float) -> Saying:
+        """A first message has come from ``identity``. The monitor has been heard to its end before."""
+        traffic = self._connections.get(descriptor) or Traffic()
+        return self._remember(identity, Saying(traffic, STRANGERS_MESSAGES, now))
+
+    def _remember(self, identity: bytes, saying: Saying) -> Saying:
+        while len(self._sayings) >= _STRANGERS_KNOWN:
+            del self._sayings[next(iter(self._sayings))]
+        self._sayings[identity] = saying
+        return saying
+
+    def admit(self, identity: bytes) -> Traffic:
+        """``identity`` is a member's from now on, or a data shard's, and can be answered. Its connection."""
+        saying = self._sayings.pop(identity, None)
+        traffic = Traffic() if saying is None or saying.traffic.member else saying.traffic
+        traffic.member = True
+        return traffic
+
+    def part(self, identity: bytes, traffic: Traffic, now: float) -> None:
+        """It is a member's no more. What it has said may be under way."""
+        traffic.member, traffic.parted = False, now
+        self._sayings.pop(identity, None)
+        self._remember(identity, Saying(traffic, PARTED_MESSAGES, now)).over = traffic.shut
+
+    def silence(self, saying: Saying, answers: bool) -> None:
+        """It has said too much. ``answers``: whether it can be answered, so that its connection is known."""
+        saying.over = True
+        if answers and saying.traffic.since <= saying.since:
+            self._shut(saying.traffic, "it has said too many messages and has not joined")
+
+    # ── what they cost ────────────────────────────────────────────────────────────────────────────────
+
+    def look(self, now: float, allowance: int, caught_up: bool) -> list[tuple[Traffic, str]]:
+        """Shut connections that cost too much; which members' these were, and why.
+
+        Args:
+            now: on `time.monotonic`'s scale.
+            allowance: bytes that a member may leave unread, or have under way, at most.
+            caught_up: whether all whole messages that have come were taken.
+        """
+        members: list[tuple[Traffic, str]] = []
+        here = [one for one in self._connections.values() if not one.shut and one.measure(now)]
+        for traffic in here:
+            if why := traffic.trouble(now, allowance, caught_up):
+                self._end(traffic, why, members)
+        strangers = [one for one in here if not one.shut and _is_strangers(one)]
+        said = sum(one.untaken for one in strangers)
+        if said > ALL_STRANGERS_BYTES:
+            why = f"strangers have said {_mib(said)}, and this one most"
+            self._end(max(strangers, key=lambda one: one.untaken), why, members)
+        cost = sum(one.untaken + one.unread for one in here if not one.shut)
+        if cost > self._memory:
+            why = f"all connections hold {_mib(cost)} of memory, and this one most: {_mib(self._memory)} is the limit"
+            self._end(max(here, key=lambda one: 0 if one.shut else one.untaken + one.unread), why, members)
+        if now > self._counted + _COUNT_SECONDS:
+            self._others, self._counted = max(_open_descriptors() - len(self._connections), 0), now
+        ended = time.monotonic()
+        self.due = ended + max(LOOK_SECONDS, (ended - now) / _LOOKS_SHARE)
+        return members
+
+    def _end(self, traffic: Traffic, why: str, members: list[tuple[Traffic, str]]) -> None:
+        if traffic.member:
+            members.append((traffic, why))
+        self._shut(traffic, why)
+
+    def _shut(self, traffic: Traffic, why: str) -> None:
+        if not traffic.shut:
+            self._ending += traffic.descriptor >= 0
+            traffic.shutdown(self._spare)
+            now = time.monotonic()
+            level = logging.WARNING if now > self._warned + 60.0 else logging.DEBUG
+            if level == logging.WARNING:
+                self._warned = now
+            log.log(level, "a connection was closed: %s", why)
+
+    def close(self) -> None:
+        """Let go of them all."""
+        for traffic in self._connections.values():
+            traffic.forget()
+        self._connections.clear()
+        self._sayings.clear()
+        self._spare.close()
+
+
+def _is_strangers(traffic: Traffic) -> bool:
+    return not (traffic.member or traffic.present or traffic.shut)
+
+
+def _open_descriptors() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0
+
+
+def _machine_memory() -> int:
+    try:
+        return max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 4 * _LEAST_MEMORY)
+    except (OSError, ValueError):
+        return 4 * _LEAST_MEMORY
+
+
+def unread_text(unread: int, allowance: int) -> str:
+    """Why a member is lost that does not read."""
+    return f"it has not read {_mib(unread)} that it was sent; {_mib(allowance)} is the limit"
+
+
+def _mib(count: int) -> str:
+    return f"{count / MIB:.1f} MiB"
