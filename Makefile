@@ -42,7 +42,7 @@ test-lowest: ## Run the tests with the oldest versions of what gradserver needs 
 
 chaos: $(STAMP) ## Harm a group with one shard and one with three, for 40 s each, and recompute every round
 	$(BIN)/gradserver chaos --workers 8 --seconds 40 --least 50 $(CHAOS_ARGS)
-	$(BIN)/gradserver chaos --workers 8 --seconds 40 --least 50 --shards 3 $(CHAOS_ARGS)
+	$(BIN)/gradserver chaos --workers 8 --seconds 40 --least 40 --shards 3 --apart 4 $(CHAOS_ARGS)
 
 mutants: $(STAMP) ## Plant faults in copies of the product, each of which chaos must find by itself
 	$(BIN)/python -m tests.mutants
