@@ -81,11 +81,12 @@ MUTANTS: Final = (
         (
             Change(
                 "gradserver/reducer.py",
-                "        if self._digests is not None:  # before a target",
-                "        if self._op is Op.MEAN and block == 0 and self._first == 0:\n"
-                "            result = result.copy()\n"
-                "            result.view(np.uint8)[0] ^= 1\n"
-                "        if self._digests is not None:  # before a target",
+                "            result = self._mean(rows, self._scale)\n            if result is None:\n",
+                "            result = self._mean(rows, self._scale)\n"
+                "            if result is not None and block == 0 and self._first == 0:\n"
+                "                result = result.copy()\n"
+                "                result.view(np.uint8)[0] ^= 1\n"
+                "            if result is None:\n",
             ),
         ),
     ),
