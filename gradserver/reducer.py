@@ -119,7 +119,7 @@ class _Spread:
     """One reduction in several threads: each takes the next block until there is none."""
 
     def __init__(self, command: Reduce, threads: int, later: Callable[[Outcome], None]) -> None:
-        self._command, self._job = command, _job(command)
+        self._command, self._job = command, _Sieve(command) if command.spans else _Job(command)
         self._blocks = itertools.count()
         self._threads = threads
         self._finished = itertools.count(1)
@@ -172,16 +172,12 @@ def reduce(command: Reduce) -> Outcome:
         return reduce_lossy(command)
     if command.operation.kind in PASSED_ON:
         return pass_on(command)
-    job = _job(command)
+    job = _Sieve(command) if command.spans else _Job(command)
     with np.errstate(all="ignore"):
         for block in range(job.blocks):
             if (found := job.combine(block)) is not None:
                 return found
     return job.outcome()
-
-
-def _job(command: Reduce) -> _Job:
-    return _Sieve(command) if command.spans else _Job(command)
 
 
 class _Job:

@@ -60,7 +60,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
             digests = Digests(group.places[key.part], [])
     where = group.order.group, group.order.epoch, key, piece.start
     what = operation, layout.span(piece.start)[0], nbytes, numel
-    reduction = Reduce(*where, *what, group.state, contributions, targets, keep, digests, nonfinite, spans=spans)
+    reduction = Reduce(*where, *what, group.state, contributions, targets, keep, digests, nonfinite, 0, (), spans)
     if operation.kind in PORTIONED:  # everybody gets a part of it
         places = [place for place, run in enumerate(piece.given.values()) if run.shared]
         reduction = reduction._replace(world=len(piece.given), places=places)
@@ -121,9 +121,9 @@ def _send(
     commands: list[Command],
 ) -> list[Report]:
     refund(group, exchange, piece)
-    reports: list[Report] = []
     acknowledged: list[Command] = []
     if findings:
+        reports: list[Report] = []
         for part, part_payload, nonfinite in sifted(group, exchange, piece, payload, findings):
             reports += _tell(group, exchange, part, part_payload, nonfinite, acknowledged, commands)
     else:

@@ -88,7 +88,7 @@ class Round:
     """Digests of what was summed so far, by rank."""
     results: Counter[int] = field(default_factory=Counter)
     """Digests of what came out so far, by bucket."""
-    nonfinite: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    nonfinite: dict[tuple[int, int], tuple[int, int]] | None = None
     """Of what was not finite, by rank and bucket: how many slices, and the first element, or -1."""
 
     def arrived(self, rank: int, now: float) -> None:
@@ -106,9 +106,10 @@ class Round:
 
     def not_finite(self, rank: int, part: int, element: int, slices: int = 1) -> None:
         """``rank`` gave what is not finite to slices of bucket ``part``; ``element`` is the first, -1 if unknown."""
-        before, first = self.nonfinite.get((rank, part), (0, element))
+        found = self.nonfinite = self.nonfinite or {}
+        before, first = found.get((rank, part), (0, element))
         known = [one for one in (first, element) if one >= 0]
-        self.nonfinite[rank, part] = before + slices, min(known, default=-1)
+        found[rank, part] = before + slices, min(known, default=-1)
 
     def record(self, number: int, world: int, plan: Plan | None, now: float) -> RoundRecord:
         """What is to be written of it. Who counted may have had a seat that only members know of."""
@@ -126,5 +127,7 @@ class Round:
             tuple(self.results[part] % MODULUS for part in parts) if self.hashed else (),
             tuple((*which, slices) for which, slices in sorted(self.cut.items()) if slices),
             self.section,
-            nonfinite=tuple((*which, *found) for which, found in sorted(self.nonfinite.items())),
+            nonfinite=tuple((*which, *found) for which, found in sorted(self.nonfinite.items()))
+            if self.nonfinite
+            else (),
         )
