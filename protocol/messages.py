@@ -293,18 +293,44 @@ class Opens:
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
-    """This member has no data of its own for ``round``: which section is exchanged in it?"""
+class Steps:
+    """Before ``round`` this member's job has updated models, or has come to the top of its loop: neither of both.
+
+    For the ``index``-th time since the round before. Which ones it has updated, and of which others it has dropped the
+    gradients, are the bits of two numbers.
+    """
 
     round: int
+    index: int
+    updated: int
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """This member has no data of its own: what do the others do before and in ``round``?
+
+    It has done as many updates as ``index`` says since the round before.
+    """
+
+    round: int
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """In ``round`` the others exchange ``section``. If all of them follow, it is the first one."""
+    """What the others do: if anything is ``updated``, that comes first, as in `Steps`, or they are at the ``top``.
+
+    Else they exchange ``section``. If all of them follow, which is to say that this has ``ended``, it is the first one,
+    and nobody has any data.
+    """
 
     round: int
     section: int
+    top: bool = False
+    updated: int = 0
+    dropped: int = 0
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,6 +540,7 @@ Message = (
     | Propose
     | Agreed
     | Opens
+    | Steps
     | Follow
     | Opened
     | Push

@@ -87,6 +87,7 @@ from protocol.messages import (
     StateFailed,
     Status,
     StatusRequest,
+    Steps,
     Taken,
     Transfer,
     Welcome,
@@ -221,8 +222,9 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (BePresent, (text(MAX_TOKEN), number(0.0, MAX_TIMEOUT)), 0, 0, 0),
     (Present, (text(MAX_TOKEN),), 0, 0, 0),
     (Opens, (_claimed, _counter), 0, 0, 0),
-    (Follow, (_claimed,), 0, 0, 0),
-    (Opened, (_counter, _counter), 0, 0, 0),
+    (Steps, (_claimed, _counter, _counter, _counter), 0, 0, 0),
+    (Follow, (_claimed, _counter), 0, 0, 0),
+    (Opened, (_counter, _counter, flag, _counter, _counter, flag), 0, 0, 0),
 )
 _SHORTER: Final = {Push: (5, 7, 8), Result: (4, 6, 7, 8)}
 """With so many fields they come too: what is behind concerns shared memory, and groups that are elastic or durable."""

@@ -54,13 +54,14 @@ def gather(worker: Worker, tree: Tree) -> list[Tree]:
         return [from_bytes(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
-def digest_of(module: nn.Module) -> int:
-    """The digest (`protocol.digest`) of a module's parameters, one behind the other."""
+def digest_of(*modules: nn.Module) -> int:
+    """The digest (`protocol.digest`) of modules' parameters, one behind the other."""
     total = at = 0
-    for parameter in module.parameters():
-        data = bind(parameter, writes=False).data
-        total += digest(data, at)
-        at += data.size
+    for module in modules:
+        for parameter in module.parameters():
+            data = bind(parameter, writes=False).data
+            total += digest(data, at)
+            at += data.size
     return total % MODULUS
 
 
@@ -145,7 +146,7 @@ class Newcomers:
         self._due = self._due or self._is_one or not self._seats.issuperset(news.seats)
         self._seats = frozenset(news.seats)
 
-    def check(self, module: nn.Module, number: int) -> None:
+    def check(self, modules: Sequence[nn.Module], number: int) -> None:
         """Compare, if somebody is new. To be called by all members between the same two rounds.
 
         Raises:
@@ -156,7 +157,7 @@ class Newcomers:
         if self._due:
             is_one, self._due, self._is_one = self._is_one, False, False
             rows = np.zeros((self._worker.world_size, 9), np.uint8)
-            weights = digest_of(module).to_bytes(8, "little")
+            weights = digest_of(*modules).to_bytes(8, "little")
             rows[self._worker.rank] = [*weights, _NEW if is_one else _OLD]
             handle = self._worker.all_reduce(rows, op="max", async_op=True)  # which goes on if somebody is lost
             self._asked.append(_Asked(number, self._worker.names, self._worker.rank, rows, handle))

@@ -63,6 +63,8 @@ class Backward:
         optimizers: those that have stepped the module's parameters in a block of `join`.
         armed: whether a forward has run since the last exchange.
         leads: whether buckets are pushed while this backward is under way (`worker.sequence`).
+        fresh: whether there was an exchange since the gradients were last cleared (`gradserver.Job` says so).
+        latest: what is the same for all modules that the latest backward has exchanged.
         begun: whether the present backward has reached the module.
         ended: in how many exchanges nobody did since `DistributedDataParallel.join` began: each ends one such block.
     """
@@ -95,6 +97,8 @@ class Backward:
         self.optimizers: list[Callable[[], object] | Optimizer] = []
         self.armed = False
         self.leads = True
+        self.fresh = False
+        self.latest: object = None
         self._sequence = Sequence.of(worker)
         self._sequence.add(self)
         self._hook_parameters()
@@ -250,6 +254,7 @@ class Backward:
         self.ended += not took_part
         self._pending = 0
         self.armed = False
+        self.fresh = True
         for slot in self.rounds.slots:
             slot.touched = False
         self._state = State.IDLE

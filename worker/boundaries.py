@@ -60,20 +60,6 @@ class Boundaries(Traffic):
             self.turns.begins(self.plan, part)
         self.claims.begin_round(self.round, len(self._shards) > 1)
 
-    def next_section(self) -> int:
-        """The number of the section that the others exchange in the round that comes next."""
-        assert self.plan is not None
-        if not self.plan.is_shared:
-            return self.plan.each[0].number
-        with self._state:
-            self.check_open()
-            parts = self._backlog.section_of(self.round)
-            handle = self.turns.ask() if parts is None else None
-        if handle is None:
-            assert parts is not None
-            return self.plan.section_of(parts.start).number
-        return int(handle.wait())
-
     # ── rounds and memberships ────────────────────────────────────────────────────────────────────────
 
     @uninterrupted

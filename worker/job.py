@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from protocol.errors import GradServerError, InvalidArgumentError, StateError, UsageError, WorkerLeftError
+from protocol.messages import Opened
 from worker import __version__
 from worker.alike import Newcomers, check_same_start, check_weights, digest_of, gather
 from worker.checkpoint import Directory, Writing, read, write
@@ -24,6 +27,20 @@ from worker.position import Position, RangesPosition, chance, set_chance
 from worker.ranges import DataRanges
 from worker.sampler import ShardSampler
 from worker.stopping import stop_on_sigterm
+from worker.trained import (
+    Scheduler,
+    Stateful,
+    Trained,
+    bits,
+    check_parts,
+    check_updated,
+    chosen,
+    of_bits,
+    state_of,
+    states,
+    together,
+    trained,
+)
 from worker.tree import Tree, pack
 
 log = logging.getLogger("gradserver")
@@ -33,21 +50,11 @@ _LOOK_SECONDS: Final = 1.0
 _VERSIONS: Final = {"gradserver": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
-class Stateful(Protocol):
-    """What a job can save: schedulers, averages of weights, scalers, generators, and so on."""
+class Told(NamedTuple):
+    """What the others update, and whose gradients they drop."""
 
-    def state_dict(self) -> Any:
-        """Its state, made of what `worker.tree` knows."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Go on from a state."""
-
-
-class Scheduler(Stateful, Protocol):
-    """One that steps after each update, without arguments."""
-
-    def step(self) -> Any:
-        """Go to the next step."""
+    updated: list[Trained]
+    dropped: list[Trained]
 
 
 class Job:
@@ -81,8 +88,9 @@ class Job:
     Those of an elastic group go on. (A script that handles SIGTERM itself can call `stop`.)
 
     Args:
-        model: the wrapped module.
-        optimizer: its optimizer, made before the job.
+        model: the wrapped module. Or several that share a worker, as a generator and its discriminator do: a list, or a
+            mapping by name.
+        optimizer: its optimizer, made before the job; of several models a list or mapping of theirs.
         scheduler: one of torch's learning-rate schedulers, or anything like it; stepped after each update. One whose
             ``step`` needs an argument goes into ``state``, and is stepped by the loop.
         data: what `batches` are drawn from.
@@ -94,7 +102,8 @@ class Job:
         keep: how many checkpoints to keep in the directory.
 
     Attributes:
-        model, optimizer, scheduler: as given.
+        model, optimizer, scheduler: as given; of several those that were wrapped first.
+        models: all of them, by name (or place in the list).
         round: how many updates the weights have had since the job was first started.
         entered: the value of ``round`` at which this worker joined, or has come to so far; 0 if it was there from the
             start.
@@ -107,9 +116,9 @@ class Job:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
-        optimizer: Optimizer,
-        scheduler: Scheduler | None = None,
+        model: DistributedDataParallel | Sequence[DistributedDataParallel] | Mapping[str, DistributedDataParallel],
+        optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
+        scheduler: Scheduler | Sequence[Scheduler | None] | Mapping[str, Scheduler | None] | None = None,
         *,
         data: ShardSampler | DataRanges | None = None,
         state: Mapping[str, Stateful] | None = None,
@@ -117,11 +126,17 @@ class Job:
         every: int | None = None,
         keep: int = 2,
     ) -> None:
-        _check(model, optimizer, data, checkpoint, every)
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        _check(data, checkpoint, every)
+        self._parts = trained(model, optimizer, scheduler)
+        first = self._parts[0]
+        self.model, self.optimizer, self.scheduler = first.model, first.optimizer, first.scheduler
+        self.models = {part.name: part.model for part in self._parts}
         self.round = self.entered = 0
         self.resumed: Path | None = None
-        self._worker = model.worker
+        self._worker = self._parts[0].model.worker
+        self._several = bool(self._parts[0].name)
+        self._entering = self._worker.joins and self._several
+        """It has joined, and is not at the top of its loop while the others are."""
         self._state = dict(state or {})
         self._position = None if data is None else _position_of(data, self._place_of(data))
         self._directory = None if checkpoint is None else Directory(Path(checkpoint), keep)
@@ -129,22 +144,39 @@ class Job:
         self._writing: Writing | None = None
         self._stopping = False
         self._plain_steps = False
+        self._done = 0
+        """What the member whose state this worker has got had done since the last round."""
+        self._looked_at = 0
+        """In which round it was looked at last whether something is to be saved."""
+        self._told: Told | None = None
+        """What the others update, of which this worker has no data."""
         self._newcomers = Newcomers(self._worker)
         if self._worker.joins:
             # What the coordinator hands out to a worker is to count: then the others wait for it.
-            self._worker.enter(self._take_over, waits=isinstance(data, DataRanges))
+            self._check_can_enter()
+            self._worker.enter(self._take_over, waits=isinstance(data, DataRanges) or self._several)
+            self._worker._session.turns.go_on_from(self._done)
         elif self._directory is not None:
             self._load(self._directory.latest)
         if self._directory is not None:
             stop_on_sigterm(self)
-        self._worker.serve_state(self._for_who_joins)
+        if not self._several or data is not None:
+            self._worker.serve_state(self._for_who_joins)
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────────
 
-    def step(self, before: Callable[[], object] | None = None, after: Callable[[], object] | None = None) -> None:
+    def step(
+        self,
+        *models: DistributedDataParallel | str,
+        before: Callable[[], object] | None = None,
+        after: Callable[[], object] | None = None,
+    ) -> None:
         """Update the weights by the averaged gradients, and save if that is due. To be called after each exchange.
 
         In a group that skips rounds with gradients that are not finite, such a round updates nothing.
+
+        Of several models those are updated that are named, or given; without any, all. Gradients that another model
+        got in the same backward are dropped, as a discriminator's are in the generator's step.
 
         That is: ``before()``, for example clipping; the optimizer's and the scheduler's step; ``after()``, for
         example a moving average; and the gradients are cleared.
@@ -157,39 +189,60 @@ class Job:
             StateError: the same, but it could not be saved.
         """
         self._check_step(before, after)
-        stopping = self._ask_who_stops()
-        updates = self.model.has_update and not self.model.skipped
-        if updates:
-            self._update(before, after)
-        else:
-            self.optimizer.zero_grad()
-        self._catch_up(before, after)
+        updated, before_it = chosen(self._parts, models), self.round
+        dropped = self._told.dropped if self._told is not None else together(self._parts, updated)
+        if self._several:
+            check_updated(updated)
+            if self._told is None:
+                self._worker._session.turns.steps(bits(self._parts, updated), bits(self._parts, dropped))
+            self._told = None
+        saves_later = self._several and self._position is not None
+        stopping = None if saves_later else self._ask_who_stops()
+        if any(part.model.has_update for part in updated) and not any(part.model.skipped for part in updated):
+            self._update(updated, before, after)
+        for part in (*updated, *dropped):
+            part.clear()
+            part.dropped = part in dropped
+        if not self._several:
+            self._catch_up(before, after)
         self._worker.boundary()
-        self._newcomers.check(self.model.module, self.round)
-        if stopping is None:
-            return
+        self._newcomers.check(self._modules, self.round)
+        if stopping is not None:
+            self._save_or_part(stopping, before_it)
+
+    def _save_if_due(self) -> None:
+        """At the top of the loop of several models. In between some are updated and others not."""
+        before, self._looked_at = self._looked_at, self.round
+        stopping = self._ask_who_stops()
+        if stopping is not None:
+            self._save_or_part(stopping, before)
+
+    def _save_or_part(self, stopping: Handle, before: int) -> None:
         leaving = np.flatnonzero(stopping.wait()).tolist()
         if leaving:
             self._save_and_part(leaving)
-        elif updates and self._every is not None and self.round % self._every == 0:
+        elif self._every is not None and self.round // self._every > before // self._every:
             self._save_beside()
 
-    def _update(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
+    def _update(
+        self, updated: Sequence[Trained], before: Callable[[], object] | None, after: Callable[[], object] | None
+    ) -> None:
         if before is not None:
             before()
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        for part in updated:
+            part.update()
         self.round += 1
         if after is not None:
             after()
-        self.optimizer.zero_grad()
 
     def _catch_up(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
         """Who has just joined does all that the others have done meanwhile."""
         while self._worker.has_next:
-            if self.model.replay() and not self.model.skipped:
-                self._update(before, after)
+            (part,) = self._parts
+            if part.model.replay():
+                if not part.model.skipped:
+                    self._update(self._parts, before, after)
+                part.clear()
         if self._worker.observes:
             self.entered = self.round
 
@@ -197,7 +250,7 @@ class Job:
         self,
         loader: DataLoader[Any] | Dataset[Any],
         epochs: int = 1,
-        step: Callable[[], object] | None = None,
+        step: Callable[..., object] | None = None,
         **options: Any,
     ) -> Iterator[Any]:
         """What ``loader`` gives in each epoch, from where the job is up to the end of the last one.
@@ -210,7 +263,8 @@ class Job:
                 DataRanges; or a data set.
             epochs: how many the training has in all; those before a restart count.
             step: what the loop does after each backward, if that is more than ``job.step()``: a function that calls
-                ``job.step(before=…, after=…)``. Workers without batches call it too.
+                ``job.step(before=…, after=…)``. Workers without batches call it too; of several models it gets those
+                that the others update: ``job.step(*models, before=…)``.
             **options: of the loader, for a data set: ``num_workers`` and so on.
         """
         if self._position is None:
@@ -221,13 +275,76 @@ class Job:
             raise UsageError(f"{', '.join(options)}: give these to the DataLoader itself")
         self._plain_steps = step is None
         for _ in self._position.epochs(epochs):
-            with self.model.join(self.step if step is None else step):
+            with self._join(self.step if step is None else step):
                 self._position.running = True
-                for batch in self._position.batches(loader):
-                    if self.model.ended:
+                for batch in self._from_the_top(self._position.batches(loader)):
+                    if self._ended:
                         break
                     yield batch
             self._position.running = False
+
+    @property
+    def _ended(self) -> bool:
+        """Whether the others have come to the end of the epoch."""
+        return any(part.model.ended for part in self._parts)
+
+    @contextmanager
+    def _join(self, step: Callable[..., object]) -> Iterator[None]:
+        """As `DistributedDataParallel.join`, for all models at once."""
+        if not self._several:
+            with self._parts[0].model.join(step):
+                yield
+            return
+        for part in self._parts:
+            part.model._backward.ended = max(part.model._backward.ended - 1, 0)
+        if self._entering:
+            assert self._position is not None
+            self._position.running = True
+            self._follow(step, to_the_top=True)
+        yield
+        if not self._ended:
+            self._follow(step)
+        self._save_if_due()
+
+    def _from_the_top(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """``batches``, before each of which the others are told so, as they may have none; and it can be saved."""
+        while True:
+            if self._several and not self._ended:
+                if not self._entering:
+                    self._worker._session.turns.steps(0, 0)
+                self._entering = False
+                self._save_if_due()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+    def _follow(self, step: Callable[..., object], to_the_top: bool = False) -> None:
+        """Do without data what the others do: until they come to the top of their loop, or to the end of the epoch."""
+        while True:
+            news = self._worker._session.turns.follow()
+            if news.updated:
+                self._told = Told(of_bits(self._parts, news.updated), of_bits(self._parts, news.dropped))
+                step(*(part.model for part in self._told.updated))
+            elif news.top:
+                if to_the_top:
+                    return
+                self._save_if_due()
+            elif not self._part_of(news).model.replay():
+                for part in self._parts:
+                    part.clear()
+                return
+
+    def _part_of(self, news: Opened) -> Trained:
+        found = next((part for part in self._parts if part.number == news.section), None)
+        if news.ended:
+            return self._parts[0]
+        if found is None:
+            raise UsageError(
+                f"round {news.round} is of a module that is not this job's: give the job all that the loop trains"
+            )
+        return found
 
     def stop(self) -> None:
         """Save when this round is over, and leave, as on SIGTERM. Returns at once, and may be called in any thread."""
@@ -303,7 +420,7 @@ class Job:
     def _agree_on_state(self) -> Tree | None:
         """Compare weights, and hear where everybody is. What is to be saved; None at all but the one who writes."""
         mine = {
-            "weights": digest_of(self.model.module),
+            "weights": digest_of(*self._modules),
             "chance": chance(),
             "position": None if self._position is None else self._position.own(),
         }
@@ -317,9 +434,9 @@ class Job:
     def _tree(self, told: Sequence[Tree], position: Tree) -> Tree:
         return {
             "round": self.round,
-            "model": self.model.state_dict(unwrapped=True),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "model": states(self._parts, lambda part: part.model.state_dict(unwrapped=True)),
+            "optimizer": states(self._parts, lambda part: part.optimizer.state_dict()),
+            "scheduler": states(self._parts, lambda part: part.scheduler and part.scheduler.state_dict()),
             "state": {name: one.state_dict() for name, one in self._state.items()},
             "data": position,
             "chance": [one["chance"] for one in told],
@@ -368,43 +485,64 @@ class Job:
     def _for_who_joins(self) -> Tree:
         """What a worker that joins needs to be like this one."""
         position = None if self._position is None else self._position.for_who_joins()
-        tree = self._tree([{"chance": None, "weights": digest_of(self.model.module)}], position)
-        return tree | {"unsaved": self.model.unsaved_buffers()}
+        tree = self._tree([{"chance": None, "weights": digest_of(*self._modules)}], position)
+        tree["unsaved"] = states(self._parts, lambda part: part.model.unsaved_buffers())
+        if self._several:
+            tree["gradients"] = states(self._parts, Trained.gradients)
+            tree["done"] = self._worker._session.turns.done
+        return tree
 
     def _take_over(self, tree: Tree) -> None:
         """Be like the member whose state this is."""
         try:
             self._install(_of_a_job(tree, "the state that a member sent"))
-            for name, buffer in tree["unsaved"].items():
-                self.model.module.get_buffer(name).copy_(buffer)
+            for part in self._parts:
+                for name, buffer in state_of(part, tree["unsaved"]).items():
+                    part.model.module.get_buffer(name).copy_(buffer)
         except _DOES_NOT_FIT as error:
             raise StateError(f"this job is not like the one that it joins: {error}") from error
         self.entered = self.round
         log.info("the job joined the others after round %d", self.round)
 
     def _install(self, tree: Tree) -> None:
-        for what, here in (("scheduler", self.scheduler), ("data", self._position)):
-            if (tree[what] is None) != (here is None):
-                raise StateError(f"it was saved {'without' if tree[what] is None else 'with'} {what}=")
+        if (tree["data"] is None) != (self._position is None):
+            raise StateError(f"it was saved {'without' if tree['data'] is None else 'with'} data=")
+        check_parts(self._parts, tree)
         if tree["state"].keys() != self._state.keys():
             raise StateError(f"it has state= {sorted(tree['state'])}, and this job {sorted(self._state)}")
         if self._position is not None:
             (self._position.join if self._worker.joins else self._position.resume)(tree["data"])
-        self.model.module.load_state_dict(tree["model"])
-        if digest_of(self.model.module) != tree["weights"]:
+        for part in self._parts:
+            part.model.module.load_state_dict(state_of(part, tree["model"]))
+        if digest_of(*self._modules) != tree["weights"]:
             raise StateError("its weights are others when they are loaded: this model's are of another type, or order")
-        self.optimizer.load_state_dict(tree["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(tree["scheduler"])
+        for part in self._parts:
+            part.optimizer.load_state_dict(state_of(part, tree["optimizer"]))
+            if part.scheduler is not None:
+                part.scheduler.load_state_dict(state_of(part, tree["scheduler"]))
+            if "gradients" in tree:
+                part.set_gradients(state_of(part, tree["gradients"]))
+        self._done = tree.get("done", 0)
         for name, one in self._state.items():
             one.load_state_dict(tree["state"][name])
         if not self._worker.joins and len(tree["chance"]) == self._worker.world_size:
             set_chance(tree["chance"][self._worker.rank])
         if tree["versions"] != _VERSIONS:
             log.warning("this state was made with %s, and here is %s", tree["versions"], _VERSIONS)
-        self.round = tree["round"]
+        self.round = self._looked_at = tree["round"]
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [part.model.module for part in self._parts]
+
+    def _check_can_enter(self) -> None:
+        if self._several and self._position is None:
+            raise UsageError(
+                "a job of several models joins others at the top of their loop, which is known with job.batches only: "
+                "give data=, here and at the others"
+            )
 
     def _place_of(self, data: ShardSampler | DataRanges) -> Callable[[], tuple[int, int]] | None:
         """By what epochs are dealt in an elastic group, if this sampler is of the worker's own rank."""
@@ -454,24 +592,7 @@ def _position_of(
     return RangesPosition(data) if isinstance(data, DataRanges) else Position(data, place)
 
 
-def _check_optimizer(model: DistributedDataParallel, optimizer: Optimizer) -> None:
-    """Refuse an optimizer of other parameters: its steps would change nothing, or what is not exchanged."""
-    own = {id(parameter) for parameter in model.module.parameters()}
-    for index, group in enumerate(optimizer.param_groups):
-        for number, parameter in enumerate(group["params"]):
-            if id(parameter) not in own:
-                raise InvalidArgumentError(
-                    f"parameter {number} of the optimizer's group {index}, of shape {tuple(parameter.shape)}, is none "
-                    f"of the model's: make the optimizer with model.parameters()"
-                )
-
-
-def _check(model: object, optimizer: Optimizer, data: object, checkpoint: object, every: object) -> None:
-    if not isinstance(model, DistributedDataParallel):
-        raise InvalidArgumentError(
-            f"model is a {type(model).__name__}: wrap it first, in gradserver.DistributedDataParallel(module, worker)"
-        )
-    _check_optimizer(model, optimizer)
+def _check(data: object, checkpoint: object, every: object) -> None:
     if data is not None and not isinstance(data, ShardSampler | DataRanges):
         raise InvalidArgumentError(
             f"data is a {type(data).__name__}, and must be a gradserver.ShardSampler or DataRanges: what has a "

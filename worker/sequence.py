@@ -24,6 +24,7 @@ class Member(Protocol):
     syncs: bool
     armed: bool
     leads: bool
+    latest: object
 
     @property
     def begun(self) -> bool:
@@ -72,6 +73,9 @@ class Sequence:
         try:
             for member in reached:
                 member.end()
+            latest = object()
+            for member in reached:
+                member.latest = latest
         except BaseException:
             for member in reached:
                 member.fail()

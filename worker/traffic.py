@@ -448,11 +448,6 @@ class Traffic(Latecomer):
             self._settle(result, payload, shard)
         elif not has_room:
             self._overrun(result.key.number)
-        elif result.key.stream == Stream.BUCKET and self.plan is not None and self.plan.is_shared:
-            with self._state:
-                waiting = self.turns.came(result.key, self.plan)
-            for handle in waiting:
-                handle._complete()
 
     def _settle(self, result: Result, payload: Buffer | None, shard: int) -> None:
         """A result for what has begun."""

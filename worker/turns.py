@@ -1,4 +1,4 @@
-"""What a member says and asks of rounds where several modules share its group: whose the next round is."""
+"""What a member says and asks of rounds where several modules share its group: whose they are, and what is updated."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Protocol
 
 from protocol.channel import Channel
 from protocol.errors import ClosedError, DeadlineError
-from protocol.exchange import ExchangeKey
-from protocol.messages import Follow, Message, Opened, Opens
+from protocol.messages import Follow, Message, Opened, Opens, Steps
 from protocol.plan import Plan
 from worker.handle import Handle
 
@@ -27,46 +26,76 @@ class Speaker(Protocol):
 
 
 class Turns:
-    """Not safe to share: the session's lock guards it, but for what is said and asked by the thread that trains."""
+    """Not safe to share: it is the thread's that trains. Answers are taken with the session's lock held."""
 
     def __init__(self, session: Speaker) -> None:
         self._session = session
-        self._said: Opens | None = None
-        """What was said last."""
+        self._said: list[Opens | Steps] = []
+        """Of the round that is open or next."""
+        self._updates = 0
+        """How many there were since the last round."""
+        self._updates_of = 0
+        """Before which round that was."""
         self._asked: tuple[Follow, Handle] | None = None
         """What has no answer yet."""
 
     def begins(self, plan: Plan, part: int) -> None:
         """This worker is about to push bucket ``part``, the first one of a round."""
         section = plan.section_of(part)
-        if plan.is_shared and any(plan.buckets[each].numel for each in section.parts):
-            self._said = Opens(self._session.round, section.number)
-            with suppress(ClosedError, ConnectionError):  # the push will say it
-                self._session.tell(self._said)
+        if any(plan.buckets[each].numel for each in section.parts):
+            self._say(Opens(self._session.round, section.number))
 
-    def ask(self) -> Handle:
-        """Whose the round is that comes next: the handle's value is the number of a section."""
-        message = Follow(self._session.round)
-        self._asked = message, self._session.new_handle(self._overdue)
+    def steps(self, updated: int, dropped: int) -> None:
+        """This worker's job updates models; or none, and is at the top of its loop."""
+        self._say(Steps(self._session.round, self._next_update(), updated, dropped))
+
+    def _say(self, message: Opens | Steps) -> None:
+        if self._said and self._said[0].round != message.round:
+            self._said = []
+        self._said.append(message)
+        with suppress(ClosedError, ConnectionError):  # what is pushed will say it
+            self._session.tell(message)
+
+    def _next_update(self) -> int:
+        if self._updates_of != self._session.round:
+            self._updates, self._updates_of = 0, self._session.round
+        self._updates += 1
+        return self._updates - 1
+
+    @property
+    def done(self) -> int:
+        """How much was done since the last round."""
+        return self._updates if self._updates_of == self._session.round else 0
+
+    def go_on_from(self, done: int) -> None:
+        """This worker has the state of a member that had done so much since the last round."""
+        self._updates, self._updates_of = done, self._session.round
+
+    def follow(self) -> Opened:
+        """What the others do next; waits for it."""
+        number = self._session.round
+        message = Follow(number, self.done)
+        handle = self._session.new_handle(self._overdue)
+        self._asked = message, handle
         self._session.tell(message)
-        return self._asked[1]
+        news: Opened = handle.wait()
+        if news.updated or news.top:
+            self._next_update()
+        return news
 
     def opened(self, message: Opened) -> list[Handle]:
         """The coordinator has said it; gives who waits for that."""
         if self._asked is None or self._asked[0].round != message.round:
             return []
         (_, handle), self._asked = self._asked, None
-        handle._value = message.section
+        handle._value = message
         return [handle]
-
-    def came(self, key: ExchangeKey, plan: Plan) -> list[Handle]:
-        """A result has come unasked, which says it too."""
-        return self.opened(Opened(key.number, plan.section_of(key.part).number))
 
     def say_again(self, channel: Channel) -> None:
         """The same, on a new connection."""
-        if self._said is not None and self._said.round >= self._session.round:
-            channel.send(self._said)
+        for message in self._said:
+            if message.round >= self._session.round:
+                channel.send(message)
         if self._asked is not None:
             channel.send(self._asked[0])
 

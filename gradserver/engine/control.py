@@ -91,6 +91,7 @@ from protocol.messages import (
     Scope,
     Serve,
     StateFailed,
+    Steps,
 )
 from protocol.positions import Claim, Register, Used
 from protocol.resuming import Resume
@@ -143,7 +144,7 @@ class Control:
             case Serve() | Enter() | Ready() | StateFailed():
                 group, seat = registry.seat(connection)
                 return registry.order_all(group, joining.hear(group, seat, message, now, commands), commands)
-            case Opens() | Follow():
+            case Opens() | Steps() | Follow():
                 group, seat = registry.seat(connection)
                 error = turns.hear(group, seat, message, commands)
                 return [] if error is None else conflict(registry, group, error, commands)

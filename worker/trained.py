@@ -1,0 +1,203 @@
+"""What a job trains: a model with its optimizer and scheduler, or several of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+from torch.optim import Optimizer
+
+from protocol.errors import InvalidArgumentError, StateError, UsageError
+from worker.ddp import DistributedDataParallel
+from worker.tree import Tree
+
+T = TypeVar("T")
+_MOST: Final = 60
+"""Models of one job: which of them were updated travels as the bits of a number."""
+
+
+class Stateful(Protocol):
+    """What a job can save: schedulers, averages of weights, scalers, generators, and so on."""
+
+    def state_dict(self) -> Any:
+        """Its state, made of what `worker.tree` knows."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Go on from a state."""
+
+
+class Scheduler(Stateful, Protocol):
+    """One that steps after each update, without arguments."""
+
+    def step(self) -> Any:
+        """Go to the next step."""
+
+
+@dataclass(eq=False)
+class Trained:
+    """One model of a job. ``name`` is empty if it is the only one."""
+
+    name: str
+    model: DistributedDataParallel
+    optimizer: Optimizer
+    scheduler: Scheduler | None
+    dropped: bool = False
+    """Its gradients came with those of a model that was updated without it, and are gone."""
+
+    @property
+    def number(self) -> int:
+        """Of its section in the group's plan."""
+        return self.model._rounds.agreement.number
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it has the mean gradients of an exchange that it was not updated by."""
+        return self.model._backward.fresh
+
+    def update(self) -> None:
+        """Step optimizer and scheduler."""
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def clear(self) -> None:
+        """Have no gradients any more."""
+        self.optimizer.zero_grad()
+        self.model._backward.fresh = False
+
+    def gradients(self) -> Tree:
+        """Those that it was not updated by yet, for a worker that joins in between; None if there are none."""
+        return [slot.parameter.grad for slot in self.model._rounds.slots] if self.fresh else None
+
+    def set_gradients(self, found: Tree) -> None:
+        """Be as the member that had these."""
+        if found is not None:
+            for slot, gradient in zip(self.model._rounds.slots, found, strict=True):
+                slot.parameter.grad = gradient
+            self.model._backward.fresh = True
+
+
+def trained(model: Any, optimizer: Any, scheduler: Any) -> tuple[Trained, ...]:
+    """The models of a job, from what `gradserver.Job` was given.
+
+    Raises:
+        InvalidArgumentError: they do not belong together.
+    """
+    if isinstance(model, DistributedDataParallel):
+        if isinstance(optimizer, Mapping | Sequence):
+            raise InvalidArgumentError("one model has one optimizer: several of both make a job of several models")
+        _check_optimizer(model, optimizer, "")
+        return (Trained("", model, optimizer, scheduler),)
+    models = _named(model, "model")
+    if not 1 <= len(models) <= _MOST:
+        raise InvalidArgumentError(f"a job has 1 to {_MOST} models, not {len(models)}")
+    optimizers = _matched(models, optimizer, "optimizer")
+    schedulers = dict.fromkeys(models) if scheduler is None else _matched(models, scheduler, "scheduler")
+    for name, one in models.items():
+        if not isinstance(one, DistributedDataParallel):
+            raise InvalidArgumentError(
+                f"model {name!r} is a {type(one).__name__}: wrap it first, in "
+                f"gradserver.DistributedDataParallel(module, worker)"
+            )
+    for name, one in models.items():
+        _check_optimizer(one, optimizers[name], f" {name!r}")
+    if len({id(one.worker) for one in models.values()}) > 1:
+        raise InvalidArgumentError("the models of a job share one worker; with workers of their own each has its job")
+    if len({id(one) for one in models.values()}) < len(models):
+        raise InvalidArgumentError("a model is in this job twice")
+    found = [Trained(name, models[name], optimizers[name], schedulers[name]) for name in models]
+    return tuple(sorted(found, key=lambda one: one.number))
+
+
+def _check_optimizer(model: DistributedDataParallel, optimizer: Optimizer, name: str) -> None:
+    """Refuse an optimizer of other parameters: its steps would change nothing, or what is not exchanged."""
+    whose = f"those of model{name}" if name else "the model's"
+    own = {id(parameter) for parameter in model.module.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for number, parameter in enumerate(group["params"]):
+            if id(parameter) not in own:
+                raise InvalidArgumentError(
+                    f"parameter {number} of the optimizer's group {index}, of shape {tuple(parameter.shape)}, is none "
+                    f"of {whose}: make the optimizer with model.parameters()"
+                )
+
+
+def _named(several: Any, what: str) -> dict[str, Any]:
+    if isinstance(several, Mapping):
+        return {str(name): one for name, one in several.items()}
+    if isinstance(several, list | tuple):
+        return {str(number): one for number, one in enumerate(several)}
+    raise InvalidArgumentError(
+        f"{what} is a {type(several).__name__}: wrap it first, in gradserver.DistributedDataParallel(module, worker)"
+        if what == "model"
+        else f"with several models {what} is a list or a mapping as model is, not a {type(several).__name__}"
+    )
+
+
+def _matched(models: Mapping[str, Any], several: Any, what: str) -> dict[str, Any]:
+    found = _named(several, what)
+    if found.keys() != models.keys():
+        raise InvalidArgumentError(f"{what} has {sorted(found)}, and model has {sorted(models)}: one of each is needed")
+    return found
+
+
+def chosen(parts: Sequence[Trained], which: Sequence[object]) -> list[Trained]:
+    """Those of ``parts`` that somebody names: by the model or its name; all if nobody is named."""
+    if not which:
+        return list(parts)
+    found = []
+    for one in which:
+        part = next((part for part in parts if part.model is one or (part.name and part.name == one)), None)
+        if part is None:
+            raise InvalidArgumentError(f"this job has no model {one!r:.80}: it has {[part.name for part in parts]}")
+        found.append(part)
+    return sorted(found, key=parts.index)
+
+
+def together(parts: Sequence[Trained], updated: Sequence[Trained]) -> list[Trained]:
+    """Those whose gradients came in the same backward as those of who is ``updated``, and that are not."""
+    backwards = {part.model._backward.latest for part in updated if part.fresh}
+    return [p for p in parts if p not in updated and p.fresh and p.model._backward.latest in backwards]
+
+
+def check_updated(parts: Sequence[Trained]) -> None:
+    """UsageError if the gradients of one of these were dropped."""
+    for part in parts:
+        if part.dropped and not part.fresh:
+            raise UsageError(
+                f"model {part.name!r} has no gradients: they came in the same backward as those of a model that was "
+                f"updated alone, and were dropped. Update both at once: job.step({part.name!r}, …)"
+            )
+
+
+def bits(parts: Sequence[Trained], which: Sequence[Trained]) -> int:
+    """Which of ``parts`` these are, as the bits of a number."""
+    return sum(1 << place for place, part in enumerate(parts) if part in which)
+
+
+def of_bits(parts: Sequence[Trained], number: int) -> list[Trained]:
+    """The other way round."""
+    return [part for place, part in enumerate(parts) if number >> place & 1]
+
+
+def states(parts: Sequence[Trained], of: Callable[[Trained], Tree]) -> Tree:
+    """What each of ``parts`` has, by its name; of one by itself no more than that."""
+    return of(parts[0]) if not parts[0].name else {part.name: of(part) for part in parts}
+
+
+def state_of(part: Trained, tree: Tree) -> Tree:
+    """The other way round."""
+    return tree[part.name] if part.name else tree
+
+
+def check_parts(parts: Sequence[Trained], tree: Tree) -> None:
+    """StateError unless ``tree`` is the state of a job with models and schedulers of these names."""
+    several = [part.name for part in parts if part.name]
+    if several and (type(tree["scheduler"]) is not dict or sorted(tree["scheduler"]) != sorted(several)):
+        raise StateError(f"it is not the state of a job that trains the models {several}")
+    for part in parts:
+        saved = state_of(part, tree["scheduler"])
+        if (saved is None) != (part.scheduler is None):
+            whose = f" for model {part.name!r}" if part.name else ""
+            raise StateError(f"it was saved {'without' if saved is None else 'with'} scheduler={whose}")
