@@ -54,6 +54,14 @@ def workers(text: str) -> int | Policy:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def workers_of(text: str) -> tuple[str, int | Policy]:
+    """The same with the group's name in front: NAME=N; an empty name if none is said, ``*`` for any other group."""
+    name, equals, size = text.rpartition("=")
+    if equals and (not name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES):
+        raise argparse.ArgumentTypeError(f"{text!r} does not begin with the name of a group")
+    return name, workers(size)
+
+
 ANY: Final = ("any",)
 """As names of groups: all names there can be."""
 

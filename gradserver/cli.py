@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradserver
-from gradserver.arguments import ANY, names, number, quorum, size, sync, workers
+from gradserver.arguments import ANY, names, number, quorum, size, sync, workers_of
 from protocol.errors import GradServerError, InvalidArgumentError
-from protocol.limits import MAX_COUNTER, MAX_RATE, MAX_SHARDS, MAX_TIMEOUT, MAX_WORLD_SIZE, MIB, ROUND_TIMEOUT
+from protocol.limits import MAX_COUNTER, MAX_RATE, MAX_SHARDS, MAX_TIMEOUT, MAX_WORLD_SIZE, MIB, OTHERS, ROUND_TIMEOUT
 
 if TYPE_CHECKING:
-    from gradserver.engine.policy import Policy
+    from gradserver.engine.policy import Lateness, Policy
 
 DEFAULT_BIND = "tcp://127.0.0.1:7411"
 _OF_THE_LATE = ("quorum", "grace", "backup", "late")
@@ -97,13 +97,18 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 def _add_groups(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--workers",
-        type=workers,
-        metavar="N|MIN:MAX",
+        type=workers_of,
+        action="append",
+        metavar="[GROUP=]N|MIN:MAX",
         help="workers in the group; without it each worker says world_size. MIN:MAX (or MIN:) makes it elastic: "
-        "it begins with MIN to MAX, and goes on without those that leave or die while MIN are left",
+        "it begins with MIN to MAX, and goes on without those that leave or die while MIN are left. "
+        "Once for each group: `--workers 2:8 --workers critics=1:4`; `*=1:8` is for groups that are not named",
     )
     parser.add_argument(
-        "--group", default="default", metavar="NAME", help="the group that --workers speaks of (default: default)"
+        "--group",
+        default="default",
+        metavar="NAME",
+        help="the group that --workers speaks of when it names none (default: default)",
     )
     parser.add_argument(
         "--groups",
@@ -395,29 +400,48 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
 def _names_of_groups(arguments: argparse.Namespace) -> frozenset[str] | None:
     """The groups that may be founded; None for any."""
     if arguments.groups is None:
-        return None if arguments.workers is None else frozenset([arguments.group])
+        told = _sizes(arguments)
+        return frozenset(told) if told and OTHERS not in told else None
     if arguments.groups == ANY:
         return None
-    if arguments.workers is not None and arguments.group not in arguments.groups:
-        raise InvalidArgumentError(f"--workers speaks of group {arguments.group!r}, which --groups does not name")
+    for name in _sizes(arguments):
+        if name != OTHERS and name not in arguments.groups:
+            raise InvalidArgumentError(f"--workers speaks of group {name!r}, which --groups does not name")
     return frozenset(arguments.groups)
 
 
+def _sizes(arguments: argparse.Namespace) -> dict[str, int | Policy]:
+    """What --workers says of each group."""
+    told: dict[str, int | Policy] = {}
+    for name, count in arguments.workers or ():
+        group = name or arguments.group
+        if group in told:
+            raise InvalidArgumentError(f"--workers speaks of group {group!r} twice: name another one, as NAME=MIN:MAX")
+        told[group] = count
+    return told
+
+
 def _worlds(arguments: argparse.Namespace) -> dict[str, int | Policy]:
-    """The size of the group that --workers speaks of."""
+    """The sizes of groups that --workers speaks of. Other options are for all of them that are elastic."""
     from gradserver.engine.policy import Policy, lateness_of
 
-    size = arguments.workers
+    sizes = _sizes(arguments)
     lateness = lateness_of(arguments.quorum, arguments.backup or 0, arguments.grace, arguments.late)
-    if isinstance(size, int) and lateness is not None:
-        size = Policy(size, size)
-    if size is None or isinstance(size, int):
-        if lateness is not None:
+    if lateness is not None:
+        if not sizes:
             raise InvalidArgumentError("--quorum and --backup need to know how many workers there are: --workers")
+        sizes = {name: Policy(size, size) if isinstance(size, int) else size for name, size in sizes.items()}
+    if not any(isinstance(size, Policy) for size in sizes.values()):
         for option in ("gather", "backlog", "state_timeout", "state_rate"):
             if getattr(arguments, option) is not None:
                 raise InvalidArgumentError(f"--{option.replace('_', '-')} is for elastic groups: --workers MIN:MAX")
-        return {} if size is None else {arguments.group: size}
+    return {
+        name: _policy(arguments, size, lateness) if isinstance(size, Policy) else size for name, size in sizes.items()
+    }
+
+
+def _policy(arguments: argparse.Namespace, size: Policy, lateness: Lateness | None) -> Policy:
+    """An elastic group, as the options say."""
     gather = size.gather if arguments.gather is None else arguments.gather
     backlog = size.backlog if arguments.backlog is None else arguments.backlog * MIB
     told = {
@@ -425,7 +449,7 @@ def _worlds(arguments: argparse.Namespace) -> dict[str, int | Policy]:
         "state_rate": None if arguments.state_rate is None else arguments.state_rate * MIB,
     }
     given = {name: value for name, value in told.items() if value is not None}
-    return {arguments.group: dataclasses.replace(size, gather=gather, backlog=backlog, lateness=lateness, **given)}
+    return dataclasses.replace(size, gather=gather, backlog=backlog, lateness=lateness, **given)
 
 
 def _status(arguments: argparse.Namespace) -> int:

@@ -115,3 +115,6 @@ SHARED_SLICE_COST: Final = 64
 """Credit for a slice in shared memory, behind its exchange's first: nothing of it is kept but its number."""
 MIN_CREDIT_BYTES: Final = 2 * SLICE_BYTES
 """Below two slices a worker could not push one while the reply to another travels."""
+
+OTHERS: Final = "*"
+"""In place of a group's name, where sizes are told: all groups that are not named."""

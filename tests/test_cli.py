@@ -272,6 +272,8 @@ def test_asking_disturbs_nobody(capsys: pytest.CaptureFixture[str]) -> None:
         (["--groups", "mine, theirs"], ["mine", "theirs"], ["default"]),
         (["--workers", "1", "--groups", "default,mine"], ["default", "mine"], ["theirs"]),
         (["--workers", "1", "--groups", "any"], ["default", "mine"], []),
+        (["--workers", "mine=1", "--workers", "theirs=1:2"], ["mine", "theirs"], ["default"]),
+        (["--workers", "*=1:4"], ["default", "mine"], []),
         ([], ["default", "mine"], []),
     ],
 )
@@ -308,6 +310,8 @@ def test_a_group_that_nobody_allowed_is_refused_with_what_to_do() -> None:
 def test_workers_of_a_group_that_groups_does_not_name_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--workers", "1", "--groups", "mine"]) == 1
     assert "--workers speaks of group 'default', which --groups does not name" in capsys.readouterr().err
+    assert main(["serve", "--workers", "1", "--workers", "default=1:2"]) == 1
+    assert "--workers speaks of group 'default' twice: name another one, as NAME=MIN:MAX" in capsys.readouterr().err
 
 
 def complaint(capsys: pytest.CaptureFixture[str], url: str) -> str:

@@ -27,7 +27,7 @@ def join(registry: Registry, connection: int, message: Join, now: float, command
     group = registry.groups.get(message.group)
     if group is None:
         registry.access.check_group(message.group)
-        told = registry.worlds.get(message.group, 0)
+        told = registry.told(message.group)
         group = new_group(message, told, len(registry.groups), registry.nonfinite)
     check_applicant(group, message, now)
     registry.groups[message.group] = group

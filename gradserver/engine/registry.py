@@ -13,7 +13,7 @@ from gradserver.engine.orders import encode_order
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.roster import Roster
 from protocol.errors import InvalidArgumentError, UnexpectedMessageError
-from protocol.limits import BACKLOG_BYTES, MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES
+from protocol.limits import BACKLOG_BYTES, MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS
 from protocol.messages import Ordered
 
 HERE: Final = 0
@@ -24,7 +24,8 @@ class Registry:
     """All that control keeps, and what it was started with.
 
     Args:
-        worlds: of groups whose size the coordinator was told: that, or the policy of an elastic one.
+        worlds: of groups whose size the coordinator was told: that, or the policy of an elastic one. `OTHERS` stands
+            for all that are not named.
         credit: bytes that one worker may have in flight.
         entropy: gives text that nobody can guess; without it no data shards are taken.
         rate: of this process's link in Gbit/s; None if nobody said.
@@ -115,6 +116,10 @@ class Registry:
         if epoch > most:
             raise UnexpectedMessageError(f"a Resume of epoch {epoch}, where {most} is the latest that can have begun")
         self._epochs = max(self._epochs, epoch)
+
+    def told(self, name: str) -> int | Policy:
+        """What the coordinator was told of the size of a group; 0 if nothing."""
+        return self.worlds.get(name, self.worlds.get(OTHERS, 0))
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────
 

@@ -64,7 +64,7 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, commands: l
             case _ if (name := getattr(record, "group", "")) in past:
                 past[name].take(record)
     for name, found in past.items():
-        policy = registry.worlds.get(name)
+        policy = registry.told(name)
         if not found.secret or not found.epochs:
             continue
         if not isinstance(policy, Policy):
