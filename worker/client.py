@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from protocol.codecs import codec_of
 from protocol.dtypes import UINT8
-from protocol.errors import DTypeError, InvalidArgumentError, SizeMismatchError, UsageError
+from protocol.errors import DTypeError, InvalidArgumentError, PlanMismatchError, SizeMismatchError, UsageError
 from protocol.exchange import Op
 from protocol.messages import Membership
 from protocol.plan import Plan, simple_plan, with_codec
@@ -161,7 +161,13 @@ class Worker(ObjectCollectives):
         install = install or (lambda _: None)
         if self._session.plan is not None or not self.joins:
             return enter(self._session, install, waits)
-        self._bare = self.agree_beside(_BARE)
+        try:
+            self._bare = self.agree_beside(_BARE)
+        except PlanMismatchError as error:
+            raise UsageError(
+                "before it enters a group that exchanges gradients, a worker agrees on the plan: wrap the model as the "
+                "others do, or call agree(plan)"
+            ) from error
         enter(self._session, install, True)
         self.next_round()  # it contributes to a round first, and is a member when that is over
         return self.round
