@@ -124,8 +124,10 @@ def test_a_group_that_is_to_have_a_fixed_size_now_is_given_up_aloud(tmp_path: Pa
 
 
 def test_a_record_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(records.CODES, Reset, 60)
-    write(tmp_path, *FOUNDED, Reset("g", 3))
+    with monkeypatch.context() as later_version:
+        later_version.setitem(records._CHECKS, 60, records._CHECKS[records.CODES[Reset]])
+        later_version.setitem(records.CODES, Reset, 60)
+        write(tmp_path, *FOUNDED, Reset("g", 3))
 
     with pytest.raises(StateError, match=r"ledger-000001.gsl: the record at byte .* there is no kind of record 60"):
         StateDir(tmp_path, "0.1.0")

@@ -20,8 +20,8 @@ _LIKELY: Final = 4
 """Workers of which all combinations are tried, each where its rank says that it belongs."""
 _ANYWHERE: Final = 2
 """Workers of which all combinations are tried in all places."""
-_TRIES: Final = 300
-"""Means that are made for one bucket at most."""
+_TRIES: Final = 6000
+"""Means that are made for one bucket at most. Three workers lost in a round of three shards have 1,728 of them."""
 
 
 class Case(NamedTuple):
