@@ -173,7 +173,7 @@ def test_numbers_are_those_of_the_code() -> None:
     assert len(Pool) == 4
     assert f"(at least {limits.MIN_SLICE_COST // limits.KIB} KiB)" in architecture
     assert f"a frame above {limits.MAX_FRAME_BYTES // limits.MIB} MiB" in architecture
-    assert f"open groups ({limits.MAX_GROUPS} at most)" in architecture
+    assert f"open groups ({limits.MAX_GROUPS} at most;" in architecture
     serve = parse("serve")
     for option, default in (("--dead-after", serve.dead_after), ("--frozen-after", serve.frozen_after)):
         assert f"| `{option} S` | {default:g} s |" in architecture
