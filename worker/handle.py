@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias
 
 from protocol.channel import Channel
 from protocol.errors import DeadlineError, GradServerError, InvalidArgumentError
-from worker.interrupts import PUT_OFF
+from worker.interrupts import admits
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # a handle of which nothing is said is a Handle[Any]
@@ -158,13 +158,10 @@ class Handle(Generic[T_co]):
             remind *= 2
         self._lock.release()
 
+    @admits
     def _wait_once(self, seconds: float) -> bool:
         assert self._channel is not None
-        PUT_OFF.admit()  # what a caller has put off
-        try:
-            return self._channel.wait(self._lock, seconds)
-        finally:
-            PUT_OFF.refuse()
+        return self._channel.wait(self._lock, seconds)
 
     def _complete(self, error: GradServerError | None = None) -> None:
         """Mark as done, once. The caller sees to it that no two threads do."""

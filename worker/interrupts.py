@@ -2,125 +2,82 @@
 
 Python runs signal handlers in the main thread, between any two steps of whatever it does. A handler that raises there,
 as that of Ctrl-C does, would leave an exchange half worked on: a message taken and not settled, a slice counted as sent
-that is not. Therefore the main thread puts handlers off while it works on exchanges, and lets them run while it waits
-for something to come. What a raising handler interrupts is thus either done, or can be waited for again.
+that is not. Therefore handlers are called through a stand-in, from the first wait of the main thread on. It looks at
+the stack. Inside a function that is `uninterrupted` the handler is put off, and the signal comes again a moment later,
+until that function has returned. What a raising handler interrupts is thus either done, or can be waited for again.
 
-Handlers are called through a stand-in, from the first exchange of the main thread on. To put handlers off then costs
-half a microsecond, and to replace them for each exchange would cost five. Other threads run no handlers.
+Of the functions on the stack that are marked, the innermost one decides: one that `admits` handlers only waits, and
+notes down what it gets before any step at which a handler could run. Marks cost nothing where no signal comes. Threads
+other than the main one run no handlers.
 """
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found] # signal.getsignal makes enumerations, ten times as slow
-import os
+import _thread  # starts a thread without taking a lock that the interrupted code may hold
 import signal
-import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from functools import wraps
-from types import FrameType, TracebackType
-from typing import Any, Final, ParamSpec, TypeVar
+from itertools import compress, repeat
+from operator import is_
+from types import CodeType, FrameType
+from typing import Any, Final, TypeVar
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
+F = TypeVar("F", bound=Callable[..., Any])
 _Handler = Callable[[int, FrameType | None], Any]
 
 _SIGNALS: Final = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)))
 """Signals whose handlers are known to raise: Ctrl-C, and what schedulers, notebooks and time limits send."""
+_AGAIN_SECONDS: Final = 0.001
+"""After which a signal comes again whose handler was put off."""
 
 _get: Final[Callable[[int], Any]] = _signal.getsignal
-_ident: Final = threading.get_ident
+_interruptible: Final[dict[CodeType, bool]] = {}
+"""Whether handlers run inside each function that is marked."""
+_handlers: Final[dict[int, _Handler]] = {}
+"""What the stand-in calls, by signal."""
 
 
-class _PutOff:
-    """A context in which signal handlers wait. It may be entered again inside; use the one instance, `PUT_OFF`.
+def uninterrupted(function: F) -> F:
+    """Put handlers off inside ``function``, which is returned as it is."""
+    _interruptible[function.__code__] = False
+    return function
 
-    Nothing here needs a lock: only the main thread changes anything, and a handler that interrupts it leaves each of
-    these fields as it was.
-    """
 
-    def __init__(self) -> None:
-        self._main = threading.main_thread().ident
-        self._depth = 0
-        self._admits = False
-        """Whether handlers run at once although the context was entered."""
-        self._handlers: dict[int, _Handler] = {}
-        """What the stand-in calls, by signal."""
-        self._due: list[int] = []
-        """Signals that came meanwhile."""
-        self._stand_in = self._heed  # one object, to be known again
+def admits(function: F) -> F:
+    """Let handlers run inside ``function``, which only waits, though it was called by one that is uninterrupted."""
+    _interruptible[function.__code__] = True
+    return function
 
-    def __enter__(self) -> None:
-        if _ident() != self._main:
+
+def watch() -> None:
+    """Stand in for handlers that are new. To be called where a thread is about to wait, and so has the time for it."""
+    for number in _SIGNALS:
+        handler = _get(number)
+        if handler is not _heed and callable(handler) and threading.current_thread() is threading.main_thread():
+            _handlers[number] = handler
+            signal.signal(number, _heed)
+
+
+def _heed(number: int, frame: FrameType | None) -> None:
+    inner = frame
+    while inner is not None:
+        runs = _interruptible.get(inner.f_code)
+        if runs is False:
+            _thread.start_new_thread(_send_again, (number,))
             return
-        if not self._handlers:
-            self._look()
-        self._depth += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if _ident() != self._main:
-            return
-        if self._depth > 1:
-            self._depth -= 1
-            return
-        self._admits = False
-        self._depth = 0
-        if self._due:
-            self._run_due()
-
-    def admit(self) -> None:
-        """Let handlers run, from now on: this thread is about to wait, and holds nothing that it has not noted down."""
-        if self._depth and _ident() == self._main:
-            self._look()
-            self._admits = True
-            if self._due:
-                self._run_due()
-
-    def refuse(self) -> None:
-        """Put handlers off again."""
-        if self._depth and _ident() == self._main:
-            self._admits = False
-
-    def _look(self) -> None:
-        """Stand in for handlers that are new. Whoever is about to wait has the time for that."""
-        for number in _SIGNALS:
-            handler = _get(number)
-            if handler is not self._stand_in and callable(handler):
-                self._handlers[number] = handler
-                signal.signal(number, self._stand_in)
-
-    def _heed(self, number: int, frame: FrameType | None) -> None:
-        if self._depth and not self._admits:
-            self._due.append(number)
-        else:
-            self._handlers[number](number, frame)
-
-    def _run_due(self) -> None:
-        while self._due:
-            number = self._due.pop(0)
-            self._handlers[number](number, sys._getframe())
-
-    def _forked(self) -> None:
-        """This is a child, and its main thread the one that forked, perhaps in the midst of something."""
-        self._main, self._depth, self._admits = threading.get_ident(), 0, False
-        self._due.clear()
+        if runs:
+            break
+        inner = inner.f_back
+    _handlers[number](number, frame)
 
 
-PUT_OFF: Final = _PutOff()
-
-
-def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
-    """``function`` with signal handlers put off, but for the waits in it that admit them."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with PUT_OFF:
-            return function(*args, **kwargs)
-
-    return call
-
-
-os.register_at_fork(after_in_child=PUT_OFF._forked)
+def _send_again(number: int) -> None:
+    time.sleep(_AGAIN_SECONDS)
+    main = threading.main_thread().ident or 0
+    # If the handler that it was for is gone, the signal might end the process. Between a look at the handler and the
+    # signal no other thread may therefore run: none does within one call of a function of C.
+    is_for_us = map(is_, map(_get, (number,)), (_heed,))
+    deque(map(signal.pthread_kill, repeat(main), compress((number,), is_for_us)), maxlen=0)

@@ -52,7 +52,7 @@ from protocol.messages import Message, Place, Push
 from protocol.resuming import Resumed
 from worker.clock import Clock
 from worker.handle import VERDICT_SECONDS
-from worker.interrupts import PUT_OFF
+from worker.interrupts import uninterrupted
 from worker.line import reach
 from worker.memory import SharedMemory
 from worker.presence import Presence
@@ -138,22 +138,20 @@ class Lifeline:
         except (ClosedError, ConnectionError) as error:
             self.broke(channel, error if isinstance(error, GradServerError) else ConnectionLostError(str(error)))
 
+    @uninterrupted
     def wait(self, done: Lock, timeout: float) -> bool:
         """Wait until ``done`` can be acquired; the time in which there is no coordinator is not counted."""
         left, until = timeout, self._clock.seconds + timeout
         while True:
-            with PUT_OFF:
-                PUT_OFF.refuse()
+            with self._lock:
+                channel, generation = self._channel, self._generation
+                self._waiting[generation] += 1
+            try:
+                if channel.wait(done, left):
+                    return True
+            finally:
                 with self._lock:
-                    channel, generation = self._channel, self._generation
-                    self._waiting[generation] += 1
-                try:
-                    if channel.wait(done, left):
-                        return True
-                finally:
-                    PUT_OFF.refuse()
-                    with self._lock:
-                        self._waiting[generation] -= 1
+                    self._waiting[generation] -= 1
             left = until - self._clock.seconds
             if self._closing or (left <= 0 and self._clock.runs):
                 return done.acquire(blocking=False)

@@ -45,7 +45,7 @@ from protocol.errors import (
 )
 from protocol.messages import BePresent, Failure, MemoryAt, Message, Ping, Place, Scope, ShareMemory
 from protocol.wire import decode, encode
-from worker.interrupts import PUT_OFF
+from worker.interrupts import admits, uninterrupted, watch
 from worker.line import Line, beside, wait_for_listener
 from worker.memory import SharedMemory
 from worker.presence import Presence
@@ -290,52 +290,47 @@ class TcpChannel:
 
     # ── receiving ─────────────────────────────────────────────────────────────────────────────────────
 
+    @uninterrupted
     def wait(self, done: Lock, timeout: float) -> bool:
         """Wait until ``done`` can be acquired: by reading, unless another thread does that already."""
         until = time.monotonic() + timeout
-        with PUT_OFF:
-            PUT_OFF.refuse()
-            if self._reading.acquire(blocking=False):
-                try:
-                    while not done.acquire(blocking=False):
-                        left = until - time.monotonic()
-                        if self._closing or left <= 0:
-                            break
-                        self._read(left)
-                    else:
-                        return True
-                finally:
-                    PUT_OFF.refuse()
-                    self._reading.release()
-                PUT_OFF.admit()
-                return done.acquire(timeout=max(until - time.monotonic(), 0.0))
-            # Another thread reads. It may leave before our result is there, and then our own thread takes over.
-            with self._lock:
-                self._bystanders += 1
-            self._watched.release()
+        if self._reading.acquire(blocking=False):
             try:
-                PUT_OFF.admit()
-                return done.acquire(timeout=max(until - time.monotonic(), 0.0))
+                while not done.acquire(blocking=False):
+                    left = until - time.monotonic()
+                    if self._closing or left <= 0:
+                        break
+                    self._read(left)
+                else:
+                    return True
             finally:
-                PUT_OFF.refuse()
-                with self._lock:
-                    self._bystanders -= 1
+                self._reading.release()
+            return _acquire(done, until)
+        # Another thread reads. It may leave before our result is there, and then our own thread takes over.
+        with self._lock:
+            self._bystanders += 1
+        self._watched.release()
+        try:
+            watch()
+            return _acquire(done, until)
+        finally:
+            with self._lock:
+                self._bystanders -= 1
 
     def watch(self, enough: Callable[[], bool]) -> None:
         """Have our own thread read, as soon as nobody else does, until ``enough()``."""
         self._enough = enough
         self._watched.release()
 
+    @uninterrupted
     def look(self) -> None:
         """Take what has come in, if nobody else reads, and do not wait for more."""
-        with PUT_OFF:
-            if self._reading.acquire(blocking=False):
-                try:
-                    while not self._closing and self._read(0.0):
-                        pass
-                finally:
-                    PUT_OFF.refuse()
-                    self._reading.release()
+        if self._reading.acquire(blocking=False):
+            try:
+                while not self._closing and self._read(0.0):
+                    pass
+            finally:
+                self._reading.release()
 
     def _watch(self) -> None:
         """The life of our own thread."""
@@ -397,11 +392,14 @@ class TcpChannel:
             if line.numbers.deadline is not None:
                 line.check(now)
                 until = min(until, line.numbers.deadline)
+        watch()
+        self._poll(max(math.ceil((until - now) * 1000), 0))
+
+    @admits
+    def _poll(self, milliseconds: int) -> None:
         # A handler that raises right behind the call must not take with it what the call returned: signals of edges
         # are given once. Between a function of C and a list that it fills no handler runs.
-        PUT_OFF.admit()
-        self._happened.extend(chain.from_iterable(map(self._poller.poll, (max(math.ceil((until - now) * 1000), 0),))))
-        PUT_OFF.refuse()
+        self._happened.extend(chain.from_iterable(map(self._poller.poll, (milliseconds,))))
 
     def _take_one_of_each(self, lines: Sequence[Line]) -> bool:
         took = False
@@ -531,3 +529,9 @@ class TcpChannel:
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it is awake already; closed: it has ended
             self._wake_in.send(b"\0")
+
+
+@admits
+def _acquire(lock: Lock, until: float) -> bool:
+    """Wait for a lock until a time of the monotonic clock."""
+    return lock.acquire(timeout=max(until - time.monotonic(), 0.0))
