@@ -33,6 +33,8 @@ _HIT: Final = "hit "
 """How a line begins which says that it met somebody."""
 PARTING: Final = 5.0
 """Seconds that everybody has to end in peace."""
+_FIRST_ROUND: Final = 5.0
+"""Seconds that the first round of a worker may take, also behind a coordinator that was killed."""
 _FORGIVEN: Final = 10.0
 """Seconds after what was done to a worker in which it may be out of the group."""
 
@@ -89,6 +91,8 @@ class Fleet(Family[Child]):
         """Until when it is no surprise that a worker is out of the group."""
         self._forgetful = 0.0
         """Until when the ledger may lack who has come."""
+        self._entered: dict[str, float] = {}
+        """When each worker has come in last."""
         self._hit: dict[str, tuple[str, float]] = {}
         """What was done to whom, and has not been followed by a round yet."""
         self._inside: set[str] = set()
@@ -233,6 +237,7 @@ class Fleet(Family[Child]):
             case "entered":
                 self.on_hit("join", name)
                 self._returning.discard(name)
+                self._entered[name] = at
                 if at < self._forgetful:  # then a coordinator that comes back does not know of it
                     self._disturbed[name] = max(self._disturbed.get(name, 0.0), self._forgetful)
             case "out" | "refused":
@@ -286,7 +291,11 @@ class Fleet(Family[Child]):
 
     def expect_gap(self, seconds: float) -> None:
         """For so many seconds nothing is written down; then all is, but for what is tried again only later."""
-        self._forgetful = time.monotonic() + seconds + _FORGIVEN + 2.0
+        now = time.monotonic()
+        self._forgetful = now + seconds + _FORGIVEN + 2.0
+        for name, at in self._entered.items():  # a worker is a member, and written down as one, after its first round
+            if at > now - _FIRST_ROUND:
+                self._disturbed[name] = max(self._disturbed.get(name, 0.0), self._forgetful)
 
     def restart_coordinator(self) -> None:
         """Where it was."""
