@@ -49,13 +49,18 @@ def run(
     breaks: dict[int, int] | None = None,
 ) -> Sharded:
     cluster = Sharded(world, buckets, program, seed, rates)
+    plan_losses(cluster, kills, crashes, breaks or {})
+    cluster.run()
+    return cluster
+
+
+def plan_losses(cluster: Sharded, kills: dict[int, int], crashes: list[int], breaks: dict[int, int]) -> None:
+    """Have coordinators, shards and connections lost at these steps; where both are due, the shard is."""
     cluster.fuses = list(crashes)
-    for step, seat in (breaks or {}).items():
+    for step, seat in breaks.items():
         cluster.at[step] = partial(cluster.break_line, seat)
     for step, which in kills.items():
         cluster.at[step] = partial(cluster.kill_any, which)
-    cluster.run()
-    return cluster
 
 
 @given(worlds, sizes, programs, seeds, many_rates, kills, fuses, breaks)
@@ -112,11 +117,7 @@ def run_and_join(
 ) -> Joinable:
     """As `run`; in the same steps somebody may join."""
     cluster = Joinable(world, buckets, program, seed, rates)
-    cluster.fuses = list(crashes)
-    for step, seat in breaks.items():
-        cluster.at[step] = partial(cluster.break_line, seat)
-    for step, which in kills.items():
-        cluster.at[step] = partial(cluster.kill_any, which)
+    plan_losses(cluster, kills, crashes, breaks)
     for step in joins:
         cluster.at[step] = partial(one_then_other, cluster.at.get(step, lambda: None), cluster.join)
     cluster.run()

@@ -238,8 +238,8 @@ class Fleet(Family[Child]):
                 self.on_hit("join", name)
                 self._returning.discard(name)
                 self._entered[name] = at
-                if at < self._forgetful:  # then a coordinator that comes back does not know of it
-                    self._disturbed[name] = max(self._disturbed.get(name, 0.0), self._forgetful)
+                if at < self._forgetful:
+                    self._may_be_forgotten(name)
             case "out" | "refused":
                 self.outs[line["error"]] += 1
                 if name not in self._inside and line["error"] in _BEGINS_ANEW:
@@ -295,7 +295,11 @@ class Fleet(Family[Child]):
         self._forgetful = now + seconds + _FORGIVEN + 2.0
         for name, at in self._entered.items():  # a worker is a member, and written down as one, after its first round
             if at > now - _FIRST_ROUND:
-                self._disturbed[name] = max(self._disturbed.get(name, 0.0), self._forgetful)
+                self._may_be_forgotten(name)
+
+    def _may_be_forgotten(self, name: str) -> None:
+        """Forgive a worker that a coordinator which comes back does not know of, as the ledger lacks its arrival."""
+        self._disturbed[name] = max(self._disturbed.get(name, 0.0), self._forgetful)
 
     def restart_coordinator(self) -> None:
         """Where it was."""
