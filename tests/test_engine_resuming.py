@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 
 from gradserver.engine.events import Disconnected, Garbled, Log
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Dated, Epoch, Halt, Round, RoundRecord
 from gradserver.engine.rehoming import HIRE_SECONDS
 from protocol.errors import (
@@ -37,8 +37,14 @@ ONE = floats(1, 2, 3, 4).tobytes()
 class Group:
     """A durable group of two, or more, that has agreed on a plan."""
 
-    def __init__(self, world: int = 2, plan: Plan | None = PLAN, policy: Policy = POLICY) -> None:
-        self.harness = harness = Fused({"default": policy}, lazy=False)
+    def __init__(
+        self,
+        world: int = 2,
+        plan: Plan | None = PLAN,
+        policy: Policy = POLICY,
+        nonfinite: OnNonFinite = OnNonFinite.HALT,
+    ) -> None:
+        self.harness = harness = Fused({"default": policy}, lazy=False, nonfinite=nonfinite)
         for rank in range(world):
             harness.join(SEATS + rank, f"w{rank}", rank=rank, world=world)
         self.welcomes = harness.only(range(world), Welcome)
@@ -275,6 +281,62 @@ def test_who_counted_in_a_seat_that_the_coordinator_does_not_know_stands_in_the_
     (record,) = rounds(group)
     assert (record.weights, record.cut) == ((1.0, 0.0, 0.0, 2.0), ((3, 0, 1),))
     assert len(record.arrivals) == 4
+
+
+def counted_and_gone() -> Group:
+    """Two of three are in round 1 of a coordinator that begins anew: it knows nothing of who counted in round 0."""
+    group = Group(3, plan_of(4))
+    for rank in range(3):
+        group.harness.push(rank, bucket(0), ONE)
+    group.harness.feed(Disconnected(SEATS + 2, "it died", ended=True))
+    group.harness.answer(group.harness.reduces.pop())
+    assert [record.weights for record in rounds(group)] == [(1.0, 1.0, 1.0)]
+    group.harness.restart()
+    for rank in (0, 1):
+        group.resume(rank, 2)
+    for rank in (0, 1):
+        group.hold(rank, 1, held(0, 0, (1.0, 1.0, 1.0)))
+    assert [Standing(3, 1) in group.told(rank) for rank in (0, 1)] == [True, True]
+    return group
+
+
+def test_who_counted_and_was_forgotten_is_no_surprise_when_a_connection_breaks_later() -> None:
+    group = counted_and_gone()
+
+    group.harness.feed(Disconnected(BACK, "connection reset"))
+    group.resume(0, 2)
+    for rank in (0, 1):
+        group.hold(rank, 1, held(0, 0, (1.0, 1.0, 1.0)))
+
+    assert [type(told[-1]) for told in (group.told(0), group.told(1))] == [Standing, Standing]
+
+
+def test_in_rounds_that_the_coordinator_has_begun_itself_it_knows_all_seats() -> None:
+    group = counted_and_gone()
+    for rank in (0, 1):
+        group.harness.receive(BACK + rank, Push(bucket(1), 0, 1.0, True), ONE)
+    group.harness.answer(group.harness.reduces.pop())
+    group.harness.feed(Disconnected(BACK, "connection reset"))
+    group.told(0)
+    group.resume(0, 2)
+    group.told(0)
+
+    group.hold(0, 2, held(2, 0, (1.0, 1.0, 1.0)))
+
+    assert "weights of 3 seats" in group.refusal(0).message
+
+
+@pytest.mark.parametrize("policy", [OnNonFinite.LEAVE_OUT, OnNonFinite.SKIP])
+def test_what_was_not_finite_in_a_seat_that_the_coordinator_does_not_know_is_told(policy: OnNonFinite) -> None:
+    group = Group(2, plan_of(4), nonfinite=policy)
+    group.harness.restart()
+    for rank in (0, 1):
+        group.resume(rank)
+        group.hold(rank, 0, held(0, 0, (1.0, 0.0, 0.0, -2.0)))
+
+    (record,) = rounds(group)
+    assert record.nonfinite == ((3, 0, 1, -1),)
+    assert group.harness.group()["nonfinite"]["workers"] == {"(departed)": 1}
 
 
 def test_settled_slices_and_those_that_are_made_anew_add_up() -> None:

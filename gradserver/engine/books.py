@@ -46,7 +46,8 @@ def open_books(registry: Registry, group: Group, version: int, now: float, comma
         group.away = {other: min(at, until) for other, at in group.away.items()}
     resumed = Resumed(registry.incarnation, version, group.urls)
     commands += [Send(group.members[seat].connection, resumed) for seat in here]
-    return Recover(group.name, version, group.rounds, group.latest)
+    own = group.latest + 1 if group.uncertain else group.own
+    return Recover(group.name, version, group.rounds, group.latest, own)
 
 
 def open_for_shards(registry: Registry, group: Group, now: float, commands: list[Command]) -> list[Order]:
@@ -79,6 +80,8 @@ def recovered(group: Group, report: Recovered, source: int, commands: list[Comma
     group.standing.add(source)
     if len(group.standing) <= len(group.shards):
         return
+    if group.uncertain:
+        group.own = group.rounds + 1
     group.recovering = group.uncertain = False
     if group.owed_nothing:
         group.owed_nothing = False

@@ -355,12 +355,14 @@ class Recover:
 
     ``version`` is a new number, by which this is told from what was before. The group is in ``round``, as far as
     control knows, and in none behind ``latest``; or the round before, for members that have yet to hear of its end.
+    Results of rounds before ``own`` may be an earlier coordinator's, and name seats that only members know of.
     """
 
     group: str
     version: int
     round: int
     latest: int
+    own: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,10 @@ class Findings:
 
     def describe(self, names: Sequence[str]) -> dict[str, object]:
         """The counts, as plain JSON values."""
-        by_name = {names[seat]: rounds for seat, rounds in sorted(self.by_seat.items())}
-        return {"rounds": self.rounds, "workers": by_name}
+        by_name: Counter[str] = Counter()
+        for seat, rounds in sorted(self.by_seat.items()):  # an earlier coordinator may have given one
+            by_name[(names[seat] if seat < len(names) else "") or "(departed)"] += rounds
+        return {"rounds": self.rounds, "workers": dict(by_name)}
 
 
 def _where(plan: Plan | None, part: int, first: int) -> str:

@@ -29,9 +29,7 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
     """A Holding, checked against the plan."""
     number, loose = holding.round, 0
     holder = Holder(number, holding.weight)
-    recovery = group.recovery
-    certain = recovery is not None and recovery.due == recovery.latest
-    most = group.world if certain else MAX_WORLD_SIZE  # else some may be known to members only
+    own = 0 if group.recovery is None else group.recovery.own
     bounds = {part: (start, stop) for part, start, stop in shares(group)}
     for state, key, first, stop, weights, nbytes in unpack_spans(payload):
         if key.stream == Stream.BUCKET:
@@ -48,6 +46,7 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
             raise UnexpectedMessageError(
                 f"{group.call(seat)}, in round {number}, cannot have slices {first} to {stop} of {tuple(key)}"
             )
+        most = group.world if key.number >= own else MAX_WORLD_SIZE  # before, some may be known to members only
         if len(weights) > most:
             raise UnexpectedMessageError(
                 f"{group.call(seat)} has weights of {len(weights)} seats, and {most} there are"

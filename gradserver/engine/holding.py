@@ -79,6 +79,8 @@ class Recovery:
     latest: int
     """The latest that it can be in."""
     touched: float
+    own: int
+    """The first round of which no result can be an earlier coordinator's."""
     draining: set[tuple[int, ExchangeKey, int]]
     """Reductions of before that have not come back, with the number of the books that they are of."""
     stage: Stage = Stage.COLLECTING

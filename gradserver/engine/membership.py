@@ -149,6 +149,8 @@ class Group:
     """It was begun by an earlier coordinator."""
     uncertain: bool = False
     """Its members may be in a later round than is written down: it was restored, and they have not said where it is."""
+    own: int = 0
+    """The first round of which nothing can be an earlier coordinator's."""
     owed_nothing: bool = False
     """It was restored, and what lossy codecs had kept back at the coordinator was not."""
     secret: str = ""

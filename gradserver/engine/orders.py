@@ -101,8 +101,8 @@ def encode_order(order: RemoteOrder) -> bytes:
             return _pack("cut", group, number, late)
         case Detach(group, seat):
             return _pack("detach", group, seat)
-        case Recover(group, version, number, latest):
-            return _pack("recover", group, version, number, latest)
+        case Recover(group, version, number, latest, own):
+            return _pack("recover", group, version, number, latest, own)
         case Proceed(group):
             return _pack("proceed", group)
 
@@ -156,8 +156,8 @@ def decode_order(data: Buffer) -> RemoteOrder:
             return CutRound(_name(group), _count(number), _ranks(late))
         case ["detach", group, seat]:
             return Detach(_name(group), _rank(seat))
-        case ["recover", group, version, number, latest]:
-            return Recover(_name(group), _count(version), _count(number), _count(latest))
+        case ["recover", group, version, number, latest, own]:
+            return Recover(_name(group), _count(version), _count(number), _count(latest), _count(own))
         case ["proceed", group]:
             return Proceed(_name(group))
     raise MalformedMessageError("an order that is unknown, or has not the fields that it should have")

@@ -65,7 +65,7 @@ def begin(group: Group, order: Recover, now: float) -> None:
     """Forget all that is open. Reductions of before come back with an earlier number than the order's version."""
     draining = group.recovery.draining if group.recovery is not None else set()
     draining |= {(group.order.epoch, key, start) for key, one in group.exchanges.items() for start in one.reducing}
-    group.recovery = Recovery(order.version, order.round, order.latest, now, draining)
+    group.recovery = Recovery(order.version, order.round, order.latest, now, order.own, draining)
     group.order = replace(group.order, epoch=order.version)
     for table in (
         group.exchanges,

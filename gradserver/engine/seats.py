@@ -57,8 +57,9 @@ class Seats:
         return tuple(self.names[seat] for seat in self.present)
 
     def call(self, seat: int) -> str:
-        """How to speak of an occupant."""
-        return f"{self.names[seat]!r} (rank {self._ranks[seat]})"
+        """How to speak of an occupant; or of a seat that an earlier coordinator gave, and only members know of."""
+        name = self.names[seat] if seat < len(self.names) else ""
+        return f"{name!r} (rank {self._ranks[seat]})" if name else f"a worker that has departed (seat {seat})"
 
     def departed(self, seat: int, politely: bool, how: str) -> PeerError:
         """What to tell the others of an occupant who left, or was lost."""
