@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 import gradserver
 from gradserver.arguments import ANY, names, number, quorum, size, sync, workers_of
 from protocol.errors import GradServerError, InvalidArgumentError
-from protocol.limits import MAX_COUNTER, MAX_RATE, MAX_SHARDS, MAX_TIMEOUT, MAX_WORLD_SIZE, MIB, OTHERS, ROUND_TIMEOUT
+from protocol.limits import (
+    JOURNAL_QUOTA_BYTES,
+    MAX_COUNTER,
+    MAX_RATE,
+    MAX_SHARDS,
+    MAX_TIMEOUT,
+    MAX_WORLD_SIZE,
+    MIB,
+    OTHERS,
+    ROUND_TIMEOUT,
+)
 
 if TYPE_CHECKING:
     from gradserver.engine.policy import Lateness, Policy
@@ -269,6 +279,15 @@ def _add_ledger_options(parser: argparse._ArgumentGroup) -> None:
         help="delete the ledger's oldest files above this size, 500MiB or 2GiB for example (default 1GiB)",
     )
     parser.add_argument(
+        "--journal-quota",
+        type=size,
+        default=JOURNAL_QUOTA_BYTES,
+        metavar="SIZE",
+        help="let the members of one group fill at most SIZE of the ledger in an hour by joining, leaving, plans and "
+        "claims of data; then the group is refused more of these. Rounds are not counted (default 256MiB; "
+        "0KiB: no limit)",
+    )
+    parser.add_argument(
         "--sync",
         type=sync,
         default=1.0,
@@ -380,7 +399,8 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
     ledger = None
     if arguments.state_dir is not None:
         hashes = arguments.ledger_hashes == "on"
-        ledger = Ledger(Path(arguments.state_dir), arguments.sync, arguments.ledger_keep, hashes)
+        sizes = arguments.ledger_keep, hashes, arguments.journal_quota
+        ledger = Ledger(Path(arguments.state_dir), arguments.sync, *sizes)
     return serve(
         arguments.bind or DEFAULT_BIND,
         _worlds(arguments),

@@ -26,7 +26,7 @@ from gradserver.engine import Engine
 from gradserver.engine.access import Access
 from gradserver.engine.policy import OnNonFinite, Policy
 from protocol.errors import CoordinatorStoppedError
-from protocol.limits import CREDIT_BYTES, MAX_TOKEN, MIB, ROUND_TIMEOUT
+from protocol.limits import CREDIT_BYTES, JOURNAL_QUOTA_BYTES, MAX_TOKEN, MIB, ROUND_TIMEOUT
 from protocol.messages import Enlist
 from protocol.url import numeric_url, parse_url
 
@@ -47,12 +47,14 @@ class Ledger(NamedTuple):
         sync: seconds between two calls of `fdatasync`; 0 for one behind every round, None for none.
         keep: bytes above which the oldest files are deleted.
         digests: whether contributions and results are hashed.
+        quota: bytes that members of one group may fill in an hour, beside its rounds; 0 for no limit.
     """
 
     directory: Path
     sync: float | None
     keep: int
     digests: bool
+    quota: int = JOURNAL_QUOTA_BYTES
 
 
 _JOINING_SECONDS = 10.0
@@ -101,7 +103,8 @@ def serve(
         credit = CREDIT_BYTES if credit is None else credit
         access = Access(groups, entropy(), allow_shards)
         known: tuple[bool, int, Callable[[str], bool]] = digests, incarnation, lambda who: server.is_present(who)
-        engine = Engine(worlds, credit, entropy, own, *known, access, round_timeout, nonfinite)
+        quota = 0 if ledger is None else ledger.quota
+        engine = Engine(worlds, credit, entropy, own, *known, access, round_timeout, nonfinite, quota)
         children = Children(lambda: engine.control.roster.enlisted, access.shard_token)
         coordinator = Coordinator(engine, journal=journal, residuals=_residuals(journal), hire=children.hire)
         if journal is not None:

@@ -13,6 +13,7 @@ GradServerError
 │   ├── ClosedError               use after close
 │   └── OutOfStepError            pushed twice, or not the round that is due
 ├── JoinRefusedError              the job's: this worker may not enter the group (rank taken, full, …)
+├── QuotaExceededError            the job's: its group has had too much written into the coordinator's journal
 ├── DisagreementError             the job's: members of one group want different things
 │   ├── PlanMismatchError
 │   ├── CollectiveMismatchError
@@ -123,6 +124,10 @@ class OutOfStepError(UsageError):
 
 class JoinRefusedError(GradServerError):
     """The coordinator does not let this worker into the group; the message says why."""
+
+
+class QuotaExceededError(GradServerError):
+    """A group has had more written into the coordinator's journal than it may; the message says how much."""
 
 
 class DisagreementError(GradServerError):

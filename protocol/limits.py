@@ -40,6 +40,10 @@ MAX_SLICES: Final = 8192
 
 MAX_WORLD_SIZE: Final = 1024
 MAX_GROUPS: Final = 256
+MAX_ENDED_GROUPS: Final = 1024
+"""Groups that have ended, and of which a coordinator knows that they have not paid for what they had written."""
+JOURNAL_QUOTA_BYTES: Final = 256 * MIB
+"""Bytes of a coordinator's journal that one group may fill in an hour, beside what its rounds need, by default."""
 MAX_SHARDS: Final = 32
 """Data shards of one coordinator, itself included."""
 MAX_URL: Final = 128

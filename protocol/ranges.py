@@ -16,9 +16,9 @@ from protocol.limits import MAX_NUMEL, MAX_RANGES
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
-_PAIR: Final = 16
-"""Bytes."""
-MAX_RANGES_BYTES: Final = MAX_RANGES * _PAIR
+PAIR_BYTES: Final = 16
+"""One range."""
+MAX_RANGES_BYTES: Final = MAX_RANGES * PAIR_BYTES
 
 
 def count(ranges: Ranges) -> int:
@@ -82,10 +82,10 @@ def pack(ranges: Ranges) -> bytes:
 
 def unpack(data: Buffer) -> Ranges:
     """The ranges in ``data``; MalformedMessageError or LimitExceededError if it has none."""
-    if len(data) % _PAIR:
+    if len(data) % PAIR_BYTES:
         raise MalformedMessageError(f"expected pairs of positions, got {len(data)} bytes")
     if len(data) > MAX_RANGES_BYTES:
-        raise LimitExceededError(f"{len(data) // _PAIR} ranges at once, the limit is {MAX_RANGES}")
+        raise LimitExceededError(f"{len(data) // PAIR_BYTES} ranges at once, the limit is {MAX_RANGES}")
     bounds = struct.unpack(f"<{len(data) // 8}Q", data)
     if bounds and (bounds[-1] > MAX_NUMEL or any(one >= other for one, other in pairwise(bounds))):
         raise MalformedMessageError("ranges of positions that do not follow one another")

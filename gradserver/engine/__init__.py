@@ -59,6 +59,7 @@ class Engine:
         round_timeout: seconds that an exchange waits for a member that is alive. None: as long as the longest timeout
             that a founder of the group named.
         nonfinite: what becomes of gradients that are not finite; a group that was restored goes on as it began.
+        quota: bytes of the journal that members of one group may fill in an hour, beside its rounds; 0 for no limit.
     """
 
     def __init__(
@@ -73,9 +74,10 @@ class Engine:
         access: Access = OPEN,
         round_timeout: float | None = None,
         nonfinite: OnNonFinite = OnNonFinite.HALT,
+        quota: int = 0,
     ) -> None:
         told = worlds or {}, credit, entropy, rate, digests, incarnation, runs, access, round_timeout, nonfinite
-        self.control = Control(Registry(*told))
+        self.control = Control(Registry(*told, quota))
         self.data = Data()
 
     def handle(self, event: Event, now: float) -> list[Command]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradserver.engine.data_records import Claim, Committed
+from gradserver.engine.data_records import Claim, Committed, Data
 from gradserver.engine.events import Command, Log, Record
 from gradserver.engine.membership import Group
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.positions import Use
+from gradserver.engine.quota import counted, used_ranges
 from gradserver.engine.records import (
     Boundary,
     Closed,
@@ -28,22 +29,23 @@ from gradserver.engine.records import (
 )
 from protocol.errors import GradServerError
 from protocol.plan import Plan as PlanTable
+from protocol.ranges import Ranges
 
 
 def founded(group: Group, commands: list[Command]) -> None:
     """A group is complete."""
-    _first(commands, Founded(group.name, group.world, group.timeout))
+    _first(group, Founded(group.name, group.world, group.timeout), commands)
     if group.secret:
-        _first(commands, Durable(group.name, group.secret, group.table.rates))
+        _first(group, Durable(group.name, group.secret, group.table.rates), commands)
     if group.nonfinite is not OnNonFinite.HALT:
-        _first(commands, Handling(group.name, group.nonfinite))
+        _first(group, Handling(group.name, group.nonfinite), commands)
     members(group, f"complete with {group.world} workers", commands)
 
 
 def members(group: Group, reason: str, commands: list[Command]) -> None:
     """Who is there now, since somebody came or went."""
     there = tuple((rank, seat.name) for rank, seat in group.members.items())
-    _first(commands, Epoch(group.name, group.epoch, group.rounds, there, reason))
+    _first(group, Epoch(group.name, group.epoch, group.rounds, there, reason), commands)
     if group.entering:
         entered(group, commands)
 
@@ -51,22 +53,27 @@ def members(group: Group, reason: str, commands: list[Command]) -> None:
 def entered(group: Group, commands: list[Command]) -> None:
     """Who contributes to the open round as his first one."""
     there = tuple((seat, group.seats.names[seat]) for seat in group.entering)
-    _first(commands, Entered(group.name, group.rounds, there))
+    _first(group, Entered(group.name, group.rounds, there), commands)
 
 
 def planned(group: Group, plan: PlanTable, commands: list[Command]) -> None:
     """All members have agreed on ``plan``."""
-    _first(commands, Plan(group.name, group.epoch, group.rounds, plan))
+    _first(group, Plan(group.name, group.epoch, group.rounds, plan), commands)
 
 
 def registered(group: Group, use: Use, commands: list[Command]) -> None:
     """Somebody is the first to use certain data, or something of it was given back that no other record tells of."""
-    commands.append(Record(use.state(group.name)))
+    _write(group, use.state(group.name), commands)
 
 
-def claimed(claim: Claim, commands: list[Command]) -> None:
+def claimed(group: Group, claim: Claim, commands: list[Command]) -> None:
     """Positions are somebody's own."""
-    commands.append(Record(claim))
+    _write(group, claim, commands)
+
+
+def used(group: Group, ranges: Ranges, commands: list[Command]) -> None:
+    """A member says what it has used. That is written in the record of the round, and paid for here."""
+    _pay(group, used_ranges(ranges), commands)
 
 
 def completed(group: Group, record: RoundRecord, used_up: tuple[Committed, ...], commands: list[Command]) -> None:
@@ -84,27 +91,27 @@ def boundary(group: Group, number: int, commands: list[Command]) -> None:
     """Members are told that a round is over, and that the present membership is in force."""
     if group.told != (number, group.epoch):
         group.told = number, group.epoch
-        _first(commands, Boundary(group.name, number, group.epoch))
+        _first(group, Boundary(group.name, number, group.epoch), commands)
 
 
 def reset(group: Group, commands: list[Command]) -> None:
     """What lossy codecs had kept back is lost."""
-    _first(commands, Reset(group.name, group.rounds))
+    _first(group, Reset(group.name, group.rounds), commands)
 
 
 def cut(group: Group, number: int, seats: Sequence[int], reason: str, commands: list[Command]) -> None:
     """A round is closed without some members."""
-    _first(commands, Cut(group.name, group.epoch, number, tuple(seats), reason))
+    _first(group, Cut(group.name, group.epoch, number, tuple(seats), reason), commands)
 
 
 def halted(group: Group, error: GradServerError, commands: list[Command]) -> None:
     """The group goes no further."""
-    _first(commands, Halt(group.name, group.epoch, group.rounds, type(error).__name__, error.message))
+    _first(group, Halt(group.name, group.epoch, group.rounds, type(error).__name__, error.message), commands)
 
 
 def closed(group: Group, reason: str, commands: list[Command]) -> None:
     """The group has ended."""
-    _first(commands, Closed(group.name, group.epoch, group.rounds, reason))
+    _first(group, Closed(group.name, group.epoch, group.rounds, reason), commands)
 
 
 def stopped(groups: dict[str, Group], error: GradServerError, commands: list[Command]) -> None:
@@ -114,7 +121,23 @@ def stopped(groups: dict[str, Group], error: GradServerError, commands: list[Com
             closed(group, error.message, commands)
 
 
-def _first(commands: list[Command], record: Kind) -> None:
+def _first(group: Group, record: Kind, commands: list[Command]) -> None:
     """Write ``record`` before all else that this event leads to, and after what else is written because of it."""
     at = next((index for index, command in enumerate(commands) if type(command) is not Record), len(commands))
     commands.insert(at, Record(record))
+    if group.account.limit:
+        _pay(group, counted(record), commands)
+
+
+def _write(group: Group, record: Data | Claim, commands: list[Command]) -> None:
+    commands.append(Record(record))
+    if group.account.limit:
+        _pay(group, counted(record), commands)
+
+
+def _pay(group: Group, nbytes: int, commands: list[Command]) -> None:
+    """Take ``nbytes`` from the group's journal quota."""
+    if nbytes and group.account.limit:
+        group.account.spend(nbytes)
+        if (news := group.account.news()) is not None:
+            commands.append(Record(news))

@@ -22,6 +22,7 @@ from gradserver.engine import chronicle, turns
 from gradserver.engine.data_records import Claim as HandedOut, Order
 from gradserver.engine.events import Command, Send
 from gradserver.engine.membership import Group, check_name
+from gradserver.engine.quota import counted_ranges, used_ranges
 from gradserver.engine.records import RoundRecord
 from protocol.buffer import Buffer
 from protocol.errors import (
@@ -29,6 +30,7 @@ from protocol.errors import (
     LimitExceededError,
     MalformedMessageError,
     OutOfStepError,
+    QuotaExceededError,
     UnexpectedMessageError,
 )
 from protocol.exchange import ExchangeKey, Stream
@@ -48,6 +50,8 @@ def receive(
     # what is asked of data may be of the next round, if the present one was pushed
     group.check_round(message.round - (not isinstance(message, Used)), type(message).__name__)
     if isinstance(message, Used):
+        _check_quota(group, seat, message, used_ranges(ranges))
+        chronicle.used(group, ranges, commands)
         group.positions.used(message.name, message.epoch, seat, message.round, ranges, group.rounds)
         _write(group, commands)
         _settle(group, commands)
@@ -85,7 +89,7 @@ def _answer(group: Group, seat: int, message: Question, ranges: Ranges, commands
         else:
             claimed, got = _claim(group, seat, message, commands)
             commands.append(Send(connection, claimed, (pack(got),)))
-    except (DisagreementError, OutOfStepError, LimitExceededError) as error:
+    except (DisagreementError, OutOfStepError, LimitExceededError, QuotaExceededError) as error:
         failure = Failure.of(error, Scope.DATA)
         commands.append(Send(connection, replace(failure, fields={**failure.fields, "data": message.name})))
 
@@ -95,6 +99,8 @@ def _register(
 ) -> tuple[Located, Ranges]:
     new = message.name not in group.positions.uses
     order = Order(message.length, message.seed, message.shuffle)
+    if new:
+        _check_quota(group, seat, message, counted_ranges(len(done) + 1))
     use = group.positions.register(message.name, order, message.epoch, done, group.call(seat))
     if new:
         chronicle.registered(group, use, commands)
@@ -104,12 +110,27 @@ def _register(
 def _claim(group: Group, seat: int, message: Claim, commands: list[Command]) -> tuple[Claimed, Ranges]:
     use = group.positions.use(message.name)
     epoch = use.epoch
+    _check_quota(group, seat, message, counted_ranges(use.claimable(seat, message.number, message.count)))
     number, found, ranges = use.claim(seat, message.number, message.epoch, message.count)
     if message.count:
         group.positions.users.setdefault((use.name, seat), message.round)
     if ranges or use.epoch != epoch:
-        chronicle.claimed(HandedOut(group.name, use.name, seat, number, found, ranges), commands)
+        chronicle.claimed(group, HandedOut(group.name, use.name, seat, number, found, ranges), commands)
     return Claimed(use.name, number, found, found < use.epoch or use.finished), ranges
+
+
+def _check_quota(group: Group, seat: int, message: Question | Used, nbytes: int) -> None:
+    """QuotaExceededError if the group's journal quota is used up, and ``message`` would have more written than is free.
+
+    Of what is given back all that is known of the data is written.
+    """
+    if not group.account.is_used_up:
+        return
+    use = group.positions.uses.get(message.name)
+    if isinstance(message, Used) and use is not None:
+        nbytes += counted_ranges(use.pieces, 1 + len(use.answers))
+    if nbytes:
+        group.account.check(f"a {type(message).__name__} of many ranges of data {message.name!r} by {group.call(seat)}")
 
 
 def completed(group: Group, record: RoundRecord, adopted: bool, commands: list[Command]) -> None:

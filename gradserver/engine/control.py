@@ -230,6 +230,7 @@ class Control:
         self, records: Sequence[Kind], kept: Collection[str], now: float, commands: list[Command]
     ) -> list[Order]:
         """Go on where an earlier coordinator was lost. Of the groups in ``kept`` what lossy codecs owe is there."""
+        self._registry.now = now
         return restoring.restore(self._registry, records, kept, now, commands)
 
     def stop(self, reason: str, commands: list[Command]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gradserver.engine import chronicle, joining
 from gradserver.engine.elastic import may_begin
-from gradserver.engine.events import Command, Log, Order, Seat, Send, dismiss
+from gradserver.engine.events import Command, Log, Order, Record, Seat, Send, dismiss
 from gradserver.engine.leaving import gone
 from gradserver.engine.membership import Applicant, Group, check_applicant, check_name, join_timeout, new_group
 from gradserver.engine.orders import encode_order
@@ -28,8 +28,12 @@ def join(registry: Registry, connection: int, message: Join, now: float, command
     if group is None:
         registry.access.check_group(message.group)
         told = registry.told(message.group)
+        commands += [Record(news) for news in registry.quotas.forget(registry.groups)]
+        registry.quotas.check_founding(message.group, registry.groups)
         group = new_group(message, told, len(registry.groups), registry.nonfinite)
     check_applicant(group, message, now)
+    group.account = registry.quotas.account(message.group)
+    group.account.check_join(message.name)
     registry.groups[message.group] = group
     applicant = Applicant(connection, message, now)
     if group.begun:

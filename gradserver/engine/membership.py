@@ -12,6 +12,7 @@ from gradserver.engine.findings import Findings
 from gradserver.engine.joiners import Joiner, Stage
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.positions import Positions
+from gradserver.engine.quota import Account
 from gradserver.engine.records import MAX_EPOCHS, RoundRecord
 from gradserver.engine.seats import Seats
 from gradserver.engine.turns import Turns
@@ -211,6 +212,8 @@ class Group:
     unsettled: deque[RoundRecord] = field(default_factory=deque)
     """Rounds that all shards are done with, and that are not over."""
     ledger: deque[RoundRecord] = field(default_factory=lambda: deque(maxlen=_LEDGER_ROUNDS))
+    account: Account = field(default_factory=Account)
+    """Its journal quota."""
 
     def __post_init__(self) -> None:
         self.table = Table(self.world)

@@ -96,6 +96,17 @@ class Use:
         self.answers[seat] = answer
         return answer
 
+    @property
+    def pieces(self) -> int:
+        """How many ranges its state consists of, at most."""
+        parts = [self.left, *self.held.values(), *self.used.values(), *(one.ranges for one in self.answers.values())]
+        return sum(map(len, parts))
+
+    def claimable(self, seat: int, number: int, wanted: int) -> int:
+        """How many ranges the answer to a claim has, at most."""
+        before = self.answers.get(seat)
+        return len(before.ranges) if before is not None and before.number == number else min(len(self.left), wanted)
+
     def say_used(self, seat: int, round_number: int, ranges: Ranges) -> None:
         """``ranges`` of the present epoch, and nothing else that ``seat`` holds, are in its contribution to a round."""
         before = self.used.get((round_number, seat), ())

@@ -18,6 +18,7 @@ from protocol.errors import (
     LimitExceededError,
     MalformedMessageError,
     PlanMismatchError,
+    QuotaExceededError,
     UnexpectedMessageError,
 )
 from protocol.limits import MAX_FRAME_BYTES
@@ -80,6 +81,12 @@ def settle(registry: Registry, group: Group, commands: list[Command]) -> list[Or
         fail_all(
             group, InvalidArgumentError(f"all modules of group {group.name!r} together: {error.message}"), commands
         )
+        return []
+    try:
+        group.account.check(f"a plan of {len(plan.encoded)} bytes")
+    except QuotaExceededError as error:
+        fail_all(group, error, commands)
+        commands.append(Log(error.message, warning=True))
         return []
     if group.shards:
         group.proposed, group.unconfirmed = plan, set(group.shards)

@@ -27,6 +27,7 @@ from protocol.limits import (
     MAX_BUCKETS,
     MAX_COUNTER,
     MAX_DATA,
+    MAX_ENDED_GROUPS,
     MAX_NAME_BYTES,
     MAX_ORDER_BYTES,
     MAX_RATE,
@@ -226,6 +227,17 @@ class Handling:
     nonfinite: OnNonFinite
 
 
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """The group has as many bytes of its journal quota used up as are ``nbytes``; it may have ended.
+
+    Written when that has changed by much, for a later coordinator.
+    """
+
+    group: str
+    nbytes: int
+
+
 Kind = (
     Start
     | Snapshot
@@ -244,6 +256,7 @@ Kind = (
     | Entered
     | Reset
     | Handling
+    | Spent
 )
 
 # ── fields ────────────────────────────────────────────────────────────────────────────────────────────
@@ -371,6 +384,7 @@ _TABLE: Final[tuple[tuple[int, type[Any], tuple[Callable[[Any], Any], ...]], ...
     (15, Cut, (_name, _count, _count, listed(_rank, MAX_WORLD_SIZE), _text)),
     (16, Entered, (_name, _count, _members)),
     (17, Handling, (_name, known_policy)),
+    (18, Spent, (_name, _count)),
 )
 _ROUND: Final = 7
 CODES: Final = {kind: code for code, kind, _ in _TABLE}
@@ -392,6 +406,14 @@ def encode(record: Kind) -> tuple[int, bytes]:
     if type(record) is not Round or record.used_up or not _is_plain(record.epoch, record.record, body):
         decode(code, body)
     return code, body
+
+
+def size_of(record: Kind) -> int:
+    """The bytes of its body; 0 if it cannot be encoded, and so is not written."""
+    try:
+        return len(_encode(record)[1])
+    except (OverflowError, TypeError, ValueError, struct.error):
+        return 0
 
 
 def _is_plain(epoch: int, record: RoundRecord, body: bytes) -> bool:
@@ -460,6 +482,8 @@ class Dated(NamedTuple):
     record: Kind
 
 
+_MAX_SPENT: Final = 2 * MAX_ENDED_GROUPS
+"""Groups whose used quota is restated: more than there can be in all."""
 MAX_EPOCHS: Final = 256
 """Memberships that a member may have to hear of when it comes back."""
 
@@ -478,6 +502,8 @@ class Books:
         """Of the same groups: what is used, and by whom."""
         self._epochs: dict[str, dict[int, Dated]] = {}
         """Of each, the memberships from that on which is in force, by epoch; of more than some the latest."""
+        self._spent: dict[str, Dated] = {}
+        """What groups have used of their quota, also if they have ended."""
 
     def take(self, dated: Dated) -> None:
         """What was written next."""
@@ -487,6 +513,12 @@ class Books:
                 self._start = [dated]
                 for group in [group for group, latest in self._groups.items() if Durable not in latest]:
                     self._forget(group)  # it ended with the coordinator that had it
+            case Spent(group, nbytes):
+                self._spent.pop(group, None)
+                if nbytes:
+                    self._spent[group] = dated
+                if len(self._spent) > _MAX_SPENT:
+                    del self._spent[next(iter(self._spent))]
             case Group(group):
                 self._groups[group], self._epochs[group] = {Group: dated}, {}
                 self.positions[group] = Positions()
@@ -518,7 +550,7 @@ class Books:
 
     def records(self) -> list[Dated]:
         """What is to be restated, in an order in which it can be read."""
-        restated = list(self._start)
+        restated = [*self._start, *self._spent.values()]
         for group, latest in self._groups.items():
             restated += [latest[kind] for kind in (Group, Durable, Handling) if kind in latest]
             restated += self._epochs[group].values()

@@ -11,6 +11,7 @@ from gradserver.engine.events import Command, OpenGroup, Order, RemoteOrder, Sea
 from gradserver.engine.membership import Group, check_world
 from gradserver.engine.orders import encode_order
 from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.quota import Quotas
 from gradserver.engine.roster import Roster
 from protocol.errors import InvalidArgumentError, UnexpectedMessageError
 from protocol.limits import BACKLOG_BYTES, MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS
@@ -35,12 +36,13 @@ class Registry:
         access: which groups strangers may found, and whose data shards are taken.
         round_timeout: seconds that an exchange waits for a member that is alive; None for the members' own timeout.
         nonfinite: what becomes of gradients that are not finite, in groups that are founded here.
+        quota: bytes of the journal that members of one group may fill in an hour; 0 for no limit.
 
     Attributes:
         groups: by name.
         places: the group that each connection has joined, as applicant, joiner or member.
         roster: the data shards that have enlisted.
-        now: the time of what is being dealt with.
+        quotas: what groups may have written down.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Registry:
         access: Access = OPEN,
         round_timeout: float | None = None,
         nonfinite: OnNonFinite = OnNonFinite.HALT,
+        quota: int = 0,
     ) -> None:
         if credit < MIN_CREDIT_BYTES:
             raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
@@ -63,7 +66,7 @@ class Registry:
                 check_world(world, f"group {name!r}")
         self.groups: dict[str, Group] = {}
         self.places: dict[int, str] = {}
-        self.now = 0.0
+        self.quotas = Quotas(quota, {*(worlds.keys() - {OTHERS}), *(access.groups or ())})
         self.roster = Roster(entropy, rate, access)
         self.access = access
         self.nonfinite = nonfinite
@@ -76,6 +79,15 @@ class Registry:
         self._epochs = 0
         self._written = -MAX_UNWRITTEN_EPOCHS
         """The highest epoch on record when this coordinator began, if another one had been here before."""
+
+    @property
+    def now(self) -> float:
+        """The time of what is being dealt with."""
+        return self.quotas.now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self.quotas.now = now
 
     # ── who is where ──────────────────────────────────────────────────────────────────────────────────
 

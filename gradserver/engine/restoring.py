@@ -27,6 +27,7 @@ from gradserver.engine.records import (
     Plan,
     Round,
     RoundRecord,
+    Spent,
     Start,
 )
 from gradserver.engine.registry import Registry
@@ -41,10 +42,14 @@ def restore(
     registry: Registry, records: Sequence[Kind], kept: Collection[str], now: float, commands: list[Command]
 ) -> list[Order]:
     """Groups are as they were. Of those in ``kept`` what lossy codecs owe is there."""
+    for record in records:
+        if isinstance(record, Spent):
+            registry.quotas.restore(record)
     registry.restored(max((record.epoch for record in records if isinstance(record, Epoch)), default=0))
     orders: list[Order] = []
     for group in _groups(registry, records, now, commands):
         registry.groups[group.name] = group
+        group.account = registry.quotas.account(group.name)
         group.owed_nothing = group.name not in kept and group.is_lossy
         orders += reopen(registry, group)
     return orders

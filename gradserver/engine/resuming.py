@@ -139,6 +139,7 @@ def resume(registry: Registry, connection: int, message: Resume, now: float, com
     group = _check(registry.groups.get(message.group), message)
     is_later = message.epoch > group.epoch
     if is_later:
+        group.account.check_join(group.seats.names[message.seat])
         registry.skip_to(message.epoch)
     orders = books.let_in(registry, group, commands)
     if is_later:

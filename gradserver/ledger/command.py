@@ -27,6 +27,7 @@ from gradserver.engine.records import (
     Round,
     RoundRecord,
     Snapshot,
+    Spent,
     Start,
 )
 from gradserver.ledger.journal import Entry, Fault, number_of, scan
@@ -38,7 +39,7 @@ from protocol.exchange import EXACT
 from protocol.limits import KIB, MIB
 
 _OF_GROUP: Final = (
-    Group | Epoch | Plan | Round | Cut | Halt | Closed | Data | Claim | Durable | Boundary | Reset | Handling
+    Group | Epoch | Plan | Round | Cut | Halt | Closed | Data | Claim | Durable | Boundary | Reset | Handling | Spent
 )
 
 
