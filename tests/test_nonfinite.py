@@ -244,6 +244,7 @@ def test_the_ledger_says_whose_it_was_and_the_policy_outlives_the_coordinator(po
                 assert np.isfinite(one.large).all()
                 assert one.skipped == (policy == "skip")
             assert second.group()["nonfinite"]["policy"] == policy
+            together(workers, Worker.close)  # while there is a coordinator to hear it
     shown = subprocess.run(
         [sys.executable, "-m", "gradserver", "ledger", directory, "--json"], capture_output=True, text=True, check=True
     )
