@@ -112,7 +112,7 @@ def test_elastic() -> None:
     ):
 
         def start(name: str) -> Program:
-            environment = {"GRADSERVER_URL": daemon.url, "GRADSERVER_NAME": name, "PAUSE": "0.02"}
+            environment = {"GRADSERVER_URL": daemon.url, "GRADSERVER_NAME": name, "PAUSE": "0.01"}
             return stack.enter_context(Program(str(EXAMPLES / "elastic.py"), environment=environment, loaded="torch"))
 
         def round_of(program: Program, name: str) -> int:
