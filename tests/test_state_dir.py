@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -545,6 +546,49 @@ def test_a_disk_that_has_failed_is_left_alone_for_a_while(tmp_path: Path, monkey
         found.append(round_record(1))
         assert found.snapshot()["lost"] == 2
     assert rounds_in(tmp_path) == []
+
+
+class Clock:
+    """The time that a directory sees, which a test lets pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: self.now, time=time.time))
+
+
+def test_a_disk_that_has_failed_is_tried_again_soon_and_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, clock = Disk(monkeypatch), Clock(monkeypatch)
+    with opened(tmp_path, sync=None) as found:
+        disk.failure = errno.ENOSPC
+        for number in range(8):
+            found.append(round_record(number))
+            clock.now += 0.5
+        disk.failure = None
+        clock.now += 1.0
+        found.append(round_record(8))
+        assert found.snapshot()["trouble"] is None
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+    assert rounds_in(tmp_path) == [8]
+
+
+def test_a_disk_that_takes_long_to_fail_is_tried_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, clock = Disk(monkeypatch), Clock(monkeypatch)
+    attempts: list[float] = []
+
+    def begins(_: StateDir) -> None:
+        attempts.append(clock.now)
+        clock.now += 5.0
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with opened(tmp_path, sync=None) as found:
+        monkeypatch.setattr(StateDir, "_begin", begins)
+        disk.failure = errno.EIO
+        for number in range(600):
+            found.append(round_record(number))
+            clock.now += 1.0
+    assert 4 <= len(attempts) <= 7
 
 
 def test_a_disk_that_is_full_at_the_start_does_not_keep_anybody_from_training(

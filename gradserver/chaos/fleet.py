@@ -35,6 +35,8 @@ PARTING: Final = 5.0
 """Seconds that everybody has to end in peace."""
 _FIRST_ROUND: Final = 5.0
 """Seconds that the first round of a worker may take, also behind a coordinator that was killed."""
+_WRITES_AGAIN: Final = 5.0
+"""Seconds behind which a coordinator whose disk was full has tried it again (1 s), or the next one has let all in."""
 _FORGIVEN: Final = 10.0
 """Seconds after what was done to a worker in which it may be out of the group."""
 
@@ -292,7 +294,7 @@ class Fleet(Family[Child]):
     def expect_gap(self, seconds: float) -> None:
         """For so many seconds nothing is written down; then all is, but for what is tried again only later."""
         now = time.monotonic()
-        self._forgetful = now + seconds + _FORGIVEN + 2.0
+        self._forgetful = now + seconds + _WRITES_AGAIN
         for name, at in self._entered.items():  # a worker is a member, and written down as one, after its first round
             if at > now - _FIRST_ROUND:
                 self._may_be_forgotten(name)

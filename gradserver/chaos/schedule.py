@@ -159,7 +159,7 @@ SPECS: Final = {
         "the coordinator's disk is full for {:.1f} s",
         0.5,
         2.0,
-        12.0,
+        3.0,
         False,
         share=0.3,
         target="disk",

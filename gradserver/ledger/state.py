@@ -37,7 +37,9 @@ _FILE_BYTES: Final = 64 * MIB
 """From here on a new file is begun."""
 _RESTATED_BYTES: Final = 4 * MIB
 """What is written between two snapshots within a file."""
-_RETRY_SECONDS: Final = 10.0
+_RETRY_SECONDS: Final = 1.0
+_QUICK_SECONDS: Final = 0.05
+"""A disk that takes so many times longer to fail is tried again so many times later: meanwhile nobody trains."""
 OWN: Final = 0o600
 _NAME: Final = re.compile(r"ledger-(\d{6,})\.gsl")
 
@@ -51,7 +53,7 @@ class StateDir:
         sync: seconds between two calls of `fdatasync`; `EVERY_ROUND`; None for none.
         keep: bytes above which the oldest files are deleted; the last two stay.
         file_bytes: size from which on a new file is begun.
-        retry: seconds after which a disk that failed is tried again.
+        retry: seconds after which a disk that failed is tried again, at least.
 
     Attributes:
         incarnation: how often a coordinator has begun to write here, this one included.
@@ -230,10 +232,11 @@ class StateDir:
         """Begin a new file where one is due, also behind trouble; if that cannot be, say so, and go on."""
         if self._fd >= 0 and self._trouble is None and self._size < self._full:
             return
+        began = time.monotonic()
         try:
             self._begin()
         except OSError as error:
-            self._fail(error)
+            self._fail(error, time.monotonic() - began)
 
     def _begin(self) -> None:
         """Go on in a new file, which begins with what still matters."""
@@ -315,8 +318,8 @@ class StateDir:
         self._size += len(data)
         self._dirty.set()
 
-    def _fail(self, error: OSError) -> None:
-        """The disk does not take any more, for now."""
+    def _fail(self, error: OSError, took: float = 0.0) -> None:
+        """The disk does not take any more, for now. It ``took`` so many seconds to say so."""
         why = reason_of(error)
         if self._trouble is None:
             log.warning(
@@ -327,7 +330,7 @@ class StateDir:
             )
             self._lost, self._lost_since = 0, time.monotonic()
         self._trouble = why
-        self._retry_at = time.monotonic() + self._retry
+        self._retry_at = time.monotonic() + self._retry * max(took / _QUICK_SECONDS, 1.0)
 
     def _keep_syncing(self, seconds: float) -> None:
         """Have what was written survive a power failure, some seconds later. Runs in a thread of its own."""
