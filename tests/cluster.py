@@ -341,6 +341,9 @@ class Daemon(Program):
 def worker_program(
     url: str, name: str, /, rank: int = 0, world_size: int = 1, channel: str = "auto", **arguments: Any
 ) -> Program:
-    """A process that joins the group at ``url`` and runs the function ``name`` of `worker_programs`."""
+    """A process that joins a group at ``url`` and runs the function ``name`` of `worker_programs`.
+
+    Of ``arguments``, ``group`` says which group, if it is not the default one; the others are the function's.
+    """
     words = str(PROGRAMS), name, url, str(rank), str(world_size), json.dumps(arguments)
     return Program(*words, environment={"GRADSERVER_CHANNEL": channel})

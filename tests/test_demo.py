@@ -133,7 +133,7 @@ def run_with_churn(out: Path, *options: str, seconds: float) -> str:
 
 
 def test_demo_with_churn_loses_nothing(tmp_path: Path) -> None:
-    said = run_with_churn(tmp_path, "--quick", "--churn", "0.2", "--workers", "2", "--steps", "150", seconds=100)
+    said = run_with_churn(tmp_path, "--quick", "--churn", "0.2", "--workers", "2", "--steps", "80", seconds=100)
     assert re.search(r"\d  worker 'w[01]' was killed; 1 goes on\n", said)
     assert re.search(r"\d  worker 'w2' joined with the state of 'w[01]' \(1\.8 MB in \d\.\d\d s\)\n", said)
     assert re.search(r"PASS  .* killed and \d+ joined, and the training came out the same\.", said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -198,17 +199,21 @@ def test_a_worker_that_stands_still_for_a_moment_is_not_left_out(channel: str) -
 @pytest.mark.parametrize(
     ("frozen_after", "seconds"), [("1", 3.0), pytest.param("3", 10.0, marks=pytest.mark.long)], ids=["short", "long"]
 )
-@channels
-@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "later"])
-def test_a_worker_inside_one_long_call_is_not_dead(
-    channel: str, frozen_after: str, seconds: float, at_once: bool
-) -> None:
+def test_a_worker_inside_one_long_call_is_not_dead(frozen_after: str, seconds: float) -> None:
+    """In four groups side by side: over each channel, as soon as it has joined, and later."""
     with Daemon("--frozen-after", frozen_after) as daemon, ExitStack() as stack:
-        program = "hold_the_lock", {"seconds": seconds, "at_once": at_once}
         workers = [
-            stack.enter_context(worker_program(daemon.url, program[0], rank, WORLD, channel, **program[1]))
+            worker_program(
+                *(daemon.url, "hold_the_lock", rank, WORLD, channel),
+                group=f"{channel}, at once: {at_once}",
+                seconds=seconds,
+                at_once=at_once,
+            )
+            for channel, at_once in itertools.product(("tcp", "shm"), (True, False))
             for rank in range(WORLD)
         ]
+        for worker in workers:
+            stack.enter_context(worker)
         for worker in workers:
             worker.expect("ok", PATIENCE)
 
@@ -226,7 +231,7 @@ def test_a_coordinator_that_stands_still_loses_nobody(
         workers = [
             stack.enter_context(
                 worker_program(
-                    daemon.url, "rounds", rank, WORLD, channel, count=40, buckets=60, numel=40_000, ready=True
+                    daemon.url, "rounds", rank, WORLD, channel, count=15, buckets=60, numel=40_000, ready=True
                 )
             )
             for rank in range(WORLD)

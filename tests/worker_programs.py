@@ -330,7 +330,8 @@ def main() -> None:
     options: dict[str, Any] = json.loads(arguments)
     point = options.pop("freezes_when", "")
     freeze_when(point)
-    worker = connect(url, int(rank), int(world_size), name=f"w{rank}", timeout=20.0)
+    group = options.pop("group", "default")
+    worker = connect(url, int(rank), int(world_size), group, name=f"w{rank}", timeout=20.0)
     if point == "in":
         freeze()
     program(worker, **options)
