@@ -89,24 +89,17 @@ class Reducer:
         An exception of the reduction is an outcome as well, `Broken`.
         """
         try:
-            return self._start(command, later)
+            if self._threads < 2 or command.operation.kind in PASSED_ON or _is_small(command):
+                return reduce(command)
+            with self._starting:
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(self._threads, "gradserver-reducer")
+            if command.operation.is_lossy:  # slice by slice: of these there are many at a time
+                self._pool.submit(_reduce_then, command, later)
+            else:
+                _Spread(command, self._threads, later).submit(self._pool)
         except Exception as error:
             return broken_by(error, command)
-
-    def _start(self, command: Reduce, later: Callable[[Outcome], None]) -> Outcome | Pending:
-        if command.operation.kind in PASSED_ON:
-            return pass_on(command)
-        lossy = command.operation.is_lossy
-        small = command.numel < _LOSSY_NUMEL if lossy else command.nbytes * len(command.contributions) < _SPREAD_BYTES
-        if self._threads < 2 or small:
-            return reduce(command)
-        with self._starting:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads, "gradserver-reducer")
-        if lossy:  # slice by slice: of these there are many at a time
-            self._pool.submit(_reduce_then, command, later)
-        else:
-            _Spread(command, self._threads, later).submit(self._pool)
         return PENDING
 
     def close(self) -> None:
@@ -164,6 +157,13 @@ def broken_by(error: Exception, command: Reduce) -> Broken:
     """The outcome of a reduction that has raised ``error``."""
     log.error("%s of group %r could not be reduced", command.operation, command.group, exc_info=error)
     return Broken(f"{type(error).__name__}: {str(error)[:_MAX_CAUSE]}")
+
+
+def _is_small(command: Reduce) -> bool:
+    """Whether other threads would not be quicker."""
+    if command.operation.is_lossy:
+        return command.numel < _LOSSY_NUMEL
+    return command.nbytes * len(command.contributions) < _SPREAD_BYTES
 
 
 def reduce(command: Reduce) -> Outcome:

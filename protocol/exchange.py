@@ -257,8 +257,9 @@ class Layout:
         """
         if shared:
             return SHARED_SLICE_COST * (stop - start) + (MIN_SLICE_COST if start == first else 0)
-        if stop - start == 1:
-            return self.cost(start)
+        if stop - start == 1:  # by far the most frequent
+            cost = self.nbytes(start) * self.replies
+            return cost if cost > MIN_SLICE_COST else MIN_SLICE_COST
         return sum(self.cost(index) for index in range(start, stop))
 
 
@@ -328,9 +329,14 @@ FRAMING: Final = JOINED | PORTIONED
 IN_PLACE: Final = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST, Kind.TRANSFER})
 """What gives everybody as many bytes as one contributes: it can be done over whole runs of slices in shared memory."""
 
+_GIVEN_BY_SOME: Final = frozenset({Kind.BROADCAST, Kind.SCATTER, Kind.TRANSFER, Kind.BARRIER})
+_SENT_TO_SOME: Final = frozenset({Kind.BROADCAST, Kind.GATHER, Kind.TRANSFER, Kind.REDUCE_SCATTER, Kind.BARRIER})
+
 
 def gives(operation: Operation, rank: int, key: ExchangeKey) -> bool:
     """Whether ``rank`` has bytes to contribute."""
+    if operation.kind not in _GIVEN_BY_SOME:
+        return True
     match operation.kind:
         case Kind.BROADCAST | Kind.SCATTER:
             return rank == operation.root
@@ -343,6 +349,8 @@ def gives(operation: Operation, rank: int, key: ExchangeKey) -> bool:
 
 def gets(operation: Operation, rank: int, key: ExchangeKey, owner: int) -> bool:
     """Whether ``rank`` is sent bytes for a slice that lies in the chunk of ``owner``."""
+    if operation.kind not in _SENT_TO_SOME:
+        return True
     match operation.kind:
         case Kind.BROADCAST:
             return rank != operation.root

@@ -236,6 +236,7 @@ UNCHECKED: Final = {Push, Result, RoundDone, Taken, Ping}
 """Of these there are many in a round, and what is in them was checked where it came from. Tests check them, too."""
 
 
+@lru_cache(maxsize=1024)
 def _pack_operation(operation: Operation | None) -> list[int] | None:
     if operation is None:
         return None

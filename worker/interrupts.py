@@ -38,6 +38,8 @@ _interruptible: Final[dict[CodeType, bool]] = {}
 """Whether handlers run inside each function that is marked."""
 _handlers: Final[dict[int, _Handler]] = {}
 """What the stand-in calls, by signal."""
+_seen: tuple[Any, ...] = ()
+"""Handlers of those signals when all that could be stood in for had a stand-in."""
 
 
 def uninterrupted(function: F) -> F:
@@ -54,11 +56,14 @@ def admits(function: F) -> F:
 
 def watch() -> None:
     """Stand in for handlers that are new. To be called where a thread is about to wait, and so has the time for it."""
-    for number in _SIGNALS:
-        handler = _get(number)
-        if handler is not _heed and callable(handler) and threading.current_thread() is threading.main_thread():
+    global _seen
+    if (found := tuple(map(_get, _SIGNALS))) == _seen or threading.current_thread() is not threading.main_thread():
+        return
+    for number, handler in zip(_SIGNALS, found, strict=True):
+        if handler is not _heed and callable(handler):
             _handlers[number] = handler
             signal.signal(number, _heed)
+    _seen = tuple(map(_get, _SIGNALS))
 
 
 def _heed(number: int, frame: FrameType | None) -> None:

@@ -81,7 +81,7 @@ class Latecomer(ABC):
         """Nothing goes any more."""
 
     def _lacks_us(self, result: Result) -> bool:
-        return lacks(result, self.seat_of(self.membership.rank))
+        return bool(result.without) and lacks(result, self.seat_of(self.membership.rank))
 
     def _keep_own(self, exchange: Exchange, start: int, stop: int) -> None:
         """What this worker gives to some slices does not count, and their result is about to be written over it."""

@@ -360,11 +360,12 @@ class TcpChannel:
                     self._take_locally(line, events)
                 elif descriptor in self._monitors:
                     self._check_connection(self._monitors[descriptor])
-                else:
+                elif descriptor == self._wake_fd or len(self._edgy) < len(self._lines):
                     if descriptor == self._wake_fd:
                         self._wake_out.recv(4096)
                     while self._take_one_of_each(self._lines):
                         pass
+                # Else every line is looked at anew before the next poll.
         except GradServerError as error:
             with self._lock:
                 self._closing = True

@@ -239,15 +239,15 @@ class TcpServer:
         self._wake_out.close()
 
     def _next_timer(self) -> float | None:
-        due = [self._coordinator.next_deadline(), self._disconnects.due]
-        if len(self._connections):
+        due = [at for at in (self._coordinator.next_deadline(), self._disconnects.due) if at is not None]
+        if self._connections:
             due.append(self._connections.due)
-        if self._link is not None:
+        if self._link is not None and self._link.due is not None:
             due.append(self._link.due)
         if self._gaps:
             self._gaps = {who: numbers for who, numbers in self._gaps.items() if numbers.deadline is not None}
-            due += [numbers.deadline for numbers in self._gaps.values()]
-        return min((at for at in due if at is not None), default=None)
+            due += [numbers.deadline for numbers in self._gaps.values() if numbers.deadline is not None]
+        return min(due) if due else None
 
     def _run_timers(self) -> None:
         now = time.monotonic()

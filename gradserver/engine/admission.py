@@ -136,7 +136,11 @@ def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch
 def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: Sequence[Buffer]) -> Run:
     """Check a contribution against what is due from ``rank``."""
     layout, operation = exchange.layout, exchange.operation
-    payload, target = payloads[0] if payloads else None, payloads[-1] if len(payloads) > 1 else None
+    payload, target, size = None, None, 0
+    if payloads:
+        payload, size = payloads[0], len(payloads[0])
+        if len(payloads) > 1:
+            target, size = payloads[-1], min(size, len(payloads[-1]))
     start, stop = push.slice, push.slice + push.slices
     if start != exchange.pushed.get(rank, -1) or stop > exchange.stop or exchange.crosses(start, stop):
         raise OutOfStepError(
@@ -147,7 +151,6 @@ def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: S
         raise OutOfStepError(f"{operation} from {group.call(rank)} goes slice by slice, {push.slices} came together")
     has_to_give = gives(operation, rank, exchange.key)
     expected = layout.run_bytes(start, stop)
-    size = min(map(len, payloads), default=0)
     shared = push.place is not None
     if shared:  # there must be room for what is given, and for the result
         is_right = size >= expected * layout.replies and (

@@ -158,8 +158,11 @@ def _tell(
     if nonfinite:
         weight = counting(group, given, nonfinite)
         weights = tuple(-own if seat in nonfinite else own for seat, own in enumerate(weights))
-    placed = Result(key, start, weight, True, stop - start, True, lacking, weights, nonfinite)
-    empty = Result(key, start, weight, False, stop - start, False, lacking, weights, nonfinite)
+
+    def result(present: bool, slices: int, is_placed: bool) -> Result:
+        return Result(key, start, weight, present, slices, is_placed, lacking, weights, nonfinite)
+
+    placed = empty = None  # made when somebody is to get them: most often all get the same one
     travels: list[tuple[Result, Sequence[Buffer]]] = []
     connections, departed = group.connections, group.departed
     whole: Any = payload  # where it is the same for all
@@ -170,23 +173,25 @@ def _tell(
             continue
         connection = connections[rank]
         if payload is None or not gets(operation, rank, key, owner):
+            empty = empty or result(False, stop - start, False)
             acknowledged.append(Send(connection, empty))
             continue
         group.bytes_out += nbytes
         if given[rank].shared:
+            placed = placed or result(True, stop - start, True)
             commands.append(Send(connection, placed))
             continue
         if parts is not None:
-            own = Result(key, start, weight, True, 1, False, lacking, weights)
-            commands.append(Send(connection, own, (parts[rank],)))
+            commands.append(Send(connection, result(True, 1, False), (parts[rank],)))
             continue
-        travels = travels or list(_by_slice(layout, piece, placed, whole))
-        commands += [Send(connection, result, payloads) for result, payloads in travels]
+        travels = travels or list(_by_slice(layout, piece, result(True, 1, False), whole))
+        commands += [Send(connection, one, payloads) for one, payloads in travels]
     reports: list[Report] = []
     if listening := listeners(group, exchange, piece):
-        if payload is not None:
-            travels = travels or list(_by_slice(layout, piece, placed, whole))
-        reports = send_unasked(group, listening, travels or [(empty, ())], commands)
+        if payload is None:
+            travels = [(empty or result(False, stop - start, False), ())]
+        travels = travels or list(_by_slice(layout, piece, result(True, 1, False), whole))
+        reports = send_unasked(group, listening, travels, commands)
     return reports
 
 
@@ -243,15 +248,14 @@ def _add_up(current: Round, exchange: Exchange) -> None:
 
 
 def _by_slice(
-    layout: Layout, piece: Piece, placed: Result, payload: Buffer
+    layout: Layout, piece: Piece, first: Result, payload: Buffer
 ) -> Iterator[tuple[Result, Sequence[Buffer]]]:
-    """The results of ``piece`` for who is to get them as payloads, not ``placed``."""
-    key, _, weight, _, _, _, lacking, weights, nonfinite = placed
+    """The results of ``piece`` for who is to get them as payloads; ``first`` is that of its first slice."""
     if piece.stop - piece.start == 1:
-        yield Result(key, piece.start, weight, True, 1, False, lacking, weights, nonfinite), (payload,)
+        yield first, (payload,)
         return
     view, at = memoryview(payload), 0
     for index in range(piece.start, piece.stop):
         size = layout.nbytes(index)
-        yield Result(key, index, weight, True, 1, False, lacking, weights, nonfinite), (view[at : at + size],)
+        yield first._replace(slice=index), (view[at : at + size],)
         at += size
