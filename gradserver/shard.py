@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from gradserver.coordinator import Coordinator
 from protocol.buffer import Buffer
@@ -34,7 +35,7 @@ from protocol.limits import COORDINATOR_SILENCE, FORGOTTEN_SECONDS, HEARTBEAT_SE
 from protocol.messages import BePresent, Enlist, Enlisted, Failure, Message, Ping
 from protocol.numbers import Frames, Numbers
 from protocol.presence import presence_options
-from protocol.url import numeric_url, parse_target, parse_url
+from protocol.url import no_coordinator, numeric_url, parse_target, parse_url
 from protocol.wire import decode, encode
 
 log = logging.getLogger("gradserver")
@@ -143,7 +144,8 @@ class Link:
                         what = f"a {type(other).__name__}"
                         raise UnexpectedMessageError(f"{self.primary} answers with {what}, as no coordinator does")
             if self._monitor in ready:
-                raise CoordinatorUnreachableError(f"whatever listens at {self.primary} is no gradserver coordinator")
+                closed = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                raise CoordinatorUnreachableError(no_coordinator(self.primary, "coordinator", closed))
             self._ask()
         raise CoordinatorUnreachableError(
             f"whatever listens at {self.primary} has not answered as a gradserver coordinator within {timeout:g} s"

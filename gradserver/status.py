@@ -19,7 +19,7 @@ from protocol.errors import (
 )
 from protocol.limits import MAX_FRAME_BYTES
 from protocol.messages import Failure, Status, StatusRequest
-from protocol.url import numeric_url, parse_target, parse_url
+from protocol.url import no_coordinator, numeric_url, parse_target, parse_url
 from protocol.wire import decode, encode
 
 _PATIENCE_MS = 3000
@@ -86,16 +86,25 @@ def fetch(url: str) -> dict[str, Any]:
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     dealer.setsockopt(zmq.IPV6, int("[" in address))
+    monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+    poller = zmq.Poller()
+    poller.register(dealer, zmq.POLLIN)
+    poller.register(monitor, zmq.POLLIN)
     try:
         dealer.connect(address)
         dealer.send(encode(StatusRequest()))
-        if not dealer.poll(_PATIENCE_MS):
+        ready = dict(poller.poll(_PATIENCE_MS))
+        if monitor in ready and dealer not in ready:
+            raise CoordinatorUnreachableError(no_coordinator(url, "coordinator", closed=True))
+        if not ready:
             raise CoordinatorUnreachableError(
                 f"whatever listens at {url} has not answered as a gradserver coordinator "
                 f"within {_PATIENCE_MS / 1000:g} s"
             )
         frames = dealer.recv_multipart()
     finally:
+        dealer.disable_monitor()
+        monitor.close(linger=0)
         dealer.close()
         context.term()
     try:

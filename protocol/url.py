@@ -37,3 +37,18 @@ def parse_target(url: str) -> tuple[str, int]:
 def numeric_url(address: str, port: int) -> str:
     """The URL of a numeric address, IPv4 or IPv6."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def no_coordinator(url: str, what: str, closed: bool) -> str:
+    """Say that no gradserver ``what`` is at ``url``; ``closed``: it closed the connection, and else says other things.
+
+    A relay that cannot reach what it leads to does the former.
+    """
+    text = f"whatever listens at {url} is no gradserver {what}: expected a handshake, and it"
+    if not closed:
+        return f"{text} speaks another protocol. Is the port right?"
+    return (
+        f"{text} closed the connection. If it is a relay (an ssh tunnel, kubectl port-forward, a load balancer), the "
+        f"{what} behind it cannot be reached: is `gradserver serve` running where it leads to? Otherwise, is the port "
+        f"right?"
+    )

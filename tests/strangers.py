@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -138,3 +139,49 @@ def plain_server(reply: bytes = b"") -> Iterator[str]:
             task.result()
             for connection in kept:
                 connection.close()
+
+
+@contextmanager
+def tunnel(target: str) -> Iterator[str]:
+    """A TCP relay, as `ssh -L` and `kubectl port-forward` are: it accepts, and closes if nobody listens behind it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ended: list[bool] = []
+        passing: list[Task[None]] = []
+        ends: list[socket.socket] = []
+
+        def passes(source: socket.socket, sink: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(65536):
+                    sink.sendall(data)
+            for end in (source, sink):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+        def serve() -> None:
+            while True:
+                near, _ = listener.accept()
+                if ended:
+                    near.close()
+                    return
+                try:
+                    far = socket.create_connection(parse_url(target), timeout=PATIENCE)
+                except OSError:
+                    near.close()
+                    continue
+                ends.extend((near, far))
+                passing.extend((Task(passes, near, far), Task(passes, far, near)))
+
+        task = Task(serve)
+        try:
+            yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            ended.append(True)
+            socket.create_connection(listener.getsockname()).close()
+            task.result()
+            for end in ends:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            for one in passing:
+                one.result()
+            for end in ends:
+                end.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +57,7 @@ from protocol.plan import simple_plan
 from protocol.url import parse_target
 from protocol.wire import decode, encode
 from tests.cluster import PATIENCE, Daemon, Program, Task, coordinator, joined, wait_until
-from tests.strangers import Stranger, impostor, plain_server, say_plainly
+from tests.strangers import Stranger, impostor, plain_server, say_plainly, tunnel
 from worker.client import Worker
 from worker.connect import connect
 
@@ -494,11 +495,19 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.connect.VERDICT_SECONDS", 0.1)
 
 
+def closed_at_once(url: str) -> str:
+    return (
+        f"whatever listens at {url} is no gradserver coordinator: expected a handshake, and it closed the connection. "
+        f"If it is a relay (an ssh tunnel, kubectl port-forward, a load balancer), the coordinator behind it cannot be "
+        f"reached: is `gradserver serve` running where it leads to? Otherwise, is the port right?"
+    )
+
+
 def test_web_server_is_told_from_a_coordinator_at_once() -> None:
     with plain_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as url:
         error = Task(connect, url, 0, 2, timeout=PATIENCE).error(CoordinatorUnreachableError, timeout=PATIENCE / 2)
 
-    assert str(error) == f"whatever listens at {url} is no gradserver coordinator"
+    assert str(error) == closed_at_once(url)
 
 
 @pytest.fixture
@@ -593,3 +602,34 @@ def test_result_of_another_length_is_refused(size: int) -> None:
 
     assert f"slice 0 of all_reduce(sum) of float32[3] came with {size} bytes, 12 are due" in str(caught.value)
     assert data.tolist() == [1, 1, 1]
+
+
+# ── coordinators behind a relay ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def dead_end() -> Iterator[str]:
+    """A relay to a coordinator that has ended; while that ran, the relay led to it."""
+    with Daemon("--quiet") as daemon, tunnel(daemon.url) as url:
+        with connect(url, 0, 1, channel="tcp") as worker:
+            ones = np.ones(3, np.float32)
+            worker.all_reduce(ones, "sum")
+            assert ones.tolist() == [1, 1, 1]
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.end() == 0
+        yield url
+
+
+def test_a_relay_without_a_coordinator_behind_it_is_called_so(dead_end: str) -> None:
+    error = Task(connect, dead_end, 0, 1, timeout=PATIENCE).error(CoordinatorUnreachableError, timeout=PATIENCE / 2)
+
+    assert str(error) == closed_at_once(dead_end)
+
+
+@pytest.mark.parametrize("command", [("status",), ("serve", "--join")])
+def test_a_relay_without_a_coordinator_behind_it_is_called_so_by_commands(
+    dead_end: str, command: tuple[str, ...]
+) -> None:
+    with Program("-m", "gradserver", *command, dead_end) as program:
+        assert program.end() == 1
+        assert program.complaints() == [f"gradserver: {closed_at_once(dead_end)}"]

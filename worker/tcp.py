@@ -44,6 +44,7 @@ from protocol.errors import (
     ProtocolError,
 )
 from protocol.messages import BePresent, Failure, MemoryAt, Message, Ping, Place, Scope, ShareMemory
+from protocol.url import no_coordinator
 from protocol.wire import decode, encode
 from worker.interrupts import admits, uninterrupted, watch
 from worker.line import Line, beside, wait_for_listener
@@ -491,7 +492,8 @@ class TcpChannel:
             pass
         if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
             raise ConnectionLostError(line.lost_text(f"the {line.what} died, or the network between us did"))
-        raise CoordinatorUnreachableError(f"whatever listens at {line.url} is no gradserver {line.what}")
+        closed = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        raise CoordinatorUnreachableError(no_coordinator(line.url, line.what, closed))
 
     def give_up(self) -> None:
         """Close at once: nobody is there who would read what is queued."""
