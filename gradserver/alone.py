@@ -17,7 +17,7 @@ from protocol.channel import Outlet, memory_pair
 from protocol.errors import GradServerError
 from worker import connect as daemons
 from worker.client import Worker
-from worker.connect import Wish
+from worker.connect import UrlMissingError, Wish
 from worker.session import Session
 
 log = logging.getLogger("gradserver")
@@ -25,18 +25,21 @@ log = logging.getLogger("gradserver")
 P = ParamSpec("P")
 
 
-def _or_alone(connect: Callable[P, Worker], wish_of: Callable[P, Wish]) -> Callable[P, Worker]:
+def _or_alone(connect: Callable[P, Worker]) -> Callable[P, Worker]:
     """``connect``, for those as well who have nobody to connect to."""
 
     @wraps(connect)
     def connect_or_train_alone(*args: P.args, **kwargs: P.kwargs) -> Worker:
-        wish = wish_of(*args, **kwargs)
-        return train_alone(wish) if wish.url is None else daemons.join(wish)
+        try:
+            return connect(*args, **kwargs)
+        except UrlMissingError as error:
+            wish = error.wish
+        return train_alone(wish)
 
     return connect_or_train_alone
 
 
-connect = _or_alone(daemons.connect, daemons.wish_of)
+connect = _or_alone(daemons.connect)
 
 
 def train_alone(wish: Wish) -> Worker:

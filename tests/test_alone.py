@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import socket
 import subprocess
@@ -225,3 +226,18 @@ def test_after_close_nothing_works_and_nothing_is_left() -> None:
     with pytest.raises(ClosedError):
         alone.barrier()
     assert set(threading.enumerate()) <= before
+
+
+def test_with_or_without_a_coordinator_connect_takes_the_same_arguments() -> None:
+    arguments = inspect.signature(gradserver.connect).parameters
+    assert {name: argument.default for name, argument in arguments.items()} == {
+        "url": None,
+        "rank": None,
+        "world_size": None,
+        "group": "default",
+        "name": None,
+        "timeout": 60.0,
+        "channel": None,
+        "wire": "fp32",
+        "reconnect": 60.0,
+    }

@@ -101,18 +101,38 @@ def connect(
         BackendUnavailableError: memory cannot be shared, and ``channel`` is ``"shm"``.
         InvalidArgumentError: there is no URL, and this worker is one of several; or an argument cannot be right.
     """
-    wish = wish_of(url, rank, world_size, group, name, timeout, channel, wire, reconnect)
+    url = (os.environ.get("GRADSERVER_URL") if url is None else url) or None
+    _check_seconds("timeout", timeout, above=0)
+    channel = channel or os.environ.get("GRADSERVER_CHANNEL") or "auto"
+    if channel not in _CHANNELS:
+        raise InvalidArgumentError(f"channel is {channel!r}, and must be one of {', '.join(_CHANNELS)}")
+    codec_of(wire)
+    _check_seconds("reconnect", reconnect)
+    world_size = _from_environment(_WORLD_VARIABLES) if world_size is None else world_size
+    if url is None and world_size == 1:
+        rank = rank or 0  # which one it would be among others does not matter
+    rank = _from_environment(_RANK_VARIABLES) if rank is None else rank
+    _check(rank, world_size)
+    what = Join(
+        group=_text("group", group),
+        name=_text("name", name or _default_name()),
+        rank=-1 if rank is None else rank,
+        world_size=world_size or 0,
+        timeout=float(timeout),
+    )
+    wish = Wish(url, what, channel, wire, float(reconnect))
     if wish.url is None:
-        raise _no_url("")
+        raise _no_url(wish)
     return join(wish)
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What somebody wants to join, as `connect` has it.
+    """The arguments of `connect`, checked, with what was not given from the environment.
 
     Attributes:
         url: the coordinator's; None for a worker that trains by itself.
+        join: what to ask the coordinator for.
     """
 
     url: str | None
@@ -122,47 +142,22 @@ class Wish:
     reconnect: float
 
 
-def wish_of(
-    url: str | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    group: str = "default",
-    name: str | None = None,
-    timeout: float = 60.0,
-    channel: str | None = None,
-    wire: str = "fp32",
-    reconnect: float = 60.0,
-) -> Wish:
-    """The arguments of `connect`, checked, with what is not given from the environment."""
-    url = (os.environ.get("GRADSERVER_URL") if url is None else url) or None
-    if not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT:
-        raise InvalidArgumentError(f"timeout is {timeout!r} seconds, and must be above 0 and at most {MAX_TIMEOUT:g}")
-    channel = channel or os.environ.get("GRADSERVER_CHANNEL") or "auto"
-    if channel not in _CHANNELS:
-        raise InvalidArgumentError(f"channel is {channel!r}, and must be one of {', '.join(_CHANNELS)}")
-    codec_of(wire)
-    if not isinstance(reconnect, (int, float)) or not 0 <= reconnect <= MAX_TIMEOUT:
-        raise InvalidArgumentError(f"reconnect is {reconnect!r} seconds, and must be from 0 to {MAX_TIMEOUT:g}")
-    world_size = _from_environment(_WORLD_VARIABLES) if world_size is None else world_size
-    if url is None and world_size == 1:
-        rank = rank or 0  # which one it would be among others does not matter
-    rank = _from_environment(_RANK_VARIABLES) if rank is None else rank
-    _check(rank, world_size)
-    if url is None and world_size != 1 and (world_size is not None or rank is not None):
-        several = f"there are {world_size} workers" if world_size else f"this is rank {rank} of several"
-        raise _no_url(f", and {several}")
-    join = Join(
-        group=_text("group", group),
-        name=_text("name", name or _default_name()),
-        rank=-1 if rank is None else rank,
-        world_size=world_size or 0,
-        timeout=float(timeout),
-    )
-    return Wish(url, join, channel, wire, float(reconnect))
+class UrlMissingError(InvalidArgumentError):
+    """No URL is given. The worker is the only one, so ``wish`` can be granted without a coordinator."""
+
+    def __init__(self, message: str, wish: Wish) -> None:
+        super().__init__(message)
+        self.wish = wish
 
 
-def _no_url(why: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"no coordinator's URL{why}: give connect('tcp://HOST:PORT'), or set GRADSERVER_URL")
+def _no_url(wish: Wish) -> InvalidArgumentError:
+    """What to raise without a URL."""
+    size, rank = wish.join.world_size, wish.join.rank
+    several = f", and there are {size} workers" if size else f", and this is rank {rank} of several" * (rank >= 0)
+    text = "give connect('tcp://HOST:PORT'), or set GRADSERVER_URL"
+    if size != 1 and several:
+        return InvalidArgumentError(f"no coordinator's URL{several}: {text}")
+    return UrlMissingError(f"no coordinator's URL: {text}", wish)
 
 
 def join(wish: Wish) -> Worker:
@@ -305,6 +300,12 @@ def _check(rank: int | None, world_size: int | None) -> None:
         raise InvalidWorldSizeError(f"world_size is {world_size}, and must be from 1 to {MAX_WORLD_SIZE}")
     if rank is not None and not 0 <= rank < (world_size or MAX_WORLD_SIZE):
         raise InvalidRankError(f"rank is {rank}, and must be from 0 to {(world_size or MAX_WORLD_SIZE) - 1}")
+
+
+def _check_seconds(what: str, value: float, above: float | None = None) -> None:
+    if not isinstance(value, (int, float)) or not (above or 0) <= value <= MAX_TIMEOUT or value == above:
+        least = "from 0 to" if above is None else f"above {above:g} and at most"
+        raise InvalidArgumentError(f"{what} is {value!r} seconds, and must be {least} {MAX_TIMEOUT:g}")
 
 
 def _text(what: str, value: str) -> str:
