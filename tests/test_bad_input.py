@@ -19,7 +19,6 @@ from gradserver.channels.tcp import TcpServer
 from protocol.dtypes import BY_NAME, FLOAT32
 from protocol.errors import (
     CollectiveMismatchError,
-    CoordinatorError,
     CoordinatorUnreachableError,
     GradServerError,
     InvalidArgumentError,
@@ -60,6 +59,7 @@ from tests.cluster import PATIENCE, Daemon, Program, Task, coordinator, joined, 
 from tests.strangers import Stranger, impostor, plain_server, say_plainly, tunnel
 from worker.client import Worker
 from worker.connect import connect
+from worker.greeting import takes_no_workers
 
 PLAN = simple_plan([("b0", 3000), ("b1", 5)], FLOAT32)
 KEY = ExchangeKey(Stream.BUCKET, 0, 0)
@@ -527,11 +527,22 @@ def test_silent_server_is_told_from_a_coordinator() -> None:
 
 
 @pytest.mark.parametrize("kind", [zmq.PUB, zmq.PULL, zmq.PAIR, zmq.SUB])
-def test_socket_that_takes_no_worker_is_told_from_a_coordinator_at_once(kind: int) -> None:
+def test_socket_that_takes_no_worker_is_told_from_a_coordinator_at_once(
+    kind: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the first connection, whichever side ends that one."""
     with impostor(kind) as url:
-        error = Task(connect, url, 0, 2, timeout=PATIENCE).error(CoordinatorError, timeout=PATIENCE / 2)
+        for _ in range(5):
+            error = Task(connect, url, 0, 2, timeout=PATIENCE).error(CoordinatorUnreachableError, timeout=PATIENCE / 2)
+            assert str(error) == f"whatever listens at {url} is no gradserver coordinator"
+    assert "joining again" not in caplog.text
 
-    assert url in str(error)
+
+@pytest.mark.parametrize("kind", [zmq.REP, zmq.ROUTER, zmq.DEALER])
+def test_socket_that_may_take_workers_is_not_told_from_a_coordinator_by_its_kind(kind: int) -> None:
+    with impostor(kind) as url:
+        assert not takes_no_workers(url, PATIENCE)
+    assert not takes_no_workers(url, PATIENCE), "nobody is there any more"
 
 
 @pytest.mark.usefixtures("punctual")

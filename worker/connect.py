@@ -28,6 +28,7 @@ from protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_
 from protocol.messages import Join
 from worker.client import Worker
 from worker.farewell import Farewell
+from worker.greeting import takes_no_workers
 from worker.handle import VERDICT_SECONDS, Handle
 from worker.resume import Lifeline
 from worker.session import Session, ShardReceiver
@@ -42,6 +43,8 @@ _SETTLING_SECONDS = 2.0
 """How long it may take until the coordinator would notice if this process froze. It is 0.2 s if nobody is busy."""
 _AGAIN_SECONDS = 0.1
 """Between two attempts to join."""
+_ASKING_SECONDS = 0.5
+"""How long whoever breaks a connection without a word may take to say what it is."""
 _LOCAL_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 _WORLD_VARIABLES = ("WORLD_SIZE", "SLURM_NTASKS")
@@ -209,6 +212,10 @@ def _join(url: str, join: Join, until: float) -> tuple[TcpChannel, Session]:
             now = time.monotonic()
             if isinstance(error, ConnectionLostError):
                 lost = now, error
+                if not connection.heard and takes_no_workers(url, _ASKING_SECONDS):
+                    raise CoordinatorUnreachableError(
+                        f"whatever listens at {url} is no gradserver coordinator"
+                    ) from error
                 log.warning("%s; joining again", error)
             elif not isinstance(error, JoinRefusedError) or lost is None or now > lost[0] + FORGOTTEN_SECONDS:
                 raise
