@@ -140,11 +140,14 @@ class Holding:
         version: that of the Resumed.
         round: the first round of which it lacks a result, or the RoundDone.
         weight: with which it takes part in that round; 0 if it has pushed nothing of it.
+        before: the section of the round before, of which it holds results at any shard; -1 if it holds none. A shard
+            that has no part of that section hears of it here only.
     """
 
     version: int
     round: int
     weight: float
+    before: int = -1
 
 
 @dataclass(frozen=True, slots=True)

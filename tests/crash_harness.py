@@ -22,11 +22,11 @@ from gradserver.engine.records import Books, Dated, Kind as RecordKind, Round, R
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError
 from protocol.exchange import ExchangeKey, Kind, Operation, Stream
-from protocol.messages import Failure, Message, Push, Result, Scope, Welcome
+from protocol.messages import Failure, Follow, Message, Opened, Push, Result, Scope, Welcome
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests import receivers
 from tests.elastic_harness import Cluster, Giver, Member, Step, contribution
-from tests.engine_harness import SEATS, Array, Harness, Outcome, Task, bucket, plan_of
+from tests.engine_harness import SEATS, Array, Harness, Outcome, Task, bucket
 
 POLICY = Policy(1, 8)
 
@@ -107,12 +107,46 @@ class Durable(Member):
     """Of buckets, by part and slice: round, result, and who counted."""
     fresh: set[int] = field(default_factory=set)
     """Tasks of which nothing was said since Standing."""
+    told: Opened | None = None
+    """What it was told of the latest round that it has followed in."""
+    asked: int = -1
+    """The latest round of which it has asked whose it is."""
+    is_new: bool = False
+    """Whether it has said nothing of rounds on this connection."""
     failure: GradServerError | None = None
 
     def ready(self) -> list[Task]:
         if not self.standing or self.connection < 0:
             return []
         return [task for task in super().ready() if self.due(task) < task.layout.count]
+
+    @property
+    def follows(self) -> bool:
+        """Whether it has no data for the present round, and does what the others do."""
+        return self.cluster.plan.is_shared and self.round >= self.crashing.data_ends.get(self.seat, self.round + 1)
+
+    @property
+    def crashing(self) -> Crashing:
+        assert isinstance(self.cluster, Crashing)
+        return self.cluster
+
+    @property
+    def must_ask(self) -> bool:
+        """Whether it cannot go on before it knows whose the present round is."""
+        here = not self.tasks and not self.finished and self.cluster.program[self.at].kind is None
+        return here and self.follows and (self.told is None or self.told.round != self.round)
+
+    def parts(self) -> range:
+        if not self.follows:
+            return super().parts()
+        assert self.told is not None
+        return self.cluster.plan.parts_of(self.told.section)
+
+    def task(self, key: ExchangeKey, operation: Operation) -> Task:
+        task = super().task(key, operation)
+        if key.stream == Stream.BUCKET and self.follows:
+            task.weight, task.values = 0.0, None
+        return task
 
     def due(self, task: Task) -> int:
         """The next slice of it to be pushed."""
@@ -158,6 +192,12 @@ class Durable(Member):
             case Failure(scope=Scope.CONNECTION):
                 self.failure = message.exception()
                 return
+            case Opened(number, section):
+                assert number <= self.asked, "what it has not asked"
+                if self.must_ask and number == self.round:  # it may be told twice, if it has asked twice
+                    assert section in (self.crashing.section_of(number), self.cluster.plan.each[0].number)
+                    self.told = message
+                return
             case _:
                 super().take(message, payload)
                 return
@@ -194,6 +234,12 @@ class Durable(Member):
                 state = State.HELD if index in task.answers else State.LACKING
                 yield Span(state, task.key, index, index + 1, (), self.size(task, index))
 
+    def section_before(self, number: int) -> int:
+        """Whose the round before ``number`` was, of which it holds something; -1 if it holds nothing."""
+        held = (part for (part, _), (latest, _, _) in self.kept.items() if latest == number - 1)
+        some = next(held, None)
+        return -1 if some is None else self.cluster.plan.section_of(some).number
+
     def size(self, task: Task, index: int) -> int:
         """Bytes of the result of a slice: that which it keeps, or lacks."""
         if index not in task.answers:
@@ -223,15 +269,16 @@ class Crashing(Cluster):
         fuses: Sequence[int],
         give: Giver | None = None,
         nonfinite: OnNonFinite = OnNonFinite.HALT,
+        sections: Sequence[int] = (),
     ) -> None:
-        super().__init__(world, buckets, program, seed, give or partial(steady, seed), nonfinite=nonfinite)
+        given = give or partial(steady, seed)
+        super().__init__(world, buckets, program, seed, given, nonfinite=nonfinite, sections=sections)
         self.harness: Fused = Fused({"default": POLICY}, lazy=True, nonfinite=nonfinite)
         self.harness.check = self.check
         for rank in range(world):
             self.harness.join(SEATS + rank, f"w{rank}", rank=rank, world=world)
         welcomes = self.harness.only(range(world), Welcome)
-        self.plan = plan_of(*buckets)
-        self.harness.agree(self.plan, world)
+        self.harness.agree_beside(self.modules, world)
         self.members = {
             seat: Durable(seat, self, 1, tuple(range(world)), token=welcome.token, connection=SEATS + seat)
             for seat, welcome in enumerate(welcomes)
@@ -239,6 +286,8 @@ class Crashing(Cluster):
         self.fuses = list(fuses)
         self.connections = 1000
         self.crashes = 0
+        self.data_ends: dict[int, int] = {}
+        """The first round for which a seat has no data: it follows the others."""
         self.dies_along: list[int] = []
         """Who dies with the coordinator: at the next crash the first of them, and so on; -1 for nobody."""
 
@@ -277,6 +326,8 @@ class Crashing(Cluster):
                 choices.append(lambda m=member: self.read(m))  # type: ignore[misc]
             if member.holding:
                 choices.append(lambda m=member: self.hold(m))  # type: ignore[misc]
+            if member.must_ask and member.asked < member.round:
+                choices.append(lambda m=member: self.ask(m))  # type: ignore[misc]
             choices += [lambda m=member, t=task: self.push(m, t) for task in member.ready()]  # type: ignore[misc]
         if not choices:
             return False
@@ -291,6 +342,7 @@ class Crashing(Cluster):
         """It comes back on a new connection."""
         self.connections += 1
         member.connection, member.resuming, member.standing = self.connections, True, False
+        member.is_new = True
         latest = max([member.epoch, *member.announced])
         message = Resume("default", member.seat, member.token, latest, self.plan.hash)
         self.harness.receive(member.connection, message)
@@ -301,10 +353,36 @@ class Crashing(Cluster):
         if member.failure is not None:
             self.gone[member.seat] = self.members.pop(member.seat)
 
+    def section_of(self, number: int) -> int:
+        """Whose round ``number`` is in the program."""
+        return self.plan.section_of(self.parts_of(number).start).number
+
+    def tell(self, member: Member, message: Message) -> None:
+        assert isinstance(member, Durable)
+        self.harness.receive(member.connection, message)
+
+    def ask(self, member: Durable) -> None:
+        """What do the others exchange?"""
+        member.asked = member.round
+        self.tell(member, Follow(member.round))
+
+    def say_again(self, member: Durable) -> None:
+        """On a new connection what it had said of the round, and asked."""
+        if not member.is_new:
+            return
+        member.is_new = False
+        if member.opened is not None and member.opened.round >= member.round:
+            self.tell(member, member.opened)
+        if member.must_ask and member.asked == member.round:
+            self.tell(member, Follow(member.round))
+
     def hold(self, member: Durable) -> None:
         member.holding = False
+        self.say_again(member)
         self.harness.receive(
-            member.connection, Holding(member.version, member.round, member.weight()), pack_spans(member.spans())
+            member.connection,
+            Holding(member.version, member.round, member.weight(), member.section_before(member.round)),
+            pack_spans(member.spans()),
         )
 
     def say(self, member: Durable, message: Message, payload: Buffer | None) -> None:
@@ -312,6 +390,7 @@ class Crashing(Cluster):
 
     def push(self, member: Member, task: Task) -> None:
         assert isinstance(member, Durable)
+        self.open(member, task.key)
         index = member.due(task)
         task.sent = index + 1
         payload = None
@@ -386,6 +465,20 @@ class Crashing(Cluster):
         if reduce.key.stream == Stream.BUCKET:
             for seat in group.seats.present:
                 assert seat in ranks or not self.pushed[reduce.key, reduce.slice][seat].weight
+
+    def exchanged_in(self, number: int) -> range:
+        """The buckets of which members have results of round ``number``: those of one section, the same at all.
+
+        It is the program's, or the first one if nobody had any data; and that which is written down.
+        """
+        mine = (Stream.BUCKET, number)
+        latest = {one.record.round: one.record.section for one in self.harness.records if isinstance(one, Round)}
+        keys = {task.key for member in self.members.values() for task in member.history if task.key[:2] == mine}
+        (section,) = {self.plan.section_of(key.part).number for key in keys}
+        assert section == latest[number]
+        some_have_data = any(number < self.data_ends.get(seat, number + 1) for seat in self.members)
+        assert section == self.section_of(number) or (not some_have_data and section == self.plan.each[0].number)
+        return self.plan.parts_of(section)
 
     def rounds(self) -> list[int]:
         """Rounds as they were written down."""

@@ -40,7 +40,7 @@ from protocol.messages import (
     Failure,
     Membership,
     Message,
-    Propose,
+    Opens,
     Push,
     Ready,
     Result,
@@ -60,7 +60,9 @@ from tests.engine_harness import (
     bucket,
     collective,
     floats,
-    plan_of,
+    modules_of,
+    proposal,
+    together,
     transfer,
 )
 
@@ -80,6 +82,8 @@ class Step:
     numel: int = 4
     root: int = 0
     target: int = 1
+    section: int = 0
+    """Of a round: whose it is, where the plan has several sections."""
 
 
 @dataclass
@@ -108,6 +112,8 @@ class Member:
     """Its connection; by default that of its seat."""
     side: list[Task] = field(default_factory=list)
     """States that it sends."""
+    opened: Opens | None = None
+    """What it has said of whose the latest round is."""
 
     def __post_init__(self) -> None:
         self.line = self.seat if self.line < 0 else self.line
@@ -116,17 +122,22 @@ class Member:
     def finished(self) -> bool:
         return self.at == len(self.cluster.program)
 
+    @property
+    def must_ask(self) -> bool:
+        """Whether it cannot go on before it knows what the others do."""
+        return False
+
     def ready(self) -> list[Task]:
         """What it can push a slice of now."""
-        while not self.tasks and not self.finished:
+        while not self.tasks and not self.finished and not self.must_ask:
             self.begin(self.cluster.program[self.at])
         return [task for task in (*self.tasks, *self.side) if not task.done and task.sent < task.layout.count]
 
     def begin(self, step: Step) -> None:
         world = len(self.seats)
         if step.kind is None:
-            parts = self.cluster.buckets
-            self.tasks = [self.task(bucket(self.round, part), all_reduce(size)) for part, size in enumerate(parts)]
+            sizes = {part: self.cluster.buckets[part] for part in self.parts()}
+            self.tasks = [self.task(bucket(self.round, part), all_reduce(size)) for part, size in sizes.items()]
         elif step.kind is Kind.TRANSFER:
             source, target = self.seats[step.root % world], self.seats[step.target % world]
             if source != target and self.seat in (source, target):
@@ -138,6 +149,10 @@ class Member:
         else:
             self.tasks = [self.task(collective(self.collectives, self.round), self.operation(step))]
             self.collectives += 1
+
+    def parts(self) -> range:
+        """The buckets that it exchanges in the present round."""
+        return self.cluster.parts_of(self.round)
 
     def operation(self, step: Step) -> Operation:
         world = len(self.seats)
@@ -240,6 +255,8 @@ class Newcomer(Member):
     inside: bool = False
     """Whether it contributes."""
     refused: str = ""
+    agreed: int = 0
+    """To how many sections of the plan."""
     entered: int = -1
     number: int = 0
     listens: bool = False
@@ -255,16 +272,21 @@ class Newcomer(Member):
         return [task for task in self.tasks if not task.done and task.sent < task.layout.count]
 
     def take(self, message: Message, payload: bytes | None) -> None:
-        plan = self.cluster.plan
+        modules = self.cluster.modules
         match message:
             case Failure(scope=Scope.CONNECTION):
                 self.refused = message.text
             case Welcome(seats=seats) if not self.inside:
                 assert message.joins
                 self.seat, self.seats, self.epoch = seats[message.rank], seats, message.epoch
-                self.cluster.harness.receive(SEATS + self.line, Propose(plan.hash), plan.encoded)
+                self.cluster.harness.receive(SEATS + self.line, proposal(modules, 0), modules[0].encoded)
             case Agreed():
-                self.cluster.harness.receive(SEATS + self.line, Enter())
+                self.agreed += 1
+                if self.agreed == len(modules):
+                    self.cluster.harness.receive(SEATS + self.line, Enter())
+                    return
+                module = modules[self.agreed]
+                self.cluster.harness.receive(SEATS + self.line, proposal(modules, self.agreed), module.encoded)
             case RoundDone(number, _, transfers) if not self.inside:
                 self.over = number
                 for transfer in transfers:
@@ -290,7 +312,8 @@ class Newcomer(Member):
         if self.begins < 0 or not self.listens:
             return
         while self.begins <= self.over:
-            for part, size in enumerate(self.cluster.buckets):
+            for part in self.cluster.parts_of(self.begins):
+                size = self.cluster.buckets[part]
                 for index in range(layout_of(all_reduce(size), 2).count):
                     outcome = self.heard[bucket(self.begins, part), index]
                     assert outcome == self.cluster.expected(bucket(self.begins, part), index, all_reduce(size))
@@ -338,13 +361,16 @@ class Cluster:
         give: Giver | None = None,
         backlog: int = BACKLOG_BYTES,
         nonfinite: OnNonFinite = OnNonFinite.HALT,
+        sections: Sequence[int] = (),
     ) -> None:
         self.nonfinite = nonfinite
         self.buckets, self.program = tuple(buckets), tuple(program)
         self.give = give or partial(contribution, seed)
-        self.plan = plan_of(*buckets)
+        self.modules = modules_of(buckets, sections)
+        self.plan = together(self.modules)
         self.harness = Harness({"default": Policy(1, 8, backlog=backlog)}, lazy=True, nonfinite=nonfinite)
-        self.harness.assemble(world, self.plan)
+        self.harness.assemble(world)
+        self.harness.agree_beside(self.modules, world)
         self.random = random.Random(seed)
         self.members = {seat: Member(seat, self, 1, tuple(range(world))) for seat in range(world)}
         self.gone: dict[int, Member] = {}
@@ -356,6 +382,23 @@ class Cluster:
         """What happens besides, by step."""
         self.pushed: dict[tuple[ExchangeKey, int], dict[int, Task]] = {}
         """Who has pushed each slice, by seat."""
+
+    def parts_of(self, number: int) -> range:
+        """The buckets that the program exchanges in round ``number``."""
+        rounds = [step for step in self.program if step.kind is None]
+        sections = self.plan.each
+        return sections[rounds[number].section % len(sections)].parts
+
+    def tell(self, member: Member, message: Message) -> None:
+        self.harness.receive(SEATS + member.line, message)
+
+    def open(self, member: Member, key: ExchangeKey) -> None:
+        """Say whose a round is, before the first push of it; where there is one section nobody does."""
+        if key.stream == Stream.BUCKET and self.plan.is_shared:
+            opens = Opens(key.number, self.plan.section_of(key.part).number)
+            if member.opened != opens:
+                member.opened = opens
+                self.tell(member, opens)
 
     def run(self) -> None:
         """Go on until nobody can do anything any more."""
@@ -381,6 +424,7 @@ class Cluster:
         self.deliver()
 
     def push(self, member: Member, task: Task) -> None:
+        self.open(member, task.key)
         index, task.sent = task.sent, task.sent + 1
         payload = None
         if task.values is not None:

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,7 +38,7 @@ from protocol.dtypes import FLOAT32
 from protocol.errors import GradServerError
 from protocol.exchange import JOINED, PORTIONED, ExchangeKey, Kind, Layout, Op, Operation, Stream, layout_of
 from protocol.messages import Agreed, Failure, Join, Leave, Message, Propose, Push, Result, Scope, Welcome
-from protocol.plan import Plan, simple_plan
+from protocol.plan import Plan, extend, simple_plan
 from protocol.shards import share_of
 from tests import receivers
 
@@ -247,6 +249,13 @@ class Harness:
             self.propose(rank, plan)
         return self.only(range(world), Agreed)
 
+    def agree_beside(self, modules: Sequence[Plan], world: int) -> None:
+        """Agree on a plan of several sections: one after the other."""
+        for count, module in enumerate(modules):
+            for rank in range(world):
+                self.receive(SEATS + rank, proposal(modules, count), module.encoded)
+            self.only(range(world), Agreed)
+
     def propose(self, rank: int, plan: Plan) -> list[Command]:
         return self.receive(SEATS + rank, Propose(plan.hash), plan.encoded)
 
@@ -361,3 +370,19 @@ def plan_of(*sizes: int) -> Plan:
 
 def floats(*values: float) -> Array:
     return np.array(values, np.float32)
+
+
+def modules_of(sizes: Sequence[int], sections: Sequence[int] = ()) -> list[Plan]:
+    """The plans of modules that share a worker: each has so many of the buckets; by default one has all."""
+    bounds = accumulate(sections or (len(sizes),), initial=0)
+    return [plan_of(*sizes[first:stop]) for first, stop in pairwise(bounds)]
+
+
+def together(modules: Sequence[Plan]) -> Plan:
+    """The plan of a group that has agreed on one of ``modules`` after the other, before its first round."""
+    return reduce(lambda plan, module: extend(plan, 0, module), modules)
+
+
+def proposal(modules: Sequence[Plan], count: int) -> Propose:
+    """What a worker says of one of ``modules`` that has agreed on those before it."""
+    return Propose(modules[count].hash, 0, together(modules[:count]).hash if count else "")

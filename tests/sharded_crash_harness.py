@@ -41,7 +41,6 @@ from protocol.messages import (
     Failure,
     Join,
     Message,
-    Propose,
     Push,
     Result,
     RoundDone,
@@ -54,8 +53,8 @@ from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Stand
 from protocol.shards import Share, Table
 from tests import receivers
 from tests.crash_harness import CrashError, Crashing, Durable, Fused, steady
-from tests.elastic_harness import Giver, Step, state
-from tests.engine_harness import TIMEOUT, Task, plan_of, reference
+from tests.elastic_harness import Giver, Member, Step, state
+from tests.engine_harness import TIMEOUT, Task, proposal, reference
 
 LINK = 1
 """A shard's connection to the coordinator."""
@@ -238,7 +237,7 @@ class Spread(Durable):
 
     def under_way(self) -> list[Task]:
         """What it has begun, after it has begun what is next."""
-        while not self.tasks and not self.finished:
+        while not self.tasks and not self.finished and not self.must_ask:
             self.begin(self.cluster.program[self.at])
         return [*self.tasks, *self.side]
 
@@ -346,11 +345,13 @@ class Sharded(Crashing):
         rates: tuple[float, ...],
         give: Giver | None = None,
         nonfinite: OnNonFinite = OnNonFinite.HALT,
+        sections: Sequence[int] = (),
     ) -> None:
-        super(Crashing, self).__init__(0, buckets, program, seed, give or partial(steady, seed), nonfinite=nonfinite)
+        given = give or partial(steady, seed)
+        super(Crashing, self).__init__(0, buckets, program, seed, given, nonfinite=nonfinite, sections=sections)
         self.harness: Processes = Processes({"default": Policy(1, 8)}, lazy=True, rates=rates, nonfinite=nonfinite)
         self.harness.check = self.check
-        self.rates, self.plan = rates, plan_of(*buckets)
+        self.rates, self.data_ends = rates, {}
         self.pointers: dict[tuple[int, int], int] = {}
         """What was pushed of each task to each place."""
         self.notices: list[Callable[[], object]] = []
@@ -374,8 +375,10 @@ class Sharded(Crashing):
         self.settle()
         for line in lines.values():
             self.harness.feed(Received(line, Serve()))
-            self.harness.feed(Received(line, Propose(self.plan.hash), (self.plan.encoded,)))
-        self.settle()
+        for count, module in enumerate(self.modules):
+            for line in lines.values():
+                self.harness.feed(Received(line, proposal(self.modules, count), (module.encoded,)))
+            self.settle()
 
     def settle(self) -> None:
         """All that is on its way arrives."""
@@ -473,6 +476,8 @@ class Sharded(Crashing):
             for place, version in member.heard.items():
                 if version == member.version != member.said.get(place):
                     choices.append(partial(self.hold_at, member, place))
+        if member.must_ask and member.asked < member.round:
+            choices.append(partial(self.ask, member))
         choices += [partial(self.push_at, member, *what) for what in member.pushable()]
         return choices
 
@@ -510,7 +515,7 @@ class Sharded(Crashing):
         assert isinstance(member, Spread)
         member.lines = {0: self.harness.number()}
         member.heard, member.said, member.stands, member.resuming = {}, {}, set(), True
-        member.attending, member.awaited = set(), set()
+        member.attending, member.awaited, member.is_new = set(), set(), True
         latest = max([member.epoch, *member.announced])
         self.say_to(member, 0, Resume("default", member.seat, member.token, latest, self.plan.hash, True))
 
@@ -518,10 +523,18 @@ class Sharded(Crashing):
         if member.version not in member.said.values():
             member.said_round = member.round
         member.said[place] = member.version
-        holding = Holding(member.version, member.said_round, member.weight())
+        if place == 0:
+            self.say_again(member)
+        before = member.section_before(member.said_round)
+        holding = Holding(member.version, member.said_round, member.weight(), before)
         self.say_to(member, place, holding, pack_spans(member.spans_of(place)))
 
+    def tell(self, member: Member, message: Message) -> None:
+        assert isinstance(member, Spread)
+        self.say_to(member, 0, message)
+
     def push_at(self, member: Spread, task: Task, place: int, index: int) -> None:
+        self.open(member, task.key)
         begins = (id(task), place) not in self.pointers
         self.pointers[id(task), place] = index + 1
         payload = None

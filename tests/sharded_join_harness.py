@@ -25,7 +25,6 @@ from protocol.messages import (
     Join,
     Membership,
     Message,
-    Propose,
     Ready,
     Result,
     RoundDone,
@@ -35,7 +34,7 @@ from protocol.messages import (
 )
 from protocol.resuming import Resumed
 from tests.elastic_harness import Step, state
-from tests.engine_harness import TIMEOUT, Outcome, Task, all_reduce, bucket
+from tests.engine_harness import TIMEOUT, Outcome, Task, all_reduce, bucket, proposal
 from tests.sharded_crash_harness import Sharded, Spread
 
 ATTEMPTS = 5
@@ -51,6 +50,8 @@ class Latecomer(Spread):
     """Whether it does what a member does."""
     first: int = -1
     """The round from which on it contributes, when it was told."""
+    agreed: int = 0
+    """To how many sections of the plan."""
     number: int = 0
     """Of the transfer of its state."""
     listens: bool = False
@@ -92,7 +93,10 @@ class Latecomer(Spread):
                 self.awaited.discard(place)
                 if not self.awaited and not self.attending:
                     self.spread.say_to(self, 0, Serve())
-                    self.spread.say_to(self, 0, Propose(self.spread.plan.hash), self.spread.plan.encoded)
+                    self.propose()
+            case Agreed() if self.agreed + 1 < len(self.spread.modules):
+                self.agreed += 1
+                self.propose()
             case Agreed():
                 self.spread.say_to(self, 0, Enter(0, self.joinable.random.random() < 0.5))
             case Membership():
@@ -122,6 +126,11 @@ class Latecomer(Spread):
                 super().hear(place, message, payload)
             case _:
                 super().hear(place, message, payload)
+
+    def propose(self) -> None:
+        """Say what it wants to exchange, one module after the other."""
+        modules = self.spread.modules
+        self.spread.say_to(self, 0, proposal(modules, self.agreed), modules[self.agreed].encoded)
 
     def is_past(self, key: ExchangeKey) -> bool:
         """Whether it has got this another way: with its state."""
@@ -159,7 +168,7 @@ class Latecomer(Spread):
 
     def has(self, number: int) -> bool:
         """Whether all results of a round are here."""
-        return all((bucket(number, part), index) in self.unasked for part, index in self.joinable.slices())
+        return all((bucket(number, part), index) in self.unasked for part, index in self.joinable.slices(number))
 
     def come_in(self, number: int) -> None:
         """Do what a member does from round ``number`` on: the first that it contributes to, or the one before."""
@@ -192,7 +201,13 @@ class Joinable(Sharded):
     """A group that others join."""
 
     def __init__(
-        self, world: int, buckets: Sequence[int], program: Sequence[Step], seed: int, rates: tuple[float, ...]
+        self,
+        world: int,
+        buckets: Sequence[int],
+        program: Sequence[Step],
+        seed: int,
+        rates: tuple[float, ...],
+        sections: Sequence[int] = (),
     ) -> None:
         self.waiting: list[Latecomer] = []
         """Those that are not inside."""
@@ -201,16 +216,16 @@ class Joinable(Sharded):
         self.attempts: Counter[str] = Counter()
         self.again: list[str] = []
         """Names of those who try again."""
-        super().__init__(world, buckets, program, seed, rates)
+        super().__init__(world, buckets, program, seed, rates, sections=sections)
 
     def everybody(self) -> list[Spread]:
         return [*self.members.values(), *self.waiting]
 
-    def slices(self) -> list[tuple[int, int]]:
-        """Part and index of each slice of a round."""
+    def slices(self, number: int) -> list[tuple[int, int]]:
+        """Part and index of each slice of round ``number``."""
         found = []
-        for part, size in enumerate(self.buckets):
-            operation = all_reduce(size)
+        for part in self.parts_of(number):
+            operation = all_reduce(self.buckets[part])
             task = Task(bucket(0, part), operation, layout_of(operation, 2), None, 0.0)
             found += [(part, index) for index in range(self.share(task).layout.count)]
         return found

@@ -56,7 +56,7 @@ class Books:
         """The same of each shard."""
         self._said: dict[int, int] = {}
         """Of which this member has said what it holds, to each."""
-        self._stands_at = -1, 0, 0.0
+        self._stands_at = -1, 0, 0.0, -1
         """What it says to all of them alike: version, round, and its weight there."""
         self._expected: Handle | None = None
         """Of whoever waits for the Resumed that answers his Resume."""
@@ -280,7 +280,8 @@ class Books:
                 if self._version not in self._said.values():
                     number = self._round()
                     taking_part = session._pushed and number == session.round
-                    self._stands_at = self._version, number, session._weight if taking_part else 0.0
+                    weight = session._weight if taking_part else 0.0
+                    self._stands_at = self._version, number, weight, self._section_of(number - 1)
                 number = self._stands_at[1]
                 for result, payload in session._backlog.of_round(number):
                     self.early(result, payload, session.shard_of(result))
@@ -298,15 +299,19 @@ class Books:
         if over <= session.round or session.plan is None or len(session._shards) == 1:
             return max(session.round, over)
         plan = session.plan
-        some = next((part for part in range(len(plan.buckets)) if self._has(over - 1, part)), None)
-        for part in session.plan.each[0].parts if some is None else plan.section_of(some).parts:
+        for part in plan.parts_of(self._section_of(over - 1)) or plan.each[0].parts:
             key = ExchangeKey(Stream.BUCKET, over - 1, part)
             if len(self.retained.of_bucket(key)) < session._table.share(key, plan.buckets[part].operation).layout.count:
                 return over - 1
         return over
 
-    def _has(self, number: int, part: int) -> bool:
-        return bool(self.retained.of_bucket(ExchangeKey(Stream.BUCKET, number, part)))
+    def _section_of(self, number: int) -> int:
+        """Whose round ``number`` was, of which this member holds something; -1 if it holds nothing of it."""
+        plan = self._session.plan
+        for section in plan.each if plan is not None and number >= 0 else ():
+            if any(self.retained.of_bucket(ExchangeKey(Stream.BUCKET, number, part)) for part in section.parts):
+                return section.number
+        return -1
 
     def _lacking(self, shard: ShardTraffic) -> Iterator[Span]:
         """Collectives and transfers that were begun and have no result."""

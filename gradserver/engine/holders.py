@@ -9,7 +9,7 @@ gone counted for: the number of slices says which.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 from gradserver.engine.groups import Group
@@ -28,7 +28,7 @@ _MAX_LOOSE: Final = 16 * MAX_SLICES
 def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
     """A Holding, checked against the plan."""
     number, loose = holding.round, 0
-    holder = Holder(number, holding.weight)
+    holder = Holder(number, holding.weight, holding.before)
     own = 0 if group.recovery is None else group.recovery.own
     bounds = {part: (start, stop) for part, start, stop in shares(group)}
     for state, key, first, stop, weights, nbytes in unpack_spans(payload):
@@ -67,12 +67,14 @@ def shares(group: Group) -> Iterator[tuple[int, int, int]]:
             yield part, start, stop
 
 
-def places(group: Group, number: int, holders: Iterable[Holder]) -> Iterable[Place]:
-    """All slices of a round: of the section of which somebody holds something, or of all if nobody does."""
+def places(group: Group, number: int, holders: Collection[Holder]) -> Iterable[Place]:
+    """All slices of a round: of the section of which somebody holds something here or elsewhere, or else of all."""
     plan = group.plan
     held = (key.part for one in holders for key in one.slices[State.HELD] if key[:2] == (Stream.BUCKET, number))
-    some = next(held, None)
-    parts = None if some is None or plan is None else plan.section_of(some).parts
+    said = (one.before for one in holders if one.round == number + 1 and one.before >= 0)
+    some, other = next(held, None), next(said, -1)
+    section = None if plan is None else plan.section_of(some) if some is not None else plan.section(other)
+    parts = None if section is None else section.parts
     for part, start, stop in shares(group):
         if parts is None or part in parts:
             key = ExchangeKey(Stream.BUCKET, number, part)

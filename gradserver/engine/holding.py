@@ -26,6 +26,8 @@ class Holder:
 
     round: int
     weight: float
+    before: int = -1
+    """The section of the round before; -1 if it does not know."""
     slices: dict[State, dict[ExchangeKey, set[int]]] = field(
         default_factory=lambda: {state: defaultdict(set) for state in State}
     )
