@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gradserver.engine import Engine
 from gradserver.engine.access import OPEN, Access
@@ -13,7 +13,7 @@ from gradserver.engine.data_records import Claim as HandedOut, Data, Order
 from gradserver.engine.events import Command, Record, Restored
 from gradserver.engine.policy import Policy
 from gradserver.engine.quota import ENDED_BUDGETS, REFILL_SECONDS, Account, counted
-from gradserver.engine.records import Books, Dated, Kind, Round, Spent
+from gradserver.engine.records import Books, Dated, Kind, Round, Spent, size_of
 from protocol.dtypes import FLOAT32
 from protocol.errors import GradServerError, JoinRefusedError, QuotaExceededError
 from protocol.limits import KIB
@@ -21,9 +21,11 @@ from protocol.messages import Enter, Failure, Propose, Ready, RoundDone, Scope, 
 from protocol.plan import Plan, simple_plan
 from protocol.positions import Claim, Claimed, Register, Used
 from protocol.ranges import pack
+from protocol.resuming import Resumed
 from tests.cluster import Daemon, joined, wait_until
 from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of
 from tests.test_bad_input import Bystanders
+from tests.test_engine_resuming import BACK, Group
 from worker.client import Worker
 from worker.connect import connect
 
@@ -223,6 +225,57 @@ def test_what_is_counted() -> None:
     order = Order(1000, 1, True)
     assert counted(Data("g", "data", order, "w", 0, True, ranges[:32], ())) == 0
     assert counted(Data("g", "data", order, "w", 0, True, ranges, ())) == 1600
+
+
+def test_a_member_that_claims_ever_later_epochs_has_no_more_written_than_the_budget() -> None:
+    group = Group(2)
+    group.harness.restart()
+    account = Account("default", KIB)
+    group.harness.engine.control.groups["default"].account = account
+    for epoch in range(2, 100):
+        group.resume(0, epoch=10 * epoch)
+        if BACK in group.harness.closed:
+            break
+        group.harness.lose(BACK - SEATS)
+        group.told(0)
+    assert epoch < 40
+    assert "the join of 'w0' is refused" in group.refusal(0).message
+    group.resume(1)
+    assert any(isinstance(message, Resumed) for message in group.told(1)), "the other one can come back"
+
+
+STEPS = st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 60 * KIB), st.floats(0, REFILL_SECONDS / 4))
+
+
+@settings(max_examples=30)
+@given(steps=st.lists(STEPS, max_size=40))
+def test_whatever_two_groups_do_each_has_its_own_budget_and_a_third_notices_nothing(
+    steps: list[tuple[str, int, float]],
+) -> None:
+    there, most = harness({"c": 1}), 63 * KIB
+    written: dict[str, list[tuple[float, int]]] = {"a": [], "b": []}
+    for number, (group, nbytes, seconds) in enumerate(steps):
+        there.wait(seconds)
+        connection = SEATS + number
+        commands = there.join(connection, "w", world=1, group=group)
+        if connection in there.closed:
+            assert f"group {group!r}" in there.refusal(connection).message
+        else:
+            commands += there.propose(number, large_plan(number, nbytes + 256))
+            commands += there.leave(number)
+        written[group].append((there.now, sum(map(size_of, records(commands)))))
+        assert found_and_leave(there, SEATS + 500 + number, "c", 256) is None
+    for all_of_it in written.values():
+        for first, (begin, _) in enumerate(all_of_it):
+            allowed = QUOTA * (1 + (all_of_it[-1][0] - begin) / REFILL_SECONDS) + most + 2 * KIB
+            assert sum(nbytes for _, nbytes in all_of_it[first:]) <= allowed
+
+
+def test_a_debt_of_a_larger_quota_is_cut_to_the_present_one() -> None:
+    there = harness()
+    there.feed(Restored((Spent("g", 1 << 40),), frozenset()))
+    there.wait(REFILL_SECONDS)
+    assert found_and_leave(there, SEATS + 1, "g") is None
 
 
 # ── ever new names ────────────────────────────────────────────────────────────────────────────────────

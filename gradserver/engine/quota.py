@@ -130,9 +130,9 @@ class Quotas:
         return account
 
     def restore(self, record: Spent) -> None:
-        """Go on with a budget as an earlier coordinator has written it down."""
+        """Go on with a budget as an earlier coordinator has written it down, which may have had a larger limit."""
         account = self.account(record.group)
-        account.spend(record.nbytes)
+        account.spend(min(record.nbytes, self._limit))
         account.noted = record.nbytes
 
     def check_founding(self, group: str, living: Collection[str]) -> None:
