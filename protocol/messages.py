@@ -322,7 +322,7 @@ class Opened:
     """What the others do: if anything is ``updated``, that comes first, as in `Steps`, or they are at the ``top``.
 
     Else they exchange ``section``. If all of them follow, which is to say that this has ``ended``, it is the first one,
-    and nobody has any data.
+    and nobody has any data. ``index`` is that of the Follow which this answers.
     """
 
     round: int
@@ -331,6 +331,7 @@ class Opened:
     updated: int = 0
     dropped: int = 0
     ended: bool = False
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

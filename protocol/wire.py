@@ -224,7 +224,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Opens, (_claimed, _counter), 0, 0, 0),
     (Steps, (_claimed, _counter, _counter, _counter), 0, 0, 0),
     (Follow, (_claimed, _counter), 0, 0, 0),
-    (Opened, (_counter, _counter, flag, _counter, _counter, flag), 0, 0, 0),
+    (Opened, (_counter, _counter, flag, _counter, _counter, flag, _counter), 0, 0, 0),
 )
 _SHORTER: Final = {Push: (5, 7, 8), Result: (4, 6, 7, 8)}
 """With so many fields they come too: what is behind concerns shared memory, and groups that are elastic or durable."""

@@ -132,7 +132,7 @@ def largest(world: int, name: str) -> list[tuple[Any, int]]:
         (Agreed(TEXT, MAX_COUNTER, MAX_COUNTER), 1),
         (Opens(MAX_CLAIMED, MAX_COUNTER), -1),
         (Follow(MAX_CLAIMED), -1),
-        (Opened(MAX_COUNTER, MAX_COUNTER), -1),
+        (Opened(MAX_COUNTER, MAX_COUNTER, index=MAX_COUNTER), -1),
         (Steps(MAX_CLAIMED, MAX_COUNTER, MAX_COUNTER, MAX_COUNTER), -1),
         (Inquire(KEY), -1),
         (Missing(KEY, (f"{LONG!r} (rank {last})",) * 32), -1),

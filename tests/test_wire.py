@@ -276,7 +276,7 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Opens(7, 2), []),
     (Steps(7, 1, 3, 4), []),
     (Follow(7, 1), []),
-    (Opened(7, 2, True, 3, 4, False), []),
+    (Opened(7, 2, True, 3, 4, False, 5), []),
     (Push(KEY, 3, 2.5, True, None), [b"1234"]),
     (Push(ExchangeKey(Stream.COLLECTIVE, 3), 0, 0.0, False, OPERATION), []),
     (Result(KEY, 3, 5.0, True), [b"1234"]),

@@ -84,8 +84,11 @@ class Turns:
         return news
 
     def opened(self, message: Opened) -> list[Handle]:
-        """The coordinator has said it; gives who waits for that."""
-        if self._asked is None or self._asked[0].round != message.round:
+        """The coordinator has said it; gives who waits for that.
+
+        What was said again on a new connection may have been heard twice: the second answer is passed over.
+        """
+        if self._asked is None or self._asked[0] != Follow(message.round, message.index):
             return []
         (_, handle), self._asked = self._asked, None
         handle._value = message

@@ -138,11 +138,11 @@ def _answer(group: Group, number: int, commands: list[Command]) -> None:
     for seat, index in asked.items():
         if index < len(turn.steps):
             done = turn.steps[index][0]
-            news = Opened(number, 0, not done.updated, done.updated, done.dropped)
+            news = Opened(number, 0, not done.updated, done.updated, done.dropped, index=index)
         elif turn.opens is not None:
-            news = Opened(number, turn.opens.section)
+            news = Opened(number, turn.opens.section, index=index)
         elif group.broken is not None or (nobody_has_data and all(one == len(turn.steps) for one in asked.values())):
-            news = Opened(number, group.plan.each[0].number, ended=True)
+            news = Opened(number, group.plan.each[0].number, ended=True, index=index)
         else:
             continue
         del turns.following[seat]
