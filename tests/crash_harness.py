@@ -21,7 +21,7 @@ from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Books, Dated, Kind as RecordKind, Round, RoundRecord, Start
 from protocol.buffer import Buffer
 from protocol.errors import GradServerError
-from protocol.exchange import ExchangeKey, Kind, Operation, Stream
+from protocol.exchange import PERSONAL, PORTIONED, ExchangeKey, Kind, Operation, Stream, gets
 from protocol.messages import Failure, Follow, Message, Opened, Push, Result, Scope, Welcome
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests import receivers
@@ -107,6 +107,8 @@ class Durable(Member):
     """Of buckets, by part and slice: round, result, and who counted."""
     fresh: set[int] = field(default_factory=set)
     """Tasks of which nothing was said since Standing."""
+    among: dict[ExchangeKey, tuple[int, ...]] = field(default_factory=dict)
+    """Seats of those who were there when it began an exchange."""
     told: Opened | None = None
     """What it was told of the latest round that it has followed in."""
     asked: int = -1
@@ -144,6 +146,7 @@ class Durable(Member):
 
     def task(self, key: ExchangeKey, operation: Operation) -> Task:
         task = super().task(key, operation)
+        self.among[key] = self.seats
         if key.stream == Stream.BUCKET and self.follows:
             task.weight, task.values = 0.0, None
         return task
@@ -182,7 +185,8 @@ class Durable(Member):
                 assert index < task.sent or not self.standing, "a result before the contribution"
                 assert not self.holding, "a result behind Resumed"
                 assert task.error is None, "a result after the failure"
-                task.answers[index] = weight, payload if self.gets(task) else None
+                takes = self.gets(task, index) or task.operation.kind in PORTIONED
+                task.answers[index] = weight, payload if takes else None
                 if key.stream == Stream.BUCKET:
                     bad = {seat for seat, own in enumerate(message.weights) if own < 0}
                     assert bad == set(message.nonfinite) <= self.cluster.not_finite(task.key, index)
@@ -203,17 +207,31 @@ class Durable(Member):
                 return
         self.go_on()
 
-    def gets(self, task: Task) -> bool:
+    def gets(self, task: Task, index: int = 0) -> bool:
+        """Whether its result of a slice is what others' is, if these get any."""
         kind = task.operation.kind
-        source = task.key.source if kind is Kind.TRANSFER else task.operation.root
-        return kind not in (Kind.BROADCAST, Kind.TRANSFER) or self.seat != source
+        if kind in PORTIONED:
+            return False
+        owner = self.among[task.key][task.layout.owner(index)] if kind is Kind.REDUCE_SCATTER else 0
+        return kind is Kind.BARRIER or gets(task.operation, self.seat, task.key, owner)
+
+    def is_personal(self, task: Task, index: int) -> bool:
+        """Whether nobody else gets its result of a slice, or only others get any: it keeps nothing of that."""
+        return task.operation.kind in PERSONAL and not self.gets(task, index)
+
+    def give_again(self) -> None:
+        """What it keeps no result of, and is not done with, is made once more."""
+        for task in self.tasks:
+            if not task.done:
+                for index in [index for index in task.answers if self.is_personal(task, index)]:
+                    del task.answers[index]
 
     def result(self, key: object, index: int) -> tuple[Outcome, tuple[float, ...]]:
         """What it keeps, and who counted."""
         for task in self.history:
             if task.key == key and task.key.stream != Stream.BUCKET and index in task.answers:
                 weight, payload = task.answers[index]
-                return (weight, payload if self.gets(task) else Cluster.part(task, index).tobytes()), ()
+                return (weight, payload if self.gets(task, index) else Cluster.part(task, index).tobytes()), ()
         for (part, slice_), (number, outcome, weights) in self.kept.items():
             if bucket(number, part) == key and slice_ == index:
                 return outcome, weights
@@ -231,6 +249,9 @@ class Durable(Member):
                 yield Span(State.FAILED, task.key, 0, task.layout.count)
                 continue
             for index in range(task.layout.count):
+                if self.is_personal(task, index) and task.done:
+                    yield Span(State.OVER, task.key, index, index + 1)
+                    continue
                 state = State.HELD if index in task.answers else State.LACKING
                 yield Span(state, task.key, index, index + 1, (), self.size(task, index))
 
@@ -378,6 +399,7 @@ class Crashing(Cluster):
 
     def hold(self, member: Durable) -> None:
         member.holding = False
+        member.give_again()
         self.say_again(member)
         self.harness.receive(
             member.connection,
@@ -393,10 +415,7 @@ class Crashing(Cluster):
         self.open(member, task.key)
         index = member.due(task)
         task.sent = index + 1
-        payload = None
-        if task.values is not None:
-            start, stop = task.layout.span(index)
-            payload = task.values[start:stop].tobytes()
+        payload = None if task.values is None else self.part(task, index).tobytes()
         begins = task.key.stream and (not index or id(task) in member.fresh)
         member.fresh.discard(id(task))
         operation, epoch = (task.operation, task.epoch) if begins else (None, 0)
@@ -461,7 +480,10 @@ class Crashing(Cluster):
         for given in reduce.contributions:
             task = self.pushed[reduce.key, reduce.slice][given.rank]
             assert given.weight == task.weight
-            assert given.payload is None or bytes(given.payload) == np.asarray(task.values)[span].tobytes()
+            if given.payload is not None:
+                portioned = reduce.operation.kind in PORTIONED
+                part = self.part(task, reduce.slice) if portioned else np.asarray(task.values)[span]
+                assert bytes(given.payload) == part.tobytes()
         if reduce.key.stream == Stream.BUCKET:
             for seat in group.seats.present:
                 assert seat in ranks or not self.pushed[reduce.key, reduce.slice][seat].weight
