@@ -26,6 +26,7 @@ from protocol.errors import (
 )
 from protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
 from protocol.messages import Join
+from protocol.url import no_coordinator
 from worker.client import Worker
 from worker.farewell import Farewell
 from worker.greeting import takes_no_workers
@@ -210,12 +211,11 @@ def _join(url: str, join: Join, until: float) -> tuple[TcpChannel, Session]:
                 connection.give_up()
             session.close("it could not join")
             now = time.monotonic()
+            broken = isinstance(error, (ConnectionLostError, CoordinatorUnreachableError)) and now < until
+            if broken and not connection.heard and takes_no_workers(url, _ASKING_SECONDS):
+                raise CoordinatorUnreachableError(no_coordinator(url, "coordinator", closed=False)) from error
             if isinstance(error, ConnectionLostError):
                 lost = now, error
-                if not connection.heard and takes_no_workers(url, _ASKING_SECONDS):
-                    raise CoordinatorUnreachableError(
-                        f"whatever listens at {url} is no gradserver coordinator"
-                    ) from error
                 log.warning("%s; joining again", error)
             elif not isinstance(error, JoinRefusedError) or lost is None or now > lost[0] + FORGOTTEN_SECONDS:
                 raise
