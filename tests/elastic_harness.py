@@ -61,6 +61,7 @@ from tests.engine_harness import (
     collective,
     floats,
     modules_of,
+    part_of,
     proposal,
     together,
     transfer,
@@ -539,10 +540,7 @@ class Cluster:
     @staticmethod
     def part(task: Task, index: int) -> Array:
         assert task.values is not None
-        start, stop = task.layout.span(index)
-        if task.operation.kind in PORTIONED:  # those elements of what each rank is to have
-            return np.ascontiguousarray(task.values.reshape(-1, task.layout.numel)[:, start:stop]).reshape(-1)
-        return task.values[start:stop]
+        return part_of(task.operation, task.layout, task.values, index)
 
 
 def contribution(

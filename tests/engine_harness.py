@@ -386,3 +386,11 @@ def together(modules: Sequence[Plan]) -> Plan:
 def proposal(modules: Sequence[Plan], count: int) -> Propose:
     """What a worker says of one of ``modules`` that has agreed on those before it."""
     return Propose(modules[count].hash, 0, together(modules[:count]).hash if count else "")
+
+
+def part_of(operation: Operation, layout: Layout, values: Array, index: int) -> Array:
+    """What somebody gives to one slice: of what is for one rank each, those elements of every rank's."""
+    start, stop = layout.span(index)
+    if operation.kind in PORTIONED:
+        return np.ascontiguousarray(values.reshape(-1, layout.numel)[:, start:stop]).reshape(-1)
+    return values[start:stop]

@@ -29,7 +29,7 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Pool, Stream, gets, gives, layout_of, pool_of
+from protocol.exchange import PORTIONED, ExchangeKey, Kind, Op, Operation, Pool, Stream, gets, gives, layout_of, pool_of
 from protocol.messages import Failure, Inquire, Leave, Message, Propose, Push, Result
 from tests.engine_harness import (
     SEATS,
@@ -42,6 +42,7 @@ from tests.engine_harness import (
     bucket,
     collective,
     floats,
+    part_of,
     plan_of,
     reference,
     small_slices,
@@ -125,6 +126,11 @@ def scenarios(draw: st.DrawFn, least_world: int = 1) -> Scenario:
         ),
         st.builds(lambda n: Operation(Kind.ALL_GATHER, Op.NONE, FLOAT32, n), sizes),
         st.builds(lambda n: Operation(Kind.REDUCE_SCATTER, Op.MEAN, FLOAT32, n * world), sizes),
+        st.builds(lambda n: Operation(Kind.ALL_TO_ALL, Op.NONE, FLOAT32, n * world), sizes),
+        st.builds(
+            lambda n, root: Operation(Kind.SCATTER, Op.NONE, FLOAT32, n * world, root), sizes, st.integers(0, world - 1)
+        ),
+        st.builds(lambda n, root: Operation(Kind.GATHER, Op.NONE, FLOAT32, n, root), sizes, st.integers(0, world - 1)),
     ]
     ends = st.tuples(st.integers(0, world - 1), st.integers(0, world - 1)).filter(lambda pair: pair[0] != pair[1])
     return Scenario(
@@ -273,8 +279,7 @@ class Cluster:
         operation = None if task.key.stream == Stream.BUCKET or index else task.operation
         payload = None
         if task.values is not None:
-            start, stop = task.layout.span(index)
-            payload = task.values[start:stop]
+            payload = part_of(task.operation, task.layout, task.values, index)
             if (client.rank, task.key) == self.poison and index == task.layout.count - 1:
                 payload = np.full_like(payload, np.nan)
         self.harness.push(client.rank, task.key, payload, index=index, weight=task.weight, operation=operation)
@@ -326,7 +331,7 @@ def check_answers(cluster: Cluster) -> None:
     """Everybody who got a slice got the same, and it is what exact arithmetic says."""
     answers = cluster.answers()
     for (key, index, rank), (weight, payload) in answers.items():
-        exact, owner = expected(cluster.scenario, key, index)
+        exact, owner = expected(cluster.scenario, key, index, rank)
         ranks = cluster.scenario.participants(key)
         assert weight == sum(cluster.scenario.weight(r, key) for r in ranks)
         operation = cluster.scenario.operations[key]
@@ -337,6 +342,8 @@ def check_answers(cluster: Cluster) -> None:
         got = np.frombuffer(payload, np.float32)
         assert got.shape == exact[0].shape
         assert np.all(np.abs(got - exact[0]) <= 1e-6 * exact[1]), "the exact weighted mean"
+        if operation.kind in PORTIONED:
+            continue
         others = {answers[key, index, r][1] for r in ranks if (key, index, r) in answers}
         assert others - {None} == {payload}, "the same bytes for everybody"
 
@@ -345,14 +352,15 @@ Exact = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
 """A result in float64, and the magnitude of what went into it."""
 
 
-def expected(scenario: Scenario, key: ExchangeKey, index: int) -> tuple[Exact | None, int]:
-    """The result of one slice in float64 (None if nobody gave anything), and the rank whose chunk it lies in."""
+def expected(scenario: Scenario, key: ExchangeKey, index: int, receiver: int) -> tuple[Exact | None, int]:
+    """``receiver``'s result of a slice in float64 (None if nobody gave anything), and in whose chunk it lies."""
     operation = scenario.operations[key]
     layout = layout_of(operation, scenario.world)
-    start, stop = layout.span(index)
     given = {rank: scenario.values(rank, key) for rank in scenario.participants(key)}
     weights = {rank: scenario.weight(rank, key) for rank in given}
-    wide = {rank: v[start:stop].astype(np.float64) for rank, v in given.items() if v is not None}
+    wide = {rank: part_of(operation, layout, v, index).astype(np.float64) for rank, v in given.items() if v is not None}
+    if operation.kind in PORTIONED:
+        wide = {rank: v.reshape(scenario.world, -1)[receiver] for rank, v in wide.items()}
     if operation.kind not in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
         whole = np.concatenate([wide[rank] for rank in sorted(wide)]) if wide else None
         return (None if whole is None else (whole, np.zeros_like(whole))), layout.owner(index)
@@ -408,8 +416,7 @@ def again(cluster: Cluster, rank: int) -> None:
         return
     task = cluster.random.choice(pushed)
     index = cluster.random.randrange(task.sent)
-    start, stop = task.layout.span(index)
-    values = None if task.values is None else task.values[start:stop]
+    values = None if task.values is None else part_of(task.operation, task.layout, task.values, index)
     cluster.harness.push(rank, task.key, values, index=index, weight=1.0, operation=task.operation)
 
 
