@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -208,6 +209,21 @@ def test_the_oldest_stranger_goes_when_descriptors_are_short() -> None:
         connections.accepted(ends[3][0].fileno())
 
         assert [is_cut_off(there) for _, there in ends] == [False, True, False, False]
+        connections.close()
+
+
+def test_a_look_from_which_the_processor_was_taken_puts_no_later_one_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pairs(1) as [(accepted, _)]:
+        connections = Connections()
+        connections.accepted(accepted.fileno())
+        waits = threading.Event()
+        monkeypatch.setattr(Traffic, "measure", lambda *_: waits.wait(0.2))  # as other processes have it
+        began = time.monotonic()
+
+        connections.look(began, ALLOWANCE, True)
+
+        assert time.monotonic() - began >= 0.2
+        assert connections.due - time.monotonic() < 1.0
         connections.close()
 
 

@@ -53,7 +53,7 @@ MEMBERS_MESSAGES: Final = 8192
 MEMBERS_RATE: Final = 1000.0
 PARTED_MESSAGES: Final = 16_384
 LOOK_SECONDS: Final = 0.05
-"""Between two looks at all connections; more, if a look takes more than a hundredth of that."""
+"""Between two looks at all connections; more, if a look computes for more than a hundredth of that."""
 
 _LOOKS_SHARE: Final = 0.01
 _JOINING_BYTES: Final = 8 * KIB
@@ -316,6 +316,7 @@ class Connections:
             allowance: bytes that a member may leave unread, or have under way, at most.
             caught_up: whether all whole messages that have come were taken.
         """
+        began = time.thread_time()  # what other processes take of the processor's time is no cost of a look
         members: list[tuple[Traffic, str]] = []
         here = [one for one in self._connections.values() if not one.shut and one.measure(now)]
         for traffic in here:
@@ -332,8 +333,7 @@ class Connections:
             self._end(max(here, key=lambda one: 0 if one.shut else one.untaken + one.unread), why, members)
         if now > self._counted + _COUNT_SECONDS:
             self._others, self._counted = max(_open_descriptors() - len(self._connections), 0), now
-        ended = time.monotonic()
-        self.due = ended + max(LOOK_SECONDS, (ended - now) / _LOOKS_SHARE)
+        self.due = time.monotonic() + max(LOOK_SECONDS, (time.thread_time() - began) / _LOOKS_SHARE)
         return members
 
     def _end(self, traffic: Traffic, why: str, members: list[tuple[Traffic, str]]) -> None:
