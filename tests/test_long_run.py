@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from gradserver.channels.traffic import STRANGERS_KNOWN
 from tests.cluster import Daemon, Program, wait_until
 from tests.long_run_program import LEADER
 
@@ -79,6 +80,11 @@ class Run:
     def _start_victim(self, channel: str = "tcp") -> None:
         self.channel, self.victim = channel, self._start(VICTIM, channel)
 
+    def fill_stores(self) -> None:
+        """Have the daemon remember as many strangers as it ever does: this test asks for its status so often."""
+        for _ in range(STRANGERS_KNOWN + 1):
+            self.daemon.group()
+
     def train(self, rounds: int) -> None:
         """So many rounds, and more if it takes longer until three have come together."""
         leader, before = self.staying[0], len(self.daemon.group().get("members", ()))
@@ -134,6 +140,7 @@ def run(directory: Path, parts: int, rounds: int) -> list[list[int]]:
     files = sorted(os.listdir("/dev/shm"))
     with ExitStack() as stack:
         group = Run(stack, directory)
+        group.fill_stores()
         for part in range(parts):
             group.train(rounds)
             group.weigh()

@@ -62,7 +62,7 @@ _HEARTBEAT_BYTES: Final = 16
 """Beside messages a member's libzmq says so much each second."""
 _PARTING_SECONDS: Final = 30.0
 """How long whoever is a member no more may take to read what it was sent."""
-_STRANGERS_KNOWN: Final = 4096
+STRANGERS_KNOWN: Final = 4096
 _TALK_LOOKS: Final = 16
 """Messages of a stranger between two looks at what it has said."""
 _LEAST_MEMORY: Final = 256 * MIB
@@ -282,7 +282,7 @@ class Connections:
         return self._remember(identity, Saying(traffic, STRANGERS_MESSAGES, now))
 
     def _remember(self, identity: bytes, saying: Saying) -> Saying:
-        while len(self._sayings) >= _STRANGERS_KNOWN:
+        while len(self._sayings) >= STRANGERS_KNOWN:
             del self._sayings[next(iter(self._sayings))]
         self._sayings[identity] = saying
         return saying
