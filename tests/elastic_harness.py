@@ -30,6 +30,7 @@ from protocol.exchange import (
     Operation,
     Stream,
     gives,
+    is_state,
     layout_of,
 )
 from protocol.limits import BACKLOG_BYTES
@@ -193,6 +194,8 @@ class Member:
                 task.answers[index] = weight, payload
             case Failure(key=key):
                 assert key is not None, message
+                if is_state(key) and all(task.key != key for task in (*self.tasks, *self.side)):
+                    return  # it has given that transfer up
                 (task,) = [task for task in (*self.tasks, *self.side) if task.key == key]
                 assert not task.done, "a failure of what has ended"
                 task.error = message.exception()

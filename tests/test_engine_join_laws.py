@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from protocol.errors import MembershipChangedError, WorkerLeftError, WorkerLostError
 from protocol.exchange import WORLD_BOUND, Kind, Stream, gets
@@ -25,6 +25,9 @@ def _small_slices() -> Iterator[None]:
     with small_slices(SLICE):
         yield
 
+
+N = Step()
+A = Step(Kind.ALL_REDUCE, 5, 0, 0)
 
 programs = st.lists(st.one_of(st.just(Step()), st.just(Step()), collectives), min_size=3, max_size=12)
 happenings = st.sampled_from(["join", "join", "return", "leave", "die", "give up"])
@@ -142,6 +145,15 @@ def test_no_round_is_lost_and_the_ledger_knows_who_counted(
             assert counted in (weights or [0.0])
 
 
+@example(
+    2,
+    [1, 9, 9],
+    [N] * 5,
+    [(0, "join", 0), (0, "leave", 0), (33, "join", 0), *[(86, "return", 0)] * 2, (114, "give up", 0)],
+    0,
+)
+@example(2, [9, 9], [N, N, A, N, N, N, N], [(75, "join", 0), (75, "join", 0), (95, "leave", 1)], 232)
+@example(2, [9, 9], [N, N, A, N, N, N, N], [(18, "join", 0), (61, "join", 0), (95, "leave", 1)], 232)
 @given(st.integers(1, 4), sizes, programs, events, seeds)
 def test_nobody_who_wants_in_waits_for_ever_and_nothing_is_left_behind(
     world: int, buckets: list[int], program: list[Step], happens: Events, seed: int

@@ -7,15 +7,15 @@ import pytest
 
 from gradserver.engine.policy import Policy
 from protocol.dtypes import UINT8
-from protocol.errors import DeadlineError, JoinRefusedError
-from protocol.exchange import STATE_TAG, ExchangeKey, Kind, Op, Operation
+from protocol.errors import DeadlineError, JoinRefusedError, WorkerLostError
+from protocol.exchange import STATE_TAG, ExchangeKey, Kind, Op, Operation, Pool, is_state
 from protocol.limits import (
     MAX_STATE_ATTEMPTS,
     STATE_ASK_SECONDS,
     STATE_REST_SECONDS,
     STATE_STALL_SECONDS,
 )
-from protocol.messages import Enter, Entered, Failure, Propose, Ready, RoundDone, Serve, StateFailed, Transfer
+from protocol.messages import Enter, Entered, Failure, Propose, Ready, Result, RoundDone, Serve, StateFailed, Transfer
 from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of, transfer
 
 LEARNER = 7
@@ -38,10 +38,10 @@ class Training(Harness):
             self.receive(SEATS + rank, Serve())
         self.round = 0
 
-    def enter(self, name: str = "late", line: int = LEARNER) -> None:
+    def enter(self, name: str = "late", line: int = LEARNER, waits: bool = True) -> None:
         self.join(SEATS + line, name, timeout=ROUND_TIMEOUT)
         self.receive(SEATS + line, Propose(PLAN.hash), PLAN.encoded)
-        self.receive(SEATS + line, Enter(0, True))
+        self.receive(SEATS + line, Enter(0, waits))
 
     def train(self) -> list[Transfer]:
         """A round; the states that are sent behind it."""
@@ -71,6 +71,16 @@ class Training(Harness):
         operation = Operation(Kind.TRANSFER, Op.NONE, UINT8, nbytes)
         self.push(LEARNER, key, operation=operation)
         self.push(told.donor, key, np.zeros(nbytes, np.uint8).tobytes(), operation=operation)
+
+    def half(self, told: Transfer, seat: int, line: int, index: int = 0) -> None:
+        """One end of a part of the state."""
+        key = ExchangeKey(2, index, STATE_TAG + told.number, told.donor, told.joiner)
+        payload = np.zeros(8, np.uint8).tobytes() if seat == told.donor else None
+        self.push(line, key, payload, operation=Operation(Kind.TRANSFER, Op.NONE, UINT8, 8))
+
+    def states(self) -> list[ExchangeKey]:
+        """States on their way."""
+        return [key for key in self.engine.data.groups["default"].exchanges if is_state(key)]
 
     def ended(self, line: int = LEARNER) -> str:
         """What the learner was told as the others went on without it."""
@@ -230,3 +240,79 @@ def test_the_log_says_who_waits_for_whom() -> None:
         "group 'default': round 1 waits for 'late' (rank 2), to which 'w0' (rank 0) sends its state, 40 s at most"
         in texts
     )
+
+
+@pytest.mark.parametrize("politely", [True, False])
+def test_who_listens_and_has_all_of_the_state_needs_its_donor_no_more(politely: bool) -> None:
+    driven = Training()
+    driven.enter(waits=False)
+    (told,) = driven.train()
+    assert not told.waits
+    driven.half(told, told.donor, told.donor)
+
+    driven.leave(told.donor) if politely else driven.lose(told.donor)
+    driven.half(told, told.joiner, LEARNER)
+    driven.receive(SEATS + LEARNER, Ready(told.number))
+    driven.inbox.pop(SEATS + LEARNER)
+    driven.push(1 - told.donor, bucket(1), floats(1, 2, 3, 4))
+
+    heard = [message for message, _ in driven.sent(LEARNER)]
+    assert [m.key for m in heard if isinstance(m, Result)] == [bucket(1)], "it catches up with the others"
+    assert Entered(2) in heard
+    assert [m.transfers for m in heard if isinstance(m, RoundDone)] == [()], "it gets the state anew"
+
+
+def test_who_listens_and_lacks_some_of_the_state_gets_that_of_another_member() -> None:
+    driven = Training()
+    driven.enter(waits=False)
+    (told,) = driven.train()
+    driven.half(told, told.donor, told.donor)
+
+    driven.lose(told.donor)
+    driven.half(told, told.joiner, LEARNER)
+    driven.half(told, told.joiner, LEARNER, 1)
+    (failure,) = driven.failures(LEARNER)
+    assert isinstance(failure, WorkerLostError)
+    driven.receive(SEATS + LEARNER, Enter(told.number))
+    driven.push(1, bucket(1), floats(1, 2, 3, 4))
+
+    (done,) = [message for message in driven.told(LEARNER, RoundDone) if message.round == 1]
+    assert done.transfers == (Transfer(told.number + 1, 1, told.joiner, False),)
+
+
+@pytest.mark.parametrize("expected", [False, True])
+def test_a_state_for_whoever_had_that_seat_before_goes_nowhere(expected: bool) -> None:
+    """Also when the one that has it now is to get another one."""
+    driven = Training()
+    told = driven.begin()
+    driven.lose(LEARNER)
+    driven.round += 1
+    driven.enter(line=LEARNER + 1, waits=False)
+    if expected:
+        (other,) = driven.train()
+        assert other.joiner == told.joiner
+
+    driven.half(told, told.donor, told.donor)
+
+    (failure,) = driven.failures(told.donor)
+    assert isinstance(failure, WorkerLostError)
+    assert "this state is not waited for any more" in str(failure)
+    assert driven.states() == []
+    assert driven.engine.data.groups["default"].outstanding[told.donor, Pool.SENDS] == 0
+
+
+def test_a_state_of_whoever_had_that_seat_before_is_not_waited_for() -> None:
+    driven = Training()
+    driven.enter(waits=False)
+    (told,) = driven.train()
+    driven.half(told, told.donor, told.donor)
+    driven.half(told, told.joiner, LEARNER)
+    driven.lose(told.donor)
+    driven.inbox.clear()
+
+    driven.join(SEATS + LEARNER + 1, "w0", timeout=ROUND_TIMEOUT)
+    driven.half(told, told.joiner, LEARNER, 1)
+
+    (failure,) = driven.failures(LEARNER)
+    assert isinstance(failure, WorkerLostError)
+    assert driven.states() == []

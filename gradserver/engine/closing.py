@@ -43,6 +43,7 @@ def depart(group: Group, order: Depart, now: float, commands: list[Command]) -> 
     group.seats.depart(seat)
     group.listening.pop(seat, None)
     group.unread.pop(seat, None)
+    group.states.pop(seat, None)
     if order.epoch != group.epoch:
         group.epoch = order.epoch
         group.before = (group.before[0], order.epoch)

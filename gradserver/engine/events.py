@@ -384,12 +384,17 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Those who are to join with these seats contribute from ``round`` on, which has not begun; or they ``listen``."""
+    """Those who are to join with these seats contribute from ``round`` on, which has not begun; or they ``listen``.
+
+    ``transfers`` has the number of the transfer in which each gets the state, in the order of ``seats``; it is empty if
+    they have it.
+    """
 
     group: str
     seats: tuple[int, ...]
     round: int
     listen: bool = False
+    transfers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,8 @@ class Group:
     """Of those, the epoch as of which each is a member; -1 for who is not yet."""
     before: tuple[int, int] = (-1, 0)
     """The latest round in which somebody joined, and the epoch of the membership without him."""
+    states: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of those who are to join: the number of the transfer in which each gets the state, and the epoch of that time."""
     heard: dict[int, float] = field(default_factory=dict)
     """When more of its state came to whoever is to join."""
     coming: dict[int, Coming] = field(default_factory=dict)

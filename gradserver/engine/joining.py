@@ -20,6 +20,7 @@
     READY      the same                                  (none)     LeftOutError
     READY      a round is complete                       ENTERED    shards expect it in the next round; Entered
     RECEIVING  its donor departs, or says StateFailed    WAITING    the round goes on without it; the next donor
+    RECEIVING  its donor departs, and it listens         RECEIVING  it may have all of the state: Ready or Enter follows
     RECEIVING  Enter                                     WAITING    the same: it did not get the state
     RECEIVING  it is expected, and the state comes late  (none)     DeadlineError: `gradserver.engine.joiners.Delivery`
     ENTERED    the round is complete                     (member)   a new epoch
@@ -246,7 +247,8 @@ def hear(
             return _excuse_all(group, lambda other: other is joiner and other.number == failed)
         case Ready(number) if (joiner := group.joiners.get(seat)) is not None:
             if joiner.stage is Stage.RECEIVING and joiner.number == number:
-                group.donors[joiner.donor] += 1
+                if joiner.donor in group.donors:
+                    group.donors[joiner.donor] += 1
                 joiner.donor, joiner.delivery = -1, None
                 group.in_vain.pop(joiner.join.name, None)
                 joiner.stage = Stage.READY if joiner.listens else Stage.ENTERED
@@ -315,7 +317,8 @@ def expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
     for seats, listens in ((expected, False), (listen, True)):
         if seats:
             group.unheeded.append(Unheeded(set(group.shards)))
-            orders.append(Expect(group.name, tuple(seats), record.round + 1, listens))
+            numbers = tuple(group.joiners[seat].number for seat in seats)
+            orders.append(Expect(group.name, tuple(seats), record.round + 1, listens, numbers))
     return orders
 
 
@@ -432,9 +435,17 @@ def hopeless(group: Group) -> Refusals:
 
 
 def lost_donor(group: Group, seat: int) -> list[RemoteOrder]:
-    """A member is gone: whoever was to have its state takes that of another one."""
+    """A member is gone: whoever was to have its state takes that of another one.
+
+    A joiner that listens may have all of the state by now, and train with it. It says so, or that it lacks some: the
+    others do not wait for it meanwhile. One that has yet to be told of its donor gets another one at once.
+    """
     group.donors.pop(seat, None)
     group.vacant[seat] = group.epoch
+    told = group.rounds if group.held is None else group.held.round
+    for joiner in group.joiners.values():
+        if joiner.donor == seat and joiner.listens and joiner.round <= told:
+            joiner.donor = -1
     return _excuse_all(group, lambda joiner: joiner.donor == seat)
 
 

@@ -91,8 +91,8 @@ def encode_order(order: RemoteOrder) -> bytes:
             return _pack("halt", group, _pack_error(error), buckets_only)
         case Admit(group, seat, occupant, token):
             return _pack("admit", group, seat, occupant.name, token)
-        case Expect(group, joiners, first_round, listen):
-            return _pack("expect", group, joiners, first_round, listen)
+        case Expect(group, joiners, first_round, listen, transfers):
+            return _pack("expect", group, joiners, first_round, listen, transfers)
         case Excuse(group, seat):
             return _pack("excuse", group, seat)
         case Reseat(group, epoch, present):
@@ -146,8 +146,11 @@ def decode_order(data: Buffer) -> RemoteOrder:
             return Halt(_name(group), _error(error), buckets_only)
         case ["admit", group, seat, name, token]:
             return Admit(_name(group), _rank(seat), Seat(-1, _name(name)), _token(token))
-        case ["expect", group, joiners, first_round, bool(listen)]:
-            return Expect(_name(group), _ranks(joiners), _count(first_round), listen)
+        case ["expect", group, joiners, first_round, bool(listen), list(transfers)]:
+            if len(transfers) not in (0, len(joiners)):
+                raise MalformedMessageError("an order to expect joiners that does not fit together")
+            numbers = tuple(_count(number) for number in transfers)
+            return Expect(_name(group), _ranks(joiners), _count(first_round), listen, numbers)
         case ["excuse", group, seat]:
             return Excuse(_name(group), _rank(seat))
         case ["reseat", group, epoch, present]:

@@ -5,7 +5,7 @@
     Admit    the seat is somebody's; only the state's transfers have to do with him
     Expect   from a round on, which nobody has begun, its buckets wait for him too; or he listens: he is sent their
              results, unasked
-    Excuse   they do not: what was open goes on without him
+    Excuse   they do not: what was open goes on without him, and his state is sent no further
     Reseat   he is a member: collectives and transfers, too, from the round after his first one on
     Depart   as for members; what he gave before counts
 
@@ -42,6 +42,7 @@ def admit(group: Group, order: Admit) -> None:
     group.closed.pop(seat, None)
     group.entered[seat] = group.since[seat] = NOT_YET
     group.heard.pop(seat, None)
+    group.states.pop(seat, None)
     group.coming.pop(seat, None)
     group.due = {sequence: due for sequence, due in group.due.items() if not _concerns(sequence, seat)}
     group.transfers = Counter(sequence[0] for sequence in group.due if sequence[1] == Stream.TRANSFER)
@@ -66,6 +67,8 @@ def expect(group: Group, order: Expect) -> None:
             group.listening[seat] = order.round
         if not order.listen:
             group.entered[seat] = order.round
+    if order.transfers:
+        group.states.update(zip(order.seats, ((number, group.epoch) for number in order.transfers), strict=True))
 
 
 def excuse(group: Group, order: Excuse, now: float, commands: list[Command]) -> list[Report]:
@@ -73,6 +76,7 @@ def excuse(group: Group, order: Excuse, now: float, commands: list[Command]) -> 
     group.entered[order.seat] = NOT_YET
     group.listening.pop(order.seat, None)
     group.unread.pop(order.seat, None)
+    group.states.pop(order.seat, None)
     reports: list[Report] = []
     for exchange in list(group.exchanges.values()):
         if exchange.key.stream == Stream.BUCKET and order.seat in exchange.participants and exchange.failure is None:
@@ -125,16 +129,23 @@ def state_comes(group: Group, exchange: Exchange, rank: int, before: int, now: f
 
 
 def is_stale(group: Group, rank: int, push: Push) -> bool:
-    """Whether this is for whoever had somebody's seat before."""
+    """Whether this is for whoever had somebody's seat before, or of a state that nobody is to get any more."""
     key = push.key
-    if key.stream != Stream.TRANSFER or is_state(key):
+    if key.stream != Stream.TRANSFER:
         return False
+    if is_state(key):
+        number, epoch = group.states.get(key.target, (0, 0))
+        since = group.since.get(key.source, 0)
+        return key.part - STATE_TAG != number or not 0 <= since <= epoch
     other = key.target if key.source == rank else key.source
     since = group.since.get(other, 0)
     return since == NOT_YET or push.epoch < since
 
 
 def turn_away(group: Group, rank: int, push: Push, commands: list[Command]) -> None:
-    """Tell ``rank`` that whom it means is gone."""
-    error = WorkerLostError(f"{group.describe(push.key)}: who had that rank is gone, and somebody else has joined")
+    """Tell ``rank`` that whom it means is gone, or that it sends or takes a state in vain."""
+    what = "who had that rank is gone, and somebody else has joined"
+    if is_state(push.key):
+        what = "this state is not waited for any more"
+    error = WorkerLostError(f"{group.describe(push.key)}: {what}")
     commands.append(Send(group.connections[rank], Failure.of(error, Scope.EXCHANGE, push.key)))
