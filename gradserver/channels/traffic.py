@@ -28,12 +28,14 @@ compared with that of the connection which is meant: the kernel gives a cookie t
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import resource
 import socket
 import struct
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -69,8 +71,11 @@ _LEAST_MEMORY: Final = 256 * MIB
 _RESERVED: Final = 64
 _COUNT_SECONDS: Final = 5.0
 """Between two counts of the process's descriptors."""
+_QUEUE_LOOK: Final = 64 * KIB
+"""Above which the kernel is asked how much of that libzmq has not read."""
 _COOKIE: Final = 57  # SO_COOKIE, of Linux 4.6
 _TCP_INFO_BYTES: Final = 136
+_COUNT: Final = struct.Struct("i")
 _COUNTS: Final = struct.Struct("QQ")
 _COUNTS_AT: Final = 120  # tcpi_bytes_acked and tcpi_bytes_received, of Linux 4.1
 _DISCARDED_BYTES: Final = MIB
@@ -90,7 +95,7 @@ class Traffic:
         shut: whether it was disconnected here.
         taken: bytes on the wire of a member's messages that were received.
         sent: bytes that were given to libzmq for it.
-        untaken: bytes that have come and were not received yet, at the last look.
+        untaken: bytes that libzmq had read and that were not received yet, at the last look.
         unread: bytes that were sent and are not acknowledged by the other side yet, at the last look.
     """
 
@@ -133,6 +138,8 @@ class Traffic:
             return False
         heartbeats = int(_HEARTBEAT_BYTES * (now - self.since)) if self.member else 0
         self.untaken = max(received - self.taken - heartbeats - _JOINING_BYTES, 0)
+        if self.untaken > _QUEUE_LOOK:  # what libzmq has not read costs no memory of ours
+            self.untaken = max(self.untaken - _queued(self.descriptor), 0)
         ahead = self.sent - acknowledged
         self._floor = min(self._floor, ahead)  # what libzmq says for itself is acknowledged, too
         self.unread = ahead - self._floor
@@ -362,6 +369,15 @@ class Connections:
 
 def _is_strangers(traffic: Traffic) -> bool:
     return not (traffic.member or traffic.present or traffic.shut)
+
+
+def _queued(descriptor: int) -> int:
+    """Bytes that have come and wait in the kernel."""
+    try:
+        (count,) = _COUNT.unpack(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(_COUNT.size)))
+    except OSError:  # it was closed
+        return 0
+    return int(count)
 
 
 def _open_descriptors() -> int:
