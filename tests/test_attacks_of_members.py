@@ -86,14 +86,19 @@ class Training:
         for weights in self.weights:
             assert weights.tobytes() == right.tobytes()
 
-    def stands_still(self, seconds: float) -> float:
-        """Of as many seconds from now on, how many are in pauses of more than one, in which no round ends."""
+    def stands_still(self, seconds: float, over: threading.Event) -> float:
+        """How many seconds are in pauses of more than one, in which no round ends.
+
+        From now on until it is ``over`` and the two have trained a hundred more rounds; for so many seconds at most.
+        """
         began = last = time.monotonic()
-        paused, rounds = 0.0, self.rounds
-        while (now := time.monotonic()) < began + seconds:
+        paused, rounds, until = 0.0, self.rounds, 1 << 40
+        while (now := time.monotonic()) < began + seconds and rounds < until:
             if self.rounds != rounds:
                 paused += now - last if now > last + 1 else 0.0
                 last, rounds = now, self.rounds
+            if over.is_set():
+                until = min(until, rounds + 100)
             time.sleep(0.01)
         return paused + (now - last if now > last + 1 else 0.0)
 
@@ -180,12 +185,14 @@ def test_a_learner_that_never_comes_in_costs_the_others_seconds(
     training = Training(daemon.url)
     training.begin(third=False)
 
-    attacker = joins(training)
-    still = Task(training.stands_still, 60.0)
-    attack(attacker)
-    wait_until(lambda: attacker._session.closed, "it is out")
-    with pytest.raises(DeadlineError, match="goes on without it"):
-        attacker._session.check_open()
+    over = threading.Event()
+    with joins(training) as attacker:
+        still = Task(training.stands_still, 60.0, over)
+        attack(attacker)
+        wait_until(lambda: attacker._session.closed, "it is out")
+        over.set()
+        with pytest.raises(DeadlineError, match="goes on without it"):
+            attacker._session.check_open()
 
     assert still.result(120.0) < 0.2 * 60
     training.end()

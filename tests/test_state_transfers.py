@@ -157,6 +157,22 @@ def test_a_donor_has_a_while_to_begin_and_the_learner_to_make_its_own_what_came(
     assert SEATS + LEARNER not in driven.closed
 
 
+@pytest.mark.parametrize("after", [0.0, 0.1])
+def test_it_does_not_matter_how_soon_after_the_learner_asked_the_first_bytes_come(after: float) -> None:
+    """If no more of them do, it is given up as if they had been there already."""
+    driven = Training()
+    told = driven.begin()
+    driven.half(told, told.joiner, LEARNER)
+    driven.wait(after)
+    driven.half(told, told.donor, told.donor)
+    driven.half(told, told.joiner, LEARNER, 1)
+    driven.wait(STATE_STALL_SECONDS - 0.1)
+    assert driven.waits()
+    driven.wait(0.2 + 8 / RATE)
+
+    assert "8 bytes of the state of 'w0' (rank 0) had come, too few" in driven.ended()
+
+
 def test_after_waiting_in_vain_the_others_train_for_longer_before_they_wait_again() -> None:
     driven = Training()
     driven.begin()

@@ -35,6 +35,8 @@ class Coming:
     """The number of the transfer, and the donor's seat."""
     nbytes: int = 0
     reported: float = -math.inf
+    begun: bool = False
+    """Whether any have been reported."""
 
 
 @dataclass(slots=True)

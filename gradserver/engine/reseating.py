@@ -28,7 +28,7 @@ from protocol.messages import Failure, Push, Scope
 
 NOT_YET = -1
 _REPORT_SECONDS = 0.5
-"""How often it is reported that more of a state has come, at most."""
+"""How often it is reported that more of a state has come, at most, once it has begun."""
 
 
 def admit(group: Group, order: Admit) -> None:
@@ -108,7 +108,8 @@ def check_may_begin(group: Group, rank: int, key: ExchangeKey) -> None:
 def state_comes(group: Group, exchange: Exchange, rank: int, before: int, now: float) -> list[Report]:
     """``rank`` has pushed to a transfer that was complete up to slice ``before``: report what came of a state by that.
 
-    Once a second, and when somebody asks for it: what each end says by itself is nothing that has come.
+    The first bytes are reported as they come, later ones twice a second, and also that somebody asks for it: what each
+    end says by itself is nothing that has come.
     """
     key, seat = exchange.key, exchange.key.target
     if not is_state(key) or group.since.get(seat) != NOT_YET:
@@ -122,8 +123,10 @@ def state_comes(group: Group, exchange: Exchange, rank: int, before: int, now: f
     if exchange.complete > before:
         coming.nbytes += exchange.layout.run_bytes(before, exchange.complete)
         group.heard[seat] = now
-    if now < coming.reported + _REPORT_SECONDS:
+    begins = coming.nbytes > 0 and not coming.begun
+    if now < coming.reported + _REPORT_SECONDS and not begins:
         return []
+    coming.begun |= begins
     nbytes, coming.nbytes, coming.reported = coming.nbytes, 0, now
     return [StateComes(group.order.group, seat, key.source, which[0], nbytes)]
 
