@@ -15,7 +15,7 @@ from protocol.messages import Attend, Join, Welcome
 from tests.elastic_harness import Step
 from tests.engine_harness import TIMEOUT
 from tests.examples import examples
-from tests.sharded_crash_harness import Sharded
+from tests.sharded_crash_harness import Sharded, Spread
 from tests.sharded_join_harness import Joinable
 from tests.test_engine_crash_laws import answers, nothing_was_lost
 from tests.test_shard_laws import many_rates, small_shares
@@ -95,6 +95,45 @@ def test_thousands_of_runs_lose_nothing(part: int) -> None:
             program += [Step()] * 3
             joins = [chance.randint(0, 250) for _ in range(chance.randint(1, 3))]
             nobody_was_left_out(run_and_join(world, buckets, program, seed, rates, kills, crashes[:2], breaks, joins))
+
+
+@pytest.mark.parametrize("then", ["it begins the next round", "the shard is lost again"])
+def test_a_round_that_is_done_again_may_be_over_for_a_member_first(then: str) -> None:
+    """Results are lost with the shard, and made again: the coordinator waits for that round once more."""
+    cluster = Sharded(1, [4, 4], [Step(), Step(section=1), Step()], 0, (0.0, 1.0), sections=(1, 1))
+    (member,) = cluster.members.values()
+    give_all(cluster, member)
+    for process in cluster.harness.minds:
+        while cluster.harness.up[process]:
+            cluster.harness.pass_up(process)
+    assert cluster.harness.waiting[member.lines[0]], "the coordinator says that the round is over"
+    while cluster.harness.waiting[member.lines[0]]:
+        cluster.read_line(member, 0)
+    cluster.break_line(0, False)
+    cluster.resume(member)
+    cluster.settle()
+    for place in (0, 1):
+        cluster.hold_at(member, place)
+    cluster.settle()
+    give_all(cluster, member)
+    while cluster.harness.waiting[member.lines[1]]:
+        cluster.read_line(member, 1)
+    assert member.round == 1
+    if then == "it begins the next round":
+        cluster.push_at(member, *member.pushable()[0])
+    else:
+        cluster.kill_any(0)
+    cluster.run()
+
+    nothing_was_lost(cluster, 1)
+
+
+def give_all(cluster: Sharded, member: Spread) -> None:
+    """It pushes all that it can, and that is reduced; nobody has heard of the results."""
+    while pushable := member.pushable():
+        cluster.push_at(member, *pushable[0])
+    while cluster.harness.reduces:
+        cluster.reduce(cluster.harness.reduces[0])
 
 
 # ── workers that join while books are open ────────────────────────────────────────────────────────────

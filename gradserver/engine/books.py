@@ -47,7 +47,7 @@ def open_books(registry: Registry, group: Group, version: int, now: float, comma
     resumed = Resumed(registry.incarnation, version, group.urls)
     commands += [Send(group.members[seat].connection, resumed) for seat in here]
     own = group.latest + 1 if group.uncertain else group.own
-    return Recover(group.name, version, group.rounds, group.latest, own)
+    return Recover(group.name, version, group.due, group.latest, own)
 
 
 def open_for_shards(registry: Registry, group: Group, now: float, commands: list[Command]) -> list[Order]:

@@ -242,12 +242,21 @@ class Group:
         return None if self.paused is None or self.is_deserted else self.paused + self.timeout
 
     @property
+    def due(self) -> int:
+        """The latest round that members were told of: the present one, or the next, if the present is done again.
+
+        Books can be opened when members have heard that a round is over, and some lack results of it. Then the group is
+        in that round once more. A member goes on by itself as soon as it has them, before its shards have said so here.
+        """
+        return max(self.rounds, self.told[0] + 1)
+
+    @property
     def latest(self) -> int:
         """The latest round that a member can be in."""
         if self.uncertain:
-            return self.rounds + MAX_UNWRITTEN_ROUNDS
+            return self.due + MAX_UNWRITTEN_ROUNDS
         # members of a fixed group begin the next round by themselves, when they have all results of the last one
-        return self.rounds + (MAX_ROUNDS_AHEAD if self.shards and self.policy is None else 0)
+        return self.due + (MAX_ROUNDS_AHEAD if self.shards and self.policy is None else 0)
 
     def check_round(self, number: int, what: str) -> None:
         """UnexpectedMessageError if no member can be in round ``number`` when it says ``what``."""
