@@ -352,6 +352,8 @@ class Sharded(Crashing):
         self.harness: Processes = Processes({"default": Policy(1, 8)}, lazy=True, rates=rates, nonfinite=nonfinite)
         self.harness.check = self.check
         self.rates, self.data_ends = rates, {}
+        self.tables: dict[int, Table] = {}
+        """Which slices are whose, by the number of members."""
         self.pointers: dict[tuple[int, int], int] = {}
         """What was pushed of each task to each place."""
         self.notices: list[Callable[[], object]] = []
@@ -407,9 +409,11 @@ class Sharded(Crashing):
 
     def share(self, task: Task) -> Share:
         """Which slices of it are whose."""
-        table = Table(max(len(self.members), 1), self.rates)
-        table.set_plan(self.plan)
-        return table.share(task.key, task.operation)
+        world = max(len(self.members), 1)
+        if world not in self.tables:
+            self.tables[world] = Table(world, self.rates)
+            self.tables[world].set_plan(self.plan)
+        return self.tables[world].share(task.key, task.operation)
 
     def place_of(self, member: Spread, span: Span) -> int:
         for task in member.history:
