@@ -83,18 +83,28 @@ def test_a_shard_or_a_coordinator_that_is_lost_at_any_point_costs_nobody_anythin
 @pytest.mark.parametrize("part", range(10))
 def test_thousands_of_runs_lose_nothing(part: int) -> None:
     for seed in range(200 * part, 200 * (part + 1)):
-        chance = random.Random(seed)
-        world, buckets = chance.randint(1, 3), [chance.randint(1, 14) for _ in range(chance.randint(1, 3))]
-        program = [chance.choice((Step(), Step(), Step(Kind.ALL_REDUCE, 7))) for _ in range(chance.randint(1, 5))]
-        kills = {chance.randint(0, 200): chance.randint(0, 3) for _ in range(3)}
-        crashes = [chance.randint(0, 100) for _ in range(chance.randint(0, 4))]
-        breaks = {chance.randint(0, 200): chance.randint(0, 2) for _ in range(2)}
-        rates = chance.choice([(1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
-        nothing_was_lost(run(world, buckets, program, seed, rates, kills, crashes, breaks), world)
-        if seed % 3 == 0:
-            program += [Step()] * 3
-            joins = [chance.randint(0, 250) for _ in range(chance.randint(1, 3))]
-            nobody_was_left_out(run_and_join(world, buckets, program, seed, rates, kills, crashes[:2], breaks, joins))
+        nothing_is_lost_in_run(seed)
+
+
+@pytest.mark.parametrize("seed", [522])
+def test_a_joiner_that_contributes_may_lose_its_connection_to_a_shard_first(seed: int) -> None:
+    """The coordinator has yet to write down that it is a member. It resumes its session all the same."""
+    nothing_is_lost_in_run(seed)
+
+
+def nothing_is_lost_in_run(seed: int) -> None:
+    chance = random.Random(seed)
+    world, buckets = chance.randint(1, 3), [chance.randint(1, 14) for _ in range(chance.randint(1, 3))]
+    program = [chance.choice((Step(), Step(), Step(Kind.ALL_REDUCE, 7))) for _ in range(chance.randint(1, 5))]
+    kills = {chance.randint(0, 200): chance.randint(0, 3) for _ in range(3)}
+    crashes = [chance.randint(0, 100) for _ in range(chance.randint(0, 4))]
+    breaks = {chance.randint(0, 200): chance.randint(0, 2) for _ in range(2)}
+    rates = chance.choice([(1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
+    nothing_was_lost(run(world, buckets, program, seed, rates, kills, crashes, breaks), world)
+    if seed % 3 == 0:
+        program += [Step()] * 3
+        joins = [chance.randint(0, 250) for _ in range(chance.randint(1, 3))]
+        nobody_was_left_out(run_and_join(world, buckets, program, seed, rates, kills, crashes[:2], breaks, joins))
 
 
 @pytest.mark.parametrize("then", ["it begins the next round", "the shard is lost again"])

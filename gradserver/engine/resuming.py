@@ -73,13 +73,14 @@ def absent(
     occupant = group.members.get(report.rank) or group.joiners.get(report.rank)
     if occupant is None or occupant.connection < 0:
         return []
-    broke = isinstance(report.error, ConnectionLostError) and not report.ended and report.rank in group.members
+    broke = isinstance(report.error, ConnectionLostError) and not report.ended and group.is_inside(report.rank)
     if not (group.secret and source != HERE and broke):
         return refuse(registry, occupant.connection, report.error, now, commands, ended=report.ended)
     if group.lacking:
         return []  # it makes all its connections anew, as everybody does
+    orders = books.let_in(registry, group, commands)  # as when its connection to the coordinator breaks
     commands += dismiss(occupant.connection, report.error)
-    return _detach(registry, group, report.rank, report.error.message, now, commands)
+    return orders + _detach(registry, group, report.rank, report.error.message, now, commands)
 
 
 def _detach(
