@@ -135,6 +135,7 @@ class Processes(Fused):
         if process and connection == LINK:
             self.up[process].append((message, payloads))
         elif not process and connection in self.links.values():
+            assert not isinstance(message, Failure), f"a shard that did nothing wrong is refused: {message}"
             (shard,) = [shard for shard, link in self.links.items() if link == connection]
             self.down[shard].append((message, payloads))
         elif connection >= 0:

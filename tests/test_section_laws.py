@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -22,7 +21,7 @@ from tests.sharded_crash_harness import Sharded
 from tests.sharded_join_harness import Joinable
 from tests.test_engine_crash_laws import nothing_was_lost, run, those_left_agree
 from tests.test_shard_laws import many_rates, small_shares
-from tests.test_sharded_crash_laws import nobody_was_left_out, one_then_other, plan_losses
+from tests.test_sharded_crash_laws import joins, nobody_was_left_out, plan_joins, plan_losses
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,9 +141,6 @@ def test_a_data_shard_that_is_lost_at_any_point_costs_no_section_anything(
     each_is_one_section(cluster)
 
 
-joins = st.lists(st.integers(0, 250), min_size=1, max_size=3)
-
-
 @given(st.integers(1, 3), modules, programs, seeds, many_rates, kills, fuses, breaks, joins)
 @settings(max_examples=examples(6))
 def test_who_joins_takes_part_in_the_section_that_the_others_exchange(
@@ -162,8 +158,7 @@ def test_who_joins_takes_part_in_the_section_that_the_others_exchange(
         Joinable, world, modules, [*program, Step(section=1), Step()], seed, rates, kills, crashes, breaks, {}
     )
     assert isinstance(cluster, Joinable)
-    for step in joins:
-        cluster.at[step] = partial(one_then_other, cluster.at.get(step, lambda: None), cluster.join)
+    plan_joins(cluster, joins)
     cluster.run()
 
     nobody_was_left_out(cluster)

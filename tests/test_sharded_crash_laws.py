@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from gradserver.engine.events import Received
 from protocol.exchange import Kind
@@ -28,6 +28,7 @@ def _small() -> Iterator[None]:
 
 
 kinds = st.sampled_from([Kind.ALL_REDUCE, Kind.BARRIER])
+N, A = Step(), Step(Kind.ALL_REDUCE, 1)
 steps = st.one_of(st.just(Step()), st.builds(Step, kinds, st.integers(1, 10)))
 programs = st.lists(steps, min_size=1, max_size=5)
 sizes = st.lists(st.integers(1, 14), min_size=1, max_size=3)
@@ -64,6 +65,7 @@ def plan_losses(cluster: Sharded, kills: dict[int, int], crashes: list[int], bre
 
 
 @given(worlds, sizes, programs, seeds, many_rates, kills, fuses, breaks)
+@example(1, [1], [N, A, A, N, N], 9134, (3.0, 0.5, 1.0), {}, [7], {})  # a shard without a slice says late that it is up
 @settings(max_examples=examples(30))
 def test_a_shard_or_a_coordinator_that_is_lost_at_any_point_costs_nobody_anything(
     world: int,
@@ -167,10 +169,15 @@ def run_and_join(
     """As `run`; in the same steps somebody may join."""
     cluster = Joinable(world, buckets, program, seed, rates)
     plan_losses(cluster, kills, crashes, breaks)
-    for step in joins:
-        cluster.at[step] = partial(one_then_other, cluster.at.get(step, lambda: None), cluster.join)
+    plan_joins(cluster, joins)
     cluster.run()
     return cluster
+
+
+def plan_joins(cluster: Joinable, joins: list[int]) -> None:
+    """Have somebody join in each of these steps, behind what else happens there."""
+    for step in joins:
+        cluster.at[step] = partial(one_then_other, cluster.at.get(step, lambda: None), cluster.join)
 
 
 def one_then_other(one: Callable[[], object], other: Callable[[], object]) -> None:

@@ -73,9 +73,12 @@ def caught_up(registry: Registry, group: Group, report: CaughtUp, source: int, c
 
 
 def recovered(group: Group, report: Recovered, source: int, commands: list[Command]) -> None:
-    """Everybody goes on, as soon as all shards do."""
-    _check(group, report)
+    """Everybody goes on, as soon as all shards do.
+
+    The first shard to say so tells the round. Where one has no slices, later rounds may be over before it says so.
+    """
     if not group.standing:
+        _check(group, report)
         group.rounds = report.round
     group.standing.add(source)
     if len(group.standing) <= len(group.shards):

@@ -125,12 +125,17 @@ def _first(group: Group, record: Kind, commands: list[Command]) -> None:
     """Write ``record`` before all else that this event leads to, and after what else is written because of it."""
     at = next((index for index, command in enumerate(commands) if type(command) is not Record), len(commands))
     commands.insert(at, Record(record))
-    if group.account.limit:
-        _pay(group, counted(record), commands)
+    _charge(group, record, commands)
 
 
 def _write(group: Group, record: Data | Claim, commands: list[Command]) -> None:
+    """Write ``record`` behind what this event has led to so far."""
     commands.append(Record(record))
+    _charge(group, record, commands)
+
+
+def _charge(group: Group, record: Kind, commands: list[Command]) -> None:
+    """Take ``record`` from the group's journal quota, if there is one: else it need not be measured."""
     if group.account.limit:
         _pay(group, counted(record), commands)
 
