@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from protocol.exchange import Kind
 from tests.crash_harness import Crashing
@@ -30,6 +30,7 @@ def _small() -> Iterator[None]:
         yield
 
 
+_THIRD, _REDUCED = Step(section=2), Step(Kind.ALL_REDUCE, 3)
 Sizes = tuple[list[int], tuple[int, ...]]
 """Elements of all buckets, and how many of these each section has."""
 
@@ -142,6 +143,8 @@ def test_a_data_shard_that_is_lost_at_any_point_costs_no_section_anything(
 
 
 @given(st.integers(1, 3), modules, programs, seeds, many_rates, kills, fuses, breaks, joins)
+@example(2, [[1, 1], [13], [3, 1]], [_THIRD, _REDUCED], 986, (1.0, 1.0, 1.0), {}, [38, 0, 1], {151: 0}, [88])
+@example(2, [[1, 1], [13], [3, 1]], [_THIRD, _REDUCED], 986, (1.0, 1.0, 1.0), {81: 0}, [38], {}, [84])
 @settings(max_examples=examples(6))
 def test_who_joins_takes_part_in_the_section_that_the_others_exchange(
     world: int,

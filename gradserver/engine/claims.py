@@ -136,7 +136,7 @@ def _check_quota(group: Group, seat: int, message: Question | Used, nbytes: int)
 def completed(group: Group, record: RoundRecord, adopted: bool, commands: list[Command]) -> None:
     """All shards are done with a round. One that was ``adopted`` may be written down already, as it was done before."""
     if adopted and _is_written(group, record):
-        _told(group, record, commands)
+        _told(group, record, True, commands)
         return
     group.unsettled.append(record)
     _settle(group, commands)
@@ -175,15 +175,16 @@ def _settle(group: Group, commands: list[Command]) -> None:
 def _over(group: Group, record: RoundRecord, commands: list[Command]) -> None:
     weights = dict(enumerate(record.weights))
     used_up = group.positions.commit(record.round, group.contributors, weights, _partly(group, record))
+    again = group.told[0] >= record.round
     chronicle.completed(group, record, used_up, commands)
-    _told(group, record, commands)
+    _told(group, record, again, commands)
 
 
-def _told(group: Group, record: RoundRecord, commands: list[Command]) -> None:
+def _told(group: Group, record: RoundRecord, again: bool, commands: list[Command]) -> None:
     group.rounds = record.round + 1
     turns.over(group)
     if group.policy is not None:
-        group.held = record  # until all shards know who takes part in the next one
+        group.held, group.held_again = record, again  # until all shards know who takes part in the next one
     for (name, seat), (message, ranges) in list(group.asked.items()):
         if message.round <= group.rounds:
             del group.asked[name, seat]

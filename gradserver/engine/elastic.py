@@ -93,11 +93,21 @@ def go_on(
     if group.held is None or group.unheeded:
         return []
     record = group.held
-    orders = joining.let_in(group, record.round, number, commands) or joining.expect(group, record, now)
+    orders = joining.let_in(group, record.round, number, commands) or _expect(group, record, now)
     if orders:
         return orders + go_on(group, number, credit, incarnation, now, commands)
     _end_round(group, record, now, commands)
     return []
+
+
+def _expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
+    """Have joiners take part in the next round, unless a member may have begun that round without them.
+
+    A member has begun it if it heard that the round is over, before results were lost and the round was done again.
+    """
+    if group.held_again and not joining.too_few(group):
+        return []
+    return joining.expect(group, record, now)
 
 
 def _end_round(group: Group, record: RoundRecord, now: float, commands: list[Command]) -> None:

@@ -294,7 +294,7 @@ def expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
         group.joiners[seat].stage, group.joiners[seat].round = Stage.ENTERED, record.round + 1
     listen: list[int] = []
     policy = group.policy
-    few = policy is None or len(group.members) + coming(group) < policy.minimum
+    few = too_few(group)
     free = sorted(group.donors, key=lambda seat: (group.donors[seat], seat))
     busy = {joiner.donor for joiner in group.joiners.values()}
     if few:  # nobody trains meanwhile
@@ -373,6 +373,11 @@ def coming(group: Group) -> int:
         joiner.stage is Stage.ENTERED or (joiner.stage is Stage.RECEIVING and not joiner.listens)
         for joiner in group.joiners.values()
     )
+
+
+def too_few(group: Group) -> bool:
+    """Whether nobody trains until others have joined."""
+    return group.policy is None or len(group.members) + coming(group) < group.policy.minimum
 
 
 def awaits_state(group: Group, seats: Iterable[int]) -> bool:

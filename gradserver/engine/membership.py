@@ -124,6 +124,8 @@ class Group:
     """What shards elsewhere were told of who is there, and do not all go by yet."""
     held: RoundRecord | None = None
     """A round that is complete, and not over for members: while there is such, or too few are left."""
+    held_again: bool = False
+    """Whether some member may have heard before that this round is over. It may be in the next one."""
     joiners: dict[int, Joiner] = field(default_factory=dict)
     """Those who join the running group, by seat."""
     first_rounds: dict[int, int] = field(default_factory=dict)
