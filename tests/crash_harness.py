@@ -488,6 +488,18 @@ class Crashing(Cluster):
             for seat in group.seats.present:
                 assert seat in ranks or not self.pushed[reduce.key, reduce.slice][seat].weight
 
+    def portion(self, seat: int, key: ExchangeKey, index: int) -> bytes | None:
+        """What ``seat`` must have got of a slice that depends on who takes part: it is made of what all gave who were
+        there when it began, as it saw them, and of nothing else.
+
+        What somebody gave to a coordinator that was lost, and then died, is in `pushed`, and no part of it.
+        """
+        there = self.members[seat].among[key]
+        given = {other: self.pushed[key, index][other] for other in there}
+        (operation,) = {task.operation for task in given.values()}
+        (_,) = {task.epoch for task in given.values()}
+        return self.outcome(given, index, operation, seat)[1]
+
     def exchanged_in(self, number: int) -> range:
         """The buckets of which members have results of round ``number``: those of one section, the same at all.
 

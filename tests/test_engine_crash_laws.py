@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from protocol.errors import (
     CollectiveMismatchError,
@@ -20,7 +20,7 @@ from protocol.errors import (
     MembershipChangedError,
     WorkerLostError,
 )
-from protocol.exchange import PERSONAL, ExchangeKey, Kind, Stream
+from protocol.exchange import PERSONAL, WORLD_BOUND, ExchangeKey, Kind, Stream
 from tests.crash_harness import Crashing
 from tests.elastic_harness import Step
 from tests.engine_harness import Outcome, small_slices
@@ -150,6 +150,8 @@ def those_left_agree(cluster: Crashing) -> None:
     cluster.check_records()
 
 
+@example(3, [9], [Step(), Step(Kind.GATHER, 1, 0)], [21], 0, {0: (0, "dies"), 12: (1, "breaks")}, [2])
+@example(3, [9], [Step(), Step(Kind.SCATTER, 1, 0)], [21], 0, {0: (0, "dies"), 12: (1, "breaks")}, [2])
 @given(worlds, sizes, all_programs, fuses, seeds, happenings, st.lists(st.integers(-1, 3), max_size=4))
 @settings(max_examples=examples(60))
 def test_collectives_end_the_same_for_all_or_say_why_not(
@@ -167,9 +169,9 @@ def test_collectives_end_the_same_for_all_or_say_why_not(
     for (key, index), got in answers(cluster).items():
         payloads = {seat: payload for seat, (_, payload) in got.items() if payload is not None}
         operation = next(iter(cluster.pushed[key, index].values())).operation
-        if operation.kind in PERSONAL:
-            assert all(found == cluster.expected(key, index, operation, seat)[1] for seat, found in payloads.items())
-        else:
+        if operation.kind in WORLD_BOUND:
+            assert all(found == cluster.portion(seat, key, index) for seat, found in payloads.items()), key
+        if operation.kind not in PERSONAL:
             assert len(set(payloads.values())) <= 1, key
     for member in cluster.members.values():
         for task in member.history:
