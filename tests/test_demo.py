@@ -142,7 +142,7 @@ def test_demo_with_churn_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1000)
 def test_demo_with_churn_trains_its_model_as_undisturbed(tmp_path: Path) -> None:
-    said = run_with_churn(tmp_path, "--churn", "4", "--steps", "100", "--batch", "2", seconds=900)
+    said = run_with_churn(tmp_path, "--churn", "4", "--steps", "60", "--batch", "2", seconds=900)
     assert len(re.findall(r"worker 'w\d+' was killed; 3 go on", said)) >= 2
     model = GPT(Settings())
     model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
