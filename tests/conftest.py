@@ -34,7 +34,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; begin with what may take longest, so that no process is left with it."""
+    """Skip what needs a GPU where there is none, and begin with what may take longest: processes end together then."""
     items.sort(key=_most_seconds, reverse=True)
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and not _cuda_available():

@@ -6,7 +6,9 @@ import json
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from gradserver.cli import main
-from gradserver.engine.records import Epoch, Group, Halt, Kind, Plan, Round, RoundRecord
+from gradserver.engine.records import Epoch, Gap, Group, Halt, Kind, Plan, Round, RoundRecord, Snapshot, Start
 from gradserver.ledger.journal import HEADER_BYTES, Entry, scan
 from gradserver.ledger.state import StateDir, files_of
 from protocol.codecs import codec_of, seed_of
@@ -24,6 +26,7 @@ from protocol.errors import NonFiniteError
 from protocol.plan import Plan as PlanTable, simple_plan, with_codec
 from tests.cluster import ROOT, TIMEOUT, Daemon, joined, together, wait_until
 from tests.engine_harness import plan_of
+from tests.test_records import RECORDS
 from worker.client import Worker
 
 Array = np.ndarray[Any, Any]
@@ -249,6 +252,22 @@ def test_ranges_and_groups_are_chosen(trained: Path, capsys: pytest.CaptureFixtu
         assert status == 0
         assert out[0] == "group 'default', epoch 1:"
         assert [int(line.split()[0]) for line in out[2:]] == rounds
+
+
+def test_of_one_group_programs_get_no_record_of_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = StateDir(tmp_path, "0.1.0", sync=None)
+    of_a_group = [record for record in RECORDS if not isinstance(record, Start | Snapshot | Gap)]
+    for name in ("g", "h"):
+        for record in of_a_group:
+            state.append(replace(record, group=name))
+    state.close()
+
+    assert groups_in(run(capsys, tmp_path, "--json")[1]) == {"g": len(of_a_group), "h": len(of_a_group)}
+    assert groups_in(run(capsys, tmp_path, "--json", "--group", "h")[1]) == {"h": len(of_a_group)}
+
+
+def groups_in(lines: Sequence[str]) -> Counter[str]:
+    return Counter(line["group"] for line in map(json.loads, lines) if "group" in line)
 
 
 def test_programs_get_every_record_as_a_line(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

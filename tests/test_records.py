@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from contextlib import suppress
+from typing import get_args
 
 import msgpack
 import numpy as np
@@ -16,9 +17,12 @@ from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import (
     MAX_BODY_BYTES,
     Books,
+    Boundary,
     Closed,
     Cut,
     Dated,
+    Durable,
+    Entered,
     Epoch,
     Gap,
     Group,
@@ -26,6 +30,7 @@ from gradserver.engine.records import (
     Handling,
     Kind,
     Plan,
+    Reset,
     Round,
     RoundRecord,
     Snapshot,
@@ -59,6 +64,10 @@ RECORDS: list[Kind] = [
     Halt("default", 1, 8, "NonFiniteError", "'w1' contributed NaN"),
     Handling("default", OnNonFinite.PROPAGATE),
     Spent("default", 123_456_789),
+    Durable("default", "secret", (10.0, 2.5)),
+    Boundary("default", 7, 3),
+    Entered("default", 8, ((2, "w2"),)),
+    Reset("default", 8),
     Closed("default", 1, 8, "everybody has left"),
     Data("default", "data", ORDER, "'w0' (rank 0)", 2, True, ((5, 7),), (Holder(1, ((9, 12),), 4, 2, ((10, 12),)),)),
     Claim("default", "data", 1, 4, 2, ((10, 12),)),
@@ -71,6 +80,10 @@ def names(commands: list[Command]) -> list[str]:
 
 
 # ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_kind_of_record_is_among_them() -> None:
+    assert {type(record) for record in RECORDS} == set(get_args(Kind))
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)

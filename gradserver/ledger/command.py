@@ -10,24 +10,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gradserver.engine.data_records import Claim, Data
 from gradserver.engine.records import (
-    Boundary,
-    Closed,
-    Cut,
-    Durable,
-    Epoch,
     Gap,
     Group,
-    Halt,
-    Handling,
     Kind,
     Plan,
-    Reset,
     Round,
     RoundRecord,
     Snapshot,
-    Spent,
     Start,
 )
 from gradserver.ledger.journal import Entry, Fault, number_of, scan
@@ -38,9 +28,8 @@ from protocol.errors import StateError, reason_of
 from protocol.exchange import EXACT
 from protocol.limits import KIB, MIB
 
-_OF_GROUP: Final = (
-    Group | Epoch | Plan | Round | Cut | Halt | Closed | Data | Claim | Durable | Boundary | Reset | Handling | Spent
-)
+_OF_NO_GROUP: Final = (Start, Snapshot, Gap)
+"""Kinds of records of the coordinator itself. All others are of a group, also those that are yet to come."""
 
 
 class Selection(NamedTuple):
@@ -211,7 +200,7 @@ def _stories(written: Iterator[Written], selection: Selection) -> tuple[list[Sto
         elif isinstance(record, Group) and not (restated and record.group in living):
             living[record.group] = Story(record, clock, start)
             stories.append(living[record.group])
-        elif isinstance(record, _OF_GROUP) and record.group in living and not restated:
+        elif not isinstance(record, _OF_NO_GROUP) and record.group in living and not restated:
             story = living[record.group]
             story.take(record, clock)
             if isinstance(record, Round) and not selection.is_all and selection.has(record.record.round):
@@ -254,7 +243,7 @@ def _lines(written: Iterator[Written], selection: Selection) -> Iterator[dict[st
             start = record
         if restated or isinstance(record, Snapshot):
             continue
-        if isinstance(record, _OF_GROUP) and selection.group not in (None, record.group):
+        if not isinstance(record, _OF_NO_GROUP) and selection.group not in (None, record.group):
             continue
         if isinstance(record, Round):
             if selection.has(record.record.round):
