@@ -10,6 +10,7 @@ from gradserver.engine.events import Disconnected, Garbled, Log
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Dated, Epoch, Halt, Round, RoundRecord
 from gradserver.engine.rehoming import HIRE_SECONDS
+from protocol.dtypes import FLOAT32
 from protocol.errors import (
     GradServerError,
     JoinRefusedError,
@@ -18,6 +19,7 @@ from protocol.errors import (
     NonFiniteError,
     ProtocolError,
 )
+from protocol.exchange import Kind, Op, Operation
 from protocol.limits import MAX_COUNTER
 from protocol.messages import Agreed, Enlist, Failure, Membership, Propose, Push, Result, RoundDone, Welcome
 from protocol.plan import Plan
@@ -26,7 +28,7 @@ from protocol.presence import presence_of
 from protocol.ranges import pack
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests.crash_harness import POLICY, Fused
-from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, floats, plan_of, small_slices
+from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, collective, floats, plan_of, small_slices
 
 PLAN = plan_of(4, 4)
 BACK = SEATS + 50
@@ -298,6 +300,31 @@ def counted_and_gone() -> Group:
         group.hold(rank, 1, held(0, 0, (1.0, 1.0, 1.0)))
     assert [Standing(3, 1) in group.told(rank) for rank in (0, 1)] == [True, True]
     return group
+
+
+def test_collectives_are_cut_among_those_who_are_there_also_when_nobody_remembers_who_has_gone() -> None:
+    """Once a round is over no record names w0 any more, who had the lowest seat: seats are three, and members two."""
+    group = Group(3, plan_of(4))
+    group.harness.feed(Disconnected(SEATS, "it died", ended=True))
+    for rank in (1, 2):
+        group.harness.push(rank, bucket(0), ONE)
+    group.harness.answer(group.harness.reduces.pop())
+    group.harness.restart()
+    for rank in (1, 2):
+        group.resume(rank, 2)
+    for rank in (1, 2):
+        group.hold(rank, 1, held(0, 0, (0.0, 1.0, 1.0)))
+    assert [Standing(3, 1) in group.told(rank) for rank in (1, 2)] == [True, True]
+
+    scatter = Operation(Kind.REDUCE_SCATTER, Op.MEAN, FLOAT32, 4)
+    for index, chunk in enumerate((ONE[:8], ONE[8:])):
+        for rank in (1, 2):
+            push = Push(collective(0, 1), index, 1.0, True, None if index else scatter, epoch=2)
+            group.harness.receive(BACK + rank, push, chunk)
+        group.harness.answer(group.harness.reduces.pop())
+
+    got = {rank: [payloads[0] for _, payloads in group.harness.inbox.pop(BACK + rank) if payloads] for rank in (1, 2)}
+    assert got == {1: [ONE[:8]], 2: [ONE[8:]]}
 
 
 def test_who_counted_and_was_forgotten_is_no_surprise_when_a_connection_breaks_later() -> None:

@@ -97,7 +97,8 @@ class Data:
         match order:
             case OpenGroup(name, epoch, seats):
                 connections = [seat.connection for seat in seats]
-                table, places = Table(len(seats), order.rates), Seats(seat.name for seat in seats)
+                places = Seats(seat.name for seat in seats)  # some may be nobody's: of who has gone no record is left
+                table = Table(len(places.present), order.rates)
                 group = self.groups[name] = Group(order, table, connections, places, epoch, list(order.tokens))
                 if order.lateness is not None:  # whoever turns out to be late is sent what it cannot ask for
                     group.listening = dict.fromkeys(places.present, 0)
