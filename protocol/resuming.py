@@ -66,7 +66,9 @@ Guarantees
 - Of a collective or transfer that is not done at a member, slices that were answered without bytes while others get
   some, and of which it keeps no copy (others' chunks), are LACKING, and are given again; of one that is done there they
   are OVER: who lacks such a slice, and finds nobody who holds it, gets a ConnectionLostError. Bytes that come for a
-  slice of which a member gets none say that it was answered.
+  slice of which a member gets none say that it was answered; if they are fetched from it, its Held has none.
+- Who lacks what has failed at somebody gets a MembershipChangedError where that one did, and else a
+  ConnectionLostError: it is called again by all members, or by none.
 - The first Push of an exchange behind a Standing says all that a first slice says (``operation``, and ``epoch`` where
   the world size matters), whichever slice it is. A Push of several slices contains no settled one.
 - If the connection breaks at any point of it, the member begins again with Resume.
@@ -194,6 +196,8 @@ class State(IntEnum):
     """Done with, and not kept: others were given the bytes, or it was too long ago. The latest `MAX_OVER` of these."""
     FAILED = 3
     """Done with, as it failed. The latest of these, too."""
+    CHANGED = 4
+    """The same, and with a MembershipChangedError: whoever gets one calls again, so all do or nobody does."""
 
 
 class Span(NamedTuple):
@@ -212,7 +216,7 @@ class Span(NamedTuple):
 
 
 MAX_OVER: Final = 256
-"""Collectives and transfers that a Holding names as `State.OVER` or `State.FAILED`."""
+"""Collectives and transfers that a Holding names as `State.OVER`, or `State.FAILED` and `State.CHANGED`."""
 MAX_COLUMNS: Final = 256
 """Different ``weights`` that a Holding tells. Of slices with others it says nothing: there is one weight for each seat
 and round, so there are as many as somebody departed from what is open, unless buckets are weighed differently."""
@@ -288,7 +292,7 @@ def _span(
     nbytes: int,
 ) -> Span:
     if (
-        state > State.FAILED
+        state > State.CHANGED
         or stream > _LAST_STREAM
         or max(number, part) > MAX_COUNTER
         or not -1 <= min(source, target) <= max(source, target) < MAX_WORLD_SIZE

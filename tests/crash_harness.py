@@ -20,7 +20,7 @@ from gradserver.engine.events import Close, Command, Disconnected, Event, Record
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Books, Dated, Kind as RecordKind, Round, RoundRecord, Start
 from protocol.buffer import Buffer
-from protocol.errors import GradServerError
+from protocol.errors import GradServerError, MembershipChangedError
 from protocol.exchange import PERSONAL, PORTIONED, ExchangeKey, Kind, Operation, Stream, gets
 from protocol.messages import Failure, Follow, Message, Opened, Push, Result, Scope, Welcome
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
@@ -231,6 +231,8 @@ class Durable(Member):
         for task in self.history:
             if task.key == key and task.key.stream != Stream.BUCKET and index in task.answers:
                 weight, payload = task.answers[index]
+                if self.is_personal(task, index):
+                    return (weight, None), ()  # whoever lacks it gets no bytes, either
                 return (weight, payload if self.gets(task, index) else Cluster.part(task, index).tobytes()), ()
         for (part, slice_), (number, outcome, weights) in self.kept.items():
             if bucket(number, part) == key and slice_ == index:
@@ -246,7 +248,8 @@ class Durable(Member):
             if task.key.stream == Stream.BUCKET:
                 continue
             if task.error is not None:
-                yield Span(State.FAILED, task.key, 0, task.layout.count)
+                state = State.CHANGED if isinstance(task.error, MembershipChangedError) else State.FAILED
+                yield Span(state, task.key, 0, task.layout.count)
                 continue
             for index in range(task.layout.count):
                 if self.is_personal(task, index) and task.done:

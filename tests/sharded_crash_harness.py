@@ -328,7 +328,7 @@ class Spread(Durable):
     def spans_of(self, place: int) -> Iterator[Span]:
         """What it holds of what is a shard's."""
         for span in self.spans():
-            if span.state is State.FAILED or self.spread.place_of(self, span) == place:
+            if span.state in (State.FAILED, State.CHANGED) or self.spread.place_of(self, span) == place:
                 yield span
 
 

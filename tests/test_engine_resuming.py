@@ -12,10 +12,12 @@ from gradserver.engine.records import Boundary, Dated, Epoch, Halt, Round, Round
 from gradserver.engine.rehoming import HIRE_SECONDS
 from protocol.dtypes import FLOAT32
 from protocol.errors import (
+    ConnectionLostError,
     GradServerError,
     JoinRefusedError,
     LeftOutError,
     MalformedMessageError,
+    MembershipChangedError,
     NonFiniteError,
     ProtocolError,
 )
@@ -214,6 +216,31 @@ def test_what_some_hold_and_others_lack_is_handed_on_before_anybody_goes_on() ->
         (Standing(2, 3), []),
     ]
     assert group.told(0) == [Standing(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("states", "error"),
+    [
+        ((State.OVER, State.FAILED), ConnectionLostError),
+        ((State.FAILED, State.FAILED), ConnectionLostError),
+        ((State.CHANGED, State.CHANGED), MembershipChangedError),
+        ((State.CHANGED, State.LACKING), MembershipChangedError),
+    ],
+)
+def test_who_lacks_what_has_failed_calls_it_again_if_the_others_do(
+    states: tuple[State, State], error: type[GradServerError]
+) -> None:
+    group, key = Group(3), collective(0)
+    group.harness.restart()
+    for rank, state in enumerate((*states, State.LACKING)):
+        group.resume(rank)
+        group.hold(rank, 0, Span(state, key, 0, 1))
+
+    (failure,) = (message for message in group.told(2) if isinstance(message, Failure))
+
+    assert failure.key == key
+    assert type(failure.exception()) is error
+    assert sum(isinstance(message, Failure) for message in group.told(1)) == (states[1] is State.LACKING)
 
 
 def test_what_is_handed_on_comes_in_order_so_that_what_anybody_holds_is_a_prefix() -> None:

@@ -14,8 +14,10 @@ from protocol.errors import (
     ConnectionLostError,
     CoordinatorStoppedError,
     DeadlineError,
+    GradServerError,
     LeftOutError,
     MalformedMessageError,
+    MembershipChangedError,
 )
 from protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
 from protocol.limits import SLICE_BYTES
@@ -249,6 +251,45 @@ def test_the_root_of_a_broadcast_keeps_what_it_gave_for_those_who_lack_it(scene:
     scene.now.say(Fetch(0, key, 0))
     assert scene.now.hear(Held) == Held(0, key, 0, 1.0, True)
     assert scene.now.payloads == [np.full(5, 3.5, np.float32).tobytes()]
+
+
+def test_who_is_told_a_slice_of_which_only_others_get_bytes_can_say_that_it_is_answered(scene: Scene) -> None:
+    """Another connection breaks while the books are open, and the coordinator asks this member and not the root."""
+    key, given = ExchangeKey(Stream.COLLECTIVE, 0), np.ones(NUMEL + 1, np.float32)
+    operation = operation_of(Kind.GATHER, Op.NONE, FLOAT32, NUMEL + 1, 1)
+    handle = scene.worker._session.collective(operation, given.view(np.uint8), None, background=True)
+    scene.pushes((key, 0), (key, 1))
+    scene.again()
+    scene.answer(key, 0, 2.0)
+
+    scene.now.say(Fetch(0, key, 0))
+
+    assert scene.now.hear(Held) == Held(0, key, 0, 1.0, False)
+    assert scene.now.payloads == []
+    scene.now.say(Standing(0, 0))
+    scene.pushes((key, 1))
+    scene.now.say(Result(key, 1, 1.0, False))
+    handle.wait()
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(DeadlineError("too late"), State.FAILED), (MembershipChangedError("it changed", epoch=1), State.CHANGED)],
+)
+def test_what_has_failed_is_said_and_whether_it_is_called_again(
+    scene: Scene, error: GradServerError, state: State
+) -> None:
+    key, given = ExchangeKey(Stream.COLLECTIVE, 0), np.ones(5, np.float32).view(np.uint8)
+    operation = operation_of(Kind.ALL_REDUCE, Op.SUM, FLOAT32, 5)
+    handle = scene.worker._session.collective(operation, given, given, background=True)
+    scene.pushes((key, 0))
+    scene.now.say(Failure.of(error, Scope.EXCHANGE, key))
+    with pytest.raises(type(error)):
+        handle.wait()
+
+    _, _, spans = scene.again()
+
+    assert spans == [Span(state, key, 0, 1)]
 
 
 def test_a_plan_that_was_not_agreed_on_is_proposed_again() -> None:

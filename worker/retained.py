@@ -51,8 +51,10 @@ class Retained:
         """What is kept of each would take of that."""
         self._over: dict[tuple[ExchangeKey, int], set[int]] = {}
         """Slices of collectives and transfers that are not kept, by shard: the latest."""
-        self._failed: dict[ExchangeKey, None] = {}
-        """Collectives and transfers that failed: the latest. They do so at all shards."""
+        self._failed: dict[ExchangeKey, State] = {}
+        """Collectives and transfers that failed, and in which way: the latest. They do so at all shards."""
+        self._passed: dict[tuple[ExchangeKey, int], Kept] = {}
+        """Slices of which only others get bytes, and that this member was told of since it said what it holds."""
 
     def keep_slice(self, index: int, kept: Kept) -> None:
         """Slice ``index`` of a bucket was answered: what is kept of it so far nobody can lack any more."""
@@ -76,8 +78,16 @@ class Retained:
             self._over.setdefault((key, shard), set()).update(found)
             _keep_latest(self._over)
 
-    def failed(self, key: ExchangeKey) -> None:
-        """A collective or a transfer has failed."""
+    def pass_on(self, kept: Kept) -> None:
+        """Whoever else lacks this slice gets no bytes of it either, and can be told that it is answered."""
+        self._passed[kept.result.key, kept.result.slice] = kept
+
+    def said(self) -> None:
+        """What is held is about to be said, or everybody has what anybody has."""
+        self._passed.clear()
+
+    def failed(self, key: ExchangeKey, again: bool) -> None:
+        """A collective or a transfer has failed. ``again``: it is to be called in the new membership."""
         if key.stream == Stream.BUCKET:
             return
         for pool, past in self._past.items():
@@ -85,7 +95,7 @@ class Retained:
                 self._past[pool] = deque(one for one in past if one.kept.result.key != key)
                 self._cost[pool] = sum(one.cost for one in self._past[pool])
         self._over = {which: slices for which, slices in self._over.items() if which[0] != key}
-        self._failed[key] = None
+        self._failed[key] = State.CHANGED if again else State.FAILED
         _keep_latest(self._failed)
 
     def forget_buckets(self) -> None:
@@ -102,7 +112,8 @@ class Retained:
             kept = self._buckets.get(key.part, {}).get(index)
             return kept if kept is not None and kept.result.key == key else None
         past = (one.kept for pool, past in self._past.items() if pool[0] == key.stream for one in past)
-        return next((kept for kept in past if kept.result.key == key and kept.result.slice == index), None)
+        found = next((kept for kept in past if kept.result.key == key and kept.result.slice == index), None)
+        return found or self._passed.get((key, index))
 
     def spans(self, shard: int) -> Iterator[Span]:
         """All that is kept of what is ``shard``'s, and what is over there."""
@@ -115,8 +126,8 @@ class Retained:
         for (key, whose), over in self._over.items():
             if whose == shard:
                 yield from runs(Span(State.OVER, key, index, index + 1) for index in sorted(over))
-        for key in self._failed:
-            yield Span(State.FAILED, key, 0, 1)
+        for key, state in self._failed.items():
+            yield Span(state, key, 0, 1)
 
 
 def _keep_latest(found: dict[Any, Any]) -> None:

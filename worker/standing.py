@@ -187,6 +187,8 @@ class Books:
             shard.outbox.rewind(exchanges)
             shard.held = False
             done = not any(other.held for other in session._shards)
+            if done:
+                self.retained.said()
         for handle, error in ended:
             if handle is not None:
                 handle._complete(error)
@@ -220,6 +222,8 @@ class Books:
                 self.retained.keep_past(Kept(own, exchange.kept_payload(index, result, payload), shard), cost)
             elif (given := exchange.copy_of(index)) is not None:
                 self.retained.keep_past(Kept(own._replace(present=True), given, shard), cost)
+            elif exchange.operation.kind not in PORTIONED and self._session._shards[shard].held:
+                self.retained.pass_on(Kept(own._replace(present=False), None, shard))
         if len(exchange.answered) + result.slices == exchange.stop - exchange.start:
             self.retained.over(result.key, self._of_others(exchange), shard)
 
@@ -278,6 +282,7 @@ class Books:
                 continue
             with session._state:
                 if self._version not in self._said.values():
+                    self.retained.said()
                     number = self._round()
                     taking_part = session._pushed and number == session.round
                     weight = session._weight if taking_part else 0.0

@@ -21,6 +21,7 @@ from protocol.errors import (
     DeadlineError,
     GradServerError,
     MalformedMessageError,
+    MembershipChangedError,
     OutOfStepError,
     UsageError,
     WorkerLostError,
@@ -504,13 +505,13 @@ class Traffic(Latecomer):
             held_back = self._fail_held_back(key, error)
             if exchange is not None:
                 there.outbox.write_off(exchange)
-                if self.books is not None and not is_state(key):
-                    self.books.retained.failed(key)
                 if exchange.siblings is not None:
                     done, verdict = self._part_over(exchange, exchange.siblings, error)
                     reason = verdict or error
                 elif isinstance(error, AbandonedError):
                     reason = error.when_nothing_failed()
+                if self.books is not None and not is_state(key):
+                    self.books.retained.failed(key, isinstance(reason, MembershipChangedError))
         for handle in held_back:
             handle._complete(error)
         if exchange is None:

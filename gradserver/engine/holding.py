@@ -41,6 +41,10 @@ class Holder:
         """Whether it has a slice in this state."""
         return place[1] in self.slices[state].get(place[0], ())
 
+    def has_failed(self, key: ExchangeKey) -> bool:
+        """Whether ``key`` has failed at it."""
+        return key in self.slices[State.FAILED] or key in self.slices[State.CHANGED]
+
     def take(self, result: Result) -> None:
         """It is being sent the result of a slice, and may be the only one who has it then."""
         key, index = result.key, result.slice

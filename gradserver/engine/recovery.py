@@ -268,7 +268,7 @@ def _present(group: Group, recovery: Recovery, now: float, commands: list[Comman
     for place in sorted({p for holder in holders.values() for p in holder.loose()}):
         lacking = tuple(seat for seat, holder in holders.items() if holder.has(State.LACKING, place))
         holding = tuple(seat for seat, holder in holders.items() if holder.has(State.HELD, place))
-        failed = any(place[0] in holder.slices[State.FAILED] for holder in holders.values())
+        failed = any(holder.has_failed(place[0]) for holder in holders.values())
         sizes = {holders[seat].sizes.get(place, 0) for seat in (*lacking, *holding)} - {0}
         if len(sizes) > 1:  # not all of them speak the truth: nobody is given what another one makes up
             lost.add(place[0])
@@ -286,7 +286,8 @@ def _fail(group: Group, recovery: Recovery, key: ExchangeKey, commands: list[Com
     """Nobody can do any more what ``key`` takes."""
     holders = recovery.holders
     error: GradServerError
-    if any(key in holder.slices[State.FAILED] for holder in holders.values()):
+    ended = any(key in one.slices[state] for one in holders.values() for state in (State.OVER, State.FAILED))
+    if not ended and any(key in holder.slices[State.CHANGED] for holder in holders.values()):
         error = MembershipChangedError(
             f"{group.describe(key)} was called in a membership that has ended. Rank and world size are new: "
             f"call it again",
