@@ -354,6 +354,23 @@ def test_collectives_are_cut_among_those_who_are_there_also_when_nobody_remember
     assert got == {1: [ONE[:8]], 2: [ONE[8:]]}
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_call_of_a_membership_that_has_ended_fails_for_all_whoever_comes_first(first: int) -> None:
+    """One has heard of the latest departure, and the other one calls as it was before: also if both say the same."""
+    group = Group(4, plan_of(4))
+    group.harness.feed(Disconnected(SEATS, "it died", ended=True))
+    group.harness.feed(Disconnected(SEATS + 3, "it died", ended=True))
+    group.harness.told(1, Membership)
+    group.harness.told(2, Membership)
+    gather, epochs = Operation(Kind.GATHER, Op.NONE, FLOAT32, 4, 1), {1: 3, 2: 2}
+    for rank in (first, 3 - first):
+        group.harness.push(rank, collective(0), ONE, operation=gather, epoch=epochs[rank])
+
+    errors = [group.harness.failure(rank, key=collective(0)) for rank in (1, 2)]
+
+    assert [(type(error), getattr(error, "epoch", 0)) for error in errors] == [(MembershipChangedError, 3)] * 2
+
+
 def test_who_counted_and_was_forgotten_is_no_surprise_when_a_connection_breaks_later() -> None:
     group = counted_and_gone()
 

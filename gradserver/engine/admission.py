@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradserver.engine.closing import outdated
+from gradserver.engine.closing import changed, is_outdated, outdated
 from gradserver.engine.events import Command, Send
 from gradserver.engine.exchanges import WEIGHED, Exchange, Run
 from gradserver.engine.failures import fail, forget_if_over, tell
@@ -58,6 +58,10 @@ def admitted(group: Group, rank: int, push: Push, now: float, commands: list[Com
         operation = _operation(group, rank, push)
         if exchange is None:
             exchange = _open(group, rank, key, operation, push.epoch, now)
+        elif exchange.failure is None and _is_outdated(group, push, operation):
+            exchange.join(rank, push.weight)
+            fail(group, exchange, changed(group, key, operation), commands)
+            return None
         elif exchange.operation is not operation and exchange.operation != operation and exchange.failure is None:
             error = mismatch(group, exchange, rank, operation)
             exchange.join(rank, push.weight)
@@ -74,6 +78,12 @@ def admitted(group: Group, rank: int, push: Push, now: float, commands: list[Com
             forget_if_over(group, exchange)
         return None
     return exchange
+
+
+def _is_outdated(group: Group, push: Push, operation: Operation) -> bool:
+    """Whether somebody calls a collective, which is open, in a membership that has ended: as the others do not know."""
+    collective = group.order.elastic and push.key.stream == Stream.COLLECTIVE
+    return collective and is_outdated(group, push.key, operation, push.epoch)
 
 
 def _refuse_late(group: Group, rank: int, key: ExchangeKey, commands: list[Command]) -> None:

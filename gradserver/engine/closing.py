@@ -13,6 +13,7 @@ counts, the rest does not; so each element is the mean of those who counted for 
     OPEN      … the root of a broadcast that lacks some of it   FAILED  MembershipChangedError to everybody
     OPEN      … one end of a transfer that lacks some of it     FAILED  the other end is told who
     (none)    first push, of a membership that has ended        FAILED  MembershipChangedError to everybody
+    OPEN      the same, of who comes later                      FAILED  MembershipChangedError to everybody
     OPEN      bytes that say nothing in their codec             OPEN    control is to refuse their sender; done without
     OPEN      a bucket's deadline                               OPEN    control is to leave out who is missing
     OPEN      a deadline that none of those present waits for   OPEN    it is put off
@@ -86,11 +87,12 @@ def _why_not(group: Group, exchange: Exchange, order: Depart) -> GradServerError
     kind = exchange.operation.kind
     lacks_some = exchange.kept_of(order.rank, order.ended) < exchange.stop
     if kind in WORLD_BOUND or (kind is Kind.BROADCAST and exchange.operation.root == order.rank and lacks_some):
-        return _changed(group, exchange.key, exchange.operation)
+        return changed(group, exchange.key, exchange.operation)
     return order.error if kind is Kind.TRANSFER and lacks_some else None
 
 
-def _changed(group: Group, key: ExchangeKey, operation: Operation) -> MembershipChangedError:
+def changed(group: Group, key: ExchangeKey, operation: Operation) -> MembershipChangedError:
+    """What to tell everybody of ``operation``: some have called it in a membership that has ended."""
     return MembershipChangedError(
         f"{group.describe(key, operation)} was called in a membership that has ended: {group.change}. "
         f"Rank and world size are new: call it again",
@@ -102,15 +104,20 @@ def outdated(
     group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float
 ) -> Exchange | None:
     """The failed exchange, if ``rank`` begins one that it sees in the membership ``epoch``, which has ended."""
-    participants = group.participants(key)
-    gone = operation.kind in ROOTED and operation.root not in participants
-    due = group.before[1] if key.part <= group.before[0] else group.epoch
-    if not gone and (operation.kind not in WORLD_BOUND or epoch == due):
+    if not is_outdated(group, key, operation, epoch):
         return None
-    exchange = Exchange(key, operation, _NOTHING, 0, 1, participants, rank, now, now, 0)
-    exchange.failure = _changed(group, key, operation)
+    exchange = Exchange(key, operation, _NOTHING, 0, 1, group.participants(key), rank, now, now, 0)
+    exchange.failure = changed(group, key, operation)
     remember(group, exchange)
     return exchange
+
+
+def is_outdated(group: Group, key: ExchangeKey, operation: Operation, epoch: int) -> bool:
+    """Whether somebody who begins ``operation`` sees it in the membership ``epoch``, which has ended."""
+    due = group.before[1] if key.part <= group.before[0] else group.epoch
+    if operation.kind in WORLD_BOUND and epoch != due:
+        return True
+    return operation.kind in ROOTED and operation.root not in group.participants(key)
 
 
 def do_without(
