@@ -56,6 +56,9 @@ def admitted(group: Group, rank: int, push: Push, now: float, commands: list[Com
         for earlier in group.take_number(rank, key):
             fail(group, earlier, abandoned(group, earlier, rank, key), commands)
         operation = _operation(group, rank, push)
+        if exchange is None and (error := group.failed_before.get(key)) is not None:
+            commands.append(Send(group.connections[rank], Failure.of(error, Scope.EXCHANGE, key)))
+            return None
         if exchange is None:
             exchange = _open(group, rank, key, operation, push.epoch, now)
         elif exchange.failure is None and _is_outdated(group, push, operation):

@@ -104,20 +104,20 @@ def outdated(
     group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float
 ) -> Exchange | None:
     """The failed exchange, if ``rank`` begins one that it sees in the membership ``epoch``, which has ended."""
-    if not is_outdated(group, key, operation, epoch):
+    participants = group.participants(key)
+    gone = operation.kind in ROOTED and operation.root not in participants
+    if not gone and not is_outdated(group, key, operation, epoch):
         return None
-    exchange = Exchange(key, operation, _NOTHING, 0, 1, group.participants(key), rank, now, now, 0)
+    exchange = Exchange(key, operation, _NOTHING, 0, 1, participants, rank, now, now, 0)
     exchange.failure = changed(group, key, operation)
     remember(group, exchange)
     return exchange
 
 
 def is_outdated(group: Group, key: ExchangeKey, operation: Operation, epoch: int) -> bool:
-    """Whether somebody who begins ``operation`` sees it in the membership ``epoch``, which has ended."""
+    """Whether somebody sees ``operation`` in the membership ``epoch``, which has ended, and it is of one membership."""
     due = group.before[1] if key.part <= group.before[0] else group.epoch
-    if operation.kind in WORLD_BOUND and epoch != due:
-        return True
-    return operation.kind in ROOTED and operation.root not in group.participants(key)
+    return operation.kind in WORLD_BOUND and epoch != due
 
 
 def do_without(

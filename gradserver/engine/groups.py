@@ -100,6 +100,8 @@ class Group:
     """What reductions keep from one round of the plan to the next."""
     settled: dict[ExchangeKey, frozenset[int]] = field(default_factory=dict)
     """Of exchanges that were open when the books were opened: slices that everybody has the result of."""
+    failed_before: dict[ExchangeKey, GradServerError] = field(default_factory=dict)
+    """Collectives and transfers that had failed at a member when the books were opened: what to tell others of them."""
     recovery: Recovery | None = None
     """While it is being found out who holds which results."""
     recovered: bool = False

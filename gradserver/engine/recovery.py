@@ -54,6 +54,7 @@ from protocol.finite import is_finite
 from protocol.messages import Failure, Result, Scope
 from protocol.resuming import Fetch, Held, Holding, Standing, State
 
+_FAILED: Final = (State.FAILED, State.CHANGED)
 _MAX_ASKED: Final = 16
 """Results that are on their way from who holds them: so many are in memory at most."""
 
@@ -284,23 +285,26 @@ def _present(group: Group, recovery: Recovery, now: float, commands: list[Comman
 
 def _fail(group: Group, recovery: Recovery, key: ExchangeKey, commands: list[Command]) -> None:
     """Nobody can do any more what ``key`` takes."""
-    holders = recovery.holders
-    error: GradServerError
-    ended = any(key in one.slices[state] for one in holders.values() for state in (State.OVER, State.FAILED))
-    if not ended and any(key in holder.slices[State.CHANGED] for holder in holders.values()):
-        error = MembershipChangedError(
+    error = _why_not(group, recovery, key)
+    for seat, holder in recovery.holders.items():
+        if holder.slices[State.LACKING].pop(key, None) is not None:
+            commands.append(Send(group.connections[seat], Failure.of(error, Scope.EXCHANGE, key)))
+
+
+def _why_not(group: Group, recovery: Recovery, key: ExchangeKey) -> GradServerError:
+    """Why ``key`` fails: it is called again by all members, or by none."""
+    holders = recovery.holders.values()
+    ended = any(key in holder.slices[state] for holder in holders for state in (State.OVER, State.FAILED))
+    if not ended and any(key in holder.slices[State.CHANGED] for holder in holders):
+        return MembershipChangedError(
             f"{group.describe(key)} was called in a membership that has ended. Rank and world size are new: "
             f"call it again",
             epoch=group.epoch,
         )
-    else:
-        error = ConnectionLostError(
-            f"{group.describe(key)} was under way when the connection to the coordinator broke, and not every worker "
-            f"can take part in it once more"
-        )
-    for seat, holder in holders.items():
-        if holder.slices[State.LACKING].pop(key, None) is not None:
-            commands.append(Send(group.connections[seat], Failure.of(error, Scope.EXCHANGE, key)))
+    return ConnectionLostError(
+        f"{group.describe(key)} was under way when the connection to the coordinator broke, and not every worker "
+        f"can take part in it once more"
+    )
 
 
 def _ask(group: Group, recovery: Recovery, commands: list[Command]) -> None:
@@ -337,6 +341,8 @@ def _stand(group: Group, recovery: Recovery, now: float, commands: list[Command]
             loose = frozenset[int]().union(*(one.slices[State.HELD].get(key, ()) for one in holders.values()))
             if loose:
                 group.settled[key] = loose
+    failed = {key for holder in holders.values() for state in _FAILED for key in holder.slices[state]}
+    group.failed_before = {key: _why_not(group, recovery, key) for key in failed}
     reports: list[Report] = [Recovered(group.order.group, number)]
     for seat in holders:
         commands.append(Send(group.connections[seat], Standing(recovery.version, number)))
