@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradserver.engine.policy import Policy
+from gradserver.engine.records import Boundary, Round
 from protocol.dtypes import FLOAT32
 from protocol.errors import JoinRefusedError, LeftOutError, MembershipChangedError
 from protocol.exchange import Kind, Op, Operation
@@ -93,6 +94,19 @@ def test_who_contributes_is_a_member_for_a_coordinator_that_comes_back() -> None
     for seat in (0, 1, 2):
         group.hold(seat, 2)
     assert all(Standing(3, 2) in group.told(seat) for seat in (0, 1, 2))
+
+
+def test_behind_a_round_with_a_new_member_a_coordinator_that_comes_back_says_the_epoch_that_was_said() -> None:
+    group, _ = entered()
+    group.round(2, range(3))
+    said = {message for seat in range(2) for message in group.told(seat, SEATS) if isinstance(message, RoundDone)}
+    written = [record for record in group.harness.records if isinstance(record, Round | Boundary)]
+
+    group.harness.restart()
+
+    assert [type(record) for record in written[-2:]] == [Round, Boundary]
+    assert {(done.round, done.epoch) for done in said} == {(2, 2)}
+    assert group.harness.engine.control.groups["default"].told == (2, 2)
 
 
 def test_all_hear_of_who_came_in_without_them_hearing_of_it() -> None:

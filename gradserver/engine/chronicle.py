@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradserver.engine.data_records import Claim, Committed, Data
+from gradserver.engine.data_records import Claim, Committed
 from gradserver.engine.events import Command, Log, Record
 from gradserver.engine.membership import Group
 from gradserver.engine.policy import OnNonFinite
@@ -88,10 +88,13 @@ def completed(group: Group, record: RoundRecord, used_up: tuple[Committed, ...],
 
 
 def boundary(group: Group, number: int, commands: list[Command]) -> None:
-    """Members are told that a round is over, and that the present membership is in force."""
+    """Members are told next that a round is over, and that the present membership is in force.
+
+    The round may be written down by the same event: this comes behind it, as it is the later word.
+    """
     if group.told != (number, group.epoch):
         group.told = number, group.epoch
-        _first(group, Boundary(group.name, number, group.epoch), commands)
+        _write(group, Boundary(group.name, number, group.epoch), commands)
 
 
 def reset(group: Group, commands: list[Command]) -> None:
@@ -128,7 +131,7 @@ def _first(group: Group, record: Kind, commands: list[Command]) -> None:
     _charge(group, record, commands)
 
 
-def _write(group: Group, record: Data | Claim, commands: list[Command]) -> None:
+def _write(group: Group, record: Kind, commands: list[Command]) -> None:
     """Write ``record`` behind what this event has led to so far."""
     commands.append(Record(record))
     _charge(group, record, commands)
