@@ -173,24 +173,28 @@ def test_who_joins_takes_part_in_the_section_that_the_others_exchange(
 @pytest.mark.parametrize("part", range(4))
 def test_hundreds_of_runs_mix_no_sections(part: int) -> None:
     for seed in range(150 * part, 150 * (part + 1)):
-        chance = random.Random(seed)
-        world = chance.randint(1, 4)
-        sizes = [[chance.randint(1, 14) for _ in range(chance.randint(1, 2))] for _ in range(chance.randint(2, 3))]
-        program = [Step(section=chance.randint(0, 2)) for _ in range(chance.randint(1, 6))]
-        crashes = [chance.randint(0, 40) for _ in range(8)]
-        out_of_data = {chance.randint(0, 3): chance.randint(0, 4) for _ in range(chance.randint(0, 3))}
-        cluster = crashing(world, sizes, program, crashes, seed, out_of_data)
-        what = ["dies", "breaks", "breaks unnoticed", "waits"]
-        happens = {chance.randint(0, 120): (chance.randint(0, 3), chance.choice(what)) for _ in range(5)}
-        those_left_agree(run(world, [], program, crashes, seed, happens, [chance.randint(-1, 3)] * 4, cluster))
-        losses = {chance.randint(0, 200): chance.randint(0, 3) for _ in range(3)}
-        breaks = {chance.randint(0, 200): chance.randint(0, 2) for _ in range(2)}
-        rates = chance.choice([(1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
-        few = min(world, 3)
-        spread = sharded(Sharded, few, sizes, program, seed, rates, losses, crashes[:3], breaks, out_of_data)
-        spread.run()
-        nothing_was_lost(spread, few)
-        each_is_one_section(spread)
+        no_sections_are_mixed_in_run(seed)
+
+
+def no_sections_are_mixed_in_run(seed: int) -> None:
+    chance = random.Random(seed)
+    world = chance.randint(1, 4)
+    sizes = [[chance.randint(1, 14) for _ in range(chance.randint(1, 2))] for _ in range(chance.randint(2, 3))]
+    program = [Step(section=chance.randint(0, 2)) for _ in range(chance.randint(1, 6))]
+    crashes = [chance.randint(0, 40) for _ in range(8)]
+    out_of_data = {chance.randint(0, 3): chance.randint(0, 4) for _ in range(chance.randint(0, 3))}
+    cluster = crashing(world, sizes, program, crashes, seed, out_of_data)
+    what = ["dies", "breaks", "breaks unnoticed", "waits"]
+    happens = {chance.randint(0, 120): (chance.randint(0, 3), chance.choice(what)) for _ in range(5)}
+    those_left_agree(run(world, [], program, crashes, seed, happens, [chance.randint(-1, 3)] * 4, cluster))
+    losses = {chance.randint(0, 200): chance.randint(0, 3) for _ in range(3)}
+    breaks = {chance.randint(0, 200): chance.randint(0, 2) for _ in range(2)}
+    rates = chance.choice([(1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
+    few = min(world, 3)
+    spread = sharded(Sharded, few, sizes, program, seed, rates, losses, crashes[:3], breaks, out_of_data)
+    spread.run()
+    nothing_was_lost(spread, few)
+    each_is_one_section(spread)
 
 
 def test_who_is_behind_lacks_nothing_at_a_shard_that_has_no_part_of_the_section() -> None:
