@@ -193,10 +193,10 @@ class Fleet(Family[Child]):
         return sorted(self._ways.keys() - self._inside)
 
     def use(self) -> dict[str, tuple[int, Use]]:
-        """What each process uses, with its id, by name."""
+        """What each process that is judged uses, with its id, by name."""
         found = {}
         for name, child in self._by_name.items():
-            if child.process.poll() is None:
+            if child is not self._judge and child.process.poll() is None:
                 found[name] = child.process.pid, _use_of(child.process.pid)
         return found
 
