@@ -243,6 +243,8 @@ def test_gradient_has_the_strides_of_its_parameter() -> None:
     bucket.slots[0].take(as_view=True)
     assert parameter.grad.stride() == parameter.stride()
     assert torch.equal(parameter.grad, gradient)
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4):
+        pytest.skip("torch has fused optimizers for the CPU since 2.4; the gradient is as it should be")
     torch.optim.SGD([parameter], lr=0.1, fused=True).step()
     assert torch.allclose(parameter, start - 0.1 * gradient)
 
