@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from protocol.messages import (
     Failure,
     Inquire,
     Leave,
+    Message,
     Missing,
     Present,
     Propose,
@@ -36,7 +39,7 @@ from protocol.messages import (
 )
 from protocol.plan import Plan, simple_plan
 from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, unpack_spans
-from tests.cluster import Task, wait_until
+from tests.cluster import TIMEOUT, Task, wait_until
 from tests.scripted import TOKEN, Scripted, joining
 from worker import resume
 from worker.client import Worker
@@ -159,6 +162,34 @@ def test_books_are_opened_on_a_connection_that_stands(scene: Scene) -> None:
     scene.answer(SHORT, 0, 5.0, 10)
     handle.wait()
     assert (scene.data[1] == 5.0).all()
+
+
+def test_what_a_member_holds_is_said_behind_a_push_that_another_thread_is_about_to_send(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind Holding, and behind the Standing that the coordinator says then, it would count; and be pushed again."""
+    taken, go, send = threading.Event(), threading.Event(), TcpChannel.send
+
+    def slow_send(channel: TcpChannel, message: Message, *rest: Any, **options: Any) -> None:
+        if type(message) is Push and not taken.is_set():
+            taken.set()
+            assert go.wait(TIMEOUT)
+        send(channel, message, *rest, **options)
+
+    monkeypatch.setattr(TcpChannel, "send", slow_send)
+    pushing = Task(scene.worker.push, 1, scene.data[1])
+    assert taken.wait(TIMEOUT)
+    scene.now.say(Resumed(1, 1))
+    wait_until(lambda: scene.books.is_held(0), "the worker has heard that the books are opened")
+
+    assert scene.now.hears_nothing(0.2)
+    go.set()
+    scene.pushes((SHORT, 0))
+    assert scene.now.hear(Holding).version == 1
+    scene.now.say(Standing(1, 0))
+    scene.pushes((SHORT, 0))
+    scene.answer(SHORT, 0, 5.0, 10)
+    pushing.result().wait()
 
 
 def test_results_are_kept_until_those_of_the_next_round_and_said_once_more(scene: Scene) -> None:

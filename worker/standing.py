@@ -98,6 +98,7 @@ class Books:
 
         Its value is the number of slices that are pushed again.
         """
+        self._await_pushes()
         with self._lock:
             self._silent, self._again = False, 0
             self._standing = handle = Handle(self._session.timeout, channel)
@@ -146,6 +147,7 @@ class Books:
         else:
             self.suspend()
         self._clock.stop()
+        self._await_pushes()
         self._session.forget_states()
         with self._lock:
             self._heard[shard.number] = message.version
@@ -158,6 +160,14 @@ class Books:
                 expected._complete()
             elif not self._silent:
                 self._hold(self._session._channel)
+
+    def _await_pushes(self) -> None:
+        """Wait until another thread has sent the push that it is about to send.
+
+        A push that comes to a data half before Holding is void. Behind Holding it would count, and come once more.
+        """
+        with self._session._pumping:
+            pass
 
     def _fetch(self, message: Fetch, shard: int) -> None:
         """Somebody lacks a result that this member keeps."""
