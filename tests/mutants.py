@@ -22,9 +22,10 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGES: Final = ("gradserver", "protocol", "worker")
 CHAOS: Final = (
     *("chaos", "--workers", "6", "--seconds", "40", "--every", "0.25", "--pace", "0.02", "--seed", "78", "--json"),
-    *("--events", "kill,midpush,join,leave,reset,midcall,drop,stop", "--stop-at-fault"),
+    "--stop-at-fault",
 )
 """What is run in each copy."""
+_EVENTS: Final = "kill,midpush,join,leave,reset,midcall,drop,stop"
 _CONTROL: Final = "none"
 """The name of the copy without a fault."""
 _LIMIT: Final = 240.0
@@ -61,12 +62,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: its name, what it does, the kinds of findings by which it may be found, and the text that makes it."""
+    """A fault: its name, what it does, the kinds of findings by which it may be found, and the text that makes it.
+
+    It shows when one of ``events`` happens.
+    """
 
     name: str
     what: str
     kinds: tuple[str, ...]
     changes: tuple[Change, ...]
+    events: str = _EVENTS
 
 
 def _before_the_sum(text: str) -> Change:
@@ -262,6 +267,7 @@ MUTANTS: Final = (
                 "        current.cut[rank, exchange.key.part] = max(exchange.counted(rank) - 1, 0)\n",
             ),
         ),
+        events="midpush",
     ),
     Mutant(
         "state",
@@ -284,10 +290,10 @@ def copy(folder: Path) -> None:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def run_chaos(folder: Path) -> dict[str, Any]:
-    """What chaos says of the copy in ``folder``; under "broken" why it could not run."""
+def run_chaos(folder: Path, events: str) -> dict[str, Any]:
+    """What chaos says of the copy in ``folder`` when ``events`` happen; under "broken" why it could not run."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "gradserver", *CHAOS]
+    command = [sys.executable, "-P", "-m", "gradserver", *CHAOS, "--events", events]
     try:
         ran = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=_LIMIT
@@ -327,7 +333,7 @@ def main(names: list[str]) -> int:
             try:
                 for change in mutant.changes if mutant else ():
                     change.make(folder)
-                result = run_chaos(folder)
+                result = run_chaos(folder, mutant.events if mutant else _EVENTS)
                 reason = why_not(mutant, result)
             except PlantError as error:
                 result, reason = {}, f"cannot be planted: {error}"
