@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradserver.engine.closing import changed, is_outdated, outdated
-from gradserver.engine.events import Command, Send
+from gradserver.engine.events import Command
 from gradserver.engine.exchanges import WEIGHED, Exchange, Run
-from gradserver.engine.failures import fail, forget_if_over, tell
+from gradserver.engine.failures import fail, forget_if_over, say_failed, tell
 from gradserver.engine.groups import Group
 from gradserver.engine.lateness import is_closed
 from gradserver.engine.reseating import check_may_begin, is_stale, turn_away
@@ -36,7 +36,7 @@ from protocol.exchange import (
     check_reducible,
     gives,
 )
-from protocol.messages import Failure, Push, Scope
+from protocol.messages import Push
 
 
 def admitted(group: Group, rank: int, push: Push, now: float, commands: list[Command]) -> Exchange | None:
@@ -57,7 +57,7 @@ def admitted(group: Group, rank: int, push: Push, now: float, commands: list[Com
             fail(group, earlier, abandoned(group, earlier, rank, key), commands)
         operation = _operation(group, rank, push)
         if exchange is None and (error := group.failed_before.get(key)) is not None:
-            commands.append(Send(group.connections[rank], Failure.of(error, Scope.EXCHANGE, key)))
+            say_failed(group, rank, key, error, commands)
             return None
         if exchange is None:
             exchange = _open(group, rank, key, operation, push.epoch, now)
@@ -93,7 +93,7 @@ def _refuse_late(group: Group, rank: int, key: ExchangeKey, commands: list[Comma
     """A push for a round that was closed without ``rank``, whose results come to it unasked, if there are any."""
     error = group.halted or group.buckets_halted
     if error is not None:
-        commands.append(Send(group.connections[rank], Failure.of(error, Scope.EXCHANGE, key)))
+        say_failed(group, rank, key, error, commands)
 
 
 def _operation(group: Group, rank: int, push: Push) -> Operation:

@@ -8,7 +8,7 @@ from gradserver.engine.events import Command, Send
 from gradserver.engine.exchanges import Exchange
 from gradserver.engine.groups import Group
 from protocol.errors import GradServerError
-from protocol.exchange import Stream
+from protocol.exchange import ExchangeKey, Stream
 from protocol.messages import Failure, Scope
 
 _MAX_FAILED: Final = 1024
@@ -61,8 +61,12 @@ def tell_all(group: Group, exchange: Exchange, commands: list[Command]) -> None:
 def tell(group: Group, exchange: Exchange, rank: int, commands: list[Command]) -> None:
     """Tell ``rank`` why ``exchange`` failed."""
     if rank not in group.departed and exchange.failure is not None:
-        failure = Failure.of(exchange.failure, Scope.EXCHANGE, exchange.key)
-        commands.append(Send(group.connections[rank], failure))
+        say_failed(group, rank, exchange.key, exchange.failure, commands)
+
+
+def say_failed(group: Group, rank: int, key: ExchangeKey, error: GradServerError, commands: list[Command]) -> None:
+    """Tell ``rank`` that its part in ``key`` has failed because of ``error``."""
+    commands.append(Send(group.connections[rank], Failure.of(error, Scope.EXCHANGE, key)))
 
 
 def forget_if_over(group: Group, exchange: Exchange) -> None:

@@ -9,12 +9,15 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from protocol.buffer import Buffer
 from protocol.exchange import ExchangeKey
 from protocol.messages import Result
 from protocol.resuming import State
+
+FAILED: Final = (State.FAILED, State.CHANGED)
+"""States of a collective or transfer that failed at a member."""
 
 Place = tuple[ExchangeKey, int]
 """An exchange, and a slice of it."""
@@ -43,7 +46,7 @@ class Holder:
 
     def has_failed(self, key: ExchangeKey) -> bool:
         """Whether ``key`` has failed at it."""
-        return key in self.slices[State.FAILED] or key in self.slices[State.CHANGED]
+        return any(key in self.slices[state] for state in FAILED)
 
     def take(self, result: Result) -> None:
         """It is being sent the result of a slice, and may be the only one who has it then."""

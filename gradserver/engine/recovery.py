@@ -36,9 +36,10 @@ from typing import Final
 
 from gradserver.engine.closing import left_out
 from gradserver.engine.events import CaughtUp, Command, Recover, Recovered, Report, RoundCompleted, Send
+from gradserver.engine.failures import say_failed
 from gradserver.engine.groups import Group
 from gradserver.engine.holders import adopt, places, said, shares
-from gradserver.engine.holding import Holder, Place, Recovery, Stage, Wanted
+from gradserver.engine.holding import FAILED, Holder, Place, Recovery, Stage, Wanted
 from gradserver.engine.policy import OnNonFinite
 from protocol.buffer import Buffer
 from protocol.errors import (
@@ -51,10 +52,9 @@ from protocol.errors import (
 )
 from protocol.exchange import ExchangeKey, Op, Stream
 from protocol.finite import is_finite
-from protocol.messages import Failure, Result, Scope
+from protocol.messages import Result
 from protocol.resuming import Fetch, Held, Holding, Standing, State
 
-_FAILED: Final = (State.FAILED, State.CHANGED)
 _MAX_ASKED: Final = 16
 """Results that are on their way from who holds them: so many are in memory at most."""
 
@@ -288,7 +288,7 @@ def _fail(group: Group, recovery: Recovery, key: ExchangeKey, commands: list[Com
     error = _why_not(group, recovery, key)
     for seat, holder in recovery.holders.items():
         if holder.slices[State.LACKING].pop(key, None) is not None:
-            commands.append(Send(group.connections[seat], Failure.of(error, Scope.EXCHANGE, key)))
+            say_failed(group, seat, key, error, commands)
 
 
 def _why_not(group: Group, recovery: Recovery, key: ExchangeKey) -> GradServerError:
@@ -341,7 +341,7 @@ def _stand(group: Group, recovery: Recovery, now: float, commands: list[Command]
             loose = frozenset[int]().union(*(one.slices[State.HELD].get(key, ()) for one in holders.values()))
             if loose:
                 group.settled[key] = loose
-    failed = {key for holder in holders.values() for state in _FAILED for key in holder.slices[state]}
+    failed = {key for holder in holders.values() for state in FAILED for key in holder.slices[state]}
     group.failed_before = {key: _why_not(group, recovery, key) for key in failed}
     reports: list[Report] = [Recovered(group.order.group, number)]
     for seat in holders:
