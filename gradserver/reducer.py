@@ -196,22 +196,21 @@ class _Job:
         self._stored = _stored_type(self._dtype, self._elements)
         if self._op in (Op.NONE, Op.FIRST):  # bytes that are passed on
             self._elements = self._stored = np.dtype(np.uint8)
+        numel = command.nbytes // self._stored.itemsize
         self._ranks = [contribution.rank for contribution in command.contributions]
         self._rows = [
-            None if c.payload is None else np.frombuffer(c.payload, np.uint8, command.nbytes).view(self._stored)
-            for c in command.contributions
+            None if c.payload is None else np.frombuffer(c.payload, self._stored, numel) for c in command.contributions
         ]
         self._weights = [contribution.weight for contribution in command.contributions]
         self._scale = weigh(self._weights)
         self.kept: Buffer | None = None
-        targets = [np.frombuffer(target, np.uint8, command.nbytes) for target in command.targets]
+        self._targets = [np.frombuffer(target, self._stored, numel) for target in command.targets]
         if command.keep:
             kept = np.empty(command.nbytes, np.uint8)
             self.kept = kept.data
-            targets.append(kept)
-        self._targets = [target.view(self._stored) for target in targets]
+            self._targets.append(kept.view(self._stored))
         self._step = _BLOCK_BYTES // max(self._elements.itemsize, self._stored.itemsize)
-        self.blocks = -(-command.nbytes // (self._step * self._stored.itemsize))
+        self.blocks = -(-numel // self._step)
         self._digests = command.digests
         self._first = command.first * self._dtype.itemsize
 

@@ -69,6 +69,9 @@ class Channel(Outlet, Protocol):
     def watch(self, enough: Callable[[], bool]) -> None:
         """Messages are due that nobody waits for yet: receive them all the same, until ``enough()``."""
 
+    def look(self) -> None:
+        """Receive what has come in, and do not wait for more."""
+
 
 class MemoryChannel:
     """One end (either) of an in-process channel: `send` calls the other end's receiver, with the very same objects.
@@ -108,6 +111,9 @@ class MemoryChannel:
 
     def watch(self, enough: Callable[[], bool]) -> None:
         """Nothing to do: messages arrive in their senders' threads."""
+
+    def look(self) -> None:
+        """Nothing to do: the same."""
 
     def close(self) -> None:
         """Let go of the other end, and tell it."""

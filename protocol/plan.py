@@ -161,7 +161,7 @@ class Plan:
         """Its sections, in the order in which they came."""
         return self.sections or (Section(0, 0, 0, len(self.buckets)),)
 
-    @property
+    @cached_property
     def is_shared(self) -> bool:
         """Whether several modules are exchanged by it, one in a round."""
         return len(self.sections) > 1
@@ -171,12 +171,16 @@ class Plan:
         return {part: place for place, section in enumerate(self.each) for part in section.parts}
 
     @cached_property
+    def _sections(self) -> dict[int, Section]:
+        return {part: section for section in self.each for part in section.parts}
+
+    @cached_property
     def _numbers(self) -> dict[int, Section]:
         return {section.number: section for section in self.each}
 
     def section_of(self, part: int) -> Section:
         """The section of bucket ``part``, which is not vacant."""
-        return self.each[self._places[part]]
+        return self._sections[part]
 
     def place_of(self, part: int) -> int:
         """How many sections came before that of bucket ``part``, which is not vacant."""

@@ -59,6 +59,9 @@ class Wire:
     def watch(self, enough: Callable[[], bool]) -> None:
         pass
 
+    def look(self) -> None:
+        pass
+
     def empty(self, _nbytes: int) -> Any:
         return None
 

@@ -30,7 +30,7 @@ from protocol.errors import (
 )
 from protocol.exchange import Op
 from protocol.limits import MIN_CREDIT_BYTES, SLICE_BYTES
-from tests.cluster import Gather, Task, errors, members, together
+from tests.cluster import Gather, Task, errors, members, together, wait_until
 from tests.reference import REDUCTIONS, TYPES, expected, samples, wide
 from worker.client import Worker
 from worker.collectives import ReductionName
@@ -801,6 +801,20 @@ def test_nothing_works_alone_after_close(gather: Gather, method: str) -> None:
 
     with pytest.raises(ClosedError, match="the worker was closed"):
         AFTER_CLOSE[method](worker)
+
+
+def test_the_last_push_of_a_round_is_done_without_a_wait(gather: Gather) -> None:
+    workers = gather(2)
+    together(workers, lambda worker: worker.agree(_plan()))
+    buckets = [worker.empty(1, np.float32) for worker in workers]
+    for number in range(3):
+        for worker, bucket in zip(workers, buckets, strict=True):
+            bucket[:] = number + worker.rank
+        handles = [worker.push(0, bucket) for worker, bucket in zip(workers, buckets, strict=True)]
+        for handle in handles:
+            wait_until(handle.done, "its result is there, though nobody waits for it")
+        assert [float(bucket[0]) for bucket in buckets] == [number + 0.5] * 2
+        together(workers, lambda worker: worker.finish_round())
 
 
 def test_leaving_when_nothing_is_open_disturbs_nobody(gather: Gather) -> None:

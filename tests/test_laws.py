@@ -205,6 +205,9 @@ class WorkersEnd(End):
     def watch(self, enough: Callable[[], bool]) -> None:
         pass
 
+    def look(self) -> None:
+        pass
+
 
 def train(worker: Worker, given: list[list[Array]], chance: random.Random) -> Generator[None, None, list[bytes]]:
     """What one worker does, step by step: rounds of buckets, with a collective and transfers in a ring among them."""

@@ -92,6 +92,9 @@ class Tape:
     def watch(self, enough: Callable[[], bool]) -> None:
         pass
 
+    def look(self) -> None:
+        pass
+
     def empty(self, _nbytes: int) -> Bytes | None:
         return None
 

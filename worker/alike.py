@@ -152,7 +152,7 @@ class Newcomers:
         Raises:
             DivergedError: this worker is new, and its weights are others: it has left. The others go on.
         """
-        while self._asked and self._asked[0].handle.done():
+        while self._asked and not self._asked[0].handle._open:
             self._compare(self._asked.popleft())
         if self._due:
             is_one, self._due, self._is_one = self._is_one, False, False

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Final
 
 from protocol.buffer import Buffer
 from protocol.channel import Channel
 from protocol.errors import DeadlineError, GradServerError, MembershipChangedError, OutOfStepError
 from protocol.exchange import Stream
 from protocol.messages import Enter, Membership, Message, Ready, Transfer
+from protocol.plan import Plan
 from worker.claims import Claims
 from worker.handle import Handle
 from worker.interrupts import uninterrupted
@@ -21,6 +23,8 @@ from worker.stages import Stage
 from worker.traffic import Traffic
 
 log = logging.getLogger("gradserver")
+
+_NOTHING: Final = range(0)
 
 
 class Boundaries(Traffic):
@@ -54,10 +58,11 @@ class Boundaries(Traffic):
 
     def begin_round(self, part: int) -> None:
         """Before the first push of a round, to bucket ``part``."""
-        assert self.plan is not None
-        self._open = self.plan.section_of(part).parts
-        if self.plan.is_shared and self.stage is not Stage.OBSERVING:
-            self.turns.begins(self.plan, part)
+        plan = self.plan
+        assert plan is not None
+        self._open = plan.section_of(part).parts
+        if plan.is_shared and self.stage is not Stage.OBSERVING:
+            self.turns.begins(plan, part)
         self.claims.begin_round(self.round, len(self._shards) > 1)
 
     # ── rounds and memberships ────────────────────────────────────────────────────────────────────────
@@ -65,33 +70,39 @@ class Boundaries(Traffic):
     @uninterrupted
     def finish_round(self, timeout: float | None, parts: range | None = None) -> None:
         """Wait for every bucket of the round, or of ``parts``, and go on to the next one."""
-        assert self.plan is not None
-        parts, buckets = parts or self._open or self.plan.each[0].parts, self.plan.buckets
-        missing = [buckets[part].key for part in parts if buckets[part].numel and part not in self._pushed]
-        if missing:
-            self.check_open()
-            raise OutOfStepError(f"round {self.round} cannot be finished: these buckets were not pushed: {missing[:8]}")
-        for handle in self._pushed.values():
+        plan, pushed, is_elastic = self.plan, self._pushed, bool(self.membership.seats)
+        assert plan is not None
+        parts = parts or self._open or plan.each[0].parts
+        if len(pushed) < len(parts):
+            self._check_all_pushed(plan, parts)
+        for handle in pushed.values():
             self._await(handle, timeout)
-        has_any = any(buckets[part].numel for part in parts)
-        if self.membership.seats and has_any:
-            self._await_boundary(timeout)
-        if self.plan.is_shared and not has_any:  # nobody else has heard of it
-            self._pushed.clear()
-            return
+        if is_elastic or plan.is_shared:
+            if any(plan.buckets[part].numel for part in parts):
+                if is_elastic:
+                    self._await_boundary(timeout)
+            elif plan.is_shared:  # nobody else has heard of it
+                pushed.clear()
+                return
         if self._sifts:
             self._note_not_finite()
         with self._state:
-            self._pushed.clear()
-            self._open = range(0)
+            pushed.clear()
+            self._open = _NOTHING
             is_kept = self._note_lateness()
             self.round += 1
             self._backlog.forget(self.round)
-            if self.membership.seats:
+            if is_elastic:
                 self._numbers.pop((Stream.COLLECTIVE,), None)
         if is_kept:
             self.claims.carry()
         self._say_if_caught_up()
+
+    def _check_all_pushed(self, plan: Plan, parts: range) -> None:
+        missing = [plan.buckets[part].key for part in parts if plan.buckets[part].numel and part not in self._pushed]
+        if missing:
+            self.check_open()
+            raise OutOfStepError(f"round {self.round} cannot be finished: these buckets were not pushed: {missing[:8]}")
 
     def _note_not_finite(self) -> None:
         """Say what became of a round in which somebody's gradients were not finite."""
@@ -115,7 +126,8 @@ class Boundaries(Traffic):
                 handle.wait(timeout)
                 return
             except DeadlineError as error:
-                if handle.done() or timeout is not None or not (error.missing and self._announced.awaits(self.round)):
+                waits_on = error.missing and self._announced.awaits(self.round)
+                if not handle._open or timeout is not None or not waits_on:
                     raise
 
     def _await_boundary(self, timeout: float | None) -> None:

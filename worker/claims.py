@@ -114,6 +114,8 @@ class Claims:
 
     def begin_round(self, number: int, sharded: bool) -> None:
         """Say what is used in round ``number``. With several shards also that it is nothing: control waits for it."""
+        if not self._sources:
+            return
         with self._lock:
             said = []
             for source in self._sources.values():

@@ -95,11 +95,13 @@ class Handle(Generic[T_co]):
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
+        if self._open and self._channel is not None:
+            self._channel.look()
         return not self._open
 
     def is_completed(self) -> bool:
         """Whether `wait` would return (or raise) at once: `done` by torch's name."""
-        return not self._open
+        return self.done()
 
     def wait(self, timeout: Timeout = None) -> T_co:
         """Wait until done, and return the result: the tensor, for collectives.

@@ -162,6 +162,10 @@ class Lifeline:
         self._enough = enough
         self._channel.watch(self._has_enough)
 
+    def look(self) -> None:
+        """Receive what has come in, and do not wait for more."""
+        self._channel.look()
+
     def _has_enough(self) -> bool:
         return self._enough() and not any(
             waiting for generation, waiting in self._waiting.copy().items() if generation != self._generation

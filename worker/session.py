@@ -139,7 +139,7 @@ class Session(Boundaries):
         try:
             section: Section = handle.wait(timeout)
         finally:
-            if handle.done():
+            if not handle._open:
                 self._proposal = None
         agreement = Agreement(self, plan, section.number, section.first)
         self._agreements[section.number] = weakref.ref(agreement) if beside else lambda: agreement
@@ -154,7 +154,7 @@ class Session(Boundaries):
         """Say on a new connection what the others have yet to agree with, and what is asked and told of data."""
         with self._state:
             proposal = self._proposal
-        if proposal is not None and not proposal.handle.done():
+        if proposal is not None and proposal.handle._open:
             channel.send(proposal.message, (proposal.plan.encoded,))
         self.turns.say_again(channel)
         self.claims.say_again(channel)
@@ -414,7 +414,7 @@ class Session(Boundaries):
 
     def _take_agreed(self, agreed: Agreed, payloads: Sequence[Buffer]) -> None:
         with self._state:
-            if self._proposal is None or self._proposal.handle.done():
+            if self._proposal is None or not self._proposal.handle._open:
                 return
             proposed, handle, message = self._proposal
             plan = decode_plan(memoryview(payloads[0])) if payloads else proposed

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 """A flat, contiguous view of somebody's memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
+class Binding(NamedTuple):
     """A tensor, bound to memory that a channel can read and write.
 
     Attributes:
@@ -121,10 +119,10 @@ def _bind_numpy(array: npt.NDArray[Any], dtype: DType, writes: bool) -> Binding:
     array = np.asarray(array)  # a subclass such as numpy.matrix has its own idea of reshape
     if writes and not array.flags.writeable:
         raise LayoutError("the result cannot be written into a read-only array: pass a copy")
-    if writes and _overlaps(array.shape, tuple(stride // array.itemsize for stride in array.strides)):
-        raise LayoutError("several elements of this array share one memory cell (broadcast_to?): pass a copy")
     if array.flags.c_contiguous:
         return Binding(array.reshape(-1).view(np.uint8), dtype, array.size, array.shape, None)
+    if writes and _overlaps(array.shape, array.strides):
+        raise LayoutError("several elements of this array share one memory cell (broadcast_to?): pass a copy")
     copy = np.ascontiguousarray(array)
 
     def store() -> None:
@@ -141,11 +139,10 @@ def _bind_torch(tensor: torch.Tensor, dtype: DType, writes: bool) -> Binding:
     if tensor.device.type == "meta":
         raise LayoutError("a tensor on the meta device has no elements that could travel")
     plain = tensor.detach()
-    if writes and _overlaps(tuple(plain.shape), plain.stride()):
+    shape, numel, is_contiguous = tuple(plain.shape), plain.numel(), plain.is_contiguous()
+    if writes and not is_contiguous and _overlaps(shape, plain.stride()):
         raise LayoutError("several elements of this tensor share one memory cell (expand?): pass .clone()")
-    shape, numel = tuple(plain.shape), plain.numel()
-    direct = plain.device.type == "cpu" and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
-    if direct:
+    if is_contiguous and plain.device.type == "cpu" and not plain.is_conj() and not plain.is_neg():
         return Binding(_torch_bytes(plain), dtype, numel, shape, None)
     copy = plain.to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
 

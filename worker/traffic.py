@@ -38,7 +38,7 @@ from protocol.exchange import (
     operation_of,
     pool_of,
 )
-from protocol.limits import MAX_COUNTER
+from protocol.limits import MAX_COUNTER, SLICE_BYTES
 from protocol.messages import Inquire, Message, Push, Result, Transfer, Welcome
 from protocol.plan import Plan
 from protocol.shards import Table
@@ -197,8 +197,20 @@ class Traffic(Latecomer):
         for (result, payload), shard in zip(came, self._shards_of(came, key, operation), strict=True):
             self._settle(result, payload, shard)
         self._pump()
-        self._channel.watch(self.idle)
+        if not self._is_read_by_the_caller(operation):
+            self._channel.watch(self.idle)
         return handle
+
+    def _is_read_by_the_caller(self, operation: Operation) -> bool:
+        """Whether the caller has pushed the last bucket of a round, and a small one: it waits for the results next.
+
+        It reads them itself then, a switch of threads sooner. If it does something else before, the socket keeps them.
+        In a durable group they are read at once, as who has them says so after a restart of the coordinator.
+        """
+        if len(self._pushed) < len(self._open) or self.books is not None:
+            return False
+        is_small = operation.numel * operation.dtype.itemsize <= SLICE_BYTES
+        return is_small and self.stage is Stage.MEMBER and not any(shard.outbox.waiting for shard in self._shards)
 
     def _feedback_of(self, index: int, operation: Operation) -> Feedback | None:
         if not operation.is_lossy:
@@ -403,7 +415,7 @@ class Traffic(Latecomer):
         assert self.plan is not None
         for index in self._open:
             bucket, handle = self.plan.buckets[index], self._pushed.get(index)
-            if bucket.numel == 0 or (handle is not None and handle.done()):
+            if bucket.numel == 0 or (handle is not None and not handle._open):
                 continue
             key = ExchangeKey(Stream.BUCKET, self.round, index)
             exchange = shard.exchanges.get(key)

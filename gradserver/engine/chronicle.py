@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from gradserver.engine.data_records import Claim, Committed
 from gradserver.engine.events import Command, Log, Record
@@ -84,7 +83,7 @@ def completed(group: Group, record: RoundRecord, used_up: tuple[Committed, ...],
         if warning:
             commands.append(Log(warning, warning=True))
     group.told = record.round, group.epoch
-    group.ledger.append(replace(record, inputs=(), results=()))  # here it is for its times
+    group.ledger.append(record.without_digests())  # here it is for its times
 
 
 def boundary(group: Group, number: int, commands: list[Command]) -> None:

@@ -6,7 +6,6 @@ They are durable ones, and all their members are away (`gradserver.engine.resumi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 
 from gradserver.engine import chronicle
 from gradserver.engine.data_records import Claim, Data
@@ -158,7 +157,7 @@ class _Past:
             case Plan():
                 self.plan = record
             case Round(_, epoch, done, used_up):
-                self.told, self.done = (done.round, epoch), replace(done, inputs=(), results=())
+                self.told, self.done = (done.round, epoch), done.without_digests()
                 for committed in used_up:
                     self.positions.restore(committed)
             case Boundary(_, number, epoch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Final
 
 from gradserver.engine.events import RESULT
@@ -118,13 +119,13 @@ class Round:
         world = max(world, 1 + max(self.weights, default=-1))
         return RoundRecord(
             number,
-            tuple(self.weights.get(rank, 0.0) for rank in range(world)),
+            tuple(map(self.weights.get, range(world), repeat(0.0))),
             self.opened,
             now,
             self.last,
-            tuple(self.arrivals.get(rank, (self.opened, self.opened)) for rank in range(world)),
-            tuple(self.inputs[rank] % MODULUS for rank in range(world)) if self.hashed else (),
-            tuple(self.results[part] % MODULUS for part in parts) if self.hashed else (),
+            tuple(map(self.arrivals.get, range(world), repeat((self.opened, self.opened)))),
+            tuple([self.inputs[rank] % MODULUS for rank in range(world)]) if self.hashed else (),
+            tuple([self.results[part] % MODULUS for part in parts]) if self.hashed else (),
             tuple((*which, slices) for which, slices in sorted(self.cut.items()) if slices),
             self.section,
             nonfinite=tuple((*which, *found) for which, found in sorted(self.nonfinite.items()))
