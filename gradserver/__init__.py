@@ -17,14 +17,14 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gradserver._siblings import check_siblings
+from gradserver.protocol.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from gradserver.alone import connect as connect
     from gradserver.local import LocalCluster as LocalCluster
-    from protocol.errors import (
+    from gradserver.protocol.errors import (
         AbandonedError as AbandonedError,
         BackendUnavailableError as BackendUnavailableError,
         ClosedError as ClosedError,
@@ -64,47 +64,46 @@ if TYPE_CHECKING:
         WorkerLeftError as WorkerLeftError,
         WorkerLostError as WorkerLostError,
     )
-    from protocol.messages import Membership as Membership
-    from worker.batchnorm import SyncBatchNorm as SyncBatchNorm, convert_sync_batchnorm as convert_sync_batchnorm
-    from worker.blocks import GradientExchange as GradientExchange
-    from worker.client import Worker as Worker
-    from worker.ddp import DistributedDataParallel as DistributedDataParallel
-    from worker.flatten import (
+    from gradserver.protocol.messages import Membership as Membership
+    from gradserver.worker.batchnorm import (
+        SyncBatchNorm as SyncBatchNorm,
+        convert_sync_batchnorm as convert_sync_batchnorm,
+    )
+    from gradserver.worker.blocks import GradientExchange as GradientExchange
+    from gradserver.worker.client import Worker as Worker
+    from gradserver.worker.ddp import DistributedDataParallel as DistributedDataParallel
+    from gradserver.worker.flatten import (
         BlockShape as BlockShape,
         flatten as flatten,
         local_mean as local_mean,
         unflatten as unflatten,
     )
-    from worker.handle import Handle as Handle
-    from worker.job import Job as Job
-    from worker.ranges import DataRanges as DataRanges
-    from worker.sampler import ShardSampler as ShardSampler
-    from worker.sharding import shard_batches as shard_batches
-
-__version__ = "0.1.0"
-
-check_siblings(__version__)
+    from gradserver.worker.handle import Handle as Handle
+    from gradserver.worker.job import Job as Job
+    from gradserver.worker.ranges import DataRanges as DataRanges
+    from gradserver.worker.sampler import ShardSampler as ShardSampler
+    from gradserver.worker.sharding import shard_batches as shard_batches
 
 _HOME = {
     "connect": "gradserver.alone",
-    "Worker": "worker.client",
-    "Handle": "worker.handle",
-    "DistributedDataParallel": "worker.ddp",
-    "SyncBatchNorm": "worker.batchnorm",
-    "convert_sync_batchnorm": "worker.batchnorm",
-    "Job": "worker.job",
-    "GradientExchange": "worker.blocks",
-    "flatten": "worker.flatten",
-    "unflatten": "worker.flatten",
-    "local_mean": "worker.flatten",
-    "BlockShape": "worker.flatten",
-    "shard_batches": "worker.sharding",
-    "DataRanges": "worker.ranges",
-    "ShardSampler": "worker.sampler",
+    "Worker": "gradserver.worker.client",
+    "Handle": "gradserver.worker.handle",
+    "DistributedDataParallel": "gradserver.worker.ddp",
+    "SyncBatchNorm": "gradserver.worker.batchnorm",
+    "convert_sync_batchnorm": "gradserver.worker.batchnorm",
+    "Job": "gradserver.worker.job",
+    "GradientExchange": "gradserver.worker.blocks",
+    "flatten": "gradserver.worker.flatten",
+    "unflatten": "gradserver.worker.flatten",
+    "local_mean": "gradserver.worker.flatten",
+    "BlockShape": "gradserver.worker.flatten",
+    "shard_batches": "gradserver.worker.sharding",
+    "DataRanges": "gradserver.worker.ranges",
+    "ShardSampler": "gradserver.worker.sampler",
     "LocalCluster": "gradserver.local",
-    "Membership": "protocol.messages",
+    "Membership": "gradserver.protocol.messages",
 }
-"""Where each lazy name lives. The error classes are not listed: `protocol.errors` says which there are."""
+"""Where each lazy name lives. The error classes are not listed: `gradserver.protocol.errors` says which there are."""
 
 
 __all__ = [
@@ -167,7 +166,7 @@ __all__ = [
 
 
 def _error_classes() -> dict[str, object]:
-    errors = import_module("protocol.errors")
+    errors = import_module("gradserver.protocol.errors")
     return {name: getattr(errors, name) for name in errors.__all__ if name.endswith("Error")}
 
 

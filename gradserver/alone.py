@@ -13,12 +13,12 @@ from typing import ParamSpec
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
 from gradserver.local import Alarm, Inbox
-from protocol.channel import Outlet, memory_pair
-from protocol.errors import GradServerError
-from worker import connect as daemons
-from worker.client import Worker
-from worker.connect import UrlMissingError, Wish
-from worker.session import Session
+from gradserver.protocol.channel import Outlet, memory_pair
+from gradserver.protocol.errors import GradServerError
+from gradserver.worker import connect as daemons
+from gradserver.worker.client import Worker
+from gradserver.worker.connect import UrlMissingError, Wish
+from gradserver.worker.session import Session
 
 log = logging.getLogger("gradserver")
 

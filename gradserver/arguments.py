@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from protocol.limits import KIB, MAX_NAME_BYTES, MAX_WORLD_SIZE, MIB
+from gradserver.protocol.limits import KIB, MAX_NAME_BYTES, MAX_WORLD_SIZE, MIB
 
 if TYPE_CHECKING:
     from gradserver.engine.policy import Policy
@@ -42,7 +42,7 @@ def number(kind: Callable[[str], N], low: N, high: N, what: str = "", limits: st
 def workers(text: str) -> int | Policy:
     """How many workers a group has: N, or MIN:MAX, or MIN: if it is elastic."""
     from gradserver.engine.policy import Policy
-    from protocol.errors import InvalidWorldSizeError
+    from gradserver.protocol.errors import InvalidWorldSizeError
 
     least, colon, most = text.partition(":")
     count = number(int, 1, MAX_WORLD_SIZE, "a number of workers")
@@ -106,9 +106,9 @@ def sync(text: str) -> float | None:
 
 def codec(text: str) -> str:
     """The whole name of a codec that saves bytes, or of fp32."""
-    from protocol.codecs import codec_of  # here, as a command line is to come up without numpy
-    from protocol.codecs.base import BLOCK
-    from protocol.errors import InvalidArgumentError
+    from gradserver.protocol.codecs import codec_of  # here, as a command line is to come up without numpy
+    from gradserver.protocol.codecs.base import BLOCK
+    from gradserver.protocol.errors import InvalidArgumentError
 
     try:
         named = codec_of(text)

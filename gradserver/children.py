@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from protocol.errors import CoordinatorError
-from protocol.url import parse_url
+from gradserver.protocol.errors import CoordinatorError
+from gradserver.protocol.url import parse_url
 
 _PATIENCE_SECONDS: Final = 5.0
 """How long they may take to end by themselves."""

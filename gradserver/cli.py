@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import gradserver
 from gradserver.arguments import ANY, names, number, quorum, size, sync, workers_of
-from protocol.errors import GradServerError, InvalidArgumentError
-from protocol.limits import (
+from gradserver.protocol.errors import GradServerError, InvalidArgumentError
+from gradserver.protocol.limits import (
     JOURNAL_QUOTA_BYTES,
     MAX_COUNTER,
     MAX_RATE,

@@ -29,11 +29,11 @@ from gradserver.engine.events import (
 )
 from gradserver.engine.records import Kind
 from gradserver.mean import Outcome
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Outlet
+from gradserver.protocol.errors import ClosedError, CoordinatorError, GradServerError, ProtocolError
+from gradserver.protocol.messages import Failure, Message, Scope
 from gradserver.reducer import PENDING, Pending, Reducer, broken_by
-from protocol.buffer import Buffer
-from protocol.channel import Outlet
-from protocol.errors import ClosedError, CoordinatorError, GradServerError, ProtocolError
-from protocol.messages import Failure, Message, Scope
 
 log = logging.getLogger("gradserver")
 

@@ -25,10 +25,10 @@ from gradserver.coordinator import Coordinator, Residuals
 from gradserver.engine import Engine
 from gradserver.engine.access import Access
 from gradserver.engine.policy import OnNonFinite, Policy
-from protocol.errors import CoordinatorStoppedError
-from protocol.limits import CREDIT_BYTES, JOURNAL_QUOTA_BYTES, MAX_TOKEN, MIB, ROUND_TIMEOUT
-from protocol.messages import Enlist
-from protocol.url import numeric_url, parse_url
+from gradserver.protocol.errors import CoordinatorStoppedError
+from gradserver.protocol.limits import CREDIT_BYTES, JOURNAL_QUOTA_BYTES, MAX_TOKEN, MIB, ROUND_TIMEOUT
+from gradserver.protocol.messages import Enlist
+from gradserver.protocol.url import numeric_url, parse_url
 
 if TYPE_CHECKING:
     from gradserver.ledger.state import StateDir

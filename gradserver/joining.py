@@ -6,10 +6,10 @@ from typing import Final
 
 from gradserver.engine.events import Reduce, Undecodable
 from gradserver.mean import Outcome
-from protocol.buffer import Buffer
-from protocol.errors import MalformedMessageError
-from protocol.exchange import JOINED, PORTIONED, Op
-from protocol.frames import frames
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import MalformedMessageError
+from gradserver.protocol.exchange import JOINED, PORTIONED, Op
+from gradserver.protocol.frames import frames
 
 PASSED_ON: Final = JOINED | PORTIONED
 

@@ -12,20 +12,20 @@ from typing import Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
 from gradserver.engine.policy import Policy, lateness_of, on_non_finite
-from protocol.buffer import Buffer
-from protocol.channel import Channel, Outlet, memory_pair
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Channel, Outlet, memory_pair
+from gradserver.protocol.errors import (
     ClosedError,
     GradServerError,
     InvalidArgumentError,
     InvalidRankError,
     InvalidWorldSizeError,
 )
-from protocol.limits import BACKLOG_BYTES, CREDIT_BYTES
-from protocol.messages import Join, Message
-from worker.client import Worker
-from worker.handle import Handle
-from worker.session import Session
+from gradserver.protocol.limits import BACKLOG_BYTES, CREDIT_BYTES
+from gradserver.protocol.messages import Join, Message
+from gradserver.worker.client import Worker
+from gradserver.worker.handle import Handle
+from gradserver.worker.session import Session
 
 _LOOK_AGAIN_SECONDS: Final = 0.05
 """When a worker whose function has returned, and which others wait for, has exchanges that are not done."""

@@ -27,10 +27,10 @@ from gradserver.mean import (
     weigh,
     with_one_nan,
 )
-from protocol.codecs import Codec, Scratch, seed_of
-from protocol.digest import digest
-from protocol.errors import ProtocolError
-from protocol.exchange import Stream
+from gradserver.protocol.codecs import Codec, Scratch, seed_of
+from gradserver.protocol.digest import digest
+from gradserver.protocol.errors import ProtocolError
+from gradserver.protocol.exchange import Stream
 
 EXACT_PLACE: Final = ("bf16", "fp16")
 """Codecs that keep an element that is not finite where it is, and spread it over no others."""

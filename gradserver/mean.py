@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.engine.events import Broken, NonFinite, Sifted, Undecodable
-from protocol.buffer import Buffer
+from gradserver.protocol.buffer import Buffer
 
 Array = npt.NDArray[Any]
 Outcome = Buffer | tuple[Buffer, ...] | NonFinite | Sifted | Undecodable | Broken | None

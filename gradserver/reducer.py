@@ -39,11 +39,11 @@ from gradserver.mean import (
     weigh,
     with_one_nan,
 )
-from protocol.buffer import Buffer
-from protocol.digest import digest
-from protocol.dtypes import DType, numpy_dtype
-from protocol.exchange import Op
-from protocol.limits import KIB, MIB
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.digest import digest
+from gradserver.protocol.dtypes import DType, numpy_dtype
+from gradserver.protocol.exchange import Op
+from gradserver.protocol.limits import KIB, MIB
 
 log = logging.getLogger("gradserver")
 

@@ -26,9 +26,9 @@ import numpy as np
 from gradserver.engine.events import Reduce
 from gradserver.engine.records import Closed, Durable, Kind, Plan
 from gradserver.lossy import Owed
-from protocol.errors import reason_of
-from protocol.exchange import Stream, layout_of
-from protocol.plan import Plan as PlanTable
+from gradserver.protocol.errors import reason_of
+from gradserver.protocol.exchange import Stream, layout_of
+from gradserver.protocol.plan import Plan as PlanTable
 
 log = logging.getLogger("gradserver")
 

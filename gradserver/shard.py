@@ -19,8 +19,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gradserver.coordinator import Coordinator
-from protocol.buffer import Buffer
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
     ConnectionLostError,
     CoordinatorError,
     CoordinatorStoppedError,
@@ -31,12 +31,12 @@ from protocol.errors import (
     UnexpectedMessageError,
     reason_of,
 )
-from protocol.limits import COORDINATOR_SILENCE, FORGOTTEN_SECONDS, HEARTBEAT_SECONDS, MAX_ORDER_BYTES
-from protocol.messages import BePresent, Enlist, Enlisted, Failure, Message, Ping
-from protocol.numbers import Frames, Numbers
-from protocol.presence import presence_options
-from protocol.url import no_coordinator, numeric_url, parse_target, parse_url
-from protocol.wire import decode, encode
+from gradserver.protocol.limits import COORDINATOR_SILENCE, FORGOTTEN_SECONDS, HEARTBEAT_SECONDS, MAX_ORDER_BYTES
+from gradserver.protocol.messages import BePresent, Enlist, Enlisted, Failure, Message, Ping
+from gradserver.protocol.numbers import Frames, Numbers
+from gradserver.protocol.presence import presence_options
+from gradserver.protocol.url import no_coordinator, numeric_url, parse_target, parse_url
+from gradserver.protocol.wire import decode, encode
 
 log = logging.getLogger("gradserver")
 

@@ -9,18 +9,18 @@ from typing import Any, cast
 
 import zmq
 
-from gradserver.tables import table
-from protocol.errors import (
+from gradserver.protocol.errors import (
     CoordinatorError,
     CoordinatorUnreachableError,
     ProtocolError,
     UnexpectedMessageError,
     reason_of,
 )
-from protocol.limits import MAX_FRAME_BYTES
-from protocol.messages import Failure, Status, StatusRequest
-from protocol.url import no_coordinator, numeric_url, parse_target, parse_url
-from protocol.wire import decode, encode
+from gradserver.protocol.limits import MAX_FRAME_BYTES
+from gradserver.protocol.messages import Failure, Status, StatusRequest
+from gradserver.protocol.url import no_coordinator, numeric_url, parse_target, parse_url
+from gradserver.protocol.wire import decode, encode
+from gradserver.tables import table
 
 _PATIENCE_MS = 3000
 

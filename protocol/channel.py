@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from protocol.buffer import Buffer
-from protocol.errors import ClosedError, GradServerError, UsageError
-from protocol.messages import HERE, Message, Place
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import ClosedError, GradServerError, UsageError
+from gradserver.protocol.messages import HERE, Message, Place
 
 
 class Receiver(Protocol):

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from protocol.buffer import Buffer
-from protocol.errors import MalformedMessageError
-from protocol.limits import MAX_FRAME_BYTES, MAX_LIST, MAX_TEXT
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import MalformedMessageError
+from gradserver.protocol.limits import MAX_FRAME_BYTES, MAX_LIST, MAX_TEXT
 
 T = TypeVar("T")
 Fact = str | int | tuple[str, ...]

@@ -22,8 +22,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from protocol.buffer import Buffer
-from protocol.plan import Plan
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.plan import Plan
 
 MODULUS: Final = 1 << 64
 _ROW: Final = 1024

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from protocol.errors import DTypeError
+from gradserver.protocol.errors import DTypeError
 
 if TYPE_CHECKING:
     import numpy as np

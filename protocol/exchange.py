@@ -15,11 +15,11 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
-from protocol.buffer import Buffer
-from protocol.codecs import Codec, codec_of
-from protocol.dtypes import FLOAT32, UINT8, DType
-from protocol.errors import InvalidArgumentError, UnsupportedOperationError
-from protocol.limits import MIN_SLICE_COST, SHARED_SLICE_COST, SLICE_BYTES
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.codecs import Codec, codec_of
+from gradserver.protocol.dtypes import FLOAT32, UINT8, DType
+from gradserver.protocol.errors import InvalidArgumentError, UnsupportedOperationError
+from gradserver.protocol.limits import MIN_SLICE_COST, SHARED_SLICE_COST, SLICE_BYTES
 
 EXACT: Final = codec_of("fp32")
 """As it is: the only codec for what is not float32, and the one whenever no other was asked for."""
@@ -104,7 +104,8 @@ class Op(IntEnum):
     Where none does, members leave their memory as it is.
     """
     FRAMED = 7
-    """Bytes that are passed on, each part of them behind its length (`protocol.frames`): parts may differ in length."""
+    """Bytes that are passed on, each part of them behind its length (`gradserver.protocol.frames`): parts may differ in
+    length."""
 
 
 @dataclass(frozen=True, slots=True)

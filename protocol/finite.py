@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from protocol.buffer import Buffer
-from protocol.dtypes import numpy_dtype
-from protocol.exchange import Operation
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.dtypes import numpy_dtype
+from gradserver.protocol.exchange import Operation
 
 
 def is_finite(data: Buffer, operation: Operation, numel: int) -> bool:

@@ -14,8 +14,8 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from protocol.buffer import Buffer
-from protocol.errors import MalformedMessageError
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import MalformedMessageError
 
 _LENGTH: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _LENGTH.size

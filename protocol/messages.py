@@ -1,4 +1,4 @@
-"""The messages, as frozen dataclasses. What bytes they become is the business of `protocol.wire`.
+"""The messages, as frozen dataclasses. What bytes they become is the business of `gradserver.protocol.wire`.
 
 `Push` and `Result` are named tuples: of these there are two for every slice, and they are made in a sixth of the time.
 
@@ -15,7 +15,7 @@ worker                                  coordinator
   ◄────────────────────────────────────── Result + slice, until every slice of the Push has one
   ◄────────────────────────────────────── Result + slice, unasked, in an elastic group: to who listens
   Taken ─────────────────────────────────► so much of that was read
-  Register, Claim, Used ─────────────────► data: `protocol.positions` has them, and the answers
+  Register, Claim, Used ─────────────────► data: `gradserver.protocol.positions` has them, and the answers
   Inquire ───────────────────────────────► "who is missing?", when a wait ran out
   ◄────────────────────────────────────── Missing
   Leave ─────────────────────────────────► forgets the worker
@@ -26,7 +26,7 @@ worker                                  coordinator
   Ping ──────────────────────────────────► answered with a Ping, by which shows whether something was lost
   ◄────────────────────────────────────── Membership, in an elastic group, when somebody departed or came in
   ◄────────────────────────────────────── RoundDone, in an elastic group, after the last Result of a round
-  (Resume, Resumed, Holding, Fetch, Held and Standing, after a connection broke, are drawn in `protocol.resuming`)
+  (Resume, Resumed, Holding, Fetch, Held, Standing, after a connection broke: drawn in `gradserver.protocol.resuming`)
   Serve ─────────────────────────────────► may ask this member for its state, for a joiner
   StateFailed ───────────────────────────► asks another one
 
@@ -55,11 +55,11 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from protocol.errors import ERRORS, GradServerError
-from protocol.exchange import ExchangeKey, Operation
-from protocol.limits import MAX_TEXT
-from protocol.positions import Claim, Claimed, Located, Register, Used
-from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Standing
+from gradserver.protocol.errors import ERRORS, GradServerError
+from gradserver.protocol.exchange import ExchangeKey, Operation
+from gradserver.protocol.limits import MAX_TEXT
+from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Welcome:
     ``shards`` are the URLs of the data shards beside the coordinator itself, ``rates`` compare them (its own is the
     first), and ``token`` is what this worker shows them. ``seats``, by rank, tell that the group is elastic. A
     ``durable`` one survives broken connections, and the coordinator, which has begun as often as ``incarnation`` says
-    (`protocol.resuming`); the token is then also what a Resume shows.
+    (`gradserver.protocol.resuming`); the token is then also what a Resume shows.
     ``founded`` is the epoch by which shards know the group, if that is another one. Who ``joins`` a group that has
     begun is not a member yet: seats, names and its rank are what they would be if it were. What a member
     gives ``late`` is to be kept for the next round ("keep"), or forgotten ("drop"); if empty, all are waited for.
@@ -414,7 +414,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Of unasked results this worker has read as many bytes, each counted as `protocol.exchange.unasked_cost` says."""
+    """This worker has read so many bytes of unasked results: `gradserver.protocol.exchange.unasked_cost` of each."""
 
     nbytes: int
 
@@ -501,7 +501,7 @@ class Failure:
 
     Attributes:
         scope: how much fails.
-        error: name of the class in `protocol.errors`.
+        error: name of the class in `gradserver.protocol.errors`.
         text: the message.
         fields: the error's typed facts: text, integer, or tuple of text.
         key: the exchange, for Scope.EXCHANGE.

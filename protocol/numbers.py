@@ -3,7 +3,7 @@
 Each side of a connection counts what it sends, from 1 on, and puts the number in front of the header:
 
     8 bytes    the number, big-endian, and the highest bit: no header begins so
-    header     as `protocol.wire` encodes it
+    header     as `gradserver.protocol.wire` encodes it
 
 What has no number is taken as it comes: answers to strangers, and what passes through a local socket, which loses
 nothing.
@@ -25,8 +25,8 @@ import struct
 from collections.abc import Iterable
 from typing import Final
 
-from protocol.buffer import Buffer
-from protocol.errors import ConnectionLostError
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import ConnectionLostError
 
 Frames = list[Buffer]
 """A message: its header, which may have a number, and what follows."""

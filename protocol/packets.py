@@ -3,7 +3,7 @@
 A message is one packet, or several if it is large:
 
     8 bytes    length of the header, and of the payload plus one (0: there is none), little-endian
-    header     as `protocol.wire` encodes it
+    header     as `gradserver.protocol.wire` encodes it
     payload    as much of it as goes into this packet; the rest follows in packets of its own
 
 No thread stands between the two processes, which is what makes this quick.
@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from protocol.buffer import Buffer
-from protocol.errors import LimitExceededError, MalformedMessageError
-from protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
+from gradserver.protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES
 
 PACKET_BYTES: Final = MAX_HEADER_BYTES + 32 * KIB
 """Longest packet. Linux lends a socket twice as much by default, so that two are on their way."""

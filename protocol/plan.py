@@ -11,11 +11,11 @@ from itertools import pairwise, zip_longest
 from math import prod
 from typing import Final, NamedTuple
 
-from protocol.codecs import Codec, codec_from, codec_of
-from protocol.dtypes import BY_CODE, FLOAT32, DType
-from protocol.errors import InvalidArgumentError, LimitExceededError, MalformedMessageError, ProtocolError
-from protocol.exchange import EXACT, Kind, Op, Operation, check_codec, check_reducible
-from protocol.limits import (
+from gradserver.protocol.codecs import Codec, codec_from, codec_of
+from gradserver.protocol.dtypes import BY_CODE, FLOAT32, DType
+from gradserver.protocol.errors import InvalidArgumentError, LimitExceededError, MalformedMessageError, ProtocolError
+from gradserver.protocol.exchange import EXACT, Kind, Op, Operation, check_codec, check_reducible
+from gradserver.protocol.limits import (
     KIB,
     MAX_BUCKETS,
     MAX_COMPONENTS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-from protocol.messages import BePresent
+from gradserver.protocol.messages import BePresent
 
 _BEATS: Final = 0.09
 """One in this part of the silence that is allowed. Silence is noticed behind the first."""

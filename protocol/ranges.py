@@ -9,10 +9,10 @@ import struct
 from itertools import pairwise
 from typing import Final, TypeAlias
 
-from protocol.buffer import Buffer
-from protocol.checks import brief
-from protocol.errors import LimitExceededError, MalformedMessageError
-from protocol.limits import MAX_NUMEL, MAX_RANGES
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.checks import brief
+from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
+from gradserver.protocol.limits import MAX_NUMEL, MAX_RANGES
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 

@@ -87,10 +87,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from protocol.buffer import Buffer
-from protocol.errors import LimitExceededError, MalformedMessageError
-from protocol.exchange import ExchangeKey, Stream
-from protocol.limits import MAX_COUNTER, MAX_FRAME_BYTES, MAX_WEIGHT, MAX_WORLD_SIZE, SLICE_BYTES
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
+from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.limits import MAX_COUNTER, MAX_FRAME_BYTES, MAX_WEIGHT, MAX_WORLD_SIZE, SLICE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

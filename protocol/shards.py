@@ -20,10 +20,10 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from protocol.codecs.base import BLOCK
-from protocol.exchange import IN_PLACE, ExchangeKey, Layout, Operation, Stream, cut, layout_of
-from protocol.limits import KIB
-from protocol.plan import VACANT, Plan, Section
+from gradserver.protocol.codecs.base import BLOCK
+from gradserver.protocol.exchange import IN_PLACE, ExchangeKey, Layout, Operation, Stream, cut, layout_of
+from gradserver.protocol.limits import KIB
+from gradserver.protocol.plan import VACANT, Plan, Section
 
 SPLIT_BYTES: Final = 256 * KIB
 """What is smaller goes to one shard: the messages would cost more than the bytes."""

@@ -12,7 +12,8 @@ nobody can map it any more: so all of them map it first, before it is offered to
   ◄─────────────────────────────────────────  Lent, or Refused
   Offer + the same file descriptor ────────►  …
 
-On a second connection they say everything else, from then on without a network between them (`protocol.packets`):
+On a second connection they say everything else, from then on without a network between them
+(`gradserver.protocol.packets`):
 
   Talk ────────────────────────────────────►  whose connection this is
   ◄─────────────────────────────────────────  Talking, or Refused
@@ -35,8 +36,8 @@ from typing import Any, Final
 
 import msgpack
 
-from protocol.errors import MalformedMessageError
-from protocol.limits import KIB, MAX_COUNTER
+from gradserver.protocol.errors import MalformedMessageError
+from gradserver.protocol.limits import KIB, MAX_COUNTER
 
 PAGE_BYTES: Final = 4 * KIB
 SEGMENT_HEADER_BYTES: Final = PAGE_BYTES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.errors import InvalidArgumentError
+from gradserver.protocol.errors import InvalidArgumentError
 
 
 def parse_url(url: str) -> tuple[str, int]:

@@ -4,7 +4,7 @@
     frame 1…  payloads, raw: slices of tensors, an encoded plan, a status in JSON
 
 Headers are msgpack, tensors never are. Decoding takes any bytes and gives a message or a
-`ProtocolError`; it checks every value against `protocol.limits` before anything is built from it.
+`ProtocolError`; it checks every value against `gradserver.protocol.limits` before anything is built from it.
 
 The header of a `Failure` keeps its form in every version, so that a peer of another version can be told.
 """
@@ -18,18 +18,18 @@ from typing import Any, Final
 
 import msgpack
 
-from protocol.buffer import Buffer
-from protocol.checks import brief, facts, flag, integer, listed, number, numbers, optional, text
-from protocol.codecs import codec_from
-from protocol.dtypes import BY_CODE
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.checks import brief, facts, flag, integer, listed, number, numbers, optional, text
+from gradserver.protocol.codecs import codec_from
+from gradserver.protocol.dtypes import BY_CODE
+from gradserver.protocol.errors import (
     LimitExceededError,
     MalformedMessageError,
     ProtocolError,
     VersionMismatchError,
 )
-from protocol.exchange import EXACT, ExchangeKey, Kind, Op, Operation, Stream
-from protocol.limits import (
+from gradserver.protocol.exchange import EXACT, ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.limits import (
     MAX_CLAIMED,
     MAX_COUNTER,
     MAX_FRAME_BYTES,
@@ -51,7 +51,7 @@ from protocol.limits import (
     PROTOCOL_VERSION,
     SLICE_BYTES,
 )
-from protocol.messages import (
+from gradserver.protocol.messages import (
     Agreed,
     Attend,
     Attended,
@@ -92,9 +92,9 @@ from protocol.messages import (
     Transfer,
     Welcome,
 )
-from protocol.positions import Claim, Claimed, Located, Register, Used
-from protocol.ranges import MAX_RANGES_BYTES
-from protocol.resuming import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
+from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.ranges import MAX_RANGES_BYTES
+from gradserver.protocol.resuming import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
 
 _MAGIC: Final = b"GS"
 _PREFIX: Final = _MAGIC + bytes([PROTOCOL_VERSION])

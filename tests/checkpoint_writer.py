@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from worker.checkpoint import Directory
-from worker.tree import pack
+from gradserver.worker.checkpoint import Directory
+from gradserver.worker.tree import pack
 
 NUMEL = 1 << 18
 

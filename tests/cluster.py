@@ -25,11 +25,11 @@ from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
 from gradserver.engine.policy import on_non_finite
 from gradserver.local import LocalCluster
+from gradserver.protocol.limits import CREDIT_BYTES
 from gradserver.status import fetch
-from protocol.limits import CREDIT_BYTES
+from gradserver.worker.client import Worker
+from gradserver.worker.connect import connect
 from tests.nursery import Child, nursery
-from worker.client import Worker
-from worker.connect import connect
 
 P = ParamSpec("P")
 S = TypeVar("S")

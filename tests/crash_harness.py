@@ -1,9 +1,9 @@
 """A durable group whose coordinator may be lost between any two commands, and its members at any time.
 
-`Durable` is a `Member` that does what `protocol.resuming` asks of one: it keeps what it gives, and results. `Crashing`
-runs a program with them; each message to a member waits in its connection until it is read, so whatever breaks takes
-any suffix of them along. A coordinator that is lost leaves its records, and the next one begins with these. What they
-say of who counted in a round must be how members' results came about.
+`Durable` is a `Member` that does what `gradserver.protocol.resuming` asks of one: it keeps what it gives, and results.
+`Crashing` runs a program with them; each message to a member waits in its connection until it is read, so whatever
+breaks takes any suffix of them along. A coordinator that is lost leaves its records, and the next one begins with
+these. What they say of who counted in a round must be how members' results came about.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gradserver.engine import Engine
 from gradserver.engine.events import Close, Command, Disconnected, Event, Record, Reduce, Restored, Send
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Books, Dated, Kind as RecordKind, Round, RoundRecord, Start
-from protocol.buffer import Buffer
-from protocol.errors import GradServerError, MembershipChangedError
-from protocol.exchange import PERSONAL, PORTIONED, ExchangeKey, Kind, Operation, Stream, gets
-from protocol.messages import Failure, Follow, Message, Opened, Push, Result, Scope, Welcome
-from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import GradServerError, MembershipChangedError
+from gradserver.protocol.exchange import PERSONAL, PORTIONED, ExchangeKey, Kind, Operation, Stream, gets
+from gradserver.protocol.messages import Failure, Follow, Message, Opened, Push, Result, Scope, Welcome
+from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests import receivers
 from tests.elastic_harness import Cluster, Giver, Member, Step, contribution
 from tests.engine_harness import SEATS, Array, Harness, Outcome, Task, bucket

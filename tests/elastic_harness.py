@@ -18,9 +18,9 @@ import numpy as np
 
 from gradserver.engine.events import Reduce
 from gradserver.engine.policy import OnNonFinite, Policy
-from protocol.dtypes import FLOAT32, UINT8
-from protocol.errors import MembershipChangedError
-from protocol.exchange import (
+from gradserver.protocol.dtypes import FLOAT32, UINT8
+from gradserver.protocol.errors import MembershipChangedError
+from gradserver.protocol.exchange import (
     PORTIONED,
     STATE_TAG,
     WORLD_BOUND,
@@ -33,8 +33,8 @@ from protocol.exchange import (
     is_state,
     layout_of,
 )
-from protocol.limits import BACKLOG_BYTES
-from protocol.messages import (
+from gradserver.protocol.limits import BACKLOG_BYTES
+from gradserver.protocol.messages import (
     Agreed,
     Enter,
     Entered,

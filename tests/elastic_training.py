@@ -16,12 +16,12 @@ from torch import Tensor
 
 import gradserver
 from gradserver import LocalCluster
+from gradserver.worker.client import Worker
+from gradserver.worker.ddp import DistributedDataParallel
+from gradserver.worker.handle import Handle
 from tests.models import Transformer, loss_of, state_of, tokens
 from tests.replicas import sgd, shard
 from tests.worker_programs import say, told
-from worker.client import Worker
-from worker.ddp import DistributedDataParallel
-from worker.handle import Handle
 
 WORLD = 4
 STEPS = 8

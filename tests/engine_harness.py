@@ -33,13 +33,13 @@ from gradserver.engine.events import (
     Tick,
 )
 from gradserver.engine.policy import OnNonFinite, Policy
-from protocol.buffer import Buffer
-from protocol.dtypes import FLOAT32
-from protocol.errors import GradServerError
-from protocol.exchange import JOINED, PORTIONED, ExchangeKey, Kind, Layout, Op, Operation, Stream, layout_of
-from protocol.messages import Agreed, Failure, Join, Leave, Message, Propose, Push, Result, Scope, Welcome
-from protocol.plan import Plan, extend, simple_plan
-from protocol.shards import share_of
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.exchange import JOINED, PORTIONED, ExchangeKey, Kind, Layout, Op, Operation, Stream, layout_of
+from gradserver.protocol.messages import Agreed, Failure, Join, Leave, Message, Propose, Push, Result, Scope, Welcome
+from gradserver.protocol.plan import Plan, extend, simple_plan
+from gradserver.protocol.shards import share_of
 from tests import receivers
 
 Array = npt.NDArray[np.float32]
@@ -82,9 +82,9 @@ class Task:
 def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) -> Iterator[None]:
     """Slices of ``size`` bytes instead of a mebibyte, and so small credits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("protocol.exchange.SLICE_BYTES", size)
-        patch.setattr("protocol.exchange.MIN_SLICE_COST", smallest_cost)
-        patch.setattr("protocol.exchange.SHARED_SLICE_COST", 0)
+        patch.setattr("gradserver.protocol.exchange.SLICE_BYTES", size)
+        patch.setattr("gradserver.protocol.exchange.MIN_SLICE_COST", smallest_cost)
+        patch.setattr("gradserver.protocol.exchange.SHARED_SLICE_COST", 0)
         patch.setattr("gradserver.engine.groups.SLICE_BYTES", size)
         patch.setattr("gradserver.engine.registry.MIN_CREDIT_BYTES", smallest_credit)
         for cached in (layout_of, share_of):

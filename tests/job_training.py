@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradserver
 from gradserver import Job, ShardSampler
+from gradserver.worker.alike import digest_of
+from gradserver.worker.client import Worker
 from tests.models import seeded
-from worker.alike import digest_of
-from worker.client import Worker
 
 SAMPLES, BATCH, EPOCHS = 46, 5, 2
 ROUNDS = 8

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 import gradserver
-from protocol.digest import MODULUS, digest
-from protocol.messages import Transfer
+from gradserver.protocol.digest import MODULUS, digest
+from gradserver.protocol.messages import Transfer
+from gradserver.worker.client import Worker
+from gradserver.worker.handle import Handle
+from gradserver.worker.tensors import Bytes, bind
 from tests.models import images, loss_of, optimizer_state, seeded, state_of
 from tests.worker_programs import say, told
-from worker.client import Worker
-from worker.handle import Handle
-from worker.tensors import Bytes, bind
 
 
 class Network(nn.Module):

@@ -16,16 +16,16 @@ import numpy.typing as npt
 
 from gradserver.engine.events import Reduce
 from gradserver.engine.policy import Lateness, Policy
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Lock, Receiver
+from gradserver.protocol.dtypes import dtype_of
+from gradserver.protocol.messages import Join, Message, Place, Result
+from gradserver.protocol.plan import Plan, simple_plan
 from gradserver.reducer import reduce
-from protocol.buffer import Buffer
-from protocol.channel import Lock, Receiver
-from protocol.dtypes import dtype_of
-from protocol.messages import Join, Message, Place, Result
-from protocol.plan import Plan, simple_plan
+from gradserver.worker.handle import Handle
+from gradserver.worker.session import Session, ShardReceiver
 from tests.engine_harness import SEATS, Harness
 from tests.sharded_harness import ShardedHarness
-from worker.handle import Handle
-from worker.session import Session, ShardReceiver
 
 Doubles = npt.NDArray[np.float64]
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import gradserver
-from protocol.dtypes import FLOAT32
-from protocol.plan import simple_plan
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.plan import simple_plan
 from tests.worker_programs import say
 
 LEADER = "w0"

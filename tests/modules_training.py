@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from protocol.digest import digest
-from protocol.dtypes import FLOAT32
-from protocol.plan import simple_plan
+from gradserver.protocol.digest import digest
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.client import Worker
 from tests.restart_training import Floats, gradient, run
-from worker.client import Worker
 
 MODULES: tuple[tuple[int, ...], ...] = ((20_000, 300_000), (20_000, 300_000), (10,))
 """Elements of the buckets of each."""

@@ -287,7 +287,8 @@ MUTANTS: Final = (
 def copy(folder: Path) -> None:
     """Copy the product to ``folder``."""
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, folder / package, symlinks=True, ignore=ignored)
 
 
 def run_chaos(folder: Path, events: str) -> dict[str, Any]:

@@ -27,8 +27,15 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADED = {
-    "numpy": ("gradserver.cli", "gradserver.daemon", "gradserver.ledger.state", "worker.connect"),
-    "torch": ("gradserver.cli", "worker.connect", "worker.job", "torch", "torch.utils.data", "torch._dynamo"),
+    "numpy": ("gradserver.cli", "gradserver.daemon", "gradserver.ledger.state", "gradserver.worker.connect"),
+    "torch": (
+        "gradserver.cli",
+        "gradserver.worker.connect",
+        "gradserver.worker.job",
+        "torch",
+        "torch.utils.data",
+        "torch._dynamo",
+    ),
 }
 """What each nursery has imported, and what these import. The first optimizer of a process imports torch._dynamo."""
 

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 
 import gradserver
-from protocol.dtypes import FLOAT32
-from protocol.plan import simple_plan
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.plan import simple_plan
 from tests.worker_programs import say
 
 

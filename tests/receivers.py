@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from gradserver.engine import records
 from gradserver.engine.events import Command, Record, Send
 from gradserver.engine.orders import decode_order, decode_report
-from protocol import wire
-from protocol.messages import Ordered, Reported
+from gradserver.protocol import wire
+from gradserver.protocol.messages import Ordered, Reported
 
 
 def check(commands: Iterable[Command]) -> None:

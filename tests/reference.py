@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.dtypes import BY_NAME, DType
-from protocol.errors import UnsupportedOperationError
-from protocol.exchange import Op, check_reducible
+from gradserver.protocol.dtypes import BY_NAME, DType
+from gradserver.protocol.errors import UnsupportedOperationError
+from gradserver.protocol.exchange import Op, check_reducible
 
 OPS = (Op.MEAN, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT)
 

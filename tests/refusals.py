@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from protocol.errors import InvalidArgumentError
+from gradserver.protocol.errors import InvalidArgumentError
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import zmq
 
 from gradserver.chaos.relay import Fate, Faults, Frames, Lane, Relay, turn
-from protocol.messages import Message
-from protocol.numbers import split
-from protocol.wire import decode
+from gradserver.protocol.messages import Message
+from gradserver.protocol.numbers import split
+from gradserver.protocol.wire import decode
 from tests.cluster import Task
 
 Judge = Callable[[bool, int, Message], Fate]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gradserver import DistributedDataParallel, LocalCluster
+from gradserver.worker.client import Worker
+from gradserver.worker.handle import Handle
 from tests.models import loss_of, state_of, tokens
-from worker.client import Worker
-from worker.handle import Handle
 
 ROWS = 12
 """Rows of a step's batch, over all workers."""

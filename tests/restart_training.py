@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 import gradserver
-from protocol.digest import digest
-from protocol.dtypes import FLOAT32
-from protocol.plan import simple_plan
+from gradserver.protocol.digest import digest
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.client import Worker
 from tests.worker_programs import say, told
-from worker.client import Worker
 
 Floats = npt.NDArray[np.float32]
 Training = Callable[[Worker, int, Callable[[int], None], Callable[[int, bool], None]], int]

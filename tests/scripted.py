@@ -8,13 +8,13 @@ from typing import Self, TypeVar
 
 import zmq
 
-from protocol.buffer import Buffer
-from protocol.messages import Agreed, Join, Message, Ping, Propose, Welcome
-from protocol.numbers import split
-from protocol.wire import decode, encode
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.messages import Agreed, Join, Message, Ping, Propose, Welcome
+from gradserver.protocol.numbers import split
+from gradserver.protocol.wire import decode, encode
+from gradserver.worker.client import Worker
+from gradserver.worker.connect import connect
 from tests.cluster import PATIENCE, Task
-from worker.client import Worker
-from worker.connect import connect
 
 M = TypeVar("M")
 TOKEN = "its token"

@@ -30,10 +30,10 @@ from gradserver.engine.events import (
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Dated
 from gradserver.engine.shard import ShardEngine
-from protocol.buffer import Buffer
-from protocol.errors import ConnectionLostError
-from protocol.exchange import ExchangeKey, Stream, is_state
-from protocol.messages import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import ConnectionLostError
+from gradserver.protocol.exchange import ExchangeKey, Stream, is_state
+from gradserver.protocol.messages import (
     Agreed,
     Attend,
     Attended,
@@ -49,8 +49,8 @@ from protocol.messages import (
     Transfer,
     Welcome,
 )
-from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
-from protocol.shards import Share, Table
+from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
+from gradserver.protocol.shards import Share, Table
 from tests import receivers
 from tests.crash_harness import CrashError, Crashing, Durable, Fused, steady
 from tests.elastic_harness import Giver, Member, Step, state

@@ -27,10 +27,10 @@ from gradserver.engine.events import (
     Tick,
 )
 from gradserver.engine.shard import ShardEngine
-from protocol.buffer import Buffer
-from protocol.exchange import ExchangeKey, Operation
-from protocol.messages import Attend, Attended, Enlist, Failure, Leave, Message, Push, Welcome
-from protocol.plan import Plan
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.exchange import ExchangeKey, Operation
+from gradserver.protocol.messages import Attend, Attended, Enlist, Failure, Leave, Message, Push, Welcome
+from gradserver.protocol.plan import Plan
 from tests import receivers
 from tests.engine_harness import SEATS, Array, Harness, reference
 

@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 
 from gradserver.engine.events import Received
-from protocol.exchange import ExchangeKey, Stream, is_state, layout_of
-from protocol.messages import (
+from gradserver.protocol.exchange import ExchangeKey, Stream, is_state, layout_of
+from gradserver.protocol.messages import (
     Agreed,
     Attended,
     Enter,
@@ -32,7 +32,7 @@ from protocol.messages import (
     Serve,
     Welcome,
 )
-from protocol.resuming import Resumed
+from gradserver.protocol.resuming import Resumed
 from tests.elastic_harness import Step, state
 from tests.engine_harness import TIMEOUT, Outcome, Task, all_reduce, bucket, proposal
 from tests.sharded_crash_harness import Sharded, Spread

@@ -10,11 +10,11 @@ from typing import Self
 
 import zmq
 
-from protocol.errors import GradServerError
-from protocol.messages import BePresent, Failure, Message, Ping
-from protocol.numbers import split
-from protocol.url import parse_url
-from protocol.wire import decode, encode
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.messages import BePresent, Failure, Message, Ping
+from gradserver.protocol.numbers import split
+from gradserver.protocol.url import parse_url
+from gradserver.protocol.wire import decode, encode
 from tests.cluster import PATIENCE, Task
 
 

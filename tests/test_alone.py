@@ -28,8 +28,8 @@ from gradserver import (
     ShardSampler,
     Worker,
 )
-from protocol.dtypes import FLOAT32
-from protocol.plan import simple_plan
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.plan import simple_plan
 from tests import job_training
 from tests.cluster import PATIENCE, ROOT, coordinator
 

@@ -28,15 +28,15 @@ from gradserver.channels.traffic import (
     Traffic,
     _queued,
 )
-from protocol.dtypes import FLOAT32
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from protocol.limits import MIB, SLICE_BYTES
-from protocol.messages import Join, Message, Ping, Push, StatusRequest, Welcome
-from protocol.wire import encode
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.limits import MIB, SLICE_BYTES
+from gradserver.protocol.messages import Join, Message, Ping, Push, StatusRequest, Welcome
+from gradserver.protocol.wire import encode
+from gradserver.worker.connect import connect
 from tests.cluster import PATIENCE, Daemon, Program, joined, wait_until, worker_program
 from tests.strangers import Stranger
 from tests.test_bad_input import Bystanders, frame, speaking_zmtp
-from worker.connect import connect
 
 MOST_BYTES = 300 * MIB
 """More memory than so much no attack may cost."""

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from gradserver import GradServerError, Worker, connect
-from protocol.dtypes import FLOAT32
-from protocol.errors import DeadlineError
-from protocol.limits import MAX_CLAIMED, MIB, PROTOCOL_VERSION
-from protocol.messages import Enter, Failure
-from protocol.plan import simple_plan
-from protocol.resuming import Holding, Resume, Resumed
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import DeadlineError
+from gradserver.protocol.limits import MAX_CLAIMED, MIB, PROTOCOL_VERSION
+from gradserver.protocol.messages import Enter, Failure
+from gradserver.protocol.plan import simple_plan
+from gradserver.protocol.resuming import Holding, Resume, Resumed
+from gradserver.worker.donor import HEAD
 from tests.cluster import Daemon, Task, wait_until
 from tests.engine_harness import Array
 from tests.strangers import Stranger
-from worker.donor import HEAD
 
 NUMEL = 3000
 PLAN = simple_plan([("w", NUMEL)], FLOAT32)

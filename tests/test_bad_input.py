@@ -16,8 +16,8 @@ import pytest
 import zmq
 
 from gradserver.channels.tcp import TcpServer
-from protocol.dtypes import BY_NAME, FLOAT32
-from protocol.errors import (
+from gradserver.protocol.dtypes import BY_NAME, FLOAT32
+from gradserver.protocol.errors import (
     CollectiveMismatchError,
     CoordinatorUnreachableError,
     GradServerError,
@@ -33,9 +33,9 @@ from protocol.errors import (
     VersionMismatchError,
     WorkerLostError,
 )
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from protocol.limits import CREDIT_BYTES, MAX_FRAME_BYTES, MAX_HEADER_BYTES, PROTOCOL_VERSION, SLICE_BYTES
-from protocol.messages import (
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.limits import CREDIT_BYTES, MAX_FRAME_BYTES, MAX_HEADER_BYTES, PROTOCOL_VERSION, SLICE_BYTES
+from gradserver.protocol.messages import (
     Agreed,
     Failure,
     Inquire,
@@ -52,14 +52,14 @@ from protocol.messages import (
     StatusRequest,
     Welcome,
 )
-from protocol.plan import simple_plan
-from protocol.url import no_coordinator, parse_target
-from protocol.wire import decode, encode
+from gradserver.protocol.plan import simple_plan
+from gradserver.protocol.url import no_coordinator, parse_target
+from gradserver.protocol.wire import decode, encode
+from gradserver.worker.client import Worker
+from gradserver.worker.connect import connect
+from gradserver.worker.greeting import takes_no_workers
 from tests.cluster import PATIENCE, Daemon, Program, Task, coordinator, joined, wait_until
 from tests.strangers import Stranger, impostor, plain_server, say_plainly, tunnel
-from worker.client import Worker
-from worker.connect import connect
-from worker.greeting import takes_no_workers
 
 PLAN = simple_plan([("b0", 3000), ("b1", 5)], FLOAT32)
 KEY = ExchangeKey(Stream.BUCKET, 0, 0)
@@ -492,7 +492,7 @@ def test_collective_of_another_length_is_told_to_both(server: TcpServer) -> None
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that does not wait for a coordinator's verdict after its own time is up."""
-    monkeypatch.setattr("worker.connect.VERDICT_SECONDS", 0.1)
+    monkeypatch.setattr("gradserver.worker.connect.VERDICT_SECONDS", 0.1)
 
 
 def closed_at_once(url: str) -> str:
@@ -513,9 +513,9 @@ def test_web_server_is_told_from_a_coordinator_at_once() -> None:
 @pytest.fixture
 def punctual(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that waits for hours, beyond its own timeout, for whoever has shown to be a coordinator."""
-    monkeypatch.setattr("worker.connect.VERDICT_SECONDS", 3600.0)
-    monkeypatch.setattr("worker.session._FAREWELL_SECONDS", 3600.0)
-    monkeypatch.setattr("worker.line._LINGER_MS", 3_600_000)
+    monkeypatch.setattr("gradserver.worker.connect.VERDICT_SECONDS", 3600.0)
+    monkeypatch.setattr("gradserver.worker.session._FAREWELL_SECONDS", 3600.0)
+    monkeypatch.setattr("gradserver.worker.line._LINGER_MS", 3_600_000)
 
 
 @pytest.mark.usefixtures("punctual")

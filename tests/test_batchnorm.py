@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import gradserver
 from gradserver import DistributedDataParallel, SyncBatchNorm
+from gradserver.worker.client import Worker
 from tests.cluster import Gather, together
 from tests.models import Convolutional, images
 from tests.replicas import alone, gradients, on, same
-from worker.client import Worker
 
 torch.set_num_threads(1)
 

@@ -29,8 +29,8 @@ from gradserver.bench.processes import Processes
 from gradserver.bench.report import Row, Table, conclusion
 from gradserver.bench.spec import BenchError, Case, Contender, Link, Seat
 from gradserver.bench.stats import Stats, figures, size_name
-from protocol.codecs import codec_of
-from protocol.codecs.dense import Int8
+from gradserver.protocol.codecs import codec_of
+from gradserver.protocol.codecs.dense import Int8
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ("--repetitions", "3")
@@ -341,7 +341,7 @@ def test_what_is_missing_is_named_before_anything_starts(
 def test_the_command_line_loads_no_torch() -> None:
     code = (
         "import sys; from gradserver import cli; cli._parser().parse_args(['bench', 'latency']); "
-        "print('gradserver.bench.command' in sys.modules, 'torch' in sys.modules, 'worker' in sys.modules)"
+        "print('gradserver.bench.command' in sys.modules, 'torch' in sys.modules, 'gradserver.worker' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout == "True False False\n"

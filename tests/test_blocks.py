@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradserver import LocalCluster
-from protocol.errors import (
+from gradserver.protocol.errors import (
     DisagreementError,
     DTypeError,
     GradServerError,
@@ -21,9 +21,9 @@ from protocol.errors import (
     SizeMismatchError,
     UsageError,
 )
-from worker.blocks import EMBEDDING, FINAL_NORM, LM_HEAD, GradientExchange, flatten, local_mean, unflatten
-from worker.client import Worker
-from worker.flatten import BlockShape
+from gradserver.worker.blocks import EMBEDDING, FINAL_NORM, LM_HEAD, GradientExchange, flatten, local_mean, unflatten
+from gradserver.worker.client import Worker
+from gradserver.worker.flatten import BlockShape
 
 torch.set_num_threads(1)
 

@@ -22,20 +22,20 @@ from gradserver.engine.events import Garbled, Reduce
 from gradserver.engine.records import Closed, Epoch, Gap, Group as Founded, Kind, Round, RoundRecord
 from gradserver.ledger.journal import Entry, scan
 from gradserver.ledger.state import StateDir, files_of
-from protocol import wire
-from protocol.buffer import Buffer
-from protocol.codecs import codec_of
-from protocol.dtypes import BY_CODE, numpy_dtype
-from protocol.errors import (
+from gradserver.protocol import wire
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.codecs import codec_of
+from gradserver.protocol.dtypes import BY_CODE, numpy_dtype
+from gradserver.protocol.errors import (
     CoordinatorError,
     LeftOutError,
     OutOfStepError,
     ProtocolError,
     UnexpectedMessageError,
 )
-from protocol.exchange import ExchangeKey, Kind as OperationKind, Op, Operation
-from protocol.finite import is_finite
-from protocol.limits import (
+from gradserver.protocol.exchange import ExchangeKey, Kind as OperationKind, Op, Operation
+from gradserver.protocol.finite import is_finite
+from gradserver.protocol.limits import (
     MAX_CLAIMED,
     MAX_COUNTER,
     MAX_DATA,
@@ -46,7 +46,7 @@ from protocol.limits import (
     MAX_WEIGHT,
     MAX_WORLD_SIZE,
 )
-from protocol.messages import (
+from gradserver.protocol.messages import (
     Enlist,
     Enter,
     Entered,
@@ -67,9 +67,9 @@ from protocol.messages import (
     Taken,
     Welcome,
 )
-from protocol.positions import Claim, Register, Used
-from protocol.ranges import pack
-from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
+from gradserver.protocol.positions import Claim, Register, Used
+from gradserver.protocol.ranges import pack
+from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests.crash_harness import Crashing, Durable
 from tests.elastic_harness import Step
 from tests.engine_harness import SEATS, Outcome, bucket, floats, small_slices

@@ -11,15 +11,15 @@ import pytest
 from gradserver import reducer
 from gradserver.engine.events import Broken, Contribution, Reduce
 from gradserver.mean import Outcome
+from gradserver.protocol.codecs import codec_of
+from gradserver.protocol.dtypes import BY_NAME, FLOAT32, UINT8, DType
+from gradserver.protocol.errors import CoordinatorError
+from gradserver.protocol.exchange import EXACT, ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.limits import MIB
+from gradserver.protocol.plan import simple_plan
 from gradserver.reducer import PENDING, Reducer
-from protocol.codecs import codec_of
-from protocol.dtypes import BY_NAME, FLOAT32, UINT8, DType
-from protocol.errors import CoordinatorError
-from protocol.exchange import EXACT, ExchangeKey, Kind, Op, Operation, Stream
-from protocol.limits import MIB
-from protocol.plan import simple_plan
+from gradserver.worker.client import Worker
 from tests.cluster import PATIENCE, Gather, coordinator, errors, joined, together
-from worker.client import Worker
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ from torch import nn
 
 from gradserver.demo.model import GPT
 from gradserver.demo.settings import Settings
-from protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError
-from protocol.exchange import Op
+from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError
+from gradserver.protocol.exchange import Op
+from gradserver.worker.buckets import GradientBucket, Group, buffer_buckets, find_blocks, group_parameters, memory_order
 from tests.models import Block, Convolutional, Transformer
-from worker.buckets import GradientBucket, Group, buffer_buckets, find_blocks, group_parameters, memory_order
 
 torch.set_num_threads(1)
 

@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import pytest
 
-from protocol.errors import DeadlineError, GradServerError, LeftOutError
+from gradserver.protocol.errors import DeadlineError, GradServerError, LeftOutError
+from gradserver.worker import handle
+from gradserver.worker.client import Worker
 from tests.cluster import Daemon, Task, joined
-from worker import handle
-from worker.client import Worker
 
 TIMEOUT = 2.0
 """What the workers were told at joining."""
@@ -91,8 +91,8 @@ class _Watch(logging.Handler):
 
 
 def _agree(workers: list[Worker]) -> int:
-    from protocol.dtypes import FLOAT32
-    from protocol.plan import Bucket, Component, Plan
+    from gradserver.protocol.dtypes import FLOAT32
+    from gradserver.protocol.plan import Bucket, Component, Plan
 
     plan = Plan((Bucket("b", FLOAT32, (Component("p", (4,)),)),))
     tasks = [Task(worker.agree, plan) for worker in workers]

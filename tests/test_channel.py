@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from protocol.buffer import Buffer
-from protocol.channel import Channel, MemoryChannel, memory_pair
-from protocol.errors import ClosedError, GradServerError, UsageError
-from protocol.messages import Leave, Message, Ping, Status
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Channel, MemoryChannel, memory_pair
+from gradserver.protocol.errors import ClosedError, GradServerError, UsageError
+from gradserver.protocol.messages import Leave, Message, Ping, Status
 
 
 class Recorder:

@@ -14,9 +14,9 @@ from gradserver.chaos.explain import People
 from gradserver.chaos.oracle import LAG, PATIENCE, Oracle
 from gradserver.engine.events import Contribution, Reduce
 from gradserver.engine.records import Dated, Epoch, Gap, Group, Round, RoundRecord, Start
+from gradserver.protocol.digest import MODULUS, digest, places
+from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.reducer import reduce
-from protocol.digest import MODULUS, digest, places
-from protocol.exchange import ExchangeKey, Stream
 
 Array = np.ndarray[Any, Any]
 Rows = dict[int, Array]

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.errors import InvalidArgumentError, StateError
+from gradserver.protocol.errors import InvalidArgumentError, StateError
+from gradserver.worker import checkpoint
+from gradserver.worker.checkpoint import Directory, read, write
+from gradserver.worker.tree import pack
 from tests.checkpoint_writer import NUMEL
 from tests.cluster import Program
-from worker import checkpoint
-from worker.checkpoint import Directory, read, write
-from worker.tree import pack
 
 torch.set_num_threads(1)
 

@@ -19,15 +19,15 @@ import zmq
 import gradserver
 from gradserver.cli import main
 from gradserver.engine.access import Access
-from protocol.dtypes import FLOAT32
-from protocol.errors import JoinRefusedError, WorkerLostError
-from protocol.messages import Ping, Status
-from protocol.plan import simple_plan
-from protocol.wire import encode
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import JoinRefusedError, WorkerLostError
+from gradserver.protocol.messages import Ping, Status
+from gradserver.protocol.plan import simple_plan
+from gradserver.protocol.wire import encode
+from gradserver.worker.client import Worker
+from gradserver.worker.connect import connect
 from tests.cluster import PATIENCE, ROOT, Daemon, Program, Task, coordinator, joined, together, wait_until
 from tests.strangers import impostor, plain_server
-from worker.client import Worker
-from worker.connect import connect
 
 PLAN = simple_plan([("b0", 250_000), ("b1", 3)], FLOAT32)
 

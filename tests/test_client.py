@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.dtypes import BY_NAME
-from protocol.errors import (
+from gradserver.protocol.dtypes import BY_NAME
+from gradserver.protocol.errors import (
     ClosedError,
     CollectiveMismatchError,
     DeadlineError,
@@ -28,12 +28,12 @@ from protocol.errors import (
     UnsupportedOperationError,
     WorkerLeftError,
 )
-from protocol.exchange import Op
-from protocol.limits import MIN_CREDIT_BYTES, SLICE_BYTES
+from gradserver.protocol.exchange import Op
+from gradserver.protocol.limits import MIN_CREDIT_BYTES, SLICE_BYTES
+from gradserver.worker.client import Worker
+from gradserver.worker.collectives import ReductionName
 from tests.cluster import Gather, Task, errors, members, together, wait_until
 from tests.reference import REDUCTIONS, TYPES, expected, samples, wide
-from worker.client import Worker
-from worker.collectives import ReductionName
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -776,8 +776,8 @@ AFTER_CLOSE_OF_TWO: dict[str, Callable[[Worker], object]] = {
 
 
 def _plan() -> Any:
-    from protocol.dtypes import FLOAT32
-    from protocol.plan import simple_plan
+    from gradserver.protocol.dtypes import FLOAT32
+    from gradserver.protocol.plan import simple_plan
 
     return simple_plan([("b0", 1)], FLOAT32)
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from protocol.codecs import Codec, Feedback, Scratch, codec_from, codec_of, encode_with_feedback, seed_of
-from protocol.codecs.base import BLOCK, Floats
-from protocol.codecs.dense import Int8
-from protocol.codecs.sparse import Sparse, split_mix
-from protocol.errors import (
+from gradserver.protocol.codecs import Codec, Feedback, Scratch, codec_from, codec_of, encode_with_feedback, seed_of
+from gradserver.protocol.codecs.base import BLOCK, Floats
+from gradserver.protocol.codecs.dense import Int8
+from gradserver.protocol.codecs.sparse import Sparse, split_mix
+from gradserver.protocol.errors import (
     DTypeError,
     InvalidArgumentError,
     LayoutError,

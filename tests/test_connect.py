@@ -15,7 +15,7 @@ import pytest
 
 from gradserver import connect
 from gradserver.channels.tcp import TcpServer
-from protocol.errors import (
+from gradserver.protocol.errors import (
     CoordinatorUnreachableError,
     InvalidArgumentError,
     InvalidRankError,
@@ -23,8 +23,8 @@ from protocol.errors import (
     JoinRefusedError,
     JoinTimeoutError,
 )
+from gradserver.worker.client import Worker
 from tests.cluster import Task, coordinator, joined, together, wait_until
-from worker.client import Worker
 
 VARIABLES = ("GRADSERVER_URL", "RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from gradserver import DistributedDataParallel, LocalCluster
-from protocol.errors import (
+from gradserver.protocol.errors import (
     InvalidArgumentError,
     UsageError,
 )
-from protocol.limits import MIB
+from gradserver.protocol.limits import MIB
+from gradserver.worker.client import Worker, finished
 from tests.models import (
     Transformer,
     loss_of,
@@ -37,7 +38,6 @@ from tests.replicas import (
     shard,
     train,
 )
-from worker.client import Worker, finished
 
 torch.set_num_threads(1)
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from gradserver import DistributedDataParallel, LocalCluster
-from protocol.errors import InvalidArgumentError
+from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.worker.client import Worker
 from tests.cluster import PATIENCE, Gather, together
 from tests.models import Convolutional, images, loss_of
 from tests.replicas import on, same
-from worker.client import Worker
 
 torch.set_num_threads(1)
 

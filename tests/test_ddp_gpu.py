@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from gradserver import DistributedDataParallel, LocalCluster
-from protocol.errors import NonFiniteError
+from gradserver.protocol.errors import NonFiniteError
+from gradserver.worker.client import Worker
 from tests.models import Convolutional, Transformer, images, loss_of, optimizer_state, state_of, tokens
 from tests.replicas import ROWS, STEPS, distance, gradients, same, sgd
-from worker.client import Worker
 
 pytestmark = pytest.mark.gpu
 

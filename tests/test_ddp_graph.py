@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradserver import DistributedDataParallel
-from protocol.errors import (
+from gradserver.protocol.errors import (
     OutOfStepError,
     UsageError,
     WorkerLostError,
 )
+from gradserver.worker.client import Worker
 from tests.models import (
     Transformer,
     loss_of,
@@ -36,7 +37,6 @@ from tests.replicas import (
     shard,
     train,
 )
-from worker.client import Worker
 
 torch.set_num_threads(1)
 

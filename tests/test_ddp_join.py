@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradserver import DistributedDataParallel, ShardSampler
-from protocol.errors import DisagreementError, DivergedError, UsageError, WorkerLeftError
+from gradserver.protocol.errors import DisagreementError, DivergedError, UsageError, WorkerLeftError
+from gradserver.worker.client import Worker
 from tests.models import (
     Convolutional,
     Transformer,
@@ -33,7 +34,6 @@ from tests.replicas import (
     sgd,
     shard,
 )
-from worker.client import Worker
 
 torch.set_num_threads(1)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from gradserver import DistributedDataParallel
-from protocol.dtypes import FLOAT32
-from protocol.errors import (
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import (
     DivergedError,
     GradServerError,
     InvalidArgumentError,
@@ -27,7 +27,8 @@ from protocol.errors import (
     PlanMismatchError,
     UsageError,
 )
-from protocol.plan import simple_plan
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.client import Worker
 from tests.models import (
     Convolutional,
     Transformer,
@@ -47,7 +48,6 @@ from tests.replicas import (
     sgd,
     train,
 )
-from worker.client import Worker
 
 torch.set_num_threads(1)
 

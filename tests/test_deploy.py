@@ -254,7 +254,8 @@ def test_container_is_built_from_all_that_the_package_needs(tmp_path: Path) -> N
         *paths, target = copied.split()
         for path in [] if paths[0].startswith("--") else paths:
             if (ROOT / path).is_dir():
-                shutil.copytree(ROOT / path, source / target, ignore=shutil.ignore_patterns("__pycache__"))
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / path, source / target, symlinks=True, ignore=ignored)
             else:
                 shutil.copy(ROOT / path, source / target)
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
@@ -262,4 +263,6 @@ def test_container_is_built_from_all_that_the_package_needs(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        assert {"gradserver/cli.py", "protocol/wire.py", "worker/client.py"} <= set(archive.namelist())
+        assert {"gradserver/cli.py", "gradserver/protocol/wire.py", "gradserver/worker/client.py"} <= set(
+            archive.namelist()
+        )

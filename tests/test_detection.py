@@ -19,13 +19,13 @@ import zmq
 from gradserver.channels.attendance import Attendance, Patience
 from gradserver.channels.binding import bind_router
 from gradserver.channels.peers import Peer
-from protocol.errors import LeftOutError
-from protocol.messages import Join, Present
-from protocol.numbers import Numbers
+from gradserver.protocol.errors import LeftOutError
+from gradserver.protocol.messages import Join, Present
+from gradserver.protocol.numbers import Numbers
+from gradserver.worker.client import Worker
+from gradserver.worker.connect import connect
 from tests.cluster import PATIENCE, Daemon, Program, Task, together, wait_until, worker_program
 from tests.test_chaos_network import Between
-from worker.client import Worker
-from worker.connect import connect
 
 WORLD = 3
 VICTIM = 1

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from protocol.codecs import codec_of
-from protocol.digest import MODULUS, digest, places
-from protocol.dtypes import BY_NAME, FLOAT32
-from protocol.exchange import Op
-from protocol.plan import Bucket, Component, Plan
+from gradserver.protocol.codecs import codec_of
+from gradserver.protocol.digest import MODULUS, digest, places
+from gradserver.protocol.dtypes import BY_NAME, FLOAT32
+from gradserver.protocol.exchange import Op
+from gradserver.protocol.plan import Bucket, Component, Plan
 
 ROW = 1024
 """Words, as in the formula."""

@@ -18,17 +18,17 @@ import pytest
 import gradserver
 from gradserver import cli
 from gradserver.channels import attendance, binding, tcp
+from gradserver.protocol import limits
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.exchange import Pool
+from gradserver.protocol.numbers import GAP_SECONDS
+from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.status import fetch
-from protocol import limits
-from protocol.dtypes import FLOAT32
-from protocol.errors import GradServerError
-from protocol.exchange import Pool
-from protocol.numbers import GAP_SECONDS
-from protocol.plan import Bucket, Component, Plan
+from gradserver.worker.client import Worker
+from gradserver.worker.connect import connect
 from tests.cluster import Daemon, Program, Task, coordinator, together, wait_until
 from tests.commands import ROOT, check, lines_of, parse
-from worker.client import Worker
-from worker.connect import connect
 
 DOCUMENTS = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "deploy" / "README.md", *(ROOT / "docs").glob("*.md")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 import gradserver
+from gradserver.worker.client import Worker
 from tests.cluster import Daemon, together, wait_until
-from worker.client import Worker
 
 
 def test_each_group_is_elastic_by_its_own_numbers() -> None:

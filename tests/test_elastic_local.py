@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from gradserver import LocalCluster, Membership
-from protocol.dtypes import FLOAT32
-from protocol.errors import (
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import (
     ClosedError,
     DeadlineError,
     InvalidRankError,
@@ -20,13 +20,13 @@ from protocol.errors import (
     MembershipChangedError,
     WorkerLostError,
 )
-from protocol.plan import simple_plan
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.client import Worker
+from gradserver.worker.ddp import DistributedDataParallel
 from tests.cluster import wait_until
 from tests.elastic_training import FATAL, STEPS, VICTIM, WORLD, after_some_pushes, alone, train
 from tests.models import Transformer, state_of
 from tests.replicas import distance, same
-from worker.client import Worker
-from worker.ddp import DistributedDataParallel
 
 PLAN = simple_plan([("b0", 600_000), ("b1", 3)], FLOAT32)
 

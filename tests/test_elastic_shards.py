@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gradserver.engine.policy import Policy
-from protocol.dtypes import FLOAT32
-from protocol.errors import MembershipChangedError
-from protocol.exchange import ExchangeKey, Kind, Op, Operation
-from protocol.messages import Agreed, Failure, Membership, Push, Result, RoundDone, Serve
-from protocol.shards import share_of
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import MembershipChangedError
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation
+from gradserver.protocol.messages import Agreed, Failure, Membership, Push, Result, RoundDone, Serve
+from gradserver.protocol.shards import share_of
 from tests.engine_harness import SEATS, Harness, all_reduce, bucket, collective, floats, plan_of
 from tests.sharded_harness import ShardedHarness
 from tests.test_engine_laws import Scenario, seeds

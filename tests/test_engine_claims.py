@@ -8,10 +8,10 @@ from gradserver.engine.data_records import Claim as HandedOut, Committed, Data
 from gradserver.engine.events import Command, Record, Send
 from gradserver.engine.policy import Policy
 from gradserver.engine.records import Round
-from protocol.errors import DisagreementError, GradServerError, MalformedMessageError, UnexpectedMessageError
-from protocol.messages import Failure, Membership, Result, RoundDone, Scope
-from protocol.positions import Claim, Claimed, Located, Register, Used
-from protocol.ranges import Ranges, count, pack, unpack
+from gradserver.protocol.errors import DisagreementError, GradServerError, MalformedMessageError, UnexpectedMessageError
+from gradserver.protocol.messages import Failure, Membership, Result, RoundDone, Scope
+from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.ranges import Ranges, count, pack, unpack
 from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of
 from tests.sharded_harness import ShardedHarness
 

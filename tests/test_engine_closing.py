@@ -8,8 +8,8 @@ import pytest
 
 from gradserver.engine.events import Reduced, Undecodable
 from gradserver.engine.policy import Policy
-from protocol.dtypes import FLOAT32, UINT8
-from protocol.errors import (
+from gradserver.protocol.dtypes import FLOAT32, UINT8
+from gradserver.protocol.errors import (
     DeadlineError,
     LeftOutError,
     MalformedMessageError,
@@ -18,8 +18,8 @@ from protocol.errors import (
     OutOfStepError,
     WorkerLostError,
 )
-from protocol.exchange import ExchangeKey, Kind, Op, Operation
-from protocol.messages import HERE, Failure, Membership, Push, Result, RoundDone, Scope
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation
+from gradserver.protocol.messages import HERE, Failure, Membership, Push, Result, RoundDone, Scope
 from tests.engine_harness import (
     SEATS,
     TIMEOUT,

@@ -8,8 +8,8 @@ import pytest
 
 from gradserver.engine import Engine
 from gradserver.engine.events import Close, Garbled, Send
-from protocol.dtypes import FLOAT32
-from protocol.errors import (
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import (
     CoordinatorStoppedError,
     DeadlineError,
     InvalidArgumentError,
@@ -24,8 +24,8 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.limits import CREDIT_BYTES, MAX_GROUPS, MAX_NAME_BYTES, MAX_WORLD_SIZE, MIN_CREDIT_BYTES
-from protocol.messages import (
+from gradserver.protocol.limits import CREDIT_BYTES, MAX_GROUPS, MAX_NAME_BYTES, MAX_WORLD_SIZE, MIN_CREDIT_BYTES
+from gradserver.protocol.messages import (
     Agreed,
     Failure,
     Inquire,
@@ -40,8 +40,8 @@ from protocol.messages import (
     Status,
     Welcome,
 )
-from protocol.plan import Bucket, Component, Plan
-from protocol.wire import decode, encode
+from gradserver.protocol.plan import Bucket, Component, Plan
+from gradserver.protocol.wire import decode, encode
 from tests.engine_harness import SEATS, TIMEOUT, Harness, all_reduce, bucket, collective, floats, plan_of
 
 

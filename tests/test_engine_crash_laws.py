@@ -1,7 +1,7 @@
 """The laws of durable groups: the coordinator is lost between any two commands, members at any time, connections too.
 
-`protocol.resuming` claims that nothing is lost which anybody present has or needs. Here programs are run while all of
-that happens, and the claim is held to what members have in the end.
+`gradserver.protocol.resuming` claims that nothing is lost which anybody present has or needs. Here programs are run
+while all of that happens, and the claim is held to what members have in the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from protocol.errors import (
+from gradserver.protocol.errors import (
     ConnectionLostError,
     DeadlineError,
     GradServerError,
@@ -21,7 +21,7 @@ from protocol.errors import (
     MembershipChangedError,
     WorkerLostError,
 )
-from protocol.exchange import PERSONAL, WORLD_BOUND, ExchangeKey, Kind, Stream
+from gradserver.protocol.exchange import PERSONAL, WORLD_BOUND, ExchangeKey, Kind, Stream
 from tests.crash_harness import Crashing
 from tests.elastic_harness import Step
 from tests.engine_harness import Outcome, small_slices

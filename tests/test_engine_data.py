@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from gradserver.engine.events import NonFinite, Reduce, Reduced, Send
-from protocol.dtypes import BY_NAME, FLOAT32, UINT8
-from protocol.errors import (
+from gradserver.protocol.dtypes import BY_NAME, FLOAT32, UINT8
+from gradserver.protocol.errors import (
     CollectiveMismatchError,
     DeadlineError,
     InvalidArgumentError,
@@ -26,10 +26,10 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from protocol.limits import CREDIT_BYTES, MAX_TRANSFERS, MIB, MIN_CREDIT_BYTES, SLICE_BYTES
-from protocol.messages import Failure, Inquire, Missing, Result
-from protocol.plan import Bucket, Component, Plan
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.limits import CREDIT_BYTES, MAX_TRANSFERS, MIB, MIN_CREDIT_BYTES, SLICE_BYTES
+from gradserver.protocol.messages import Failure, Inquire, Missing, Result
+from gradserver.protocol.plan import Bucket, Component, Plan
 from tests.engine_harness import (
     SEATS,
     TIMEOUT,

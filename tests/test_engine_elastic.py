@@ -7,7 +7,7 @@ import pytest
 from gradserver.engine.events import Disconnected
 from gradserver.engine.policy import Policy
 from gradserver.engine.seats import numbered
-from protocol.errors import (
+from gradserver.protocol.errors import (
     ConnectionLostError,
     DeadlineError,
     InvalidWorldSizeError,
@@ -15,9 +15,9 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.limits import MAX_WORLD_SIZE
-from protocol.messages import Agreed, Failure, Leave, Membership, Result, RoundDone, Serve, Welcome
-from protocol.resuming import Resume
+from gradserver.protocol.limits import MAX_WORLD_SIZE
+from gradserver.protocol.messages import Agreed, Failure, Leave, Membership, Result, RoundDone, Serve, Welcome
+from gradserver.protocol.resuming import Resume
 from tests.crash_harness import Fused
 from tests.engine_harness import SEATS, TIMEOUT, Harness, bucket, collective, floats, plan_of
 from tests.test_engine_closing import BARRIER

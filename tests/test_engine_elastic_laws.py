@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from protocol.errors import MembershipChangedError, WorkerLeftError, WorkerLostError
-from protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Operation, Stream, gets
+from gradserver.protocol.errors import MembershipChangedError, WorkerLeftError, WorkerLostError
+from gradserver.protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Operation, Stream, gets
 from tests.elastic_harness import Cluster, Step
 from tests.engine_harness import TIMEOUT, Array, Outcome, small_slices
 from tests.examples import examples

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from protocol.errors import MembershipChangedError, WorkerLeftError, WorkerLostError
-from protocol.exchange import WORLD_BOUND, Kind, Stream, gets
-from protocol.limits import BACKLOG_BYTES
+from gradserver.protocol.errors import MembershipChangedError, WorkerLeftError, WorkerLostError
+from gradserver.protocol.exchange import WORLD_BOUND, Kind, Stream, gets
+from gradserver.protocol.limits import BACKLOG_BYTES
 from tests.elastic_harness import Cluster, Newcomer, Step
 from tests.engine_harness import TIMEOUT, small_slices
 from tests.examples import examples

@@ -20,8 +20,8 @@ from hypothesis import example, given, settings, strategies as st
 
 from gradserver.engine.events import Disconnected, Garbled, NonFinite, Reduce
 from gradserver.engine.policy import OnNonFinite
-from protocol.dtypes import FLOAT32, UINT8
-from protocol.errors import (
+from gradserver.protocol.dtypes import FLOAT32, UINT8
+from gradserver.protocol.errors import (
     DeadlineError,
     GradServerError,
     MalformedMessageError,
@@ -29,8 +29,20 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.exchange import PORTIONED, ExchangeKey, Kind, Op, Operation, Pool, Stream, gets, gives, layout_of, pool_of
-from protocol.messages import Failure, Inquire, Leave, Message, Propose, Push, Result
+from gradserver.protocol.exchange import (
+    PORTIONED,
+    ExchangeKey,
+    Kind,
+    Op,
+    Operation,
+    Pool,
+    Stream,
+    gets,
+    gives,
+    layout_of,
+    pool_of,
+)
+from gradserver.protocol.messages import Failure, Inquire, Leave, Message, Propose, Push, Result
 from tests.engine_harness import (
     SEATS,
     TIMEOUT,

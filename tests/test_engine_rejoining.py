@@ -6,10 +6,10 @@ import pytest
 
 from gradserver.engine.policy import Policy
 from gradserver.engine.records import Boundary, Round
-from protocol.dtypes import FLOAT32
-from protocol.errors import JoinRefusedError, LeftOutError, MembershipChangedError
-from protocol.exchange import Kind, Op, Operation
-from protocol.messages import (
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import JoinRefusedError, LeftOutError, MembershipChangedError
+from gradserver.protocol.exchange import Kind, Op, Operation
+from gradserver.protocol.messages import (
     Agreed,
     Enter,
     Entered,
@@ -24,7 +24,7 @@ from protocol.messages import (
     Transfer,
     Welcome,
 )
-from protocol.resuming import Resume, Resumed, Span, Standing, State
+from gradserver.protocol.resuming import Resume, Resumed, Span, Standing, State
 from tests.engine_harness import SEATS, all_reduce, bucket, collective, plan_of
 from tests.test_engine_resuming import BACK, ONE, Group
 

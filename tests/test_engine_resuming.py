@@ -10,8 +10,8 @@ from gradserver.engine.events import Disconnected, Garbled, Log
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Dated, Epoch, Halt, Round, RoundRecord
 from gradserver.engine.rehoming import HIRE_SECONDS
-from protocol.dtypes import FLOAT32
-from protocol.errors import (
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import (
     ConnectionLostError,
     GradServerError,
     JoinRefusedError,
@@ -21,14 +21,14 @@ from protocol.errors import (
     NonFiniteError,
     ProtocolError,
 )
-from protocol.exchange import Kind, Op, Operation
-from protocol.limits import MAX_COUNTER
-from protocol.messages import Agreed, Enlist, Failure, Membership, Propose, Push, Result, RoundDone, Welcome
-from protocol.plan import Plan
-from protocol.positions import Claim, Register, Used
-from protocol.presence import presence_of
-from protocol.ranges import pack
-from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
+from gradserver.protocol.exchange import Kind, Op, Operation
+from gradserver.protocol.limits import MAX_COUNTER
+from gradserver.protocol.messages import Agreed, Enlist, Failure, Membership, Propose, Push, Result, RoundDone, Welcome
+from gradserver.protocol.plan import Plan
+from gradserver.protocol.positions import Claim, Register, Used
+from gradserver.protocol.presence import presence_of
+from gradserver.protocol.ranges import pack
+from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests.crash_harness import POLICY, Fused
 from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, collective, floats, plan_of, small_slices
 

@@ -37,7 +37,7 @@ from gradserver.engine.orders import RemoteReport, decode_order, decode_report, 
 from gradserver.engine.policy import Lateness, OnNonFinite
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.shard import ATTENDING_SECONDS, MAX_ATTENDING, ShardEngine
-from protocol.errors import (
+from gradserver.protocol.errors import (
     CoordinatorStoppedError,
     GradServerError,
     LimitExceededError,
@@ -48,8 +48,8 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.limits import MAX_NAME_BYTES, MAX_REPORT_BYTES, MAX_SHARDS, MAX_WORLD_SIZE
-from protocol.messages import (
+from gradserver.protocol.limits import MAX_NAME_BYTES, MAX_REPORT_BYTES, MAX_SHARDS, MAX_WORLD_SIZE
+from gradserver.protocol.messages import (
     Agreed,
     Attend,
     Attended,
@@ -65,7 +65,7 @@ from protocol.messages import (
     Result,
     Welcome,
 )
-from protocol.shards import ALIGNMENT, share_of
+from gradserver.protocol.shards import ALIGNMENT, share_of
 from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, collective, floats, plan_of
 from tests.sharded_harness import LINK, LINKS, ShardedHarness, url_of
 

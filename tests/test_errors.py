@@ -10,8 +10,8 @@ import typing
 import pytest
 from hypothesis import given, strategies as st
 
-from protocol import errors
-from protocol.errors import (
+from gradserver.protocol import errors
+from gradserver.protocol.errors import (
     ERRORS,
     CoordinatorError,
     DeadlineError,
@@ -21,10 +21,10 @@ from protocol.errors import (
     UsageError,
     WorkerLostError,
 )
-from protocol.exchange import ExchangeKey, Stream
-from protocol.limits import MAX_TEXT
-from protocol.messages import Failure, Message, Scope
-from protocol.wire import decode, encode
+from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.limits import MAX_TEXT
+from gradserver.protocol.messages import Failure, Message, Scope
+from gradserver.protocol.wire import decode, encode
 
 
 def through_the_wire(message: Message) -> Failure:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, strategies as st
 
-from protocol.dtypes import BY_CODE, BY_NAME, FLOAT32, DType
-from protocol.errors import InvalidArgumentError, UnsupportedOperationError
-from protocol.exchange import (
+from gradserver.protocol.dtypes import BY_CODE, BY_NAME, FLOAT32, DType
+from gradserver.protocol.errors import InvalidArgumentError, UnsupportedOperationError
+from gradserver.protocol.exchange import (
     DIVIDED,
     JOINED,
     PORTIONED,
@@ -21,7 +21,7 @@ from protocol.exchange import (
     gives,
     layout_of,
 )
-from protocol.limits import MAX_NUMEL, MAX_WORLD_SIZE, MIN_CREDIT_BYTES, MIN_SLICE_COST, SLICE_BYTES
+from gradserver.protocol.limits import MAX_NUMEL, MAX_WORLD_SIZE, MIN_CREDIT_BYTES, MIN_SLICE_COST, SLICE_BYTES
 
 DTYPES = st.sampled_from(sorted(BY_CODE.values(), key=lambda dtype: dtype.code))
 WORLDS = st.integers(1, 9) | st.integers(1, MAX_WORLD_SIZE)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from gradserver.chaos.relay import Fate
-from protocol.errors import ConnectionLostError, CoordinatorError, JoinRefusedError, LeftOutError
-from protocol.messages import (
+from gradserver.protocol.errors import ConnectionLostError, CoordinatorError, JoinRefusedError, LeftOutError
+from gradserver.protocol.messages import (
     Attend,
     Attended,
     BePresent,
@@ -25,14 +25,14 @@ from protocol.messages import (
     Push,
     Welcome,
 )
-from protocol.resuming import Holding, Resume, Resumed, Standing
+from gradserver.protocol.resuming import Holding, Resume, Resumed, Standing
+from gradserver.worker.client import Worker
+from gradserver.worker.connect import connect
 from tests.cluster import PATIENCE, Daemon, Task, joined, together, wait_until
 from tests.relay import Judge, Loser, relay, swapped, twice
 from tests.restart_training import train
 from tests.test_restart import undisturbed
 from tests.test_shard_processes import LARGE, Shard
-from worker.client import Worker
-from worker.connect import connect
 
 WORLD = 3
 
@@ -110,7 +110,7 @@ def test_who_cannot_come_to_a_data_shard_hears_soon_why(kind: type[Message], mon
     """It is a member already then, so another connection would not help."""
     loser = Loser(kind is Attend, kind)
     with Daemon("--allow-shards") as daemon, Shard(daemon.url) as shard, relay(shard.url, loser) as through:
-        monkeypatch.setattr("worker.tcp.beside", lambda *_: through)
+        monkeypatch.setattr("gradserver.worker.tcp.beside", lambda *_: through)
         joining = Task(connect, daemon.url, 0, 1, timeout=PATIENCE, channel="tcp")
         assert "was lost on the way" in str(joining.error(ConnectionLostError, PATIENCE / 2))
         assert loser.lost == 1

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError
-from tests.refusals import refused
-from worker.flatten import (
+from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError
+from gradserver.worker.flatten import (
     COMPONENT_NAMES,
     NON_BLOCK_COMPONENTS,
     BlockShape,
@@ -20,6 +19,7 @@ from worker.flatten import (
     local_mean,
     unflatten,
 )
+from tests.refusals import refused
 
 LIBRARIES = ["numpy", "torch"]
 shape_lists = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=6)

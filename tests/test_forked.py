@@ -37,8 +37,8 @@ def test_worker_that_is_used_in_a_forked_child_raises_at_once(channel: str, monk
 def test_worker_of_a_local_cluster_is_its_processs_too() -> None:
     code = """
 import json, os, gradserver
-from protocol.dtypes import FLOAT32
-from protocol.plan import simple_plan
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.plan import simple_plan
 from tests.worker_programs import met_in_a_child
 with gradserver.LocalCluster(2) as cluster:
     cluster.run(lambda worker: worker.agree(simple_plan([("b0", 10)], FLOAT32)))

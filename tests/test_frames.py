@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gradserver.engine.events import Contribution, Reduce, Undecodable
+from gradserver.protocol.dtypes import FLOAT32, UINT8
+from gradserver.protocol.errors import InvalidArgumentError, MalformedMessageError, UnsupportedOperationError
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, layout_of, operation_of
+from gradserver.protocol.frames import HEAD_BYTES, framed, framed_length, frames, parts, slices_of
+from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.reducer import reduce
-from protocol.dtypes import FLOAT32, UINT8
-from protocol.errors import InvalidArgumentError, MalformedMessageError, UnsupportedOperationError
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, layout_of, operation_of
-from protocol.frames import HEAD_BYTES, framed, framed_length, frames, parts, slices_of
-from protocol.plan import Bucket, Component, Plan
 
 pieces = st.lists(st.binary(max_size=40), min_size=1, max_size=5)
 

@@ -7,15 +7,15 @@ import signal
 import numpy as np
 import pytest
 
-from protocol.errors import (
+from gradserver.protocol.errors import (
     ConnectionLostError,
     CoordinatorError,
     CoordinatorStoppedError,
     WorkerLeftError,
     WorkerLostError,
 )
+from gradserver.worker.connect import connect
 from tests.cluster import Daemon, Program, joined
-from worker.connect import connect
 
 _SCRIPT = """
 import sys, gradserver

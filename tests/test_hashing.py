@@ -17,12 +17,12 @@ from gradserver.engine import Engine
 from gradserver.engine.events import RESULT, Contribution, Digests, Record, Reduce
 from gradserver.engine.records import Round
 from gradserver.engine.rounds import Hashing
+from gradserver.protocol.codecs import codec_of, seed_of
+from gradserver.protocol.digest import MODULUS, digest
+from gradserver.protocol.dtypes import BY_NAME, FLOAT32
+from gradserver.protocol.exchange import EXACT, ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.limits import MIB
 from gradserver.reducer import Reducer
-from protocol.codecs import codec_of, seed_of
-from protocol.digest import MODULUS, digest
-from protocol.dtypes import BY_NAME, FLOAT32
-from protocol.exchange import EXACT, ExchangeKey, Kind, Op, Operation, Stream
-from protocol.limits import MIB
 from tests.cluster import wait_until
 from tests.engine_harness import Harness, bucket, floats, plan_of
 from tests.examples import examples

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from protocol.limits import SLICE_BYTES
+from gradserver.protocol.limits import SLICE_BYTES
+from gradserver.worker.client import Worker
+from gradserver.worker.interrupts import admits, uninterrupted, watch
 from tests.cluster import PATIENCE, Task, members
-from worker.client import Worker
-from worker.interrupts import admits, uninterrupted, watch
 
 RAISED, CALLS = 10, 3000
 """How often a handler is to raise, and after how many calls it will not any more."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradserver
 from gradserver import DistributedDataParallel, Job, ShardSampler
-from protocol.errors import (
+from gradserver.protocol.errors import (
     DisagreementError,
     DivergedError,
     GradServerError,
@@ -27,16 +27,16 @@ from protocol.errors import (
     UsageError,
     WorkerLeftError,
 )
+from gradserver.worker import checkpoint
+from gradserver.worker.checkpoint import Directory, read, write
+from gradserver.worker.client import Worker
+from gradserver.worker.position import Position
+from gradserver.worker.stopping import stop_on_sigterm
+from gradserver.worker.tree import Packed, pack
 from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, wait_until
 from tests.job_training import EPOCHS, ROUNDS, SAMPLES, Run, train
 from tests.replicas import alone, on, same
 from tests.test_checkpoint import largest_file, names
-from worker import checkpoint
-from worker.checkpoint import Directory, read, write
-from worker.client import Worker
-from worker.position import Position
-from worker.stopping import stop_on_sigterm
-from worker.tree import Packed, pack
 
 torch.set_num_threads(1)
 
@@ -233,7 +233,7 @@ def test_sigterm_ends_a_process_without_a_job_and_a_forked_one(case: str) -> Non
     code = f"""
 import os, time
 from tests.test_job import Stoppable
-from worker.stopping import stop_on_sigterm
+from gradserver.worker.stopping import stop_on_sigterm
 job = Stoppable()
 stop_on_sigterm(job)
 {case}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradserver import DistributedDataParallel, Job, LocalCluster, Membership, ShardSampler
-from protocol.dtypes import FLOAT32
-from protocol.errors import (
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import (
     DeadlineError,
     DivergedError,
     JoinTimeoutError,
@@ -25,12 +25,12 @@ from protocol.errors import (
     StateError,
     UsageError,
 )
-from protocol.plan import simple_plan
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker import alike
+from gradserver.worker.client import Worker
 from tests.cluster import Task, wait_until
 from tests.models import Convolutional, images, loss_of, optimizer_state, state_of
 from tests.replicas import same
-from worker import alike
-from worker.client import Worker
 
 ROUNDS = 14
 Place = tuple[int, int]

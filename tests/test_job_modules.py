@@ -22,9 +22,9 @@ from gradserver import (
     StateError,
     UsageError,
 )
+from gradserver.worker.checkpoint import read
+from gradserver.worker.client import Worker
 from tests.replicas import on, same
-from worker.checkpoint import read
-from worker.client import Worker
 
 SAMPLES = 19
 _CHANCE = torch.Generator().manual_seed(5)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from gradserver import GradientExchange, LocalCluster, Worker
-from protocol.errors import DeadlineError, StateError, UsageError
+from gradserver.protocol.errors import DeadlineError, StateError, UsageError
+from gradserver.worker.connect import connect
 from tests.cluster import PATIENCE, Daemon, Task
-from worker.connect import connect
 
 SIZE = 1000
 

@@ -14,20 +14,20 @@ from gradserver.engine.events import Command, Record, Restored
 from gradserver.engine.policy import Policy
 from gradserver.engine.quota import ENDED_BUDGETS, REFILL_SECONDS, Account, counted
 from gradserver.engine.records import Books, Dated, Kind, Round, Spent, size_of
-from protocol.dtypes import FLOAT32
-from protocol.errors import GradServerError, JoinRefusedError, QuotaExceededError
-from protocol.limits import KIB
-from protocol.messages import Enter, Failure, Propose, Ready, RoundDone, Scope, Serve
-from protocol.plan import Plan, simple_plan
-from protocol.positions import Claim, Claimed, Register, Used
-from protocol.ranges import pack
-from protocol.resuming import Resumed
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import GradServerError, JoinRefusedError, QuotaExceededError
+from gradserver.protocol.limits import KIB
+from gradserver.protocol.messages import Enter, Failure, Propose, Ready, RoundDone, Scope, Serve
+from gradserver.protocol.plan import Plan, simple_plan
+from gradserver.protocol.positions import Claim, Claimed, Register, Used
+from gradserver.protocol.ranges import pack
+from gradserver.protocol.resuming import Resumed
+from gradserver.worker.client import Worker
+from gradserver.worker.connect import connect
 from tests.cluster import Daemon, joined, wait_until
 from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of
 from tests.test_bad_input import Bystanders
 from tests.test_engine_resuming import BACK, Group
-from worker.client import Worker
-from worker.connect import connect
 
 QUOTA = 64 * KIB
 PIECES = tuple((2 * place, 2 * place + 1) for place in range(1000))

@@ -12,11 +12,11 @@ from gradserver.engine.data_records import Committed
 from gradserver.engine.membership import check_applicant, new_group
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Epoch, Round, RoundRecord, decode as read_record, encode as write_record
-from protocol import wire
-from protocol.dtypes import FLOAT32
-from protocol.errors import ERRORS, GradServerError, InvalidArgumentError
-from protocol.exchange import ExchangeKey, Kind, Op, Operation
-from protocol.limits import (
+from gradserver.protocol import wire
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import ERRORS, GradServerError, InvalidArgumentError
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation
+from gradserver.protocol.limits import (
     MAX_CLAIMED,
     MAX_COUNTER,
     MAX_DATA,
@@ -34,7 +34,7 @@ from protocol.limits import (
     MAX_WEIGHT,
     MAX_WORLD_SIZE,
 )
-from protocol.messages import (
+from gradserver.protocol.messages import (
     Agreed,
     Attend,
     Attended,
@@ -75,8 +75,8 @@ from protocol.messages import (
     Transfer,
     Welcome,
 )
-from protocol.positions import Claim, Claimed, Located, Register, Used
-from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Standing
+from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Standing
 from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of
 
 LONG = "w" * MAX_NAME_BYTES

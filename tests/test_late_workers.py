@@ -14,11 +14,11 @@ import pytest
 
 from gradserver import LocalCluster
 from gradserver.cli import main
-from protocol.dtypes import FLOAT32
-from protocol.errors import ClosedError, InvalidArgumentError, NonFiniteError
-from protocol.plan import simple_plan
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import ClosedError, InvalidArgumentError, NonFiniteError
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.client import Worker
 from tests.cluster import PATIENCE, Daemon, Program, wait_until, worker_program
-from worker.client import Worker
 
 PLAN = simple_plan([("b0", 600_000), ("b1", 3)], FLOAT32)
 SLOW = 3

@@ -19,23 +19,23 @@ from hypothesis import given, settings, strategies as st
 
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Lock, Receiver
+from gradserver.protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
+from gradserver.protocol.errors import DeadlineError
+from gradserver.protocol.limits import MIN_CREDIT_BYTES
+from gradserver.protocol.messages import HERE, Join, Message, Place, Push
+from gradserver.protocol.plan import Bucket, Component, Plan, simple_plan
+from gradserver.protocol.wire import decode, encode
 from gradserver.status import fetch
-from protocol.buffer import Buffer
-from protocol.channel import Lock, Receiver
-from protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
-from protocol.errors import DeadlineError
-from protocol.limits import MIN_CREDIT_BYTES
-from protocol.messages import HERE, Join, Message, Place, Push
-from protocol.plan import Bucket, Component, Plan, simple_plan
-from protocol.wire import decode, encode
+from gradserver.worker.client import Worker
+from gradserver.worker.collectives import ReductionName
+from gradserver.worker.handle import Handle
+from gradserver.worker.session import Session
+from gradserver.worker.tensors import Bytes
 from tests.cluster import Program, joined, members, together
 from tests.engine_harness import small_slices
 from tests.examples import examples
-from worker.client import Worker
-from worker.collectives import ReductionName
-from worker.handle import Handle
-from worker.session import Session
-from worker.tensors import Bytes
 
 Array = np.ndarray[Any, Any]
 
@@ -318,4 +318,6 @@ def test_daemon_that_served_workers_has_loaded_neither_torch_nor_the_worker() ->
     assert "torch" not in libraries
     roots = {name.partition(".")[0] for name in modules}
     assert "gradserver" in roots
-    assert roots.isdisjoint({"torch", "worker", "matplotlib"})
+    assert roots.isdisjoint({"torch", "matplotlib"})
+    assert "gradserver.engine" in modules
+    assert "gradserver.worker" not in modules

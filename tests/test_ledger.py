@@ -19,15 +19,15 @@ from gradserver.cli import main
 from gradserver.engine.records import Epoch, Gap, Group, Halt, Kind, Plan, Round, RoundRecord, Snapshot, Start
 from gradserver.ledger.journal import HEADER_BYTES, Entry, scan
 from gradserver.ledger.state import StateDir, files_of
-from protocol.codecs import codec_of, seed_of
-from protocol.digest import MODULUS, digest, places
-from protocol.dtypes import FLOAT32
-from protocol.errors import NonFiniteError
-from protocol.plan import Plan as PlanTable, simple_plan, with_codec
+from gradserver.protocol.codecs import codec_of, seed_of
+from gradserver.protocol.digest import MODULUS, digest, places
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import NonFiniteError
+from gradserver.protocol.plan import Plan as PlanTable, simple_plan, with_codec
+from gradserver.worker.client import Worker
 from tests.cluster import ROOT, TIMEOUT, Daemon, joined, together, wait_until
 from tests.engine_harness import plan_of
 from tests.test_records import RECORDS
-from worker.client import Worker
 
 Array = np.ndarray[Any, Any]
 SIZES = (300_000, 5, 70_001)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from gradserver import LocalCluster
-from protocol.dtypes import FLOAT32
-from protocol.errors import (
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import (
     ClosedError,
     CollectiveMismatchError,
     DeadlineError,
@@ -22,10 +22,10 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.limits import MIN_CREDIT_BYTES
-from protocol.plan import simple_plan
+from gradserver.protocol.limits import MIN_CREDIT_BYTES
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.client import Worker
 from tests.cluster import PATIENCE, Task
-from worker.client import Worker
 
 T = TypeVar("T")
 PLAN = simple_plan([("b0", 100), ("b1", 3)], FLOAT32)

@@ -16,16 +16,16 @@ from hypothesis import given, settings, strategies as st
 
 from gradserver.channels.hosted import MAX_QUEUED
 from gradserver.channels.tcp import TcpServer
-from protocol.buffer import Buffer
-from protocol.errors import DeadlineError, LimitExceededError, MalformedMessageError
-from protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES
-from protocol.packets import PACKET_BYTES, PacketStream
-from protocol.sharing import Offer, Refused, Taken, Talk, Talking
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import DeadlineError, LimitExceededError, MalformedMessageError
+from gradserver.protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES
+from gradserver.protocol.packets import PACKET_BYTES, PacketStream
+from gradserver.protocol.sharing import Offer, Refused, Taken, Talk, Talking
+from gradserver.worker.client import Worker
 from tests.cluster import Daemon, coordinator, joined, together, wait_until
 from tests.examples import examples
 from tests.test_memory_sharing import memfd
 from tests.unix_host import WORKER, Host, Hostile
-from worker.client import Worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="local sockets that keep packets apart are Linux's")
 

@@ -13,21 +13,21 @@ from torch import nn
 
 import gradserver
 from gradserver.engine.events import Contribution, NonFinite, Reduce, Undecodable
-from gradserver.reducer import reduce
-from protocol.codecs import codec_of, seed_of
-from protocol.dtypes import FLOAT32
-from protocol.errors import (
+from gradserver.protocol.codecs import codec_of, seed_of
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import (
     CollectiveMismatchError,
     InvalidArgumentError,
     NonFiniteError,
     UnsupportedOperationError,
 )
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, layout_of, operation_of
-from protocol.plan import Plan, decode_plan, first_difference, simple_plan, with_codec, with_named_codecs
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, layout_of, operation_of
+from gradserver.protocol.plan import Plan, decode_plan, first_difference, simple_plan, with_codec, with_named_codecs
+from gradserver.reducer import reduce
+from gradserver.worker.client import Worker
+from gradserver.worker.coder import Coder
+from gradserver.worker.connect import connect
 from tests.cluster import Daemon, coordinator, errors, together
-from worker.client import Worker
-from worker.coder import Coder
-from worker.connect import connect
 
 CODECS = ["bf16", "fp16", "int8", "topk:0.1", "randomk:0.1"]
 DENSE = CODECS[:3]

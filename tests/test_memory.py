@@ -9,11 +9,11 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from protocol.dtypes import FLOAT32
-from protocol.limits import CREDIT_BYTES, SLICE_BYTES
-from protocol.plan import simple_plan
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.limits import CREDIT_BYTES, SLICE_BYTES
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.client import Worker
 from tests.cluster import Daemon, joined, together, wait_until, worker_program
-from worker.client import Worker
 
 MEGABYTE = 1_000_000
 

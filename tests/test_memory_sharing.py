@@ -33,13 +33,18 @@ from gradserver.channels.tcp import TcpServer
 from gradserver.channels.unix import MAX_STRANGERS
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
-from protocol.buffer import Buffer
-from protocol.dtypes import FLOAT32
-from protocol.errors import BackendUnavailableError, GradServerError, InvalidArgumentError, MalformedMessageError
-from protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
-from protocol.limits import CREDIT_BYTES, MAX_COUNTER
-from protocol.messages import Join, MemoryAt, Message, Place, Push, ShareMemory, Welcome
-from protocol.sharing import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import (
+    BackendUnavailableError,
+    GradServerError,
+    InvalidArgumentError,
+    MalformedMessageError,
+)
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
+from gradserver.protocol.limits import CREDIT_BYTES, MAX_COUNTER
+from gradserver.protocol.messages import Join, MemoryAt, Message, Place, Push, ShareMemory, Welcome
+from gradserver.protocol.sharing import (
     ADDRESS_PREFIX,
     COORDINATORS_PROOF,
     F_SEAL_FUTURE_WRITE,
@@ -61,15 +66,15 @@ from protocol.sharing import (
     decode_packet,
     encode_packet,
 )
+from gradserver.worker.client import Worker
+from gradserver.worker.connect import connect
+from gradserver.worker.memory import ALIGNMENT, ARENA_BYTES, OWN_SEGMENT_BYTES, SharedMemory
+from gradserver.worker.tcp import TcpChannel
+from gradserver.worker.tensors import Bytes, empty
 from tests.cluster import PATIENCE, ROOT, Daemon, Program, Task, coordinator, together, wait_until
 from tests.examples import examples
 from tests.strangers import Stranger
 from tests.unix_host import WORKER, Host, Hostile
-from worker.client import Worker
-from worker.connect import connect
-from worker.memory import ALIGNMENT, ARENA_BYTES, OWN_SEGMENT_BYTES, SharedMemory
-from worker.tcp import TcpChannel
-from worker.tensors import Bytes, empty
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 
@@ -760,7 +765,7 @@ def names_in_shm() -> set[str]:
 
 SHARE = """
 import sys
-from worker.connect import connect
+from gradserver.worker.connect import connect
 worker = connect(sys.argv[1], 0, 1)
 array = worker.empty(1_000_000, "float32")
 array[:] = 1
@@ -965,7 +970,7 @@ def test_stranger_whose_place_is_odd_or_too_short_harms_nobody(offset: int, slic
 FORK = """
 import gc, os, sys
 import numpy as np
-from worker.connect import connect
+from gradserver.worker.connect import connect
 worker = connect(sys.argv[1], 0, 1)
 array = worker.empty(1_000_000, "float32")
 channel = worker._session._channel
@@ -1018,8 +1023,8 @@ def network_namespace() -> Iterator[tuple[str, str]]:
 
 ELSEWHERE = """
 import json, logging, sys
-from protocol.errors import BackendUnavailableError
-from worker.connect import connect
+from gradserver.protocol.errors import BackendUnavailableError
+from gradserver.worker.connect import connect
 logging.basicConfig(level=logging.DEBUG, stream=sys.stderr)
 with connect(sys.argv[1], 0, 1) as worker:
     said = [worker.channel, int(worker.empty(10, "float32").size)]

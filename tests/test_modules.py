@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from gradserver import LocalCluster, OutOfStepError, PlanMismatchError
-from protocol.dtypes import FLOAT32
-from protocol.plan import simple_plan
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.blocks import GradientExchange
+from gradserver.worker.client import Worker
+from gradserver.worker.ddp import DistributedDataParallel
 from tests.cluster import Daemon, Gather, joined, together
 from tests.replicas import alone, on
-from worker.blocks import GradientExchange
-from worker.client import Worker
-from worker.ddp import DistributedDataParallel
 
 WIDE = 20_000
 """Parameters of a module that travels with a loss."""

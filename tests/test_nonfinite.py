@@ -18,13 +18,13 @@ from torch import nn
 
 import gradserver
 from gradserver.local import LocalCluster
-from protocol.dtypes import FLOAT32
-from protocol.errors import InvalidArgumentError
-from protocol.plan import simple_plan
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.client import Worker
+from gradserver.worker.ddp import DistributedDataParallel
+from gradserver.worker.job import Job
 from tests.cluster import Daemon, Gather, joined, together, wait_until
-from worker.client import Worker
-from worker.ddp import DistributedDataParallel
-from worker.job import Job
 
 SLICE = 262_144
 """Elements of float32."""

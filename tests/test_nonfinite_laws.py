@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import Round
-from protocol.exchange import ExchangeKey, Op, Operation, Stream, layout_of
+from gradserver.protocol.exchange import ExchangeKey, Op, Operation, Stream, layout_of
 from tests import test_shard_laws, test_sharded_crash_laws
 from tests.crash_harness import Crashing, steady
 from tests.elastic_harness import Cluster as ElasticCluster, Step, contribution

@@ -13,14 +13,14 @@ from hypothesis import given, strategies as st
 
 from gradserver.channels.strangers import Strangers
 from gradserver.chaos.relay import Fate
-from protocol.errors import ConnectionLostError, LeftOutError, WorkerLostError
-from protocol.messages import Failure, Ping, Push, Result, Scope
-from protocol.numbers import GAP_SECONDS, MAX_EARLY, Frames, Numbers, numbered, split
-from protocol.wire import encode
+from gradserver.protocol.errors import ConnectionLostError, LeftOutError, WorkerLostError
+from gradserver.protocol.messages import Failure, Ping, Push, Result, Scope
+from gradserver.protocol.numbers import GAP_SECONDS, MAX_EARLY, Frames, Numbers, numbered, split
+from gradserver.protocol.wire import encode
+from gradserver.worker.client import Worker
+from gradserver.worker.connect import connect
 from tests.cluster import PATIENCE, Task, coordinator, together
 from tests.relay import Judge, Loser, relay, swapped, twice
-from worker.client import Worker
-from worker.connect import connect
 
 NOTICED_WITHIN = 1.0 + GAP_SECONDS
 """Seconds until a Ping shows that something is missing, and it is not waited for any more."""

@@ -9,8 +9,8 @@ from hypothesis import given, strategies as st
 
 from gradserver.engine.pace import Pace
 from gradserver.engine.policy import Lateness, Policy, lateness_of
-from protocol.errors import InvalidArgumentError
-from protocol.messages import RoundDone
+from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.protocol.messages import RoundDone
 from tests.engine_harness import Harness, bucket, floats, plan_of
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradserver import LocalCluster
-from protocol.errors import (
+from gradserver.protocol.errors import (
     CollectiveMismatchError,
     DTypeError,
     InvalidArgumentError,
@@ -22,10 +22,10 @@ from protocol.errors import (
     UsageError,
     WorkerLeftError,
 )
-from protocol.limits import MIN_CREDIT_BYTES, SLICE_BYTES
+from gradserver.protocol.limits import MIN_CREDIT_BYTES, SLICE_BYTES
+from gradserver.worker.client import Worker
 from tests.cluster import Gather, Task, errors, members, together
 from tests.reference import TYPES, samples
-from worker.client import Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -236,7 +236,7 @@ def test_anything_else_needs_pickle_and_is_allowed_by_giver_and_taker(three: lis
 
 
 def test_an_object_that_is_too_large_is_refused(three: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.objects.MAX_OBJECT_BYTES", 1000)
+    monkeypatch.setattr("gradserver.worker.objects.MAX_OBJECT_BYTES", 1000)
     with pytest.raises(LimitExceededError, match=r"takes 2,\d+ bytes, and 1,000 is the most: send tensors as such"):
         three[0].all_gather_object(b"x" * 2000)
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from gradserver import connect
-from protocol.errors import ConnectionLostError
+from gradserver.protocol.errors import ConnectionLostError
+from gradserver.worker.client import Worker
 from tests.cluster import PATIENCE, Daemon, Task, wait_until
-from worker.client import Worker
 
 WORLD = 3
 SIZE = 200_001

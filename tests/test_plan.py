@@ -10,16 +10,16 @@ from collections.abc import Callable
 import pytest
 from hypothesis import example, given, strategies as st
 
-from protocol.dtypes import BY_CODE, BY_NAME, FLOAT32, DType
-from protocol.errors import (
+from gradserver.protocol.dtypes import BY_CODE, BY_NAME, FLOAT32, DType
+from gradserver.protocol.errors import (
     InvalidArgumentError,
     LimitExceededError,
     MalformedMessageError,
     ProtocolError,
     UnsupportedOperationError,
 )
-from protocol.exchange import Kind, Op, Operation
-from protocol.limits import (
+from gradserver.protocol.exchange import Kind, Op, Operation
+from gradserver.protocol.limits import (
     MAX_BUCKETS,
     MAX_COMPONENTS,
     MAX_DIMENSIONS,
@@ -28,7 +28,7 @@ from protocol.limits import (
     MAX_TEXT,
     MIB,
 )
-from protocol.plan import Bucket, Component, Plan, decode_plan, first_difference, simple_plan
+from gradserver.protocol.plan import Bucket, Component, Plan, decode_plan, first_difference, simple_plan
 
 BFLOAT16 = BY_NAME["bfloat16"]
 FLOATING = [dtype for dtype in BY_CODE.values() if dtype.kind == "f"]

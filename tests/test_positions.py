@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies as st
 from gradserver.engine.data_records import Claim, Committed, Order
 from gradserver.engine.positions import Positions
 from gradserver.engine.records import Books, Dated, Epoch, Group, Kind, Round, RoundRecord, decode, encode
-from protocol.errors import DisagreementError, LimitExceededError, MalformedMessageError, OutOfStepError
-from protocol.limits import MAX_DATA, MAX_NUMEL
-from protocol.ranges import Ranges, both, count, lowest, minus, pack, union, unpack
+from gradserver.protocol.errors import DisagreementError, LimitExceededError, MalformedMessageError, OutOfStepError
+from gradserver.protocol.limits import MAX_DATA, MAX_NUMEL
+from gradserver.protocol.ranges import Ranges, both, count, lowest, minus, pack, union, unpack
 from tests.examples import examples
 
 # ── ranges ────────────────────────────────────────────────────────────────────────────────────────────

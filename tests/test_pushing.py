@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.dtypes import BY_NAME, FLOAT32
-from protocol.errors import (
+from gradserver.protocol.dtypes import BY_NAME, FLOAT32
+from gradserver.protocol.errors import (
     DeadlineError,
     DTypeError,
     GradServerError,
@@ -29,12 +29,12 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.exchange import Op
-from protocol.limits import MIN_CREDIT_BYTES
-from protocol.plan import Bucket, Component, Plan, simple_plan
+from gradserver.protocol.exchange import Op
+from gradserver.protocol.limits import MIN_CREDIT_BYTES
+from gradserver.protocol.plan import Bucket, Component, Plan, simple_plan
+from gradserver.worker.client import Worker
 from tests.cluster import Gather, Task, errors, together
 from tests.reference import TYPES
-from worker.client import Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

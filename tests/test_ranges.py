@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradserver
 from gradserver import DataRanges, DistributedDataParallel, Job, LocalCluster
-from protocol.dtypes import FLOAT32
-from protocol.errors import DisagreementError, GradServerError, InvalidArgumentError, StateError, UsageError
-from protocol.plan import simple_plan
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import DisagreementError, GradServerError, InvalidArgumentError, StateError, UsageError
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.client import Worker
+from gradserver.worker.permutation import epoch_permutation
 from tests.cluster import PATIENCE, Daemon, Program
 from tests.replicas import on
-from worker.client import Worker
-from worker.permutation import epoch_permutation
 
 torch.set_num_threads(1)
 PLAN = simple_plan([("b", 3)], FLOAT32)

@@ -39,9 +39,9 @@ from gradserver.engine.records import (
     decode,
     encode,
 )
-from protocol.errors import LimitExceededError, MalformedMessageError
-from protocol.limits import MAX_COUNTER, MAX_TEXT, MAX_TIMEOUT, MAX_WEIGHT
-from protocol.messages import Membership, RoundDone
+from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
+from gradserver.protocol.limits import MAX_COUNTER, MAX_TEXT, MAX_TIMEOUT, MAX_WEIGHT
+from gradserver.protocol.messages import Membership, RoundDone
 from tests.engine_harness import Harness, bucket, floats, plan_of
 from tests.sharded_harness import ShardedHarness
 

@@ -15,9 +15,9 @@ from gradserver import reducer
 from gradserver.engine.events import Broken, Contribution, Finding, NonFinite, Reduce, Sifted, Undecodable
 from gradserver.engine.policy import OnNonFinite
 from gradserver.mean import Outcome
-from protocol.buffer import Buffer
-from protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
 from tests.reference import OPS, REDUCTIONS, TYPES, expected, samples, wide
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -12,11 +12,11 @@ import pytest
 from gradserver.engine.events import Contribution, Reduce
 from gradserver.engine.records import Closed, Durable, Kind, Plan
 from gradserver.lossy import reduce_lossy
+from gradserver.protocol.codecs import codec_of
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.plan import simple_plan, with_codec
 from gradserver.residuals import Residuals
-from protocol.codecs import codec_of
-from protocol.dtypes import FLOAT32
-from protocol.exchange import ExchangeKey, Stream
-from protocol.plan import simple_plan, with_codec
 
 NUMEL = 40_000
 PLAN = with_codec(simple_plan([("b0", NUMEL), ("exact", 10)], FLOAT32), codec_of("int8"))

@@ -19,8 +19,8 @@ from gradserver.engine.records import Round
 from gradserver.ledger.journal import Entry, scan
 from gradserver.ledger.state import files_of
 from gradserver.local import LocalCluster
-from protocol.dtypes import FLOAT32
-from protocol.plan import simple_plan
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.plan import simple_plan
 from tests.cluster import Daemon, Program, wait_until, worker_program
 from tests.restart_training import train
 

@@ -13,7 +13,7 @@ from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Closed, Durable, Epoch, Group, Handling, Kind, Plan, Reset, Start
 from gradserver.ledger.command import Selection, show
 from gradserver.ledger.state import StateDir, files_of
-from protocol.errors import StateError
+from gradserver.protocol.errors import StateError
 from tests.engine_harness import plan_of
 from tests.test_state_dir import opened, round_record
 

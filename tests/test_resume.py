@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.dtypes import FLOAT32
-from protocol.errors import (
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import (
     ConnectionLostError,
     CoordinatorStoppedError,
     DeadlineError,
@@ -21,9 +21,9 @@ from protocol.errors import (
     MalformedMessageError,
     MembershipChangedError,
 )
-from protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
-from protocol.limits import SLICE_BYTES
-from protocol.messages import (
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
+from gradserver.protocol.limits import SLICE_BYTES
+from gradserver.protocol.messages import (
     BePresent,
     Failure,
     Inquire,
@@ -37,14 +37,14 @@ from protocol.messages import (
     RoundDone,
     Scope,
 )
-from protocol.plan import Plan, simple_plan
-from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, unpack_spans
+from gradserver.protocol.plan import Plan, simple_plan
+from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, unpack_spans
+from gradserver.worker import resume
+from gradserver.worker.client import Worker
+from gradserver.worker.handle import Handle
+from gradserver.worker.tcp import TcpChannel
 from tests.cluster import TIMEOUT, Task, wait_until
 from tests.scripted import TOKEN, Scripted, joining
-from worker import resume
-from worker.client import Worker
-from worker.handle import Handle
-from worker.tcp import TcpChannel
 
 NUMEL = SLICE_BYTES // 4
 CREDIT = 16 * SLICE_BYTES

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
+from gradserver.protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
 
 torch = pytest.importorskip("torch")
 
@@ -29,9 +29,9 @@ from torch.utils.data import (  # noqa: E402
     TensorDataset,
 )
 
+from gradserver.worker.permutation import epoch_permutation  # noqa: E402
+from gradserver.worker.sampler import ShardSampler, Uneven  # noqa: E402
 from tests.refusals import refused  # noqa: E402
-from worker.permutation import epoch_permutation  # noqa: E402
-from worker.sampler import ShardSampler, Uneven  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -342,7 +342,7 @@ def digest(samples: Any) -> str:
 def test_every_process_draws_the_same_permutation() -> None:
     code = (
         "import hashlib, sys, numpy as np, torch\n"
-        "from worker.sampler import ShardSampler, Uneven\n"
+        "from gradserver.worker.sampler import ShardSampler, Uneven\n"
         "np.random.seed(int(sys.argv[1])); torch.manual_seed(int(sys.argv[1]))\n"
         "sampler = ShardSampler(5000, 1, 3, seed=11)\n"
         "sampler.set_epoch(2)\n"

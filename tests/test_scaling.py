@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 import gradserver
+from gradserver.worker.client import Worker
+from gradserver.worker.ddp import DistributedDataParallel
 from tests.cluster import STARTED_WITHIN, Program, coordinator, joined, together
 from tests.training import digest
-from worker.client import Worker
-from worker.ddp import DistributedDataParallel
 
 pytestmark = pytest.mark.timeout(300)
 

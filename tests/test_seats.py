@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, strategies as st
 
 from gradserver.engine.seats import Seats, in_order
-from protocol.messages import Join
+from gradserver.protocol.messages import Join
 
 
 def join(rank: int) -> Join:

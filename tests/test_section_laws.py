@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from protocol.exchange import Kind
+from gradserver.protocol.exchange import Kind
 from tests.crash_harness import Crashing
 from tests.elastic_harness import Step
 from tests.examples import examples

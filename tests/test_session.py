@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.buffer import Buffer
-from protocol.channel import Lock, Receiver
-from protocol.dtypes import UINT8
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Lock, Receiver
+from gradserver.protocol.dtypes import UINT8
+from gradserver.protocol.errors import (
     ClosedError,
     ConnectionLostError,
     CoordinatorStoppedError,
@@ -25,9 +25,9 @@ from protocol.errors import (
     UsageError,
     WorkerLostError,
 )
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from protocol.limits import SLICE_BYTES
-from protocol.messages import (
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.limits import SLICE_BYTES
+from gradserver.protocol.messages import (
     Agreed,
     Failure,
     Inquire,
@@ -43,11 +43,11 @@ from protocol.messages import (
     Scope,
     Welcome,
 )
-from protocol.plan import Plan, simple_plan
+from gradserver.protocol.plan import Plan, simple_plan
+from gradserver.worker.handle import Handle
+from gradserver.worker.session import Session
+from gradserver.worker.tensors import Bytes
 from tests.cluster import Task, wait_until
-from worker.handle import Handle
-from worker.session import Session
-from worker.tensors import Bytes
 
 NAMES = ("w0", "w1", "w2")
 CREDIT = 2 * SLICE_BYTES

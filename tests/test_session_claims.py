@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.errors import ClosedError, DeadlineError, DisagreementError
-from protocol.messages import Failure, Push, Result, RoundDone, Scope
-from protocol.positions import Claim, Claimed, Located, Register, Used
-from protocol.ranges import pack
+from gradserver.protocol.errors import ClosedError, DeadlineError, DisagreementError
+from gradserver.protocol.messages import Failure, Push, Result, RoundDone, Scope
+from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.ranges import pack
+from gradserver.worker.client import Worker
+from gradserver.worker.ranges import DataRanges
+from gradserver.worker.session import Session
 from tests.cluster import Task
 from tests.test_session import Tape, agree, answer, bucket, joined_session, memory, plan_of, push
 from tests.test_session_shards import URLS
-from worker.client import Worker
-from worker.ranges import DataRanges
-from worker.session import Session
 
 CLAIM = Claim("data", 1, 0, 4, 0)
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.dtypes import FLOAT32, UINT8
-from protocol.errors import (
+from gradserver.protocol.dtypes import FLOAT32, UINT8
+from gradserver.protocol.errors import (
     ConnectionLostError,
     DeadlineError,
     GradServerError,
@@ -16,15 +16,15 @@ from protocol.errors import (
     MembershipChangedError,
     WorkerLostError,
 )
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from protocol.messages import Failure, Join, Membership, Push, Result, RoundDone, Scope, Transfer, Welcome
-from protocol.plan import simple_plan
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.messages import Failure, Join, Membership, Push, Result, RoundDone, Scope, Transfer, Welcome
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.handle import Handle
+from gradserver.worker.joiner import receive
+from gradserver.worker.session import Session, ShardReceiver
 from tests.cluster import Task, wait_until
 from tests.test_session import CREDIT, NAMES, Tape, agree, bucket, collective, joined_session, memory
 from tests.test_session_shards import URLS, Shards
-from worker.handle import Handle
-from worker.joiner import receive
-from worker.session import Session, ShardReceiver
 
 NEWS = Membership(8, (1, 2), ("w1", "w2"), "'w0' (rank 0) was lost in round 0 (it died); 2 workers go on", True)
 SHARDS = {"shards": URLS, "rates": (1.0, 1.0, 1.0), "token": "secret"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from protocol.dtypes import UINT8
-from protocol.errors import (
+from gradserver.protocol.dtypes import UINT8
+from gradserver.protocol.errors import (
     AbandonedError,
     CollectiveMismatchError,
     CoordinatorStoppedError,
@@ -15,9 +15,9 @@ from protocol.errors import (
     MalformedMessageError,
     WorkerLostError,
 )
-from protocol.exchange import ExchangeKey, Kind, Op, Operation
-from protocol.limits import MIB, SLICE_BYTES
-from protocol.messages import (
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation
+from gradserver.protocol.limits import MIB, SLICE_BYTES
+from gradserver.protocol.messages import (
     Agreed,
     Attend,
     Attended,
@@ -32,16 +32,16 @@ from protocol.messages import (
     Scope,
     Welcome,
 )
-from protocol.plan import simple_plan
-from protocol.resuming import Resumed, Standing
+from gradserver.protocol.plan import simple_plan
+from gradserver.protocol.resuming import Resumed, Standing
+from gradserver.worker.clock import Clock
+from gradserver.worker.handle import Handle
+from gradserver.worker.regions import Regions
+from gradserver.worker.session import Session, ShardReceiver
+from gradserver.worker.standing import Books
+from gradserver.worker.tensors import Bytes
 from tests.cluster import Task, wait_until
 from tests.test_session import CREDIT, NAMES, Tape, bucket, collective, joined_session, memory, slice_of
-from worker.clock import Clock
-from worker.handle import Handle
-from worker.regions import Regions
-from worker.session import Session, ShardReceiver
-from worker.standing import Books
-from worker.tensors import Bytes
 
 URLS = ("tcp://10.0.0.2:7411", "tcp://10.0.0.3:7411")
 

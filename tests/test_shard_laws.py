@@ -19,8 +19,8 @@ from hypothesis import given, settings, strategies as st
 
 from gradserver.engine.events import NonFinite, Reduce
 from gradserver.engine.policy import OnNonFinite, Policy
-from protocol.dtypes import FLOAT32
-from protocol.errors import (
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import (
     AbandonedError,
     CollectiveMismatchError,
     ConnectionLostError,
@@ -30,9 +30,9 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.exchange import PORTIONED, ExchangeKey, Kind, Layout, Op, Operation, Stream, pool_of
-from protocol.messages import Failure, Result, Scope
-from protocol.shards import Table, share_of
+from gradserver.protocol.exchange import PORTIONED, ExchangeKey, Kind, Layout, Op, Operation, Stream, pool_of
+from gradserver.protocol.messages import Failure, Result, Scope
+from gradserver.protocol.shards import Table, share_of
 from tests.engine_harness import (
     SEATS,
     TIMEOUT,
@@ -58,9 +58,9 @@ many_rates = st.sampled_from(RATES)
 def small_shares() -> Iterator[None]:
     """Slices of four elements, tensors cut from three on, buckets from six on (or four, or three)."""
     with small_slices(SLICE), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("protocol.shards.SPLIT_BYTES", 12)
-        patch.setattr("protocol.shards.SPLIT_BUCKET_BYTES", (24, 16, 12))
-        patch.setattr("protocol.shards.ALIGNMENT", 1)
+        patch.setattr("gradserver.protocol.shards.SPLIT_BYTES", 12)
+        patch.setattr("gradserver.protocol.shards.SPLIT_BUCKET_BYTES", (24, 16, 12))
+        patch.setattr("gradserver.protocol.shards.ALIGNMENT", 1)
         yield
         share_of.cache_clear()
 

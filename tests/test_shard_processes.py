@@ -19,9 +19,8 @@ import zmq
 
 from gradserver import daemon
 from gradserver.cli import main
-from gradserver.status import fetch, render, survey
-from protocol.dtypes import FLOAT32
-from protocol.errors import (
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import (
     CoordinatorStoppedError,
     CoordinatorUnreachableError,
     GradServerError,
@@ -32,10 +31,25 @@ from protocol.errors import (
     VersionMismatchError,
     WorkerLeftError,
 )
-from protocol.exchange import ExchangeKey, Stream
-from protocol.messages import Attend, Enlist, Enlisted, Failure, Join, Message, Ordered, Push, Reported, Scope, Welcome
-from protocol.plan import simple_plan
-from protocol.wire import encode
+from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.messages import (
+    Attend,
+    Enlist,
+    Enlisted,
+    Failure,
+    Join,
+    Message,
+    Ordered,
+    Push,
+    Reported,
+    Scope,
+    Welcome,
+)
+from gradserver.protocol.plan import simple_plan
+from gradserver.protocol.wire import encode
+from gradserver.status import fetch, render, survey
+from gradserver.worker.client import Worker
+from gradserver.worker.connect import connect
 from tests.cluster import (
     STARTED_WITHIN,
     Daemon,
@@ -49,8 +63,6 @@ from tests.cluster import (
 )
 from tests.strangers import Stranger, impostor, plain_server
 from tests.training import RECIPES
-from worker.client import Worker
-from worker.connect import connect
 
 TOLD_WITHIN = 3.0
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from gradserver.engine.events import Received
-from protocol.exchange import Kind
-from protocol.messages import Attend, Join, Welcome
+from gradserver.protocol.exchange import Kind
+from gradserver.protocol.messages import Attend, Join, Welcome
 from tests.elastic_harness import Step
 from tests.engine_harness import TIMEOUT
 from tests.examples import examples

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
-from worker.sharding import check_rank, shard_batches, whole_number
+from gradserver.protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
+from gradserver.worker.sharding import check_rank, shard_batches, whole_number
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -7,12 +7,21 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from protocol.codecs import codec_of
-from protocol.dtypes import BY_NAME, FLOAT32, DType
-from protocol.exchange import DIVIDED, IN_PLACE, ROOTED, ExchangeKey, Kind, Op, Operation, Stream, layout_of
-from protocol.limits import KIB, MIB
-from protocol.plan import Bucket, Component, Plan, with_codec
-from protocol.shards import ALIGNMENT, EVEN, SPLIT_BUCKET_BYTES, SPLIT_BYTES, Share, Table, comparable, evenness
+from gradserver.protocol.codecs import codec_of
+from gradserver.protocol.dtypes import BY_NAME, FLOAT32, DType
+from gradserver.protocol.exchange import DIVIDED, IN_PLACE, ROOTED, ExchangeKey, Kind, Op, Operation, Stream, layout_of
+from gradserver.protocol.limits import KIB, MIB
+from gradserver.protocol.plan import Bucket, Component, Plan, with_codec
+from gradserver.protocol.shards import (
+    ALIGNMENT,
+    EVEN,
+    SPLIT_BUCKET_BYTES,
+    SPLIT_BYTES,
+    Share,
+    Table,
+    comparable,
+    evenness,
+)
 
 DTYPES = (FLOAT32, BY_NAME["float64"], BY_NAME["bfloat16"])
 

@@ -43,11 +43,11 @@ from gradserver.engine.records import (
 from gradserver.ledger import state
 from gradserver.ledger.journal import HEADER_BYTES, MAGIC, Entry, Fault, frame, header, number_of, scan
 from gradserver.ledger.state import EVERY_ROUND, StateDir, files_of
+from gradserver.protocol.codecs import codec_of
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import StateError
+from gradserver.protocol.plan import simple_plan, with_codec
 from gradserver.residuals import Residuals
-from protocol.codecs import codec_of
-from protocol.dtypes import FLOAT32
-from protocol.errors import StateError
-from protocol.plan import simple_plan, with_codec
 from tests.cluster import Daemon, Program, wait_until, worker_program
 from tests.engine_harness import plan_of
 from tests.examples import examples
@@ -736,7 +736,8 @@ def test_training_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
 
 
 def test_the_ledger_needs_neither_torch_nor_workers() -> None:
-    code = "import sys, gradserver.ledger.state, gradserver.ledger; print(not {'torch', 'worker'} & set(sys.modules))"
+    code = "import sys, gradserver.ledger.state, gradserver.ledger; "
+    code += "print(not {'torch', 'gradserver.worker'} & set(sys.modules))"
     with Program("-c", code) as program:
         assert program.end() == 0
         assert program.output() == ["True"]

@@ -6,16 +6,27 @@ import numpy as np
 import pytest
 
 from gradserver.engine.policy import Policy
-from protocol.dtypes import UINT8
-from protocol.errors import DeadlineError, JoinRefusedError, WorkerLostError
-from protocol.exchange import STATE_TAG, ExchangeKey, Kind, Op, Operation, Pool, is_state
-from protocol.limits import (
+from gradserver.protocol.dtypes import UINT8
+from gradserver.protocol.errors import DeadlineError, JoinRefusedError, WorkerLostError
+from gradserver.protocol.exchange import STATE_TAG, ExchangeKey, Kind, Op, Operation, Pool, is_state
+from gradserver.protocol.limits import (
     MAX_STATE_ATTEMPTS,
     STATE_ASK_SECONDS,
     STATE_REST_SECONDS,
     STATE_STALL_SECONDS,
 )
-from protocol.messages import Enter, Entered, Failure, Propose, Ready, Result, RoundDone, Serve, StateFailed, Transfer
+from gradserver.protocol.messages import (
+    Enter,
+    Entered,
+    Failure,
+    Propose,
+    Ready,
+    Result,
+    RoundDone,
+    Serve,
+    StateFailed,
+    Transfer,
+)
 from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of, transfer
 
 LEARNER = 7

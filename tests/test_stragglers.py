@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gradserver.engine.policy import Lateness, Policy
-from protocol.messages import Result
+from gradserver.protocol.messages import Result
 from tests.engine_harness import bucket, plan_of, small_slices
 from tests.examples import examples
 from tests.late_harness import LateCluster
@@ -24,9 +24,9 @@ ELEMENTS = 12
 @pytest.fixture(scope="module", autouse=True)
 def _small_slices() -> Iterator[None]:
     with small_slices(8 * ELEMENTS), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("protocol.shards.SPLIT_BYTES", 8 * ELEMENTS)
-        patch.setattr("protocol.shards.SPLIT_BUCKET_BYTES", (8 * ELEMENTS,) * 3)
-        patch.setattr("protocol.shards.ALIGNMENT", ELEMENTS)
+        patch.setattr("gradserver.protocol.shards.SPLIT_BYTES", 8 * ELEMENTS)
+        patch.setattr("gradserver.protocol.shards.SPLIT_BUCKET_BYTES", (8 * ELEMENTS,) * 3)
+        patch.setattr("gradserver.protocol.shards.ALIGNMENT", ELEMENTS)
         yield
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from protocol.errors import DeadlineError, InvalidArgumentError, InvalidRankError
+from gradserver.protocol.errors import DeadlineError, InvalidArgumentError, InvalidRankError
+from gradserver.worker.client import Worker
+from gradserver.worker.collectives import Reduction
 from tests.cluster import ROOT, members, together
-from worker.client import Worker
-from worker.collectives import Reduction
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gradserver.channels.tcp import TcpServer
-from protocol.errors import (
+from gradserver.protocol.errors import (
     ClosedError,
     ConnectionLostError,
     CoordinatorStoppedError,
@@ -21,12 +21,12 @@ from protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from protocol.limits import COORDINATOR_SILENCE
-from protocol.messages import Present
+from gradserver.protocol.limits import COORDINATOR_SILENCE
+from gradserver.protocol.messages import Present
+from gradserver.worker.client import Worker
+from gradserver.worker.presence import Presence
+from gradserver.worker.tcp import TcpChannel
 from tests.cluster import Daemon, Program, Task, coordinator, errors, joined, together, wait_until, worker_program
-from worker.client import Worker
-from worker.presence import Presence
-from worker.tcp import TcpChannel
 
 DEATH_IS_NOTICED_WITHIN = 3.0
 """Seconds in which survivors hear of a process that was killed."""
@@ -308,7 +308,7 @@ def test_worker_that_computed_meanwhile_finds_its_coordinator_dead(daemon: Daemo
 
 @pytest.mark.parametrize("silence", [2.0, pytest.param(COORDINATOR_SILENCE, marks=pytest.mark.long)])
 def test_frozen_coordinator_is_noticed_soon(daemon: Daemon, silence: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.line.COORDINATOR_SILENCE", silence)
+    monkeypatch.setattr("gradserver.worker.line.COORDINATOR_SILENCE", silence)
     with joined(daemon.url, 2) as (zero, _):
         waiting = Task(zero.barrier)
         assert not waiting.ended(0.05)

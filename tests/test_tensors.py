@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.dtypes import dtype_of
-from protocol.errors import DTypeError, LayoutError
+from gradserver.protocol.dtypes import dtype_of
+from gradserver.protocol.errors import DTypeError, LayoutError
+from gradserver.worker.tensors import bind, empty, like
 from tests.reference import TYPES
-from worker.tensors import bind, empty, like
 
 # torch says so of each complex32 tensor
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

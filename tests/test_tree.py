@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from protocol.dtypes import BY_NAME, numpy_dtype
-from protocol.errors import DTypeError, InvalidArgumentError, LayoutError, MalformedMessageError
+from gradserver.protocol.dtypes import BY_NAME, numpy_dtype
+from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, MalformedMessageError
+from gradserver.worker import tree
+from gradserver.worker.tensors import bind
+from gradserver.worker.tree import Tree, from_bytes, pack, to_bytes, unpack
 from tests.reference import TYPES
-from worker import tree
-from worker.tensors import bind
-from worker.tree import Tree, from_bytes, pack, to_bytes, unpack
 
 torch.set_num_threads(1)
 

@@ -1,13 +1,13 @@
-"""What a member hears of rounds that others begin: `worker.turns`."""
+"""What a member hears of rounds that others begin: `gradserver.worker.turns`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from protocol.errors import DeadlineError
-from protocol.messages import Follow, Message, Opened
-from worker.handle import Handle
-from worker.turns import Turns
+from gradserver.protocol.errors import DeadlineError
+from gradserver.protocol.messages import Follow, Message, Opened
+from gradserver.worker.handle import Handle
+from gradserver.worker.turns import Turns
 
 
 class Answering:

@@ -11,13 +11,15 @@ from hypothesis import given, settings, strategies as st
 
 from gradserver.engine.data import Data
 from gradserver.engine.policy import Policy
-from protocol.buffer import Buffer
-from protocol.dtypes import UINT8
-from protocol.errors import LeftOutError, UnexpectedMessageError
-from protocol.exchange import Op, unasked_cost
-from protocol.limits import MIB, MIN_SLICE_COST, SLICE_BYTES
-from protocol.messages import HERE, Leave, Push, Result, RoundDone, Taken
-from protocol.plan import simple_plan
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.dtypes import UINT8
+from gradserver.protocol.errors import LeftOutError, UnexpectedMessageError
+from gradserver.protocol.exchange import Op, unasked_cost
+from gradserver.protocol.limits import MIB, MIN_SLICE_COST, SLICE_BYTES
+from gradserver.protocol.messages import HERE, Leave, Push, Result, RoundDone, Taken
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.backlog import Backlog
+from gradserver.worker.session import Session
 from tests.engine_harness import (
     SEATS,
     Array,
@@ -34,8 +36,6 @@ from tests.sharded_harness import ShardedHarness
 from tests.test_session import CREDIT, Tape, agree, joined_session, memory, push
 from tests.test_session_shards import URLS, Shards
 from tests.test_shard_laws import small_shares
-from worker.backlog import Backlog
-from worker.session import Session
 
 SLICE = 8
 """Bytes in these tests: two elements."""

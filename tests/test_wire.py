@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from protocol.buffer import Buffer
-from protocol.dtypes import BY_CODE, FLOAT32
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.dtypes import BY_CODE, FLOAT32
+from gradserver.protocol.errors import (
     LimitExceededError,
     MalformedMessageError,
     ProtocolError,
     VersionMismatchError,
     WorkerLostError,
 )
-from protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from protocol.limits import (
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.limits import (
     KIB,
     MAX_CLAIMED,
     MAX_COUNTER,
@@ -43,7 +43,7 @@ from protocol.limits import (
     PROTOCOL_VERSION,
     SLICE_BYTES,
 )
-from protocol.messages import (
+from gradserver.protocol.messages import (
     Agreed,
     Attend,
     Attended,
@@ -84,9 +84,9 @@ from protocol.messages import (
     Transfer,
     Welcome,
 )
-from protocol.positions import Claim, Claimed, Located, Register, Used
-from protocol.resuming import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
-from protocol.wire import decode, encode
+from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.resuming import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
+from gradserver.protocol.wire import decode, encode
 
 PREFIX = b"GS" + bytes([PROTOCOL_VERSION])
 KEY = ExchangeKey(Stream.BUCKET, 3, 7)

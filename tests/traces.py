@@ -27,10 +27,10 @@ from gradserver.engine import Engine
 from gradserver.engine.events import Close, Command, Event, Hire, Log, Received, Record, Reduce, Send
 from gradserver.engine.records import encode as encode_record
 from gradserver.engine.shard import ShardEngine
-from protocol import wire
-from protocol.errors import GradServerError
-from protocol.messages import Message
-from protocol.plan import Plan
+from gradserver.protocol import wire
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.messages import Message
+from gradserver.protocol.plan import Plan
 
 PATH = Path(__file__).with_suffix(".txt")
 _TEXTS = {"text", "reason", "why"}

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradserver
+from gradserver.worker.client import Worker
+from gradserver.worker.ddp import DistributedDataParallel
 from tests.models import Transformer, tokens
-from worker.client import Worker
-from worker.ddp import DistributedDataParallel
 
 STEPS = 50
 ROWS = 12

@@ -12,10 +12,10 @@ from typing import Self
 
 from gradserver.channels.hosted import Line
 from gradserver.channels.unix import UnixServer
-from protocol.buffer import Buffer
-from protocol.errors import GradServerError
-from protocol.messages import Place
-from protocol.sharing import Offer, SharingMessage, decode_packet, encode_packet
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.messages import Place
+from gradserver.protocol.sharing import Offer, SharingMessage, decode_packet, encode_packet
 from tests.cluster import Task, wait_until
 
 WORKER = b"worker"

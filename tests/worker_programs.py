@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from gradserver import GradServerError, Handle, Worker, connect
-from protocol.dtypes import FLOAT32
-from protocol.messages import BePresent, Message
-from protocol.plan import simple_plan
-from worker.presence import Presence
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.messages import BePresent, Message
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.presence import Presence
 
 
 def say(what: str) -> None:

@@ -1,3 +1,1 @@
 """The worker's side: the client, its PyTorch integration, and data sharding."""
-
-__version__ = "0.1.0"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from protocol.errors import UsageError
-from protocol.plan import Plan
+from gradserver.protocol.errors import UsageError
+from gradserver.protocol.plan import Plan
 
 if TYPE_CHECKING:
-    from worker.session import Session
+    from gradserver.worker.session import Session
 
 
 class Agreement:

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
-from protocol.digest import MODULUS, digest
-from protocol.errors import (
+from gradserver.protocol.digest import MODULUS, digest
+from gradserver.protocol.errors import (
     ConnectionLostError,
     DeadlineError,
     DisagreementError,
@@ -22,13 +22,13 @@ from protocol.errors import (
     PeerError,
     StateError,
 )
-from protocol.limits import MIB
-from protocol.messages import Membership
-from worker.client import Worker
-from worker.handle import Handle
-from worker.stages import Stage
-from worker.tensors import bind
-from worker.tree import Tree, from_bytes, to_bytes
+from gradserver.protocol.limits import MIB
+from gradserver.protocol.messages import Membership
+from gradserver.worker.client import Worker
+from gradserver.worker.handle import Handle
+from gradserver.worker.stages import Stage
+from gradserver.worker.tensors import bind
+from gradserver.worker.tree import Tree, from_bytes, to_bytes
 
 log = logging.getLogger("gradserver")
 
@@ -55,7 +55,7 @@ def gather(worker: Worker, tree: Tree) -> list[Tree]:
 
 
 def digest_of(*modules: nn.Module) -> int:
-    """The digest (`protocol.digest`) of modules' parameters, one behind the other."""
+    """The digest (`gradserver.protocol.digest`) of modules' parameters, one behind the other."""
     total = at = 0
     for module in modules:
         for parameter in module.parameters():

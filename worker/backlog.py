@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from protocol.buffer import Buffer
-from protocol.exchange import unasked_cost
-from protocol.limits import MIB
-from protocol.messages import Result
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.exchange import unasked_cost
+from gradserver.protocol.limits import MIB
+from gradserver.protocol.messages import Result
 
 _LEAST_BYTES: Final = 256 * MIB
 _ROUNDS: Final = 4

@@ -34,12 +34,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from protocol.errors import GradServerError, OutOfStepError, UsageError
-from worker.buckets import Slot
-from worker.client import Worker
-from worker.modes import Mode
-from worker.rounds import Options, Rounds
-from worker.sequence import Sequence
+from gradserver.protocol.errors import GradServerError, OutOfStepError, UsageError
+from gradserver.worker.buckets import Slot
+from gradserver.worker.client import Worker
+from gradserver.worker.modes import Mode
+from gradserver.worker.rounds import Options, Rounds
+from gradserver.worker.sequence import Sequence
 
 _MAX_NAMED = 8
 
@@ -62,7 +62,7 @@ class Backward:
         anybody: whether anybody took part in the last exchange with a batch.
         optimizers: those that have stepped the module's parameters in a block of `join`.
         armed: whether a forward has run since the last exchange.
-        leads: whether buckets are pushed while this backward is under way (`worker.sequence`).
+        leads: whether buckets are pushed while this backward is under way (`gradserver.worker.sequence`).
         fresh: whether there was an exchange since the gradients were last cleared (`gradserver.Job` says so).
         latest: what is the same for all modules that the latest backward has exchanged.
         begun: whether the present backward has reached the module.

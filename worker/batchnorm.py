@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from worker.client import Worker
-from worker.stages import Stage
+from gradserver.worker.client import Worker
+from gradserver.worker.stages import Stage
 
 
 def convert_sync_batchnorm(module: nn.Module, worker: Worker) -> nn.Module:

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from protocol.dtypes import dtype_of
-from protocol.errors import (
+from gradserver.protocol.dtypes import dtype_of
+from gradserver.protocol.errors import (
     DisagreementError,
     InvalidArgumentError,
     LayoutError,
@@ -16,9 +16,9 @@ from protocol.errors import (
     SizeMismatchError,
     StateError,
 )
-from protocol.plan import Bucket, Component, Plan, with_named_codecs
-from worker.client import Worker
-from worker.flatten import (
+from gradserver.protocol.plan import Bucket, Component, Plan, with_named_codecs
+from gradserver.worker.client import Worker
+from gradserver.worker.flatten import (
     COMPONENT_NAMES,
     NON_BLOCK_COMPONENTS,
     BlockShape,
@@ -26,10 +26,10 @@ from worker.flatten import (
     local_mean as local_mean,
     unflatten as unflatten,
 )
-from worker.handle import Handle
-from worker.sharding import whole_number
-from worker.tensors import is_torch
-from worker.tree import Tree
+from gradserver.worker.handle import Handle
+from gradserver.worker.sharding import whole_number
+from gradserver.worker.tensors import is_torch
+from gradserver.worker.tree import Tree
 
 LM_HEAD: Final = NON_BLOCK_COMPONENTS.index("lm_head")
 FINAL_NORM: Final = NON_BLOCK_COMPONENTS.index("final_norm")

@@ -1,6 +1,6 @@
 """What a member does between two rounds: it waits until one is over for all, and goes by who is in the next.
 
-The stages of who joins are those of `worker.entry`.
+The stages of who joins are those of `gradserver.worker.entry`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from protocol.buffer import Buffer
-from protocol.channel import Channel
-from protocol.errors import DeadlineError, GradServerError, MembershipChangedError, OutOfStepError
-from protocol.exchange import Stream
-from protocol.messages import Enter, Membership, Message, Ready, Transfer
-from protocol.plan import Plan
-from worker.claims import Claims
-from worker.handle import Handle
-from worker.interrupts import uninterrupted
-from worker.stages import Stage
-from worker.traffic import Traffic
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Channel
+from gradserver.protocol.errors import DeadlineError, GradServerError, MembershipChangedError, OutOfStepError
+from gradserver.protocol.exchange import Stream
+from gradserver.protocol.messages import Enter, Membership, Message, Ready, Transfer
+from gradserver.protocol.plan import Plan
+from gradserver.worker.claims import Claims
+from gradserver.worker.handle import Handle
+from gradserver.worker.interrupts import uninterrupted
+from gradserver.worker.stages import Stage
+from gradserver.worker.traffic import Traffic
 
 log = logging.getLogger("gradserver")
 

@@ -4,7 +4,7 @@
     ──────  ───────────────────────────────────────────────────────
     8       ``GSCKPT1`` and a line feed
     8 + 8   lengths of manifest and buffers, little-endian
-    …       the manifest (`worker.tree`)
+    …       the manifest (`gradserver.worker.tree`)
     …       the buffers, one behind the other
     32      SHA-256 of all that stands before: the file's *digest*
 
@@ -29,9 +29,15 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
-from protocol.buffer import Buffer
-from protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError, StateError, reason_of
-from worker.tree import MAX_MANIFEST_BYTES, Packed, Tree, unpack
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
+    GradServerError,
+    InvalidArgumentError,
+    MalformedMessageError,
+    StateError,
+    reason_of,
+)
+from gradserver.worker.tree import MAX_MANIFEST_BYTES, Packed, Tree, unpack
 
 log = logging.getLogger("gradserver")
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from protocol.buffer import Buffer
-from protocol.channel import Channel
-from protocol.errors import ClosedError, DeadlineError, GradServerError, UsageError
-from protocol.messages import Message
-from protocol.positions import Claim, Claimed, Located, Register, Used
-from protocol.ranges import Ranges, pack, unpack
-from worker.handle import Handle
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Channel
+from gradserver.protocol.errors import ClosedError, DeadlineError, GradServerError, UsageError
+from gradserver.protocol.messages import Message
+from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.ranges import Ranges, pack, unpack
+from gradserver.worker.handle import Handle
 
 Question = Register | Claim
 

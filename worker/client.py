@@ -9,22 +9,28 @@ from typing import TYPE_CHECKING, Final, Self, overload
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codecs import codec_of
-from protocol.dtypes import UINT8
-from protocol.errors import DTypeError, InvalidArgumentError, PlanMismatchError, SizeMismatchError, UsageError
-from protocol.exchange import Op
-from protocol.messages import Membership
-from protocol.plan import Plan, simple_plan, with_codec
-from worker.agreement import Agreement
-from worker.collectives import S, check_weight, finished
-from worker.entry import Arrival
-from worker.handle import Handle, Timeout, seconds
-from worker.joiner import enter
-from worker.objects import ObjectCollectives
-from worker.session import Session
-from worker.stages import Stage
-from worker.tensors import Tensor, bind, empty
-from worker.tree import Tree
+from gradserver.protocol.codecs import codec_of
+from gradserver.protocol.dtypes import UINT8
+from gradserver.protocol.errors import (
+    DTypeError,
+    InvalidArgumentError,
+    PlanMismatchError,
+    SizeMismatchError,
+    UsageError,
+)
+from gradserver.protocol.exchange import Op
+from gradserver.protocol.messages import Membership
+from gradserver.protocol.plan import Plan, simple_plan, with_codec
+from gradserver.worker.agreement import Agreement
+from gradserver.worker.collectives import S, check_weight, finished
+from gradserver.worker.entry import Arrival
+from gradserver.worker.handle import Handle, Timeout, seconds
+from gradserver.worker.joiner import enter
+from gradserver.worker.objects import ObjectCollectives
+from gradserver.worker.session import Session
+from gradserver.worker.stages import Stage
+from gradserver.worker.tensors import Tensor, bind, empty
+from gradserver.worker.tree import Tree
 
 if TYPE_CHECKING:
     import torch

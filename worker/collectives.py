@@ -9,18 +9,24 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codecs import Codec
-from protocol.dtypes import FLOAT32, UINT8
-from protocol.errors import DTypeError, InvalidArgumentError, InvalidRankError, SendToSelfError, SizeMismatchError
-from protocol.exchange import EXACT, STATE_TAG, Kind, Op, Operation, layout_of, operation_of
-from protocol.limits import MAX_WEIGHT
-from protocol.plan import EXEMPT_BYTES
-from worker.handle import Handle, Timeout, seconds
-from worker.outbox import Destination, Source
-from worker.session import Session
-from worker.tensors import Binding, bind, like
-from worker.uneven import all_to_all_uneven
-from worker.writers import Columns, Rows, into_columns, into_part, into_portion, into_rows
+from gradserver.protocol.codecs import Codec
+from gradserver.protocol.dtypes import FLOAT32, UINT8
+from gradserver.protocol.errors import (
+    DTypeError,
+    InvalidArgumentError,
+    InvalidRankError,
+    SendToSelfError,
+    SizeMismatchError,
+)
+from gradserver.protocol.exchange import EXACT, STATE_TAG, Kind, Op, Operation, layout_of, operation_of
+from gradserver.protocol.limits import MAX_WEIGHT
+from gradserver.protocol.plan import EXEMPT_BYTES
+from gradserver.worker.handle import Handle, Timeout, seconds
+from gradserver.worker.outbox import Destination, Source
+from gradserver.worker.session import Session
+from gradserver.worker.tensors import Binding, bind, like
+from gradserver.worker.uneven import all_to_all_uneven
+from gradserver.worker.writers import Columns, Rows, into_columns, into_part, into_portion, into_rows
 
 if TYPE_CHECKING:
     import torch

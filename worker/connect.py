@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from protocol.codecs import codec_of
-from protocol.errors import (
+from gradserver.protocol.codecs import codec_of
+from gradserver.protocol.errors import (
     BackendUnavailableError,
     ConnectionLostError,
     CoordinatorUnreachableError,
@@ -24,16 +24,16 @@ from protocol.errors import (
     JoinRefusedError,
     JoinTimeoutError,
 )
-from protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
-from protocol.messages import Join
-from protocol.url import no_coordinator
-from worker.client import Worker
-from worker.farewell import Farewell
-from worker.greeting import takes_no_workers
-from worker.handle import VERDICT_SECONDS, Handle
-from worker.resume import Lifeline
-from worker.session import Session, ShardReceiver
-from worker.tcp import TcpChannel
+from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
+from gradserver.protocol.messages import Join
+from gradserver.protocol.url import no_coordinator
+from gradserver.worker.client import Worker
+from gradserver.worker.farewell import Farewell
+from gradserver.worker.greeting import takes_no_workers
+from gradserver.worker.handle import VERDICT_SECONDS, Handle
+from gradserver.worker.resume import Lifeline
+from gradserver.worker.session import Session, ShardReceiver
+from gradserver.worker.tcp import TcpChannel
 
 log = logging.getLogger("gradserver")
 

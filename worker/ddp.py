@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from protocol.errors import InvalidArgumentError, UsageError
-from protocol.limits import MIB
-from protocol.plan import Plan
-from worker.alike import check_joined_weights, check_same_tensors
-from worker.backward import Backward
-from worker.client import Worker, check_weight
-from worker.rounds import Options, Rounds
-from worker.stepping import noting_steps
+from gradserver.protocol.errors import InvalidArgumentError, UsageError
+from gradserver.protocol.limits import MIB
+from gradserver.protocol.plan import Plan
+from gradserver.worker.alike import check_joined_weights, check_same_tensors
+from gradserver.worker.backward import Backward
+from gradserver.worker.client import Worker, check_weight
+from gradserver.worker.rounds import Options, Rounds
+from gradserver.worker.stepping import noting_steps
 
 Step = Callable[[], object] | Optimizer
 """What a training loop does after backward: an optimizer, or a function that steps one."""

@@ -5,9 +5,9 @@ when it has stepped, and at the latest before anything of the next round begins.
 
     what is sent    bytes
     ──────────────  ───────────────────────────────────────────────────────────────────────
-    the head        lengths of manifest and buffers (`worker.tree`), little-endian, 8 each
+    the head        lengths of manifest and buffers (`gradserver.worker.tree`), little-endian, 8 each
     parts           of manifest and buffers, one behind the other: `PART_BYTES` each
-    the digest      of the parts (`protocol.digest`), 8
+    the digest      of the parts (`gradserver.protocol.digest`), 8
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from protocol.digest import MODULUS, digest
-from protocol.errors import GradServerError, WorkerLostError
-from protocol.limits import MIB
-from protocol.messages import Message, RoundDone, Serve, StateFailed, Transfer
-from worker.handle import Handle
-from worker.tensors import Bytes
-from worker.tree import Packed, Tree, pack
+from gradserver.protocol.digest import MODULUS, digest
+from gradserver.protocol.errors import GradServerError, WorkerLostError
+from gradserver.protocol.limits import MIB
+from gradserver.protocol.messages import Message, RoundDone, Serve, StateFailed, Transfer
+from gradserver.worker.handle import Handle
+from gradserver.worker.tensors import Bytes
+from gradserver.worker.tree import Packed, Tree, pack
 
 log = logging.getLogger("gradserver")
 

@@ -2,7 +2,7 @@
 
     stage     event                                       next      what happens
     ────────  ──────────────────────────────────────────  ────────  ───────────────────────────────────────────────
-    JOINING   `worker.joiner.enter`                       JOINING   Enter: it waits for the end of a round
+    JOINING   `gradserver.worker.joiner.enter`                       JOINING   Enter: it waits for the end of a round
     JOINING   RoundDone that names it                     JOINING   it takes the state, and installs it
     JOINING   … and does not get it                       JOINING   Enter, again
     JOINING   … while the next round waits for it         JOINING   … and says Ready
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from protocol.messages import RoundDone, Transfer
-from worker.handle import Handle
+from gradserver.protocol.messages import RoundDone, Transfer
+from gradserver.worker.handle import Handle
 
 
 class Arrival(NamedTuple):

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from protocol.buffer import Buffer
-from protocol.errors import ConnectionLostError, GradServerError, LeftOutError
-from protocol.messages import Failure, Message, Welcome
-from protocol.resuming import Resume
-from worker.handle import Handle
-from worker.line import reach
-from worker.session import Session
-from worker.tcp import TcpChannel
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import ConnectionLostError, GradServerError, LeftOutError
+from gradserver.protocol.messages import Failure, Message, Welcome
+from gradserver.protocol.resuming import Resume
+from gradserver.worker.handle import Handle
+from gradserver.worker.line import reach
+from gradserver.worker.session import Session
+from gradserver.worker.tcp import TcpChannel
 
 _ASK_SECONDS: Final = 1.0
 """How long to connect may take, and how long the answer."""

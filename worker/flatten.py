@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from protocol.dtypes import dtype_of
-from protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError
-from worker.sharding import whole_number
+from gradserver.protocol.dtypes import dtype_of
+from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError
+from gradserver.worker.sharding import whole_number
 
 if TYPE_CHECKING:
     import numpy.typing as npt

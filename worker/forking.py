@@ -17,8 +17,8 @@ import weakref
 from collections import Counter
 from typing import Protocol
 
-from protocol.sharing import ADDRESS_PREFIX
-from protocol.url import parse_target
+from gradserver.protocol.sharing import ADDRESS_PREFIX
+from gradserver.protocol.url import parse_target
 
 
 class Owned(Protocol):

@@ -12,7 +12,7 @@ import socket
 import time
 from typing import Final
 
-from protocol.url import parse_target
+from gradserver.protocol.url import parse_target
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 """ZMTP 3.0: the signature, the version, the mechanism, and that this side is no server."""

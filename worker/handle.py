@@ -9,9 +9,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias
 
-from protocol.channel import Channel
-from protocol.errors import DeadlineError, GradServerError, InvalidArgumentError
-from worker.interrupts import admits
+from gradserver.protocol.channel import Channel
+from gradserver.protocol.errors import DeadlineError, GradServerError, InvalidArgumentError
+from gradserver.worker.interrupts import admits
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # a handle of which nothing is said is a Handle[Any]

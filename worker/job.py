@@ -16,18 +16,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from protocol.errors import GradServerError, InvalidArgumentError, StateError, UsageError, WorkerLeftError
-from protocol.messages import Opened
-from worker import __version__
-from worker.alike import Newcomers, check_same_start, check_weights, digest_of, gather
-from worker.checkpoint import Directory, Writing, read, write
-from worker.ddp import DistributedDataParallel
-from worker.handle import Handle
-from worker.position import Position, RangesPosition, chance, set_chance
-from worker.ranges import DataRanges
-from worker.sampler import ShardSampler
-from worker.stopping import stop_on_sigterm
-from worker.trained import (
+from gradserver.protocol.errors import GradServerError, InvalidArgumentError, StateError, UsageError, WorkerLeftError
+from gradserver.protocol.messages import Opened
+from gradserver.protocol.version import __version__
+from gradserver.worker.alike import Newcomers, check_same_start, check_weights, digest_of, gather
+from gradserver.worker.checkpoint import Directory, Writing, read, write
+from gradserver.worker.ddp import DistributedDataParallel
+from gradserver.worker.handle import Handle
+from gradserver.worker.position import Position, RangesPosition, chance, set_chance
+from gradserver.worker.ranges import DataRanges
+from gradserver.worker.sampler import ShardSampler
+from gradserver.worker.stopping import stop_on_sigterm
+from gradserver.worker.trained import (
     Scheduler,
     Stateful,
     Trained,
@@ -41,7 +41,7 @@ from worker.trained import (
     together,
     trained,
 )
-from worker.tree import Tree, pack
+from gradserver.worker.tree import Tree, pack
 
 log = logging.getLogger("gradserver")
 

@@ -1,4 +1,4 @@
-"""How a worker that joins gets the state of a member, and comes in: `worker.donor` says what comes."""
+"""How a worker that joins gets the state of a member, and comes in: `gradserver.worker.donor` says what comes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol.digest import MODULUS, digest
-from protocol.errors import DeadlineError, MalformedMessageError, PeerError, UsageError
-from protocol.messages import Enter, Ready, Transfer
-from worker.donor import HEAD, IN_FLIGHT, PART_BYTES, TAIL
-from worker.entry import Arrival
-from worker.handle import Handle
-from worker.session import Session
-from worker.stages import Stage
-from worker.tensors import Bytes
-from worker.tree import MAX_MANIFEST_BYTES, Tree, unpack
+from gradserver.protocol.digest import MODULUS, digest
+from gradserver.protocol.errors import DeadlineError, MalformedMessageError, PeerError, UsageError
+from gradserver.protocol.messages import Enter, Ready, Transfer
+from gradserver.worker.donor import HEAD, IN_FLIGHT, PART_BYTES, TAIL
+from gradserver.worker.entry import Arrival
+from gradserver.worker.handle import Handle
+from gradserver.worker.session import Session
+from gradserver.worker.stages import Stage
+from gradserver.worker.tensors import Bytes
+from gradserver.worker.tree import MAX_MANIFEST_BYTES, Tree, unpack
 
 log = logging.getLogger("gradserver")
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from protocol.dtypes import DType, numpy_dtype
-from protocol.exchange import Layout
-from protocol.limits import MAX_WEIGHT
-from worker.tensors import Bytes
+from gradserver.protocol.dtypes import DType, numpy_dtype
+from gradserver.protocol.exchange import Layout
+from gradserver.protocol.limits import MAX_WEIGHT
+from gradserver.worker.tensors import Bytes
 
 _WIDE = {"float64": np.float64, "complex64": np.complex64, "complex128": np.complex128}
 

@@ -21,21 +21,21 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Final
 
-from protocol.buffer import Buffer
-from protocol.channel import Channel
-from protocol.errors import ClosedError, GradServerError
-from protocol.exchange import ExchangeKey, Op, Operation, Stream
-from protocol.limits import MAX_TEXT
-from protocol.messages import Leave, Result, Taken, Welcome
-from protocol.plan import Plan
-from protocol.shards import Table
-from worker.backlog import Backlog, Unasked, room_for
-from worker.entry import Entry
-from worker.handle import Handle
-from worker.kept import Kept, is_finite
-from worker.outbox import Exchange, ShardTraffic
-from worker.stages import Stage
-from worker.unasked import Read, lacks, overrun
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Channel
+from gradserver.protocol.errors import ClosedError, GradServerError
+from gradserver.protocol.exchange import ExchangeKey, Op, Operation, Stream
+from gradserver.protocol.limits import MAX_TEXT
+from gradserver.protocol.messages import Leave, Result, Taken, Welcome
+from gradserver.protocol.plan import Plan
+from gradserver.protocol.shards import Table
+from gradserver.worker.backlog import Backlog, Unasked, room_for
+from gradserver.worker.entry import Entry
+from gradserver.worker.handle import Handle
+from gradserver.worker.kept import Kept, is_finite
+from gradserver.worker.outbox import Exchange, ShardTraffic
+from gradserver.worker.stages import Stage
+from gradserver.worker.unasked import Read, lacks, overrun
 
 log = logging.getLogger("gradserver")
 
@@ -44,7 +44,7 @@ _CHRONIC_ROUNDS: Final = 8
 
 
 class Latecomer(ABC):
-    """A part of `worker.traffic.Traffic`, which has these attributes."""
+    """A part of `gradserver.worker.traffic.Traffic`, which has these attributes."""
 
     round: int
     stage: Stage

@@ -10,15 +10,15 @@ from typing import Final
 
 import zmq
 
-from protocol.channel import Receiver
-from protocol.errors import ConnectionLostError, CoordinatorUnreachableError, reason_of
-from protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS, MAX_FRAME_BYTES
-from protocol.messages import BePresent, Message
-from protocol.numbers import Frames, Numbers
-from protocol.url import numeric_url, parse_target, parse_url
-from worker import forking
-from worker.presence import Presence
-from worker.unix import LocalLine
+from gradserver.protocol.channel import Receiver
+from gradserver.protocol.errors import ConnectionLostError, CoordinatorUnreachableError, reason_of
+from gradserver.protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS, MAX_FRAME_BYTES
+from gradserver.protocol.messages import BePresent, Message
+from gradserver.protocol.numbers import Frames, Numbers
+from gradserver.protocol.url import numeric_url, parse_target, parse_url
+from gradserver.worker import forking
+from gradserver.worker.presence import Presence
+from gradserver.worker.unix import LocalLine
 
 log = logging.getLogger("gradserver")
 

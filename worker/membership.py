@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from protocol.messages import Membership, RoundDone
-from worker.handle import Handle
+from gradserver.protocol.messages import Membership, RoundDone
+from gradserver.worker.handle import Handle
 
 
 class Announced:

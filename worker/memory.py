@@ -1,8 +1,8 @@
 """A worker's side of the memory that it shares with a coordinator, or several data shards, of the same host.
 
-Memory is handed over in *segments* (`protocol.sharing` has the talk). What needs `OWN_SEGMENT_BYTES` or more gets one
-of its own, and the others divide *arenas* among themselves. An array from `SharedMemory.empty` is the only one that
-knows it is special: when it, and everything that views it, is garbage, its memory is shared no more.
+Memory is handed over in *segments* (`gradserver.protocol.sharing` has the talk). What needs `OWN_SEGMENT_BYTES` or more
+gets one of its own, and the others divide *arenas* among themselves. An array from `SharedMemory.empty` is the only one
+that knows it is special: when it, and everything that views it, is garbage, its memory is shared no more.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import BackendUnavailableError, GradServerError
-from protocol.limits import KIB, MIB
-from protocol.messages import Place
-from protocol.sharing import (
+from gradserver.protocol.errors import BackendUnavailableError, GradServerError
+from gradserver.protocol.limits import KIB, MIB
+from gradserver.protocol.messages import Place
+from gradserver.protocol.sharing import (
     COORDINATORS_PROOF,
     MAX_SEGMENTS,
     PAGE_BYTES,
@@ -40,7 +40,7 @@ from protocol.sharing import (
     Offer,
     Taken,
 )
-from worker.unix import connect_all, reason_of
+from gradserver.worker.unix import connect_all, reason_of
 
 log = logging.getLogger("gradserver")
 

@@ -16,10 +16,10 @@ from enum import IntEnum
 
 import numpy as np
 
-from protocol.errors import DisagreementError
-from worker.client import Worker
-from worker.handle import Handle
-from worker.stages import Stage
+from gradserver.protocol.errors import DisagreementError
+from gradserver.worker.client import Worker
+from gradserver.worker.handle import Handle
+from gradserver.worker.stages import Stage
 
 _MAX_NAMED = 16
 

@@ -1,7 +1,7 @@
 """Collectives of Python objects: plain data, arrays and tensors, whose sizes nobody else knows.
 
-An object travels as a tree (`worker.tree`), of which nothing is evaluated and no size believed; or pickled, if its
-giver and its taker both allow that. Its first byte says which.
+An object travels as a tree (`gradserver.worker.tree`), of which nothing is evaluated and no size believed; or pickled,
+if its giver and its taker both allow that. Its first byte says which.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from protocol.errors import InvalidArgumentError, LimitExceededError, MalformedMessageError, UsageError
-from protocol.exchange import Kind
-from protocol.limits import MAX_OBJECT_BYTES
-from worker.collectives import Collectives, root_of
-from worker.handle import Timeout, seconds
-from worker.pickled import from_pickle, to_pickle
-from worker.tree import from_bytes, to_bytes
-from worker.uneven import agree_on, exchange_parts
+from gradserver.protocol.errors import InvalidArgumentError, LimitExceededError, MalformedMessageError, UsageError
+from gradserver.protocol.exchange import Kind
+from gradserver.protocol.limits import MAX_OBJECT_BYTES
+from gradserver.worker.collectives import Collectives, root_of
+from gradserver.worker.handle import Timeout, seconds
+from gradserver.worker.pickled import from_pickle, to_pickle
+from gradserver.worker.tree import from_bytes, to_bytes
+from gradserver.worker.uneven import agree_on, exchange_parts
 
 V = TypeVar("V")
 

@@ -1,6 +1,6 @@
 """What a worker has begun, and what of it may be sent: exchanges, and the credit they draw on.
 
-Each pool (`protocol.exchange.Pool`) may have so many bytes in flight. Collectives and transfers are sent
+Each pool (`gradserver.protocol.exchange.Pool`) may have so many bytes in flight. Collectives and transfers are sent
 in the order in which they were called, which all members share. Buckets become ready in an order that
 members do not share, so two of them could each fill their credit with what the other has not begun.
 Therefore the *frontier*, the first slice in the plan's order that was not answered, may always be sent:
@@ -16,18 +16,18 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from protocol.buffer import Buffer
-from protocol.channel import Channel
-from protocol.errors import GradServerError
-from protocol.exchange import IN_PLACE, ExchangeKey, Kind, Layout, Op, Operation, Pool, Stream
-from protocol.limits import MAX_SLICES
-from protocol.messages import HERE, Place, Push, Result
-from worker.coder import Coder
-from worker.handle import Handle
-from worker.kept import Contribution
-from worker.regions import Regions
-from worker.slots import SLOT_BYTES, SMALLEST_BYTES, Slot, Slots
-from worker.tensors import Bytes
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Channel
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.exchange import IN_PLACE, ExchangeKey, Kind, Layout, Op, Operation, Pool, Stream
+from gradserver.protocol.limits import MAX_SLICES
+from gradserver.protocol.messages import HERE, Place, Push, Result
+from gradserver.worker.coder import Coder
+from gradserver.worker.handle import Handle
+from gradserver.worker.kept import Contribution
+from gradserver.worker.regions import Regions
+from gradserver.worker.slots import SLOT_BYTES, SMALLEST_BYTES, Slot, Slots
+from gradserver.worker.tensors import Bytes
 
 NO_SLICES: Final[Mapping[int, float]] = MappingProxyType({})
 

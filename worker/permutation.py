@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from protocol.errors import InvalidArgumentError
-from worker.sharding import whole_number
+from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.worker.sharding import whole_number
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from protocol.errors import InvalidArgumentError, MalformedMessageError
+from gradserver.protocol.errors import InvalidArgumentError, MalformedMessageError
 
 
 def to_pickle(value: object) -> bytes:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from protocol.errors import StateError, UsageError
-from protocol.ranges import pack, unpack
-from worker.ranges import DataRanges
-from worker.sampler import ShardSampler
-from worker.tree import Tree
+from gradserver.protocol.errors import StateError, UsageError
+from gradserver.protocol.ranges import pack, unpack
+from gradserver.worker.ranges import DataRanges
+from gradserver.worker.sampler import ShardSampler
+from gradserver.worker.tree import Tree
 
 
 class Position:

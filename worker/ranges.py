@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from protocol.errors import InvalidArgumentError, UsageError
-from protocol.limits import MAX_NAME_BYTES, MAX_NUMEL
-from protocol.positions import Claim, Claimed, Located, Register
-from protocol.ranges import Ranges, count, lowest, union
-from worker.client import Worker
-from worker.handle import Handle
-from worker.permutation import epoch_permutation, key_half, length_of
-from worker.sharding import whole_number
+from gradserver.protocol.errors import InvalidArgumentError, UsageError
+from gradserver.protocol.limits import MAX_NAME_BYTES, MAX_NUMEL
+from gradserver.protocol.positions import Claim, Claimed, Located, Register
+from gradserver.protocol.ranges import Ranges, count, lowest, union
+from gradserver.worker.client import Worker
+from gradserver.worker.handle import Handle
+from gradserver.worker.permutation import epoch_permutation, key_half, length_of
+from gradserver.worker.sharding import whole_number
 
 if TYPE_CHECKING:
-    from worker.permutation import Indices
+    from gradserver.worker.permutation import Indices
 
 _NOT_RUNNING: Final = (
     "take batches of these DataRanges by job.batches(…) or data.batches(loader): only so it is known which of them the "

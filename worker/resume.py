@@ -17,10 +17,10 @@
     RESUMING  Failure of the connection               CLOSED    for example LeftOutError
     any       close                                   CLOSED
 
-From Resumed on it is `worker.standing` that acts, and so also when the coordinator opens its books because of another
-member. What is sent meanwhile is dropped, since Standing says what is to be sent again. Threads that wait for a result
-when a connection breaks go on waiting where they are: for a lock that a message from the next connection lets go of,
-which is read by its own thread until they are through.
+From Resumed on it is `gradserver.worker.standing` that acts, and so also when the coordinator opens its books because
+of another member. What is sent meanwhile is dropped, since Standing says what is to be sent again. Threads that wait
+for a result when a connection breaks go on waiting where they are: for a lock that a message from the next connection
+lets go of, which is read by its own thread until they are through.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from protocol.buffer import Buffer
-from protocol.channel import Lock, Receiver
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Lock, Receiver
+from gradserver.protocol.errors import (
     BackendUnavailableError,
     ClosedError,
     ConnectionLostError,
@@ -48,18 +48,18 @@ from protocol.errors import (
     ProtocolError,
     reason_of,
 )
-from protocol.messages import Message, Place, Push
-from protocol.resuming import Resumed
-from worker.clock import Clock
-from worker.handle import VERDICT_SECONDS
-from worker.interrupts import uninterrupted
-from worker.line import reach
-from worker.memory import SharedMemory
-from worker.presence import Presence
-from worker.regions import Regions
-from worker.session import Session, ShardReceiver
-from worker.standing import Books
-from worker.tcp import TcpChannel
+from gradserver.protocol.messages import Message, Place, Push
+from gradserver.protocol.resuming import Resumed
+from gradserver.worker.clock import Clock
+from gradserver.worker.handle import VERDICT_SECONDS
+from gradserver.worker.interrupts import uninterrupted
+from gradserver.worker.line import reach
+from gradserver.worker.memory import SharedMemory
+from gradserver.worker.presence import Presence
+from gradserver.worker.regions import Regions
+from gradserver.worker.session import Session, ShardReceiver
+from gradserver.worker.standing import Books
+from gradserver.worker.tcp import TcpChannel
 
 log = logging.getLogger("gradserver")
 
@@ -79,7 +79,7 @@ _ANSWER_SECONDS: Final = 10.0
 
 
 class Lifeline:
-    """The channel of a durable group: as `worker.tcp.TcpChannel`, and made anew whenever it breaks.
+    """The channel of a durable group: as `gradserver.worker.tcp.TcpChannel`, and made anew whenever it breaks.
 
     Args:
         channel: the connection that stands.

@@ -11,8 +11,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor, nn
 
-from protocol.plan import Plan, with_named_codecs
-from worker.buckets import (
+from gradserver.protocol.plan import Plan, with_named_codecs
+from gradserver.worker.buckets import (
     BufferBucket,
     FlatBucket,
     GradientBucket,
@@ -21,11 +21,11 @@ from worker.buckets import (
     sender_spec,
     used_spec,
 )
-from worker.client import Worker
-from worker.flatten import local_mean
-from worker.handle import Handle
-from worker.modes import Mode, Modes
-from worker.staging import Staging
+from gradserver.worker.client import Worker
+from gradserver.worker.flatten import local_mean
+from gradserver.worker.handle import Handle
+from gradserver.worker.modes import Mode, Modes
+from gradserver.worker.staging import Staging
 
 _NO_SAMPLES: Final = 1e-300
 """The weight of a worker that takes part in a round without a sample of its own.

@@ -1,7 +1,7 @@
 """A torch sampler that gives each worker its own, disjoint part of a data set.
 
-Every rank draws the same permutation for an epoch (`worker.permutation`) and takes an interleaved shard of it, so
-that no message is needed to agree on who reads what.
+Every rank draws the same permutation for an epoch (`gradserver.worker.permutation`) and takes an interleaved shard of
+it, so that no message is needed to agree on who reads what.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, get_args
 import numpy as np
 from torch.utils.data import Sampler
 
-from protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
-from worker.permutation import epoch_permutation, key_half, length_of
-from worker.sharding import check_rank, shard_batches, whole_number
+from gradserver.protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
+from gradserver.worker.permutation import epoch_permutation, key_half, length_of
+from gradserver.worker.sharding import check_rank, shard_batches, whole_number
 
 if TYPE_CHECKING:
-    from worker.permutation import Indices
+    from gradserver.worker.permutation import Indices
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 """What becomes of the samples of an epoch that do not divide evenly among the ranks."""

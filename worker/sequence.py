@@ -15,11 +15,11 @@ import weakref
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from worker.client import Worker
+from gradserver.worker.client import Worker
 
 
 class Member(Protocol):
-    """A module that takes turns: `worker.backward.Backward`."""
+    """A module that takes turns: `gradserver.worker.backward.Backward`."""
 
     syncs: bool
     armed: bool

@@ -1,4 +1,4 @@
-"""A worker's side of the protocol: joining, agreeing and leaving. What it exchanges meanwhile is in `worker.traffic`.
+"""A worker's side of the protocol: joining, agreeing and leaving. `gradserver.worker.traffic` has what it exchanges.
 
 No sockets and no threads of its own: a channel calls `receive` and `lost`, the client calls the rest,
 each from any thread.
@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, NoReturn, Protocol
 
-from protocol.buffer import Buffer
-from protocol.channel import Channel
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Channel
+from gradserver.protocol.errors import (
     ClosedError,
     CoordinatorStoppedError,
     DeadlineError,
@@ -26,9 +26,9 @@ from protocol.errors import (
     OutOfStepError,
     UsageError,
 )
-from protocol.exchange import Stream
-from protocol.limits import MAX_LIST
-from protocol.messages import (
+from gradserver.protocol.exchange import Stream
+from gradserver.protocol.limits import MAX_LIST
+from gradserver.protocol.messages import (
     Agreed,
     Attend,
     Attended,
@@ -46,19 +46,19 @@ from protocol.messages import (
     Scope,
     Welcome,
 )
-from protocol.plan import Plan, Section, decode_plan
-from protocol.positions import Claimed, Located
-from protocol.resuming import Fetch, Resumed, Standing
-from protocol.shards import Table
-from worker import forking
-from worker.agreement import Agreement
-from worker.boundaries import Boundaries
-from worker.handle import Handle
-from worker.outbox import ShardTraffic
-from worker.slots import Slots
-from worker.stages import Stage
-from worker.standing import Books
-from worker.tensors import Bytes
+from gradserver.protocol.plan import Plan, Section, decode_plan
+from gradserver.protocol.positions import Claimed, Located
+from gradserver.protocol.resuming import Fetch, Resumed, Standing
+from gradserver.protocol.shards import Table
+from gradserver.worker import forking
+from gradserver.worker.agreement import Agreement
+from gradserver.worker.boundaries import Boundaries
+from gradserver.worker.handle import Handle
+from gradserver.worker.outbox import ShardTraffic
+from gradserver.worker.slots import Slots
+from gradserver.worker.stages import Stage
+from gradserver.worker.standing import Books
+from gradserver.worker.tensors import Bytes
 
 log = logging.getLogger("gradserver")
 
@@ -71,7 +71,7 @@ MAX_REASON = 500
 
 
 class Lasting(Channel, Protocol):
-    """The channel of a durable group, which outlives connections: `worker.resume.Lifeline`."""
+    """The channel of a durable group, which outlives connections: `gradserver.worker.resume.Lifeline`."""
 
     @property
     def books(self) -> Books:
@@ -102,7 +102,7 @@ class Proposal(NamedTuple):
 
 
 class Session(Boundaries):
-    """A worker's membership of one group, over one channel; what it exchanges there is `worker.traffic`."""
+    """A worker's membership of one group, over one channel; what it exchanges there is `gradserver.worker.traffic`."""
 
     def __init__(self, channel: Channel, timeout: float) -> None:
         super().__init__(channel, timeout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from operator import index
 
-from protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
+from gradserver.protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
 
 
 def whole_number(

@@ -1,4 +1,4 @@
-"""How far a worker has come into its group; the table is in `worker.entry`."""
+"""How far a worker has come into its group; the table is in `gradserver.worker.entry`."""
 
 from __future__ import annotations
 

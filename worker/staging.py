@@ -19,10 +19,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from protocol.errors import DeadlineError
-from worker.agreement import Agreement
-from worker.client import Worker
-from worker.handle import Handle
+from gradserver.protocol.errors import DeadlineError
+from gradserver.worker.agreement import Agreement
+from gradserver.worker.client import Worker
+from gradserver.worker.handle import Handle
 
 _cuda: Any = torch.cuda  # torch has not typed its constructors
 # How much longer than an exchange a push may take to begin, in seconds: the copy to the host comes before it.

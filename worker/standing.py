@@ -1,6 +1,6 @@
 """A member's part in opening the books of a durable group anew: it says what it holds, and hears what stands.
 
-`protocol.resuming` has the conversation. In it this member is, for each data half:
+`gradserver.protocol.resuming` has the conversation. In it this member is, for each data half:
 
     state     event                       next      what happens
     ────────  ──────────────────────────  ────────  ───────────────────────────────────────────────────────────────
@@ -19,20 +19,20 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from protocol.buffer import Buffer
-from protocol.channel import Channel
-from protocol.errors import GradServerError, MalformedMessageError
-from protocol.exchange import PERSONAL, PORTIONED, ROOTED, ExchangeKey, Kind, Stream, gets, is_state
-from protocol.messages import Result
-from protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
-from worker.clock import Clock
-from worker.handle import Handle
-from worker.outbox import Exchange, ShardTraffic
-from worker.regions import Regions
-from worker.retained import Kept, Retained, runs
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Channel
+from gradserver.protocol.errors import GradServerError, MalformedMessageError
+from gradserver.protocol.exchange import PERSONAL, PORTIONED, ROOTED, ExchangeKey, Kind, Stream, gets, is_state
+from gradserver.protocol.messages import Result
+from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
+from gradserver.worker.clock import Clock
+from gradserver.worker.handle import Handle
+from gradserver.worker.outbox import Exchange, ShardTraffic
+from gradserver.worker.regions import Regions
+from gradserver.worker.retained import Kept, Retained, runs
 
 if TYPE_CHECKING:
-    from worker.session import Session
+    from gradserver.worker.session import Session
 
 
 class Books:

@@ -8,8 +8,8 @@ Sockets are not safe to share, so every call on one is made under a lock. Their 
 edge-triggered, and any call can swallow the edge: therefore a reader first takes what there is and then
 waits, and a sender looks whether something came in under his hands, and if so wakes the reader.
 
-With processes of the same host messages pass through local sockets (`worker.unix`), which signal as long as there is
-something to take. ZeroMQ's connections stay, and say who is alive.
+With processes of the same host messages pass through local sockets (`gradserver.worker.unix`), which signal as long as
+there is something to take. ZeroMQ's connections stay, and say who is alive.
 
 One reader reads all sockets. When one connection is lost, everything is: nothing goes without any of the shards.
 """
@@ -33,9 +33,9 @@ import numpy.typing as npt
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from protocol.buffer import Buffer
-from protocol.channel import Lock, Receiver
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Lock, Receiver
+from gradserver.protocol.errors import (
     BackendUnavailableError,
     ClosedError,
     ConnectionLostError,
@@ -43,14 +43,14 @@ from protocol.errors import (
     GradServerError,
     ProtocolError,
 )
-from protocol.messages import BePresent, Failure, MemoryAt, Message, Ping, Place, Scope, ShareMemory
-from protocol.url import no_coordinator
-from protocol.wire import decode, encode
-from worker.interrupts import admits, uninterrupted, watch
-from worker.line import Line, beside, wait_for_listener
-from worker.memory import SharedMemory
-from worker.presence import Presence
-from worker.unix import LocalLine
+from gradserver.protocol.messages import BePresent, Failure, MemoryAt, Message, Ping, Place, Scope, ShareMemory
+from gradserver.protocol.url import no_coordinator
+from gradserver.protocol.wire import decode, encode
+from gradserver.worker.interrupts import admits, uninterrupted, watch
+from gradserver.worker.line import Line, beside, wait_for_listener
+from gradserver.worker.memory import SharedMemory
+from gradserver.worker.presence import Presence
+from gradserver.worker.unix import LocalLine
 
 log = logging.getLogger("gradserver")
 

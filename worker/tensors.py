@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from protocol.dtypes import DType, dtype_of, numpy_dtype
-from protocol.errors import DTypeError, LayoutError
+from gradserver.protocol.dtypes import DType, dtype_of, numpy_dtype
+from gradserver.protocol.errors import DTypeError, LayoutError
 
 if TYPE_CHECKING:
     import torch

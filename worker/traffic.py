@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from protocol.buffer import Buffer
-from protocol.channel import Channel
-from protocol.codecs import Feedback
-from protocol.dtypes import UINT8
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.channel import Channel
+from gradserver.protocol.codecs import Feedback
+from gradserver.protocol.dtypes import UINT8
+from gradserver.protocol.errors import (
     AbandonedError,
     ClosedError,
     DeadlineError,
@@ -26,7 +26,7 @@ from protocol.errors import (
     UsageError,
     WorkerLostError,
 )
-from protocol.exchange import (
+from gradserver.protocol.exchange import (
     STATE_TAG,
     WORLD_BOUND,
     ExchangeKey,
@@ -38,23 +38,23 @@ from protocol.exchange import (
     operation_of,
     pool_of,
 )
-from protocol.limits import MAX_COUNTER, SLICE_BYTES
-from protocol.messages import Inquire, Message, Push, Result, Transfer, Welcome
-from protocol.plan import Plan
-from protocol.shards import Table
-from worker.coder import Coder
-from worker.donor import Donor, nobody_takes_it
-from worker.entry import Entry
-from worker.handle import VERDICT_SECONDS, Handle, NotFinite
-from worker.interrupts import uninterrupted
-from worker.late import Latecomer
-from worker.membership import Announced
-from worker.outbox import NO_SLICES, Destination, Exchange, ShardTraffic, Siblings, Source
-from worker.slots import Slots
-from worker.stages import Stage
-from worker.standing import Books
-from worker.tensors import Bytes
-from worker.turns import Turns
+from gradserver.protocol.limits import MAX_COUNTER, SLICE_BYTES
+from gradserver.protocol.messages import Inquire, Message, Push, Result, Transfer, Welcome
+from gradserver.protocol.plan import Plan
+from gradserver.protocol.shards import Table
+from gradserver.worker.coder import Coder
+from gradserver.worker.donor import Donor, nobody_takes_it
+from gradserver.worker.entry import Entry
+from gradserver.worker.handle import VERDICT_SECONDS, Handle, NotFinite
+from gradserver.worker.interrupts import uninterrupted
+from gradserver.worker.late import Latecomer
+from gradserver.worker.membership import Announced
+from gradserver.worker.outbox import NO_SLICES, Destination, Exchange, ShardTraffic, Siblings, Source
+from gradserver.worker.slots import Slots
+from gradserver.worker.stages import Stage
+from gradserver.worker.standing import Books
+from gradserver.worker.tensors import Bytes
+from gradserver.worker.turns import Turns
 
 _NOT_SENT = "the member that was to send its state does not"
 

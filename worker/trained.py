@@ -8,9 +8,9 @@ from typing import Any, Final, Protocol, TypeVar
 
 from torch.optim import Optimizer
 
-from protocol.errors import InvalidArgumentError, StateError, UsageError
-from worker.ddp import DistributedDataParallel
-from worker.tree import Tree
+from gradserver.protocol.errors import InvalidArgumentError, StateError, UsageError
+from gradserver.worker.ddp import DistributedDataParallel
+from gradserver.worker.tree import Tree
 
 T = TypeVar("T")
 _MOST: Final = 60
@@ -21,7 +21,7 @@ class Stateful(Protocol):
     """What a job can save: schedulers, averages of weights, scalers, generators, and so on."""
 
     def state_dict(self) -> Any:
-        """Its state, made of what `worker.tree` knows."""
+        """Its state, made of what `gradserver.worker.tree` knows."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Go on from a state."""

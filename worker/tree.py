@@ -4,9 +4,9 @@
     buffers    the elements of its tensors and arrays, in the order in which they stand in the tree, as they are
 
 A tree is made of dict, list, tuple, None, bool, int, float, str, bytes, numpy arrays and scalars, and torch tensors, of
-every element type in `protocol.dtypes`. (OrderedDict and Counter, which torch's states hold, keep their types too.) It
-comes back equal bit by bit, apart from what only its process knows: tensors come back contiguous on the CPU, without
-what they shared with others, and require no gradient.
+every element type in `gradserver.protocol.dtypes`. (OrderedDict and Counter, which torch's states hold, keep their
+types too.) It comes back equal bit by bit, apart from what only its process knows: tensors come back contiguous on the
+CPU, without what they shared with others, and require no gradient.
 
 Nothing is evaluated or unpickled, and no size is believed before there are so many bytes: decoding takes any bytes and
 gives a tree or a MalformedMessageError.
@@ -29,12 +29,12 @@ from typing import Any, Final, TypeAlias
 import msgpack
 import numpy as np
 
-from protocol.buffer import Buffer
-from protocol.checks import brief, integer
-from protocol.dtypes import BY_CODE, DType, numpy_dtype
-from protocol.errors import DTypeError, InvalidArgumentError, LayoutError, MalformedMessageError
-from protocol.limits import MAX_DIMENSIONS, MAX_NUMEL, MIB
-from worker.tensors import Bytes, bind, is_torch
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.checks import brief, integer
+from gradserver.protocol.dtypes import BY_CODE, DType, numpy_dtype
+from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, MalformedMessageError
+from gradserver.protocol.limits import MAX_DIMENSIONS, MAX_NUMEL, MIB
+from gradserver.worker.tensors import Bytes, bind, is_torch
 
 Tree: TypeAlias = Any
 """A tree, as the head of this module has it."""

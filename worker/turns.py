@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from protocol.channel import Channel
-from protocol.errors import ClosedError, DeadlineError
-from protocol.messages import Follow, Message, Opened, Opens, Steps
-from protocol.plan import Plan
-from worker.handle import Handle
+from gradserver.protocol.channel import Channel
+from gradserver.protocol.errors import ClosedError, DeadlineError
+from gradserver.protocol.messages import Follow, Message, Opened, Opens, Steps
+from gradserver.protocol.plan import Plan
+from gradserver.worker.handle import Handle
 
 
 class Speaker(Protocol):

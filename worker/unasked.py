@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from protocol.buffer import Buffer
-from protocol.errors import LeftOutError
-from protocol.exchange import unasked_cost
-from protocol.limits import MIB
-from protocol.messages import Result
-from worker.backlog import Backlog
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import LeftOutError
+from gradserver.protocol.exchange import unasked_cost
+from gradserver.protocol.limits import MIB
+from gradserver.protocol.messages import Result
+from gradserver.worker.backlog import Backlog
 
 _TOLD_BYTES = 1 * MIB
 """So much is read before a data shard is told of it."""

@@ -1,7 +1,7 @@
 """Collectives whose parts differ in length: first all hear of the longest part, then the parts travel as frames.
 
 Both are collectives like any other, in one order at all members. What is not there does not travel: a contribution is
-as long as what it holds (`protocol.frames`), and only the number of slices follows from the longest part.
+as long as what it holds (`gradserver.protocol.frames`), and only the number of slices follows from the longest part.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from protocol.buffer import Buffer
-from protocol.dtypes import BY_NAME, UINT8
-from protocol.errors import CollectiveMismatchError, DTypeError, InvalidArgumentError, SizeMismatchError
-from protocol.exchange import JOINED, Kind, Op, layout_of, operation_of
-from protocol.frames import framed_length
-from protocol.limits import SLICE_BYTES
-from worker.handle import Handle
-from worker.session import Session
-from worker.tensors import Binding, bind, like
-from worker.writers import Frames, FromFrames
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.dtypes import BY_NAME, UINT8
+from gradserver.protocol.errors import CollectiveMismatchError, DTypeError, InvalidArgumentError, SizeMismatchError
+from gradserver.protocol.exchange import JOINED, Kind, Op, layout_of, operation_of
+from gradserver.protocol.frames import framed_length
+from gradserver.protocol.limits import SLICE_BYTES
+from gradserver.worker.handle import Handle
+from gradserver.worker.session import Session
+from gradserver.worker.tensors import Binding, bind, like
+from gradserver.worker.writers import Frames, FromFrames
 
 INT64 = BY_NAME["int64"]
 V = TypeVar("V")

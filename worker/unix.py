@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
-from protocol.errors import BackendUnavailableError, GradServerError, MalformedMessageError
-from protocol.packets import PacketStream
-from protocol.sharing import (
+from gradserver.protocol.errors import BackendUnavailableError, GradServerError, MalformedMessageError
+from gradserver.protocol.packets import PacketStream
+from gradserver.protocol.sharing import (
     ADDRESS_PREFIX,
     MAX_PACKET_BYTES,
     Lend,

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from protocol.buffer import Buffer
-from protocol.exchange import Layout
-from protocol.frames import parts, slices_of
-from worker.outbox import Writer
-from worker.tensors import Bytes
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.exchange import Layout
+from gradserver.protocol.frames import parts, slices_of
+from gradserver.worker.outbox import Writer
+from gradserver.worker.tensors import Bytes
 
 Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
@@ -34,7 +34,7 @@ class Columns:
 
 
 class Frames:
-    """What is given to an operation whose parts differ in length (`protocol.frames`): one, or one for each rank."""
+    """One part, or one for each rank, of an operation whose parts differ in length (`gradserver.protocol.frames`)."""
 
     def __init__(self, whole: Sequence[Buffer], step: int, count: int) -> None:
         self.slices = [np.frombuffer(piece, np.uint8) for piece in slices_of(whole, step, count)]

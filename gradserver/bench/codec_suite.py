@@ -17,11 +17,11 @@ from gradserver.bench.stats import Stats, size_name
 from gradserver.daemon import keep_memory
 from gradserver.engine.events import Broken, Contribution, NonFinite, Reduce, Sifted, Undecodable
 from gradserver.lossy import Owed
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.codecs import Codec, Feedback, Scratch, codec_of, seed_of
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Stream, layout_of, operation_of
 from gradserver.reducer import reduce
-from protocol.buffer import Buffer
-from protocol.codecs import Codec, Feedback, Scratch, codec_of, seed_of
-from protocol.dtypes import FLOAT32
-from protocol.exchange import ExchangeKey, Kind, Op, Stream, layout_of, operation_of
 
 Floats = npt.NDArray[np.float32]
 

@@ -17,8 +17,8 @@ import zmq
 import gradserver
 from gradserver.bench.member import Member, mean_pattern, pattern
 from gradserver.bench.spec import FLOAT_BYTES, Case, Contender
-from protocol.dtypes import FLOAT32
-from protocol.plan import simple_plan
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.plan import simple_plan
 
 BUCKET_BYTES = 25 << 20  # of the plan's buckets at most: torch DDP's own default
 _LARGEST = 251.0 + 8.0  # of the numbers in a pattern, for up to 16 workers

@@ -34,9 +34,9 @@ from gradserver.channels.disconnects import Disconnects
 from gradserver.channels.peers import Peer
 from gradserver.channels.traffic import Connections
 from gradserver.channels.unix import UnixServer
-from protocol.messages import BePresent, Enlist, Message, Present, Welcome
-from protocol.presence import presence_of
-from protocol.resuming import Resume
+from gradserver.protocol.messages import BePresent, Enlist, Message, Present, Welcome
+from gradserver.protocol.presence import presence_of
+from gradserver.protocol.resuming import Resume
 
 _GONE: Final = "it died, froze or lost its network"
 _ENDED: Final = "its process ended"

@@ -9,9 +9,9 @@ from typing import Final
 
 import zmq
 
-from protocol.errors import CoordinatorError, InvalidArgumentError
-from protocol.limits import MAX_FRAME_BYTES
-from protocol.url import parse_url
+from gradserver.protocol.errors import CoordinatorError, InvalidArgumentError
+from gradserver.protocol.limits import MAX_FRAME_BYTES
+from gradserver.protocol.url import parse_url
 
 _KEEPALIVE: Final = {
     zmq.TCP_KEEPALIVE: 1,

@@ -8,10 +8,10 @@ from typing import Final, Protocol
 
 from gradserver.channels.hosted import Line
 from gradserver.channels.traffic import MEMBERS_MESSAGES, MEMBERS_RATE, Traffic
-from protocol.buffer import Buffer
-from protocol.errors import GradServerError
-from protocol.messages import Failure, Message, Ping, Scope, Welcome
-from protocol.numbers import Numbers
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.messages import Failure, Message, Ping, Scope, Welcome
+from gradserver.protocol.numbers import Numbers
 
 _PING: Final = Ping()
 

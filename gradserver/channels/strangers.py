@@ -4,7 +4,7 @@
     ──────  ───────────────────────────────────────────  ──────  ────────────────────────────────────────────────────
     (none)  a message without a number                   NEW     it is taken: `gradserver status` says no more
     NEW     the message that is due                      NEW     it is taken; whoever says who he is becomes a peer
-    NEW     a later one: the first was lost, or swapped  NEW     it is kept, for as long as `protocol.numbers` says …
+    NEW     a later one: the first was lost, or swapped  NEW     it is kept, for as long as its numbers say …
     NEW     … and what is missing does not come          PAST    ConnectionLostError
     (peer)  it is refused, left out, has left, is lost   PAST
     PAST    a message with a number                      PAST    he is told once more what he was told
@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from protocol.buffer import Buffer
-from protocol.errors import ConnectionLostError
-from protocol.messages import Failure, Join, Message, Ping
-from protocol.numbers import Frames, Numbers, split
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import ConnectionLostError
+from gradserver.protocol.messages import Failure, Join, Message, Ping
+from gradserver.protocol.numbers import Frames, Numbers, split
 
 _KNOWN: Final = 1024
 _WAITING: Final = 4096

@@ -32,16 +32,16 @@ from gradserver.channels.strangers import Strangers
 from gradserver.channels.traffic import MEMBERS_RATE, Connections, unread_text
 from gradserver.channels.unix import UnixServer
 from gradserver.coordinator import Coordinator
-from protocol.buffer import Buffer
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
     ConnectionLostError,
     GradServerError,
     LimitExceededError,
     MalformedMessageError,
     UnexpectedMessageError,
 )
-from protocol.limits import MIB
-from protocol.messages import (
+from gradserver.protocol.limits import MIB
+from gradserver.protocol.messages import (
     Attend,
     Enlist,
     Failure,
@@ -60,9 +60,9 @@ from protocol.messages import (
     StatusRequest,
     Welcome,
 )
-from protocol.numbers import Numbers
-from protocol.resuming import Held, Holding, Resume
-from protocol.wire import decode, encode
+from gradserver.protocol.numbers import Numbers
+from gradserver.protocol.resuming import Held, Holding, Resume
+from gradserver.protocol.wire import decode, encode
 
 log = logging.getLogger("gradserver")
 

@@ -40,7 +40,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES, MIB
+from gradserver.protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES, MIB
 
 log = logging.getLogger("gradserver")
 

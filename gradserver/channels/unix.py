@@ -25,10 +25,10 @@ from typing import Final, Protocol
 from gradserver.channels.ended import has_ended, process_of
 from gradserver.channels.hosted import Guest, Line
 from gradserver.channels.memory import Segments
-from protocol.buffer import Buffer
-from protocol.errors import GradServerError, LimitExceededError, UnexpectedMessageError
-from protocol.messages import Place
-from protocol.sharing import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import GradServerError, LimitExceededError, UnexpectedMessageError
+from gradserver.protocol.messages import Place
+from gradserver.protocol.sharing import (
     ADDRESS_PREFIX,
     Lend,
     Offer,

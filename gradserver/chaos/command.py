@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradserver.arguments import number
 from gradserver.chaos.schedule import DEFAULT, SPECS, Event, Schedule, Way, draw
-from protocol.limits import MAX_SHARDS
+from gradserver.protocol.limits import MAX_SHARDS
 
 if TYPE_CHECKING:
     from gradserver.bench.netns import Lab

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gradserver.chaos import generator, recount
 from gradserver.chaos.recount import Cut, Row
-from protocol.shards import Share
+from gradserver.protocol.shards import Share
 
 Array = npt.NDArray[Any]
 

@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from protocol.dtypes import FLOAT32
-from protocol.plan import Plan, simple_plan
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.plan import Plan, simple_plan
 
 Array = npt.NDArray[Any]
 

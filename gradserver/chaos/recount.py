@@ -7,8 +7,9 @@ The mean of each element, over the contributions that counted for it, in the ord
     otherwise                  (w₀·g₀ + w₁·g₁ + …) / (w₀ + w₁ + …)
     none, or all of weight 0   0
 
-The digest that the ledger has of a contribution and of a result is that of `protocol.digest`, word by word. Where
-buckets are cut into slices, and these are shared among data shards, is the only thing that is asked of the product.
+The digest that the ledger has of a contribution and of a result is that of `gradserver.protocol.digest`, word by word.
+Where buckets are cut into slices, and these are shared among data shards, is the only thing that is asked of the
+product.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.chaos import generator
-from protocol.exchange import ExchangeKey, Stream
-from protocol.shards import Share, Table, comparable
+from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.shards import Share, Table, comparable
 
 Array = npt.NDArray[Any]
 Row = tuple[str, float, Array]

@@ -13,9 +13,9 @@ Whenever one comes to pass it prints ``hit WHAT NAME``.
 TCP loses and swaps nothing, so this speaks ZMTP at both ends. It answers heartbeats itself, and therefore closes its
 connection at one end when that at the other is gone. A drop, repeat or swap hits whichever direction comes first.
 
-Presences (`protocol.presence`) have names of their own, and nothing but heartbeats passes through them: each has a
-counterpart of its name at the coordinator for just as long as it is there. Nothing is ever done to them, so somebody
-who froze behind a relay is found out as anybody else.
+Presences (`gradserver.protocol.presence`) have names of their own, and nothing but heartbeats passes through them: each
+has a counterpart of its name at the coordinator for just as long as it is there. Nothing is ever done to them, so
+somebody who froze behind a relay is found out as anybody else.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any, Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS
+from gradserver.protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS
 
 _UNBOUND_MS: Final = 2000
 _FAREWELL_MS: Final = 500

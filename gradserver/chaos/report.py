@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from gradserver.chaos.fleet import Use
 from gradserver.chaos.schedule import Event
-from protocol.limits import MIB
+from gradserver.protocol.limits import MIB
 
 _MORE_DESCRIPTORS: Final = 8
 _MORE_SEGMENTS: Final = 8

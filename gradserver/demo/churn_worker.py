@@ -23,7 +23,7 @@ from gradserver.demo.reports import Joined, Ready, Report, Round, TooLate
 from gradserver.demo.settings import Settings
 from gradserver.demo.train import make_optimizer, mean_loss
 from gradserver.demo.worker import assess, take_stdout
-from protocol.ranges import count
+from gradserver.protocol.ranges import count
 
 Sample = tuple[Tensor, Tensor, int]
 """Inputs, targets, and its number."""

@@ -38,9 +38,9 @@ from gradserver.engine.events import (
 )
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.registry import Registry
-from protocol.limits import CREDIT_BYTES
-from protocol.messages import Inquire, Push, Taken
-from protocol.resuming import Held, Holding
+from gradserver.protocol.limits import CREDIT_BYTES
+from gradserver.protocol.messages import Inquire, Push, Taken
+from gradserver.protocol.resuming import Held, Holding
 
 
 class Engine:
@@ -54,7 +54,8 @@ class Engine:
         digests: whether to hash what is summed and what comes out, for the ledger.
         incarnation: how often a coordinator has begun where this one writes its records; 0 if nobody keeps them.
             Elastic groups are durable if somebody does.
-        runs: whether the process that has a presence (`protocol.presence`) is known to run, whatever else it does.
+        runs: whether the process that has a presence (`gradserver.protocol.presence`) is known to run, whatever else
+            it does.
         access: which groups strangers may found, and whose data shards are taken.
         round_timeout: seconds that an exchange waits for a member that is alive. None: as long as the longest timeout
             that a founder of the group named.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from typing import NamedTuple
 
-from protocol.errors import JoinRefusedError
+from gradserver.protocol.errors import JoinRefusedError
 
 _NAMED = 8
 """Groups that an error lists at most."""

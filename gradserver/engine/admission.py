@@ -16,15 +16,15 @@ from gradserver.engine.lateness import is_closed
 from gradserver.engine.reseating import check_may_begin, is_stale, turn_away
 from gradserver.engine.rounds import Round
 from gradserver.engine.wording import abandoned, mismatch
-from protocol.buffer import Buffer
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
     InvalidArgumentError,
     InvalidRankError,
     OutOfStepError,
     SizeMismatchError,
     UnexpectedMessageError,
 )
-from protocol.exchange import (
+from gradserver.protocol.exchange import (
     FRAMING,
     IN_PLACE,
     ROOTED,
@@ -36,7 +36,7 @@ from protocol.exchange import (
     check_reducible,
     gives,
 )
-from protocol.messages import Push
+from gradserver.protocol.messages import Push
 
 
 def admitted(group: Group, rank: int, push: Push, now: float, commands: list[Command]) -> Exchange | None:

@@ -20,9 +20,9 @@ from gradserver.engine import chronicle, joining
 from gradserver.engine.events import CaughtUp, Command, Log, Order, Proceed, Recover, Recovered, Send
 from gradserver.engine.membership import Group
 from gradserver.engine.registry import Registry
-from protocol.errors import UnexpectedMessageError
-from protocol.messages import RoundDone
-from protocol.resuming import Resumed
+from gradserver.protocol.errors import UnexpectedMessageError
+from gradserver.protocol.messages import RoundDone
+from gradserver.protocol.resuming import Resumed
 
 
 def let_in(registry: Registry, group: Group, commands: list[Command]) -> list[Order]:

@@ -26,9 +26,9 @@ from gradserver.engine.records import (
     Round,
     RoundRecord,
 )
-from protocol.errors import GradServerError
-from protocol.plan import Plan as PlanTable
-from protocol.ranges import Ranges
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.plan import Plan as PlanTable
+from gradserver.protocol.ranges import Ranges
 
 
 def founded(group: Group, commands: list[Command]) -> None:

@@ -24,8 +24,8 @@ from gradserver.engine.events import Command, Send
 from gradserver.engine.membership import Group, check_name
 from gradserver.engine.quota import counted_ranges, used_ranges
 from gradserver.engine.records import RoundRecord
-from protocol.buffer import Buffer
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
     DisagreementError,
     LimitExceededError,
     MalformedMessageError,
@@ -33,11 +33,11 @@ from protocol.errors import (
     QuotaExceededError,
     UnexpectedMessageError,
 )
-from protocol.exchange import ExchangeKey, Stream
-from protocol.limits import MAX_DATA, MAX_NAME_BYTES
-from protocol.messages import Failure, Scope
-from protocol.positions import Claim, Claimed, Located, Register, Used
-from protocol.ranges import Ranges, pack, unpack
+from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.limits import MAX_DATA, MAX_NAME_BYTES
+from gradserver.protocol.messages import Failure, Scope
+from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.ranges import Ranges, pack, unpack
 
 Question = Register | Claim
 

@@ -29,8 +29,8 @@ from gradserver.engine.failures import fail, forget_if_over, remember
 from gradserver.engine.groups import Group
 from gradserver.engine.lateness import note_what_counted
 from gradserver.engine.results import complete
-from protocol.errors import GradServerError, MembershipChangedError
-from protocol.exchange import ROOTED, WORLD_BOUND, ExchangeKey, Kind, Layout, Operation, Stream
+from gradserver.protocol.errors import GradServerError, MembershipChangedError
+from gradserver.protocol.exchange import ROOTED, WORLD_BOUND, ExchangeKey, Kind, Layout, Operation, Stream
 
 _NOTHING = Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsize=0, replies=1)
 

@@ -69,14 +69,14 @@ from gradserver.engine.orders import decode_report
 from gradserver.engine.records import Kind
 from gradserver.engine.registry import HERE, Registry
 from gradserver.engine.roster import count_round
-from protocol.buffer import Buffer
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
     ConnectionLostError,
     CoordinatorStoppedError,
     GradServerError,
     UnexpectedMessageError,
 )
-from protocol.messages import (
+from gradserver.protocol.messages import (
     Enlist,
     Enter,
     Failure,
@@ -93,8 +93,8 @@ from protocol.messages import (
     StateFailed,
     Steps,
 )
-from protocol.positions import Claim, Register, Used
-from protocol.resuming import Resume
+from gradserver.protocol.positions import Claim, Register, Used
+from gradserver.protocol.resuming import Resume
 
 
 class Control:

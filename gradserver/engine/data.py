@@ -22,8 +22,8 @@ An exchange lives from the first push for it to the last result:
 
 A failed bucket halts its group; a failed collective or transfer fails alone.
 
-Of several data halves each has to do with one run of an exchange's slices (`protocol.shards`), and that run is
-the exchange for it: the first slice is the first of the run, and it ends with the last of it.
+Of several data halves each has to do with one run of an exchange's slices (`gradserver.protocol.shards`), and that run
+is the exchange for it: the first slice is the first of the run, and it ends with the last of it.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ from gradserver.engine.reseating import admit, excuse, expect, reseat, state_com
 from gradserver.engine.results import answer, complete, refund
 from gradserver.engine.seats import Seats
 from gradserver.engine.wording import broken, non_finite, overdue, undecodable
-from protocol.buffer import Buffer
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
     GradServerError,
     OutOfStepError,
     UnexpectedMessageError,
 )
-from protocol.exchange import WORLD_BOUND, Pool, Stream
-from protocol.limits import CREDIT_BYTES, SLICE_BYTES
-from protocol.messages import Inquire, Missing, Push, Taken
-from protocol.plan import Plan
-from protocol.resuming import Held, Holding
-from protocol.shards import Table
+from gradserver.protocol.exchange import WORLD_BOUND, Pool, Stream
+from gradserver.protocol.limits import CREDIT_BYTES, SLICE_BYTES
+from gradserver.protocol.messages import Inquire, Missing, Push, Taken
+from gradserver.protocol.plan import Plan
+from gradserver.protocol.resuming import Held, Holding
+from gradserver.protocol.shards import Table
 
 
 class Data:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from protocol.checks import brief, flag, integer, text
-from protocol.errors import MalformedMessageError
-from protocol.limits import MAX_COUNTER, MAX_DATA, MAX_NAME_BYTES, MAX_NUMEL, MAX_SEED, MAX_WORLD_SIZE
-from protocol.ranges import Ranges, pack, packed
+from gradserver.protocol.checks import brief, flag, integer, text
+from gradserver.protocol.errors import MalformedMessageError
+from gradserver.protocol.limits import MAX_COUNTER, MAX_DATA, MAX_NAME_BYTES, MAX_NUMEL, MAX_SEED, MAX_WORLD_SIZE
+from gradserver.protocol.ranges import Ranges, pack, packed
 
 _epoch = integer(0, MAX_SEED)
 _name = text(MAX_NAME_BYTES)

@@ -32,9 +32,9 @@ from gradserver.engine import chronicle, claims, joining
 from gradserver.engine.events import Command, CutRound, Depart, Late, Log, RemoteOrder, Send
 from gradserver.engine.membership import MAX_REASON, Group, announce
 from gradserver.engine.records import RoundRecord
-from protocol.errors import LeftOutError
-from protocol.limits import MIB
-from protocol.messages import RoundDone
+from gradserver.protocol.errors import LeftOutError
+from gradserver.protocol.limits import MIB
+from gradserver.protocol.messages import RoundDone
 
 
 def may_begin(group: Group, now: float) -> bool:

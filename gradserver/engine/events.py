@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from gradserver.engine.policy import Lateness, OnNonFinite
 from gradserver.engine.records import Kind, RoundRecord
-from protocol.buffer import Buffer
-from protocol.errors import GradServerError
-from protocol.exchange import ExchangeKey, Operation
-from protocol.limits import BACKLOG_BYTES
-from protocol.messages import Failure, Message, Scope
-from protocol.plan import Plan
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.exchange import ExchangeKey, Operation
+from gradserver.protocol.limits import BACKLOG_BYTES
+from gradserver.protocol.messages import Failure, Message, Scope
+from gradserver.protocol.plan import Plan
 
 # ── events: what happened ─────────────────────────────────────────────────────────────────────────────
 

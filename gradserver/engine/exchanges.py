@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from protocol.buffer import Buffer
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
     GradServerError,
 )
-from protocol.exchange import ExchangeKey, Kind, Layout, Operation
+from gradserver.protocol.exchange import ExchangeKey, Kind, Layout, Operation
 
 if TYPE_CHECKING:
     from gradserver.engine.events import Finding

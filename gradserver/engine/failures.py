@@ -7,9 +7,9 @@ from typing import Final
 from gradserver.engine.events import Command, Send
 from gradserver.engine.exchanges import Exchange
 from gradserver.engine.groups import Group
-from protocol.errors import GradServerError
-from protocol.exchange import ExchangeKey, Stream
-from protocol.messages import Failure, Scope
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.messages import Failure, Scope
 
 _MAX_FAILED: Final = 1024
 """Failed exchanges that are kept for those who come late; whoever is later still waits for its deadline."""

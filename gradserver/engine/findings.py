@@ -9,7 +9,7 @@ from typing import Final
 
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import RoundRecord
-from protocol.plan import Plan
+from gradserver.protocol.plan import Plan
 
 _QUIET_SECONDS: Final = 10.0
 """Between two warnings: a training that has gone wrong has such gradients in every round."""

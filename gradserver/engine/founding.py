@@ -13,9 +13,9 @@ from gradserver.engine.orders import encode_order
 from gradserver.engine.registry import Registry
 from gradserver.engine.seats import Seats, in_order, numbered
 from gradserver.engine.welcome import welcome_to
-from protocol.limits import MAX_NAME_BYTES
-from protocol.messages import Join, Ordered
-from protocol.shards import Table
+from gradserver.protocol.limits import MAX_NAME_BYTES
+from gradserver.protocol.messages import Join, Ordered
+from gradserver.protocol.shards import Table
 
 _NOBODY = Seat(-1, "")
 

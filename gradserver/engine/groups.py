@@ -15,13 +15,13 @@ from gradserver.engine.holding import Recovery
 from gradserver.engine.pace import Pace
 from gradserver.engine.rounds import Hashing, Round
 from gradserver.engine.seats import Seats
-from protocol.digest import places
-from protocol.errors import GradServerError, LimitExceededError, OutOfStepError
-from protocol.exchange import WORLD_BOUND, ExchangeKey, Layout, Operation, Pool, Stream, pool_of
-from protocol.limits import MAX_TRANSFERS, SLICE_BYTES
-from protocol.messages import Push
-from protocol.plan import Plan
-from protocol.shards import Table, share_of
+from gradserver.protocol.digest import places
+from gradserver.protocol.errors import GradServerError, LimitExceededError, OutOfStepError
+from gradserver.protocol.exchange import WORLD_BOUND, ExchangeKey, Layout, Operation, Pool, Stream, pool_of
+from gradserver.protocol.limits import MAX_TRANSFERS, SLICE_BYTES
+from gradserver.protocol.messages import Push
+from gradserver.protocol.plan import Plan
+from gradserver.protocol.shards import Table, share_of
 
 _NUMBERS: Final = 1 << 62
 """Of collectives in one round."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from protocol.buffer import Buffer
-from protocol.exchange import ExchangeKey
-from protocol.messages import Result
-from protocol.resuming import State
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.exchange import ExchangeKey
+from gradserver.protocol.messages import Result
+from gradserver.protocol.resuming import State
 
 FAILED: Final = (State.FAILED, State.CHANGED)
 """States of a collective or transfer that failed at a member."""

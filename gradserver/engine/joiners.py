@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from protocol.limits import MIB, STATE_ASK_SECONDS, STATE_INSTALLED_A_SECOND, STATE_STALL_SECONDS
-from protocol.messages import Join, Transfer
-from protocol.plan import Plan
+from gradserver.protocol.limits import MIB, STATE_ASK_SECONDS, STATE_INSTALLED_A_SECOND, STATE_STALL_SECONDS
+from gradserver.protocol.messages import Join, Transfer
+from gradserver.protocol.plan import Plan
 
 
 class Stage(Enum):

@@ -57,7 +57,7 @@ from gradserver.engine.membership import MAX_REASON, Applicant, Group, Unheeded,
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.seats import namesake, seat_for
 from gradserver.engine.welcome import agreed, token_of, welcome_to
-from protocol.errors import (
+from gradserver.protocol.errors import (
     DeadlineError,
     GradServerError,
     JoinRefusedError,
@@ -68,8 +68,8 @@ from protocol.errors import (
     UsageError,
     WorkerLostError,
 )
-from protocol.limits import MAX_STATE_ATTEMPTS, STATE_REST_SECONDS
-from protocol.messages import (
+from gradserver.protocol.limits import MAX_STATE_ATTEMPTS, STATE_REST_SECONDS
+from gradserver.protocol.messages import (
     Enter,
     Entered,
     Failure,
@@ -79,7 +79,7 @@ from protocol.messages import (
     StateFailed,
     Transfer,
 )
-from protocol.plan import Plan, first_difference
+from gradserver.protocol.plan import Plan, first_difference
 
 Refusals = list[tuple[int, GradServerError]]
 """Connections that are to be closed, and why."""

@@ -29,8 +29,8 @@ from gradserver.engine.failures import tell
 from gradserver.engine.groups import Group
 from gradserver.engine.results import complete
 from gradserver.engine.rounds import Round
-from protocol.exchange import ExchangeKey, Pool, Stream
-from protocol.limits import SLICE_BYTES
+from gradserver.protocol.exchange import ExchangeKey, Pool, Stream
+from gradserver.protocol.limits import SLICE_BYTES
 
 _AGAIN_SECONDS: Final = 1.0
 """Before the same is reported again, if control did not decide so."""

@@ -16,7 +16,7 @@ from gradserver.engine.membership import Group
 from gradserver.engine.proposals import fail_all, settle
 from gradserver.engine.registry import HERE, Registry
 from gradserver.engine.roster import DataShard
-from protocol.errors import (
+from gradserver.protocol.errors import (
     ConnectionLostError,
     DeadlineError,
     GradServerError,
@@ -24,7 +24,7 @@ from protocol.errors import (
     ProtocolError,
     WorkerLeftError,
 )
-from protocol.messages import Failure, Scope
+from gradserver.protocol.messages import Failure, Scope
 
 _OUT_OF_DATA: Final = (
     ". If it had no batches left: give all workers equally many, with ShardSampler(uneven='pad'), wrap the loop in "

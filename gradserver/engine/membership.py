@@ -16,7 +16,7 @@ from gradserver.engine.quota import Account
 from gradserver.engine.records import MAX_EPOCHS, RoundRecord
 from gradserver.engine.seats import Seats
 from gradserver.engine.turns import Turns
-from protocol.errors import (
+from gradserver.protocol.errors import (
     GradServerError,
     InvalidArgumentError,
     InvalidRankError,
@@ -27,7 +27,7 @@ from protocol.errors import (
     LimitExceededError,
     UnexpectedMessageError,
 )
-from protocol.limits import (
+from gradserver.protocol.limits import (
     MAX_GROUPS,
     MAX_HEADER_BYTES,
     MAX_NAME_BYTES,
@@ -38,11 +38,11 @@ from protocol.limits import (
     MAX_URL,
     MAX_WORLD_SIZE,
 )
-from protocol.messages import Join, Membership
-from protocol.plan import Plan
-from protocol.positions import Claim, Register
-from protocol.ranges import Ranges
-from protocol.shards import Table
+from gradserver.protocol.messages import Join, Membership
+from gradserver.protocol.plan import Plan
+from gradserver.protocol.positions import Claim, Register
+from gradserver.protocol.ranges import Ranges
+from gradserver.protocol.shards import Table
 
 _LEDGER_ROUNDS = 256
 _SHOWN = ("round", "weights", "opened", "completed", "last")

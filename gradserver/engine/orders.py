@@ -40,10 +40,10 @@ from gradserver.engine.events import (
 )
 from gradserver.engine.policy import Lateness
 from gradserver.engine.records import known_policy, pack_round, unpack_round
-from protocol.buffer import Buffer
-from protocol.checks import brief, facts, integer, listed, number, text, unpack
-from protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError
-from protocol.limits import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.checks import brief, facts, integer, listed, number, text, unpack
+from gradserver.protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError
+from gradserver.protocol.limits import (
     MAX_COUNTER,
     MAX_LIST,
     MAX_NAME_BYTES,
@@ -56,8 +56,8 @@ from protocol.limits import (
     MAX_TOKEN,
     MAX_WORLD_SIZE,
 )
-from protocol.messages import Failure, Scope
-from protocol.plan import decode_plan
+from gradserver.protocol.messages import Failure, Scope
+from gradserver.protocol.plan import decode_plan
 
 RemoteReport = RoundCompleted | Halted | Planned | Absent | Heeded | Behind | Late | StateComes | CaughtUp | Recovered
 

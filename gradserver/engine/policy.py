@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from protocol.errors import InvalidArgumentError, InvalidWorldSizeError
-from protocol.limits import BACKLOG_BYTES, MAX_TIMEOUT, MAX_WORLD_SIZE, STATE_BYTES_A_SECOND, STATE_SECONDS
+from gradserver.protocol.errors import InvalidArgumentError, InvalidWorldSizeError
+from gradserver.protocol.limits import BACKLOG_BYTES, MAX_TIMEOUT, MAX_WORLD_SIZE, STATE_BYTES_A_SECOND, STATE_SECONDS
 
 GATHER_SECONDS = 2.0
 """How long an elastic group that could begin waits for more, if nobody says otherwise."""

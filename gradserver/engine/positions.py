@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
 from gradserver.engine.data_records import Claim, Committed, Data, Holder, Order
-from protocol.errors import DisagreementError, LimitExceededError, MalformedMessageError, OutOfStepError
-from protocol.limits import MAX_DATA, MAX_RANGES
-from protocol.ranges import Ranges, both, count, lowest, minus, union
+from gradserver.protocol.errors import DisagreementError, LimitExceededError, MalformedMessageError, OutOfStepError
+from gradserver.protocol.limits import MAX_DATA, MAX_RANGES
+from gradserver.protocol.ranges import Ranges, both, count, lowest, minus, union
 
 K = TypeVar("K")
 

@@ -10,8 +10,8 @@ from gradserver.engine.events import Command, Log, Order, Send, SetPlan
 from gradserver.engine.membership import Group, Proposal
 from gradserver.engine.registry import Registry
 from gradserver.engine.welcome import agreed
-from protocol.buffer import Buffer
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
     DeadlineError,
     GradServerError,
     InvalidArgumentError,
@@ -21,9 +21,9 @@ from protocol.errors import (
     QuotaExceededError,
     UnexpectedMessageError,
 )
-from protocol.limits import MAX_FRAME_BYTES
-from protocol.messages import Failure, Propose, Scope
-from protocol.plan import Plan, decode_plan, extend, first_difference
+from gradserver.protocol.limits import MAX_FRAME_BYTES
+from gradserver.protocol.messages import Failure, Propose, Scope
+from gradserver.protocol.plan import Plan, decode_plan, extend, first_difference
 
 _HOW: Final = {False: "a plan in place of all others", True: "a plan beside those that there are"}
 

@@ -26,9 +26,9 @@ from typing import Final
 
 from gradserver.engine.data_records import Claim, Data
 from gradserver.engine.records import Boundary, Cut, Kind, Round, Spent, size_of
-from protocol.errors import JoinRefusedError, QuotaExceededError
-from protocol.limits import MAX_ENDED_GROUPS, MIB
-from protocol.ranges import PAIR_BYTES, Ranges
+from gradserver.protocol.errors import JoinRefusedError, QuotaExceededError
+from gradserver.protocol.limits import MAX_ENDED_GROUPS, MIB
+from gradserver.protocol.ranges import PAIR_BYTES, Ranges
 
 REFILL_SECONDS: Final = 3600.0
 """In so long an empty budget is full again."""

@@ -20,10 +20,10 @@ from gradserver.engine import data_records
 from gradserver.engine.data_records import Claim, Committed, Data
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.positions import Positions
-from protocol.buffer import Buffer
-from protocol.checks import brief, integer, listed, number, text, unpack
-from protocol.errors import LimitExceededError, MalformedMessageError
-from protocol.limits import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.checks import brief, integer, listed, number, text, unpack
+from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
+from gradserver.protocol.limits import (
     MAX_BUCKETS,
     MAX_COUNTER,
     MAX_DATA,
@@ -38,7 +38,7 @@ from protocol.limits import (
     MAX_WEIGHT,
     MAX_WORLD_SIZE,
 )
-from protocol.plan import Plan as PlanTable, decode_plan
+from gradserver.protocol.plan import Plan as PlanTable, decode_plan
 
 MAX_BODY_BYTES: Final = MAX_ORDER_BYTES
 """One record without its frame: a plan, at most."""

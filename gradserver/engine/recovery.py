@@ -1,8 +1,8 @@
 """How the data half of a durable group finds out, after somebody has come back, who holds which results.
 
 All that was open is void: members hold what they give until they have its result, and results until nobody present can
-lack them (`protocol.resuming`). Whoever comes back on a new connection, whether the coordinator was lost with its books
-or one connection broke, has everybody say what he holds: there is one way for both.
+lack them (`gradserver.protocol.resuming`). Whoever comes back on a new connection, whether the coordinator was lost
+with its books or one connection broke, has everybody say what he holds: there is one way for both.
 
     stage       event                                     next        what happens
     ──────────  ────────────────────────────────────────  ──────────  ──────────────────────────────────────────────
@@ -41,8 +41,8 @@ from gradserver.engine.groups import Group
 from gradserver.engine.holders import adopt, places, said, shares
 from gradserver.engine.holding import FAILED, Holder, Place, Recovery, Stage, Wanted
 from gradserver.engine.policy import OnNonFinite
-from protocol.buffer import Buffer
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
     ConnectionLostError,
     GradServerError,
     MalformedMessageError,
@@ -50,10 +50,10 @@ from protocol.errors import (
     SizeMismatchError,
     UnexpectedMessageError,
 )
-from protocol.exchange import ExchangeKey, Op, Stream
-from protocol.finite import is_finite
-from protocol.messages import Result
-from protocol.resuming import Fetch, Held, Holding, Standing, State
+from gradserver.protocol.exchange import ExchangeKey, Op, Stream
+from gradserver.protocol.finite import is_finite
+from gradserver.protocol.messages import Result
+from gradserver.protocol.resuming import Fetch, Held, Holding, Standing, State
 
 _MAX_ASKED: Final = 16
 """Results that are on their way from who holds them: so many are in memory at most."""

@@ -13,9 +13,9 @@ from gradserver.engine.orders import encode_order
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.quota import Quotas
 from gradserver.engine.roster import Roster
-from protocol.errors import InvalidArgumentError, UnexpectedMessageError
-from protocol.limits import BACKLOG_BYTES, MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS
-from protocol.messages import Ordered
+from gradserver.protocol.errors import InvalidArgumentError, UnexpectedMessageError
+from gradserver.protocol.limits import BACKLOG_BYTES, MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS
+from gradserver.protocol.messages import Ordered
 
 HERE: Final = 0
 """Where the coordinator's own data half reports from; connections have larger numbers."""

@@ -27,8 +27,8 @@ from gradserver.engine.orders import encode_order
 from gradserver.engine.policy import Policy
 from gradserver.engine.registry import Registry
 from gradserver.engine.restoring import reopen
-from protocol.errors import DeadlineError
-from protocol.messages import Ordered
+from gradserver.protocol.errors import DeadlineError
+from gradserver.protocol.messages import Ordered
 
 VACANT: Final = -1
 """In the place of a shard's connection."""

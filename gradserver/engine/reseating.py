@@ -22,9 +22,9 @@ from gradserver.engine.closing import cut
 from gradserver.engine.events import Admit, Command, Excuse, Expect, Report, Reseat, Send, StateComes
 from gradserver.engine.exchanges import Exchange
 from gradserver.engine.groups import Coming, Group
-from protocol.errors import OutOfStepError, WorkerLostError
-from protocol.exchange import STATE_TAG, ExchangeKey, Stream, is_state, pool_of
-from protocol.messages import Failure, Push, Scope
+from gradserver.protocol.errors import OutOfStepError, WorkerLostError
+from gradserver.protocol.exchange import STATE_TAG, ExchangeKey, Stream, is_state, pool_of
+from gradserver.protocol.messages import Failure, Push, Scope
 
 NOT_YET = -1
 _REPORT_SECONDS = 0.5

@@ -32,9 +32,9 @@ from gradserver.engine.records import (
 from gradserver.engine.registry import Registry
 from gradserver.engine.seats import Seats
 from gradserver.engine.welcome import token_of
-from protocol.errors import ERRORS, GradServerError, WorkerLostError
-from protocol.messages import Membership
-from protocol.shards import Table
+from gradserver.protocol.errors import ERRORS, GradServerError, WorkerLostError
+from gradserver.protocol.messages import Membership
+from gradserver.protocol.shards import Table
 
 
 def restore(

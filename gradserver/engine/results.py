@@ -12,9 +12,9 @@ from gradserver.engine.policy import HALT, PROPAGATE
 from gradserver.engine.rounds import Round
 from gradserver.engine.sifting import counting, sifted
 from gradserver.engine.unasked import listeners, send_unasked, without
-from protocol.buffer import Buffer
-from protocol.exchange import JOINED, PORTIONED, Kind, Layout, Op, Stream, gets
-from protocol.messages import Result
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.exchange import JOINED, PORTIONED, Kind, Layout, Op, Stream, gets
+from gradserver.protocol.messages import Result
 
 _GIVEN_BY_ALL: Final = JOINED | {Kind.ALL_TO_ALL}
 

@@ -43,9 +43,9 @@ from gradserver.engine.membership import Group, announce, left_out
 from gradserver.engine.policy import Policy
 from gradserver.engine.registry import HERE, Registry
 from gradserver.engine.welcome import token_of
-from protocol.errors import ConnectionLostError, JoinRefusedError, LeftOutError, UnexpectedMessageError
-from protocol.presence import presence_of
-from protocol.resuming import Resume, Resumed
+from gradserver.protocol.errors import ConnectionLostError, JoinRefusedError, LeftOutError, UnexpectedMessageError
+from gradserver.protocol.presence import presence_of
+from gradserver.protocol.resuming import Resume, Resumed
 
 _LOOK_SECONDS = 0.25
 """How often to look whether the process of somebody who is away still runs, when he should be back."""

@@ -11,13 +11,18 @@ from gradserver.engine.events import Command, Log, Send
 from gradserver.engine.membership import Group, check_name
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.welcome import token_of
-from protocol.digest import MODULUS
-from protocol.errors import JoinRefusedError, LimitExceededError, MalformedMessageError, UnexpectedMessageError
-from protocol.exchange import ExchangeKey, Stream
-from protocol.limits import MAX_SHARDS, MAX_URL
-from protocol.messages import Enlist, Enlisted
-from protocol.shards import Table, comparable
-from protocol.url import parse_url
+from gradserver.protocol.digest import MODULUS
+from gradserver.protocol.errors import (
+    JoinRefusedError,
+    LimitExceededError,
+    MalformedMessageError,
+    UnexpectedMessageError,
+)
+from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.limits import MAX_SHARDS, MAX_URL
+from gradserver.protocol.messages import Enlist, Enlisted
+from gradserver.protocol.shards import Table, comparable
+from gradserver.protocol.url import parse_url
 
 _MAX_PARTIAL = 256
 """Rounds that some shards have reported and others not yet; the reports of one shard may be that late."""

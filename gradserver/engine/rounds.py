@@ -10,8 +10,8 @@ from typing import Final
 
 from gradserver.engine.events import RESULT
 from gradserver.engine.records import RoundRecord
-from protocol.digest import MODULUS
-from protocol.plan import Plan
+from gradserver.protocol.digest import MODULUS
+from gradserver.protocol.plan import Plan
 
 _HASH_RATE: Final = 8e9
 """Bytes a second that a core hashes while all others are busy."""

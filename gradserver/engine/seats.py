@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import count
 
-from protocol.errors import LeftOutError, PeerError, WorkerLeftError, WorkerLostError
-from protocol.limits import MAX_NAME_BYTES
-from protocol.messages import Join
+from gradserver.protocol.errors import LeftOutError, PeerError, WorkerLeftError, WorkerLostError
+from gradserver.protocol.limits import MAX_NAME_BYTES
+from gradserver.protocol.messages import Join
 
 
 class Seats:

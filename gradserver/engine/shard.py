@@ -56,8 +56,8 @@ from gradserver.engine.events import (
     dismiss,
 )
 from gradserver.engine.orders import decode_order, encode_report
-from protocol.buffer import Buffer
-from protocol.errors import (
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
     ConnectionLostError,
     CoordinatorStoppedError,
     GradServerError,
@@ -65,7 +65,7 @@ from protocol.errors import (
     LimitExceededError,
     UnexpectedMessageError,
 )
-from protocol.messages import (
+from gradserver.protocol.messages import (
     Attend,
     Attended,
     Enlist,
@@ -81,7 +81,7 @@ from protocol.messages import (
     Scope,
     Taken,
 )
-from protocol.resuming import Held, Holding, Resumed
+from gradserver.protocol.resuming import Held, Holding, Resumed
 
 ATTENDING_SECONDS: Final = 10.0
 """How long a worker may be here before the coordinator's word of its group."""

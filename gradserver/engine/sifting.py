@@ -21,7 +21,7 @@ from gradserver.engine.events import Finding
 from gradserver.engine.exchanges import Exchange, Payload, Piece, Run
 from gradserver.engine.groups import Group
 from gradserver.engine.policy import OnNonFinite
-from protocol.buffer import Buffer
+from gradserver.protocol.buffer import Buffer
 
 
 def sifted(

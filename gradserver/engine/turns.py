@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from gradserver.engine.events import Command, Send
-from protocol.errors import OutOfStepError, UnexpectedMessageError
-from protocol.messages import Follow, Opened, Opens, Steps
+from gradserver.protocol.errors import OutOfStepError, UnexpectedMessageError
+from gradserver.protocol.messages import Follow, Opened, Opens, Steps
 
 if TYPE_CHECKING:
     from gradserver.engine.membership import Group

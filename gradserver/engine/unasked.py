@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from gradserver.engine.events import Behind, Command, Report, Send
 from gradserver.engine.exchanges import Exchange, Piece
 from gradserver.engine.groups import Group
-from protocol.buffer import Buffer
-from protocol.exchange import Stream, unasked_cost
-from protocol.messages import Result
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.exchange import Stream, unasked_cost
+from gradserver.protocol.messages import Result
 
 
 def listeners(group: Group, exchange: Exchange, piece: Piece) -> list[int]:

@@ -7,9 +7,9 @@ import hmac
 
 from gradserver.engine.events import Send
 from gradserver.engine.membership import Group
-from protocol.limits import MAX_TOKEN
-from protocol.messages import Agreed, Welcome
-from protocol.plan import Plan, Section
+from gradserver.protocol.limits import MAX_TOKEN
+from gradserver.protocol.messages import Agreed, Welcome
+from gradserver.protocol.plan import Plan, Section
 
 
 def token_of(group: Group, seat: int) -> str:

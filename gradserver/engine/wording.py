@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradserver.engine.events import Broken, NonFinite, Undecodable
 from gradserver.engine.exchanges import Exchange
 from gradserver.engine.groups import Group
-from protocol.errors import (
+from gradserver.protocol.errors import (
     AbandonedError,
     CollectiveMismatchError,
     CoordinatorError,
@@ -13,7 +13,7 @@ from protocol.errors import (
     GradServerError,
     NonFiniteError,
 )
-from protocol.exchange import ExchangeKey, Op, Operation, Stream
+from gradserver.protocol.exchange import ExchangeKey, Op, Operation, Stream
 
 
 def abandoned(group: Group, exchange: Exchange, rank: int, key: ExchangeKey) -> AbandonedError:

@@ -24,9 +24,9 @@ from gradserver.ledger.journal import Entry, Fault, number_of, scan
 from gradserver.ledger.repair import repair
 from gradserver.ledger.state import files_of
 from gradserver.ledger.tables import Story, hexadecimal, moment, one_round, round_rows, summary
-from protocol.errors import StateError, reason_of
-from protocol.exchange import EXACT
-from protocol.limits import KIB, MIB
+from gradserver.protocol.errors import StateError, reason_of
+from gradserver.protocol.exchange import EXACT
+from gradserver.protocol.limits import KIB, MIB
 
 _OF_NO_GROUP: Final = (Start, Snapshot, Gap)
 """Kinds of records of the coordinator itself. All others are of a group, also those that are yet to come."""

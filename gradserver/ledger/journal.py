@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.engine.records import MAX_BODY_BYTES, Dated, decode, encode
-from protocol.errors import GradServerError, StateError
-from protocol.limits import MIB
+from gradserver.protocol.errors import GradServerError, StateError
+from gradserver.protocol.limits import MIB
 
 MAGIC: Final = b"GSLEDG2\n"
 _ANY_FORMAT: Final = re.compile(rb"GSLEDG[0-9A-Z]\n")

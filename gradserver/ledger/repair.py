@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from gradserver.engine.records import Dated, Epoch, Kind, Plan, Round, Snapshot, Start
 from gradserver.ledger.journal import HEADER_BYTES, Entry, Fault, check_format, frame, header, scan
 from gradserver.ledger.state import OWN, file_number, lock, sync_directory
-from protocol.errors import StateError, reason_of
+from gradserver.protocol.errors import StateError, reason_of
 
 _MOST_TOLD: Final = 100
 """Places of one file that are told one by one."""

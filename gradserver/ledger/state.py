@@ -26,8 +26,8 @@ from typing import Final
 
 from gradserver.engine.records import CODES, Books, Dated, Gap, Kind, Round, Snapshot, Start
 from gradserver.ledger.journal import Entry, Fault, frame, header, number_of, scan
-from protocol.errors import ProtocolError, StateError, reason_of
-from protocol.limits import MIB
+from gradserver.protocol.errors import ProtocolError, StateError, reason_of
+from gradserver.protocol.limits import MIB
 
 log = logging.getLogger("gradserver")
 

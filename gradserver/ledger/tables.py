@@ -26,10 +26,10 @@ from gradserver.engine.records import (
     RoundRecord,
     Start,
 )
+from gradserver.protocol.digest import MODULUS
+from gradserver.protocol.exchange import EXACT
+from gradserver.protocol.ranges import Ranges, count
 from gradserver.tables import table
-from protocol.digest import MODULUS
-from protocol.exchange import EXACT
-from protocol.ranges import Ranges, count
 
 _SHOWN_ROUNDS = 10
 _SHOWN_EVENTS = 10

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from protocol.codecs.base import Codec, Scratch, is_finite
-from protocol.codecs.dense import Bf16, Fp16, Fp32, Int8
-from protocol.codecs.feedback import Feedback, encode_with_feedback
-from protocol.codecs.sparse import MILLION, RandomK, Sparse, TopK, seed_of
-from protocol.errors import InvalidArgumentError, MalformedMessageError
+from gradserver.protocol.codecs.base import Codec, Scratch, is_finite
+from gradserver.protocol.codecs.dense import Bf16, Fp16, Fp32, Int8
+from gradserver.protocol.codecs.feedback import Feedback, encode_with_feedback
+from gradserver.protocol.codecs.sparse import MILLION, RandomK, Sparse, TopK, seed_of
+from gradserver.protocol.errors import InvalidArgumentError, MalformedMessageError
 
 _DENSE: Final[dict[str, Codec]] = {codec.name: codec for codec in (Fp32(), Bf16(), Fp16(), Int8())}
 _SPARSE: Final[dict[str, type[Sparse]]] = {family.family: family for family in (TopK, RandomK)}

@@ -16,8 +16,8 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from protocol.buffer import Buffer
-from protocol.errors import DTypeError, LayoutError, MalformedMessageError, SizeMismatchError
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import DTypeError, LayoutError, MalformedMessageError, SizeMismatchError
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]

@@ -12,7 +12,7 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codecs.base import BLOCK, INFINITY, MAGNITUDE, SIGN, Bytes, Codec, Floats, Scratch, Words
+from gradserver.protocol.codecs.base import BLOCK, INFINITY, MAGNITUDE, SIGN, Bytes, Codec, Floats, Scratch, Words
 
 Halves = npt.NDArray[np.uint16]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from protocol.codecs.base import Bytes, Codec, Floats, Scratch
-from protocol.errors import SizeMismatchError
+from gradserver.protocol.codecs.base import Bytes, Codec, Floats, Scratch
+from gradserver.protocol.errors import SizeMismatchError
 
 
 def encode_with_feedback(

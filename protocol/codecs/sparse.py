@@ -15,8 +15,8 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codecs.base import BLOCK, MAGNITUDE, Bytes, Codec, Floats, Scratch, Words, is_finite
-from protocol.errors import MalformedMessageError
+from gradserver.protocol.codecs.base import BLOCK, MAGNITUDE, Bytes, Codec, Floats, Scratch, Words, is_finite
+from gradserver.protocol.errors import MalformedMessageError
 
 Indices = npt.NDArray[np.int64]
 
