@@ -73,9 +73,16 @@ def test_any_changed_word_changes_it(data: st.DataObject, size: int, at: int, ch
     assert digest(words, at) != digest(before, at)
 
 
-@given(st.integers(1, 500), st.integers(1, 500), st.integers(0, 7))
-def test_the_same_bytes_elsewhere_are_another_digest(one: int, apart: int, within: int) -> None:
-    assert digest(b"\x01", 8 * one + within) != digest(b"\x01", 8 * (one + apart) + within)
+@given(st.integers(1, 500), st.integers(1, 500), st.integers(0, MODULUS // 2 - 1))
+def test_the_same_odd_word_elsewhere_is_another_digest(one: int, apart: int, half: int) -> None:
+    word = (2 * half + 1).to_bytes(8, "little")
+    assert digest(word, 8 * one) != digest(word, 8 * (one + apart))
+
+
+@given(st.integers(1, 500), st.lists(st.integers(0, 63), min_size=2, max_size=2, unique=True))
+def test_another_bit_of_any_word_is_another_digest(one: int, bits: list[int]) -> None:
+    here, there = ((1 << bit).to_bytes(8, "little") for bit in bits)
+    assert digest(here, 8) != digest(there, 8 * one)
 
 
 def test_what_is_in_memory_may_be_anything() -> None:
