@@ -168,9 +168,9 @@ MUTANTS: Final = (
         (
             Change(
                 "gradserver/engine/chronicle.py",
-                "    commands.append(Record(Round(group.name, group.epoch, record, used_up)))\n",
+                "    effects.journal_behind(Round(group.name, group.epoch, record, used_up))\n",
                 "    if record.round % 8 != 3:\n"
-                "        commands.append(Record(Round(group.name, group.epoch, record, used_up)))\n",
+                "        effects.journal_behind(Round(group.name, group.epoch, record, used_up))\n",
             ),
         ),
     ),

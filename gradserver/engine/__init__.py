@@ -22,15 +22,14 @@ from collections.abc import Callable, Mapping
 from gradserver.engine.access import OPEN, Access
 from gradserver.engine.control import Control
 from gradserver.engine.data import Data
+from gradserver.engine.effects import Effects
 from gradserver.engine.events import (
     Command,
     Disconnected,
     Event,
     Garbled,
-    Order,
     Received,
     Reduced,
-    Report,
     Restored,
     Stop,
     Tick,
@@ -83,41 +82,39 @@ class Engine:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """What to do about ``event``, in this order. ``now`` in seconds, never decreasing."""
-        commands: list[Command] = []
-        orders: list[Order] = []
-        reports: list[Report] = []
+        effects = Effects()
         match event:
             case Received() if type(event.message) is Push:
-                reports = self.data.push(event.connection, event.message, event.payloads, now, commands)
+                self.data.push(event.connection, event.message, event.payloads, now, effects)
             case Reduced():
-                reports = self.data.reduced(event, now, commands)
+                self.data.reduced(event, now, effects)
             case Received(connection, Inquire() as inquire):
-                reports = self.data.inquire(connection, inquire, commands)
+                self.data.inquire(connection, inquire, effects)
             case Received(connection, Taken() as taken):
-                reports = self.data.taken(connection, taken)
+                self.data.taken(connection, taken, effects)
             case Received(connection, (Holding() | Held()) as message, payloads):
-                reports = self.data.hold(connection, message, payloads, now, commands)
+                self.data.hold(connection, message, payloads, now, effects)
             case Received(connection, message, payloads):
-                orders = self.control.receive(connection, message, payloads, now, commands)
+                self.control.receive(connection, message, payloads, now, effects)
             case Garbled(connection, error):
-                reports = [Violation(connection, error)]
+                effects.report(Violation(connection, error))
             case Disconnected(connection, reason, ended, silent):
                 if silent:
-                    self.control.left_out(connection, reason, commands)
-                orders = self.control.disconnected(connection, reason, ended, silent, now, commands)
+                    self.control.left_out(connection, reason, effects)
+                self.control.disconnected(connection, reason, ended, silent, now, effects)
             case Tick():
-                reports = self.data.tick(now, commands)
-                orders = self.control.tick(now, commands)
+                self.data.tick(now, effects)
+                self.control.tick(now, effects)
             case Stop(reason):
-                self.control.stop(reason, commands)
+                self.control.stop(reason, effects)
             case Restored(records, kept):
-                orders = self.control.restore(records, kept, now, commands)
-        while orders or reports:
-            for order in orders:
-                reports += self.data.obey(order, now, commands)
-            orders = [order for report in reports for order in self.control.heed(report, now, commands)]
-            reports = []
-        return commands
+                self.control.restore(records, kept, now, effects)
+        while effects.orders or effects.reports:
+            for order in effects.take_orders():
+                self.data.obey(order, now, effects)
+            for report in effects.take_reports():
+                self.control.heed(report, now, effects)
+        return effects.commands
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due at the latest; None when nothing waits."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradserver.engine.closing import changed, is_outdated, outdated
-from gradserver.engine.events import Command
+from gradserver.engine.effects import Effects
 from gradserver.engine.exchanges import WEIGHED, Exchange, Run
 from gradserver.engine.failures import fail, forget_if_over, say_failed, tell
 from gradserver.engine.groups import Group
@@ -39,36 +39,36 @@ from gradserver.protocol.exchange import (
 from gradserver.protocol.messages import Push
 
 
-def admitted(group: Group, rank: int, push: Push, now: float, commands: list[Command]) -> Exchange | None:
+def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) -> Exchange | None:
     """The exchange that ``push`` is for, opened if need be; None if there is nothing more to do."""
     key = push.key
     exchange = group.exchanges.get(key)
     if is_closed(group, rank, key):
-        _refuse_late(group, rank, key, commands)
+        _refuse_late(group, rank, key, effects)
         return None
     begins = group.begins(push) if group.table.rates or group.recovered else push.slice == 0
     if begins:
         if group.entered:
             if is_stale(group, rank, push):
-                turn_away(group, rank, push, commands)
+                turn_away(group, rank, push, effects)
                 return None
             check_may_begin(group, rank, key)
         for earlier in group.take_number(rank, key):
-            fail(group, earlier, abandoned(group, earlier, rank, key), commands)
+            fail(group, earlier, abandoned(group, earlier, rank, key), effects)
         operation = _operation(group, rank, push)
         if exchange is None and (error := group.failed_before.get(key)) is not None:
-            say_failed(group, rank, key, error, commands)
+            say_failed(group, rank, key, error, effects)
             return None
         if exchange is None:
             exchange = _open(group, rank, key, operation, push.epoch, now)
         elif exchange.failure is None and _is_outdated(group, push, operation):
             exchange.join(rank, push.weight)
-            fail(group, exchange, changed(group, key, operation), commands)
+            fail(group, exchange, changed(group, key, operation), effects)
             return None
         elif exchange.operation is not operation and exchange.operation != operation and exchange.failure is None:
             error = mismatch(group, exchange, rank, operation)
             exchange.join(rank, push.weight)
-            fail(group, exchange, error, commands)
+            fail(group, exchange, error, effects)
             return None
         exchange.join(rank, push.weight)
     elif exchange is None:
@@ -77,7 +77,7 @@ def admitted(group: Group, rank: int, push: Push, now: float, commands: list[Com
         raise UnexpectedMessageError(f"slice {push.slice} of an exchange that did not begin with its first slice")
     if exchange.failure is not None:
         if begins:
-            tell(group, exchange, rank, commands)
+            tell(group, exchange, rank, effects)
             forget_if_over(group, exchange)
         return None
     return exchange
@@ -89,11 +89,11 @@ def _is_outdated(group: Group, push: Push, operation: Operation) -> bool:
     return collective and is_outdated(group, push.key, operation, push.epoch)
 
 
-def _refuse_late(group: Group, rank: int, key: ExchangeKey, commands: list[Command]) -> None:
+def _refuse_late(group: Group, rank: int, key: ExchangeKey, effects: Effects) -> None:
     """A push for a round that was closed without ``rank``, whose results come to it unasked, if there are any."""
     error = group.halted or group.buckets_halted
     if error is not None:
-        say_failed(group, rank, key, error, commands)
+        say_failed(group, rank, key, error, effects)
 
 
 def _operation(group: Group, rank: int, push: Push) -> Operation:

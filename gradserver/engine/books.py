@@ -17,7 +17,8 @@ SERVING stands for what the tables of `control` and `elastic` know. What data do
 from __future__ import annotations
 
 from gradserver.engine import chronicle, joining
-from gradserver.engine.events import CaughtUp, Command, Log, Order, Proceed, Recover, Recovered, Send
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import CaughtUp, Proceed, Recover, Recovered
 from gradserver.engine.membership import Group
 from gradserver.engine.registry import Registry
 from gradserver.protocol.errors import UnexpectedMessageError
@@ -25,12 +26,12 @@ from gradserver.protocol.messages import RoundDone
 from gradserver.protocol.resuming import Resumed
 
 
-def let_in(registry: Registry, group: Group, commands: list[Command]) -> list[Order]:
+def let_in(registry: Registry, group: Group, effects: Effects) -> None:
     """When books are opened, who contributes counts as a member: what it gave may be in results that some hold."""
-    return registry.order_all(group, joining.let_in(group, group.rounds, registry.next_epoch, commands), commands)
+    registry.order_all(group, joining.let_in(group, group.rounds, registry.next_epoch, effects), effects)
 
 
-def open_books(registry: Registry, group: Group, version: int, now: float, commands: list[Command]) -> Recover:
+def open_books(registry: Registry, group: Group, version: int, now: float, effects: Effects) -> Recover:
     """Have everybody who is here say what he holds. ``version`` is a new number, for what is found out of that."""
     group.recovering, group.version = True, version
     group.founded = version  # what shards have reported so far, and what we have heard of it, is void
@@ -45,34 +46,36 @@ def open_books(registry: Registry, group: Group, version: int, now: float, comma
         until = now + (group.policy.missing if group.policy is not None else 0.0)
         group.away = {other: min(at, until) for other, at in group.away.items()}
     resumed = Resumed(registry.incarnation, version, group.urls)
-    commands += [Send(group.members[seat].connection, resumed) for seat in here]
+    for seat in here:
+        effects.send(group.members[seat].connection, resumed)
     own = group.latest + 1 if group.uncertain else group.own
     return Recover(group.name, version, group.due, group.latest, own)
 
 
-def open_for_shards(registry: Registry, group: Group, now: float, commands: list[Command]) -> list[Order]:
+def open_for_shards(registry: Registry, group: Group, now: float, effects: Effects) -> None:
     """In a group with shards elsewhere: what they find out is of one membership, and of shards that are there."""
     if group.lacking or not group.recovering or not group.shards or group.broken is not None:
-        return []
-    order = open_books(registry, group, registry.next_epoch(), now, commands)
-    return registry.order_all(group, [order], commands)
+        return
+    order = open_books(registry, group, registry.next_epoch(), now, effects)
+    registry.order_all(group, [order], effects)
 
 
-def caught_up(registry: Registry, group: Group, report: CaughtUp, source: int, commands: list[Command]) -> list[Order]:
+def caught_up(registry: Registry, group: Group, report: CaughtUp, source: int, effects: Effects) -> None:
     """Some have all of a round, and have yet to hear that it is over: when all shards say so."""
     _check(group, report)
     group.caught_up.add(source)
     if len(group.caught_up) <= len(group.shards):
-        return []
+        return
     number = report.round - 1
     epoch = group.told[1] if group.told[0] == number else group.epoch
     group.rounds = report.round
     here = [seat for seat in report.seats if seat in group.members]
-    commands += [Send(group.members[seat].connection, RoundDone(number, epoch)) for seat in here]
-    return registry.order(group, Proceed(group.name), commands)
+    for seat in here:
+        effects.send(group.members[seat].connection, RoundDone(number, epoch))
+    registry.order(group, Proceed(group.name), effects)
 
 
-def recovered(group: Group, report: Recovered, source: int, commands: list[Command]) -> None:
+def recovered(group: Group, report: Recovered, source: int, effects: Effects) -> None:
     """Everybody goes on, as soon as all shards do.
 
     The first shard to say so tells the round. Where one has no slices, later rounds may be over before it says so.
@@ -88,10 +91,10 @@ def recovered(group: Group, report: Recovered, source: int, commands: list[Comma
     group.recovering = group.uncertain = False
     if group.owed_nothing:
         group.owed_nothing = False
-        chronicle.reset(group, commands)
+        chronicle.reset(group, effects)
         what = "what lossy codecs had kept back at the coordinator was lost: residuals reset"
-        commands.append(Log(f"group {group.name!r}: {what}", warning=True))
-    commands.append(Log(f"group {group.name!r}: {len(group.members)} workers go on with round {group.rounds}"))
+        effects.log(f"group {group.name!r}: {what}", warning=True)
+    effects.log(f"group {group.name!r}: {len(group.members)} workers go on with round {group.rounds}")
 
 
 def _check(group: Group, report: CaughtUp | Recovered) -> None:

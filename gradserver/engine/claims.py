@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from gradserver.engine import chronicle, turns
 from gradserver.engine.data_records import Claim as HandedOut, Order
-from gradserver.engine.events import Command, Send
+from gradserver.engine.effects import Effects
 from gradserver.engine.membership import Group, check_name
 from gradserver.engine.quota import counted_ranges, used_ranges
 from gradserver.engine.records import RoundRecord
@@ -42,19 +42,17 @@ from gradserver.protocol.ranges import Ranges, pack, unpack
 Question = Register | Claim
 
 
-def receive(
-    group: Group, seat: int, message: Question | Used, payloads: Sequence[Buffer], commands: list[Command]
-) -> None:
+def receive(group: Group, seat: int, message: Question | Used, payloads: Sequence[Buffer], effects: Effects) -> None:
     """Take a message about data."""
     ranges = unpack(payloads[0]) if payloads else ()
     # what is asked of data may be of the next round, if the present one was pushed
     group.check_round(message.round - (not isinstance(message, Used)), type(message).__name__)
     if isinstance(message, Used):
         _check_quota(group, seat, message, used_ranges(ranges))
-        chronicle.used(group, ranges, commands)
+        chronicle.used(group, ranges, effects)
         group.positions.used(message.name, message.epoch, seat, message.round, ranges, group.rounds)
-        _write(group, commands)
-        _settle(group, commands)
+        _write(group, effects)
+        _settle(group, effects)
         return
     if group.asked.get((message.name, seat)) == (message, ranges):
         return  # the same again, on a new connection
@@ -62,7 +60,7 @@ def receive(
     if message.round > group.rounds:
         group.asked[message.name, seat] = message, ranges
     else:
-        _answer(group, seat, message, ranges, commands)
+        _answer(group, seat, message, ranges, effects)
 
 
 def _check(group: Group, seat: int, message: Question, ranges: Ranges) -> None:
@@ -80,34 +78,32 @@ def _check(group: Group, seat: int, message: Question, ranges: Ranges) -> None:
         raise MalformedMessageError(f"used ranges of data {message.name!r} that has {message.length} samples")
 
 
-def _answer(group: Group, seat: int, message: Question, ranges: Ranges, commands: list[Command]) -> None:
+def _answer(group: Group, seat: int, message: Question, ranges: Ranges, effects: Effects) -> None:
     connection = group.connection_of(seat)
     try:
         if isinstance(message, Register):
-            located, used = _register(group, seat, message, ranges, commands)
-            commands.append(Send(connection, located, (pack(used),)))
+            located, used = _register(group, seat, message, ranges, effects)
+            effects.send(connection, located, (pack(used),))
         else:
-            claimed, got = _claim(group, seat, message, commands)
-            commands.append(Send(connection, claimed, (pack(got),)))
+            claimed, got = _claim(group, seat, message, effects)
+            effects.send(connection, claimed, (pack(got),))
     except (DisagreementError, OutOfStepError, LimitExceededError, QuotaExceededError) as error:
         failure = Failure.of(error, Scope.DATA)
-        commands.append(Send(connection, replace(failure, fields={**failure.fields, "data": message.name})))
+        effects.send(connection, replace(failure, fields={**failure.fields, "data": message.name}))
 
 
-def _register(
-    group: Group, seat: int, message: Register, done: Ranges, commands: list[Command]
-) -> tuple[Located, Ranges]:
+def _register(group: Group, seat: int, message: Register, done: Ranges, effects: Effects) -> tuple[Located, Ranges]:
     new = message.name not in group.positions.uses
     order = Order(message.length, message.seed, message.shuffle)
     if new:
         _check_quota(group, seat, message, counted_ranges(len(done) + 1))
     use = group.positions.register(message.name, order, message.epoch, done, group.call(seat))
     if new:
-        chronicle.registered(group, use, commands)
+        chronicle.registered(group, use, effects)
     return Located(use.name, use.epoch), use.done
 
 
-def _claim(group: Group, seat: int, message: Claim, commands: list[Command]) -> tuple[Claimed, Ranges]:
+def _claim(group: Group, seat: int, message: Claim, effects: Effects) -> tuple[Claimed, Ranges]:
     use = group.positions.use(message.name)
     epoch = use.epoch
     _check_quota(group, seat, message, counted_ranges(use.claimable(seat, message.number, message.count)))
@@ -115,7 +111,7 @@ def _claim(group: Group, seat: int, message: Claim, commands: list[Command]) -> 
     if message.count:
         group.positions.users.setdefault((use.name, seat), message.round)
     if ranges or use.epoch != epoch:
-        chronicle.claimed(group, HandedOut(group.name, use.name, seat, number, found, ranges), commands)
+        chronicle.claimed(group, HandedOut(group.name, use.name, seat, number, found, ranges), effects)
     return Claimed(use.name, number, found, found < use.epoch or use.finished), ranges
 
 
@@ -133,35 +129,35 @@ def _check_quota(group: Group, seat: int, message: Question | Used, nbytes: int)
         group.account.check(f"a {type(message).__name__} of many ranges of data {message.name!r} by {group.call(seat)}")
 
 
-def completed(group: Group, record: RoundRecord, adopted: bool, commands: list[Command]) -> None:
+def completed(group: Group, record: RoundRecord, adopted: bool, effects: Effects) -> None:
     """All shards are done with a round. One that was ``adopted`` may be written down already, as it was done before."""
     if adopted and _is_written(group, record):
-        _told(group, record, True, commands)
+        _told(group, record, True, effects)
         return
     group.unsettled.append(record)
-    _settle(group, commands)
+    _settle(group, effects)
 
 
-def departed(group: Group, seat: int, commands: list[Command]) -> None:
+def departed(group: Group, seat: int, effects: Effects) -> None:
     """``seat`` is vacant."""
     group.positions.depart(seat)
     for key in [key for key in group.asked if key[1] == seat]:
         del group.asked[key]
-    _settle(group, commands)
+    _settle(group, effects)
 
 
-def not_counted(group: Group, seat: int, number: int, keep: bool, commands: list[Command]) -> None:
+def not_counted(group: Group, seat: int, number: int, keep: bool, effects: Effects) -> None:
     """Round ``number`` closes without ``seat``, which is late. ``keep``: what it gave will count later."""
     group.positions.not_counted(seat, number, keep)
-    _write(group, commands)
+    _write(group, effects)
 
 
-def _write(group: Group, commands: list[Command]) -> None:
+def _write(group: Group, effects: Effects) -> None:
     for use in group.positions.unwritten():
-        chronicle.registered(group, use, commands)
+        chronicle.registered(group, use, effects)
 
 
-def _settle(group: Group, commands: list[Command]) -> None:
+def _settle(group: Group, effects: Effects) -> None:
     """Rounds are over, in their order, when all who counted have said what they used."""
     while group.unsettled:
         record = group.unsettled[0]
@@ -169,18 +165,18 @@ def _settle(group: Group, commands: list[Command]) -> None:
         if group.positions.awaits(record.round, counted):
             return
         group.unsettled.popleft()
-        _over(group, record, commands)
+        _over(group, record, effects)
 
 
-def _over(group: Group, record: RoundRecord, commands: list[Command]) -> None:
+def _over(group: Group, record: RoundRecord, effects: Effects) -> None:
     weights = dict(enumerate(record.weights))
     used_up = group.positions.commit(record.round, group.contributors, weights, _partly(group, record))
     again = group.told[0] >= record.round
-    chronicle.completed(group, record, used_up, commands)
-    _told(group, record, again, commands)
+    chronicle.completed(group, record, used_up, effects)
+    _told(group, record, again, effects)
 
 
-def _told(group: Group, record: RoundRecord, again: bool, commands: list[Command]) -> None:
+def _told(group: Group, record: RoundRecord, again: bool, effects: Effects) -> None:
     group.rounds = record.round + 1
     turns.over(group)
     if group.policy is not None:
@@ -188,7 +184,7 @@ def _told(group: Group, record: RoundRecord, again: bool, commands: list[Command
     for (name, seat), (message, ranges) in list(group.asked.items()):
         if message.round <= group.rounds:
             del group.asked[name, seat]
-            _answer(group, seat, message, ranges, commands)
+            _answer(group, seat, message, ranges, effects)
 
 
 def _is_written(group: Group, record: RoundRecord) -> bool:

@@ -23,7 +23,8 @@ Anything else is as in `gradserver.engine.data`, whose table this one extends.
 
 from __future__ import annotations
 
-from gradserver.engine.events import Absent, Command, Depart, Report
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import Absent, Depart
 from gradserver.engine.exchanges import Exchange, Piece
 from gradserver.engine.failures import fail, forget_if_over, remember
 from gradserver.engine.groups import Group
@@ -35,7 +36,7 @@ from gradserver.protocol.exchange import ROOTED, WORLD_BOUND, ExchangeKey, Kind,
 _NOTHING = Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsize=0, replies=1)
 
 
-def depart(group: Group, order: Depart, now: float, commands: list[Command]) -> list[Report]:
+def depart(group: Group, order: Depart, now: float, effects: Effects) -> None:
     """Go on without a member, in all that is open."""
     seat = order.rank
     group.departed[seat] = order.error
@@ -51,7 +52,6 @@ def depart(group: Group, order: Depart, now: float, commands: list[Command]) -> 
     group.table.world_size = len(group.seats.present)
     for number, current in group.rounds.items():
         note_what_counted(group, number, current, seat)
-    reports: list[Report] = []
     group.pace.changed()
     group.pace.forget(seat)
     for exchange in list(group.exchanges.values()):
@@ -62,22 +62,19 @@ def depart(group: Group, order: Depart, now: float, commands: list[Command]) -> 
             exchange.participants = tuple(other for other in exchange.participants if other != seat)
             forget_if_over(group, exchange)
         elif (error := _why_not(group, exchange, order)) is not None:
-            fail(group, exchange, error, commands)
+            fail(group, exchange, error, effects)
             exchange.participants = tuple(other for other in exchange.participants if other != seat)
             forget_if_over(group, exchange)
         else:
-            reports += cut(group, exchange, seat, order.ended, now, commands)
-    return reports
+            cut(group, exchange, seat, order.ended, now, effects)
 
 
-def cut(group: Group, exchange: Exchange, seat: int, ended: bool, now: float, commands: list[Command]) -> list[Report]:
+def cut(group: Group, exchange: Exchange, seat: int, ended: bool, now: float, effects: Effects) -> None:
     """Go on with ``exchange`` without ``seat``, whose process ``ended``, or who knows."""
     exchange.leave_out(seat, ended)
-    reports: list[Report] = []
     for piece in exchange.ready():
         exchange.last = seat
-        reports += complete(group, exchange, piece, now, commands)
-    return reports
+        complete(group, exchange, piece, now, effects)
 
 
 def _why_not(group: Group, exchange: Exchange, order: Depart) -> GradServerError | None:
@@ -120,31 +117,31 @@ def is_outdated(group: Group, key: ExchangeKey, operation: Operation, epoch: int
     return operation.kind in WORLD_BOUND and epoch != due
 
 
-def do_without(
-    group: Group, exchange: Exchange, piece: Piece, rank: int, now: float, commands: list[Command]
-) -> list[Report]:
+def do_without(group: Group, exchange: Exchange, piece: Piece, rank: int, now: float, effects: Effects) -> None:
     """Reduce ``piece`` again, without what ``rank`` has given to it, and go on without it: it is about to depart."""
     exchange.spoil(rank, piece.stop - piece.start)
-    reports = cut(group, exchange, rank, False, now, commands)
+    cut(group, exchange, rank, False, now, effects)
     given = {other: run for other, run in piece.given.items() if other != rank}
-    return reports + complete(group, exchange, piece._replace(given=given), now, commands)
+    complete(group, exchange, piece._replace(given=given), now, effects)
 
 
-def overdue_seats(group: Group, exchange: Exchange, now: float) -> list[Report] | None:
-    """Who is to be left out because ``exchange`` waited too long for them; None if it is to fail instead."""
+def do_without_overdue(group: Group, exchange: Exchange, now: float, effects: Effects) -> bool:
+    """Have those left out for whom ``exchange`` waited too long; False if it is to fail instead."""
     if not exchange.pushed:
         exchange.touched = now
-        return []
+        return True
     missing = exchange.missing()
     if exchange.key.stream != Stream.BUCKET or not missing:
-        return None
+        return False
     receiving = max((group.heard.get(seat, 0.0) for seat in missing if group.since.get(seat) == -1), default=0.0)
     if receiving > exchange.touched:
         exchange.touched = receiving
-        return []
+        return True
     exchange.touched = now
     what = f"{group.describe(exchange.key)} waited {group.order.timeout:g} s (--round-timeout) for it"
-    return [left_out(group, seat, what) for seat in missing]
+    for seat in missing:
+        effects.report(left_out(group, seat, what))
+    return True
 
 
 def left_out(group: Group, seat: int, why: str) -> Absent:

@@ -44,24 +44,22 @@ from gradserver.engine import (
     resuming,
     turns,
 )
+from gradserver.engine.effects import Effects
 from gradserver.engine.elastic import close_round, heeded
 from gradserver.engine.events import (
     Absent,
     Behind,
     CaughtUp,
-    Command,
+    GroupReport,
     Halted,
     Heeded,
     Late,
-    Order,
     Planned,
     Recovered,
     Report,
     RoundCompleted,
-    Send,
     StateComes,
     Violation,
-    dismiss,
 )
 from gradserver.engine.leaving import conflict, fell_behind, give_up, gone, halt, halted, refuse, refuse_all
 from gradserver.engine.membership import Group, deadlines, describe, left_out
@@ -98,7 +96,7 @@ from gradserver.protocol.resuming import Resume
 
 
 class Control:
-    """The way in to all that. Methods append commands and return orders for the coordinator's own data half."""
+    """The way in to all that."""
 
     def __init__(self, registry: Registry) -> None:
         self.groups, self.roster = registry.groups, registry.roster
@@ -112,14 +110,14 @@ class Control:
         message: Message,
         payloads: Sequence[Buffer],
         now: float,
-        commands: list[Command],
-    ) -> list[Order]:
+        effects: Effects,
+    ) -> None:
         """Take any message that is not data's business."""
         self._registry.now = now
         try:
-            return self._receive(connection, message, payloads, now, commands)
+            self._receive(connection, message, payloads, now, effects)
         except GradServerError as error:
-            return refuse(self._registry, connection, error, now, commands)
+            refuse(self._registry, connection, error, now, effects)
 
     def _receive(
         self,
@@ -127,118 +125,117 @@ class Control:
         message: Message,
         payloads: Sequence[Buffer],
         now: float,
-        commands: list[Command],
-    ) -> list[Order]:
+        effects: Effects,
+    ) -> None:
         registry = self._registry
         match message:
             case Join():
-                return founding.join(registry, connection, message, now, commands)
+                founding.join(registry, connection, message, now, effects)
             case Propose():
                 group, seat = registry.seat(connection)
-                orders = proposals.propose(registry, group, seat, message, payloads[0], now, commands)
-                return orders + refuse_all(registry, joining.outdated(group), now, commands)
+                proposals.propose(registry, group, seat, message, payloads[0], now, effects)
+                refuse_all(registry, joining.outdated(group), now, effects)
             case Register() | Claim() | Used():
                 group, seat = registry.seat(connection)
-                claims.receive(group, seat, message, payloads, commands)
-                return registry.order_all(group, [], commands)
+                claims.receive(group, seat, message, payloads, effects)
+                registry.order_all(group, [], effects)
             case Serve() | Enter() | Ready() | StateFailed():
                 group, seat = registry.seat(connection)
-                return registry.order_all(group, joining.hear(group, seat, message, now, commands), commands)
+                registry.order_all(group, joining.hear(group, seat, message, now, effects), effects)
             case Opens() | Steps() | Follow():
                 group, seat = registry.seat(connection)
-                error = turns.hear(group, seat, message, commands)
-                return [] if error is None else conflict(registry, group, error, commands)
+                error = turns.hear(group, seat, message, effects)
+                if error is not None:
+                    conflict(registry, group, error, effects)
             case Resume():
-                return resuming.resume(registry, connection, message, now, commands)
+                resuming.resume(registry, connection, message, now, effects)
             case Leave(reason, failed):
                 if connection in registry.places:
-                    commands.append(Send(connection, message))  # all that it said before has been heard
-                return gone(registry, connection, reason, now, commands, politely=not failed)
+                    effects.send(connection, message)  # all that it said before has been heard
+                gone(registry, connection, reason, now, effects, politely=not failed)
             case Enlist() if connection not in registry.places:
-                self.roster.enlist(connection, message, registry.incarnation > 0, commands)
-                return rehoming.rehome(registry, now, commands)
+                self.roster.enlist(connection, message, registry.incarnation > 0, effects)
+                rehoming.rehome(registry, now, effects)
             case Reported() if connection in self.roster.shards:
-                return self._heed_elsewhere(connection, payloads[0], now, commands)
-        raise UnexpectedMessageError(f"a {type(message).__name__} is not for a coordinator")
+                self._heed_elsewhere(connection, payloads[0], now, effects)
+            case _:
+                raise UnexpectedMessageError(f"a {type(message).__name__} is not for a coordinator")
 
-    def _heed_elsewhere(self, source: int, payload: Buffer, now: float, commands: list[Command]) -> list[Order]:
+    def _heed_elsewhere(self, source: int, payload: Buffer, now: float, effects: Effects) -> None:
         epoch, report = decode_report(payload, now)
         group = self.groups.get(report.group)
-        if group is None or group.founded != epoch or source not in group.shards:
-            return []  # of a group that has ended meanwhile
-        return self.heed(report, now, commands, source)
+        if group is not None and group.founded == epoch and source in group.shards:  # else it has ended meanwhile
+            self.heed(report, now, effects, source)
 
-    def heed(self, report: Report, now: float, commands: list[Command], source: int = HERE) -> list[Order]:
+    def heed(self, report: Report, now: float, effects: Effects, source: int = HERE) -> None:
         """Take a report from a data half: the coordinator's own, or the one with connection ``source``."""
         registry = self._registry
         registry.now = now
         if isinstance(report, Violation):
-            return refuse(registry, report.connection, report.error, now, commands)
-        group = self.groups.get(report.group)
-        if group is None:
-            return []  # it has ended meanwhile
+            refuse(registry, report.connection, report.error, now, effects)
+        elif (group := self.groups.get(report.group)) is not None:  # else it has ended meanwhile
+            self._heed(group, report, now, effects, source)
+
+    def _heed(self, group: Group, report: GroupReport, now: float, effects: Effects, source: int) -> None:
+        registry = self._registry
         match report:
             case RoundCompleted(_, record, adopted):
                 group.made = group.made if adopted else max(group.made, record.round)
                 done = count_round(group, source, record) if group.shards else record
-                if done is None:
-                    return []
-                claims.completed(group, done, group.made < done.round, commands)
-                orders = registry.order_all(group, [], commands)
-                return orders + refuse_all(registry, joining.hopeless(group), now, commands)
+                if done is not None:
+                    claims.completed(group, done, group.made < done.round, effects)
+                    registry.order_all(group, [], effects)
+                    refuse_all(registry, joining.hopeless(group), now, effects)
             case Heeded():
                 heeded(group, source)
-                return registry.order_all(group, [], commands)
+                registry.order_all(group, [], effects)
             case Planned(_, digest):
-                proposals.confirm(group, source, digest, commands)
-                return refuse_all(registry, joining.outdated(group), now, commands)
+                proposals.confirm(group, source, digest, effects)
+                refuse_all(registry, joining.outdated(group), now, effects)
             case Late():
-                order = close_round(group, report, commands)
-                return [] if order is None else registry.order(group, order, commands)
+                if (order := close_round(group, report, effects)) is not None:
+                    registry.order(group, order, effects)
             case Behind():
-                return fell_behind(registry, group, report, now, commands)
+                fell_behind(registry, group, report, now, effects)
             case Absent():
-                return resuming.absent(registry, group, report, source, now, commands)
+                resuming.absent(registry, group, report, source, now, effects)
             case Halted():
-                return halted(registry, group, report, source, commands)
+                halted(registry, group, report, source, effects)
             case StateComes():
                 joining.state_comes(group, report, now)
-                return []
             case CaughtUp():
-                return books.caught_up(registry, group, report, source, commands)
+                books.caught_up(registry, group, report, source, effects)
             case Recovered():
-                books.recovered(group, report, source, commands)
-                orders = proposals.settle(registry, group, commands)
-                return orders + refuse_all(registry, joining.outdated(group), now, commands)
+                books.recovered(group, report, source, effects)
+                proposals.settle(registry, group, effects)
+                refuse_all(registry, joining.outdated(group), now, effects)
 
     def disconnected(
-        self, connection: int, reason: str, ended: bool, final: bool, now: float, commands: list[Command]
-    ) -> list[Order]:
+        self, connection: int, reason: str, ended: bool, final: bool, now: float, effects: Effects
+    ) -> None:
         """A connection broke; its worker comes back, if it can: not if its process ``ended``, or that is ``final``."""
         self._registry.now = now
-        return resuming.disconnected(self._registry, connection, reason, ended, final, now, commands)
+        resuming.disconnected(self._registry, connection, reason, ended, final, now, effects)
 
-    def left_out(self, connection: int, reason: str, commands: list[Command]) -> None:
+    def left_out(self, connection: int, reason: str, effects: Effects) -> None:
         """Tell somebody who is silent that he is too late, for when he can hear again."""
         error: GradServerError = ConnectionLostError(f"the coordinator has given this connection up: {reason}")
         group = self._registry.group_of(connection)
         if group is not None and (seat := group.seat_of(connection)) >= 0:
             error = left_out(group, seat, reason)
-        commands += dismiss(connection, error)
+        effects.dismiss(connection, error)
 
-    def restore(
-        self, records: Sequence[Kind], kept: Collection[str], now: float, commands: list[Command]
-    ) -> list[Order]:
+    def restore(self, records: Sequence[Kind], kept: Collection[str], now: float, effects: Effects) -> None:
         """Go on where an earlier coordinator was lost. Of the groups in ``kept`` what lossy codecs owe is there."""
         self._registry.now = now
-        return restoring.restore(self._registry, records, kept, now, commands)
+        restoring.restore(self._registry, records, kept, now, effects)
 
-    def stop(self, reason: str, commands: list[Command]) -> None:
+    def stop(self, reason: str, effects: Effects) -> None:
         """Tell everybody that the coordinator stops."""
         error = CoordinatorStoppedError(f"the coordinator was stopped ({reason})")
-        chronicle.stopped(self.groups, error, commands)
+        chronicle.stopped(self.groups, error, effects)
         for connection in (*self._registry.places, *self.roster.shards):
-            commands.append(Send(connection, Failure.of(error, Scope.CONNECTION)))
+            effects.send(connection, Failure.of(error, Scope.CONNECTION))
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -250,22 +247,23 @@ class Control:
         ]
         return min((at for group in waiting for at in deadlines(group)), default=None) if waiting else None
 
-    def tick(self, now: float, commands: list[Command]) -> list[Order]:
+    def tick(self, now: float, effects: Effects) -> None:
         """Tell those whose time is up."""
         self._registry.now = now
-        return [order for group in list(self.groups.values()) for order in self._tick(group, now, commands)]
+        for group in list(self.groups.values()):
+            self._tick(group, now, effects)
 
-    def _tick(self, group: Group, now: float, commands: list[Command]) -> list[Order]:
+    def _tick(self, group: Group, now: float, effects: Effects) -> None:
         registry = self._registry
-        orders = founding.overdue(registry, group, now, commands)
-        if (error := rehoming.overdue(group, now, commands)) is not None:
-            orders += halt(registry, group, error, commands)
+        founding.overdue(registry, group, now, effects)
+        if (error := rehoming.overdue(group, now, effects)) is not None:
+            halt(registry, group, error, effects)
         if group.pause_ends is not None and group.pause_ends <= now:
-            return orders + give_up(registry, group, commands)
-        orders += refuse_all(registry, joining.overdue(group, now), now, commands)
-        orders += resuming.overdue(registry, group, now, commands)
-        proposals.overdue(group, now, commands)
-        return orders
+            give_up(registry, group, effects)
+            return
+        refuse_all(registry, joining.overdue(group, now), now, effects)
+        resuming.overdue(registry, group, now, effects)
+        proposals.overdue(group, now, effects)
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 

@@ -28,17 +28,17 @@ is the exchange for it: the first slice is the first of the run, and it ends wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from gradserver.engine import recovery, unasked
 from gradserver.engine.admission import admitted, checked
-from gradserver.engine.closing import depart, do_without, overdue_seats
+from gradserver.engine.closing import depart, do_without, do_without_overdue
+from gradserver.engine.effects import Effects
 from gradserver.engine.events import (
     Admit,
     Attach,
     Broken,
     CloseGroup,
-    Command,
     CutRound,
     Depart,
     Detach,
@@ -52,9 +52,7 @@ from gradserver.engine.events import (
     Proceed,
     Recover,
     Reduced,
-    Report,
     Reseat,
-    Send,
     SetPlan,
     Sifted,
     Undecodable,
@@ -83,7 +81,7 @@ from gradserver.protocol.shards import Table
 
 
 class Data:
-    """Matches slices, and asks for their reduction. Its methods append commands and return reports."""
+    """Matches slices, and asks for their reduction. What follows goes to the effects."""
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
@@ -92,7 +90,7 @@ class Data:
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────
 
-    def obey(self, order: Order, now: float, commands: list[Command]) -> list[Report]:
+    def obey(self, order: Order, now: float, effects: Effects) -> None:
         """Carry out what control says."""
         match order:
             case OpenGroup(name, epoch, seats):
@@ -113,18 +111,19 @@ class Data:
             case Expect(name):
                 expect(self.groups[name], order)
             case Excuse(name):
-                return excuse(self.groups[name], order, now, commands)
+                excuse(self.groups[name], order, now, effects)
             case Reseat(name):
                 reseat(self.groups[name], order)
             case SetPlan(name, plan, first_round):
-                return self._set_plan(self.groups[name], plan, first_round, commands)
+                self._set_plan(self.groups[name], plan, first_round, effects)
             case Depart(name, rank, error):
                 group = self.groups[name]
                 self._seats.pop(group.connections[rank], None)
                 if group.order.elastic:
-                    reports = depart(group, order, now, commands)
-                    return reports + recovery.forget(group, rank, now, commands)
-                self._depart(group, rank, error, commands)
+                    depart(group, order, now, effects)
+                    recovery.forget(group, rank, now, effects)
+                else:
+                    self._depart(group, rank, error, effects)
             case CloseGroup(name):
                 group = self.groups.pop(name)
                 for connection in group.connections:
@@ -132,21 +131,20 @@ class Data:
                         del self._seats[connection]
                 self._plan_next_check()
             case Halt(name, error, buckets_only):
-                halt_all(self.groups[name], error, buckets_only, commands)
+                halt_all(self.groups[name], error, buckets_only, effects)
             case Attach(name, rank, connection):
                 self.seat(name, rank, connection)
             case Detach(name, rank):
                 self.unseat(self.groups[name].connections[rank])
-                return recovery.forget(self.groups[name], rank, now, commands)
+                recovery.forget(self.groups[name], rank, now, effects)
             case Recover(name):
                 recovery.begin(self.groups[name], order, now)
                 self.groups[name].next_check = now + self.groups[name].order.timeout
                 self._plan_next_check()
             case Proceed(name):
-                return recovery.proceed(self.groups[name], now, commands)
+                recovery.proceed(self.groups[name], now, effects)
             case CutRound(name):
-                return close(self.groups[name], order, now, commands)
-        return []
+                close(self.groups[name], order, now, effects)
 
     def seat(self, name: str, rank: int, connection: int) -> None:
         """``rank`` has come to this shard."""
@@ -159,17 +157,16 @@ class Data:
         group, rank = self._seats.pop(connection)
         group.connections[rank] = -1
 
-    def _set_plan(self, group: Group, plan: Plan, first_round: int, commands: list[Command]) -> list[Report]:
+    def _set_plan(self, group: Group, plan: Plan, first_round: int, effects: Effects) -> None:
         """From ``first_round`` on, buckets are this plan's. A round that was begun by another one is given up."""
-        reports: list[Report] = []
         for exchange in list(group.exchanges.values()):
             if exchange.key.stream == Stream.BUCKET and exchange.failure is None:
                 if not exchange.pushed:  # nobody but those who have departed had begun it
                     del group.exchanges[exchange.key]
                     continue
                 error = OutOfStepError(f"{group.describe(exchange.key)} was open when a new plan was agreed on")
-                fail(group, exchange, error, commands)
-                reports.append(Halted(group.order.group, error, True))
+                fail(group, exchange, error, effects)
+                effects.report(Halted(group.order.group, error, True))
         group.keep(plan)
         group.plan, group.planned, group.first_round = plan, first_round, first_round
         group.table.set_plan(plan)
@@ -179,61 +176,59 @@ class Data:
         group.due = {key: due for key, due in group.due.items() if key[1] != Stream.BUCKET}
         group.rounds.clear()
         group.pace.changed()
-        return reports
 
-    def _depart(self, group: Group, rank: int, error: GradServerError, commands: list[Command]) -> None:
+    def _depart(self, group: Group, rank: int, error: GradServerError, effects: Effects) -> None:
         group.departed[rank] = error
         for exchange in list(group.exchanges.values()):
             if rank in exchange.participants:
                 if exchange.pushed.get(rank, 0) < exchange.stop:
-                    fail(group, exchange, error, commands)
+                    fail(group, exchange, error, effects)
                 forget_if_over(group, exchange)
 
     # ── pushes ────────────────────────────────────────────────────────────────────────────────────────
 
-    def push(
-        self, connection: int, push: Push, payloads: Sequence[Buffer], now: float, commands: list[Command]
-    ) -> list[Report]:
+    def push(self, connection: int, push: Push, payloads: Sequence[Buffer], now: float, effects: Effects) -> None:
         """Take one contribution."""
         seat = self._seats.get(connection)
         if seat is None:
             error: GradServerError = UnexpectedMessageError("a Push from someone who is in no group: join first")
-            return [Violation(connection, error)]
+            effects.report(Violation(connection, error))
+            return
         group, rank = seat
         if group.recovery is not None:
-            return []  # it has yet to hear that all this is void
+            return  # it has yet to hear that all this is void
         was_idle = group.next_check is None
         try:
-            exchange = admitted(group, rank, push, now, commands)
+            exchange = admitted(group, rank, push, now, effects)
             if was_idle and group.next_check is not None:
                 self._plan_next_check()
             if exchange is None:
-                return []
+                return
             run = checked(group, exchange, rank, push, payloads)
             group.charge(exchange, rank, run)
         except GradServerError as violation:
-            return [Violation(connection, violation)]
+            effects.report(Violation(connection, violation))
+            return
         exchange.touched = now
         if push.key.stream == Stream.BUCKET and (run.start == exchange.start or run.stop == exchange.stop):
             group.rounds[push.key.number].arrived(rank, now)
-        reports: list[Report] = []
         before = exchange.complete
         for piece in exchange.take(rank, run):
             exchange.last = rank
-            reports += complete(group, exchange, piece, now, commands)
+            complete(group, exchange, piece, now, effects)
         if group.entered and push.key.stream == Stream.TRANSFER:
-            reports += state_comes(group, exchange, rank, before, now)
+            state_comes(group, exchange, rank, before, now, effects)
         if group.order.elastic and push.key.stream == Stream.BUCKET:
-            reports += self._look_who_is_late(group, push.key.number, rank, run.stop == exchange.stop, now)
-        return reports
+            self._look_who_is_late(group, push.key.number, rank, run.stop == exchange.stop, now, effects)
 
-    def _look_who_is_late(self, group: Group, number: int, rank: int, ended: bool, now: float) -> list[Report]:
-        reports = contributed(group, number, rank, ended, now)
+    def _look_who_is_late(
+        self, group: Group, number: int, rank: int, ended: bool, now: float, effects: Effects
+    ) -> None:
+        contributed(group, number, rank, ended, now, effects)
         look_at = next_look(group)
         if look_at is not None and (group.next_check is None or look_at < group.next_check):
             group.next_check = look_at
             self._plan_next_check()
-        return reports
 
     # ── who holds what ────────────────────────────────────────────────────────────────────────────────
 
@@ -243,8 +238,8 @@ class Data:
         message: Holding | Held,
         payloads: Sequence[Buffer],
         now: float,
-        commands: list[Command],
-    ) -> list[Report]:
+        effects: Effects,
+    ) -> None:
         """A member of a durable group says what it holds."""
         seat = self._seats.get(connection)
         try:
@@ -252,65 +247,70 @@ class Data:
                 raise UnexpectedMessageError(f"a {type(message).__name__} from someone who is in no group")
             group, rank = seat
             if isinstance(message, Holding):
-                return recovery.hold(group, rank, message, payloads[0], now, commands)
-            if recovery.held(group, rank, message, payloads[0] if payloads else None, commands):
-                return recovery.advance(group, now, commands)
+                recovery.hold(group, rank, message, payloads[0], now, effects)
+            elif recovery.held(group, rank, message, payloads[0] if payloads else None, effects):
+                recovery.advance(group, now, effects)
         except GradServerError as violation:
-            return [Violation(connection, violation)]
-        return []
+            effects.report(Violation(connection, violation))
 
-    def reduced(self, event: Reduced, now: float, commands: list[Command]) -> list[Report]:
+    def reduced(self, event: Reduced, now: float, effects: Effects) -> None:
         """A reduction came back."""
         group = self.groups.get(event.group)
         if group is None:
-            return []
+            return
         if group.order.epoch != event.epoch:
-            drained = recovery.drained(group, event.epoch, event.key, event.slice)
-            return recovery.advance(group, now, commands) if drained else []
+            if recovery.drained(group, event.epoch, event.key, event.slice):
+                recovery.advance(group, now, effects)
+            return
         exchange = group.exchanges.get(event.key)
         piece = exchange.reducing.pop(event.slice, None) if exchange is not None else None
         if exchange is None or piece is None:
-            return []
+            return
         if exchange.failure is not None:
-            tell_all(group, exchange, commands)
-            return []
-        if isinstance(event.outcome, Undecodable):
-            guilty, error = event.outcome.rank, undecodable(group, exchange, event.outcome)
-            violation = Violation(group.connections[guilty], error)
-            if group.order.elastic and len(piece.given) > 1 and exchange.operation.kind not in WORLD_BOUND:
-                return [*do_without(group, exchange, piece, guilty, now, commands), violation]
-            refund(group, exchange, piece)
-            fail(group, exchange, error, commands)
-            return [violation]
-        if isinstance(event.outcome, Broken):
-            return self._break(group, exchange, piece, event.outcome, commands)
-        if isinstance(event.outcome, NonFinite):
-            refund(group, exchange, piece)
-            return self._halt(group, exchange, piece.start, event.outcome, commands)
-        if event.digests:
-            group.rounds[event.key.number].count(event.key.part, event.digests)
+            tell_all(group, exchange, effects)
+            return
         outcome = event.outcome
-        if isinstance(outcome, Sifted):
-            return answer(group, exchange, piece, outcome.payload or b"", now, commands, outcome.findings)
-        return answer(group, exchange, piece, b"" if outcome is None else outcome, now, commands)
+        if isinstance(outcome, Undecodable):
+            self._blame(group, exchange, piece, outcome, now, effects)
+        elif isinstance(outcome, Broken):
+            self._break(group, exchange, piece, outcome, effects)
+        elif isinstance(outcome, NonFinite):
+            refund(group, exchange, piece)
+            self._halt(group, exchange, piece.start, outcome, effects)
+        else:
+            if event.digests:
+                group.rounds[event.key.number].count(event.key.part, event.digests)
+            findings = outcome.findings if isinstance(outcome, Sifted) else ()
+            payload = outcome.payload if isinstance(outcome, Sifted) else outcome
+            answer(group, exchange, piece, b"" if payload is None else payload, now, effects, findings)
 
-    def _halt(
-        self, group: Group, exchange: Exchange, index: int, found: NonFinite, commands: list[Command]
-    ) -> list[Report]:
+    def _blame(
+        self, group: Group, exchange: Exchange, piece: Piece, found: Undecodable, now: float, effects: Effects
+    ) -> None:
+        """A contribution to ``piece`` cannot be decoded: its giver departs, and others go on if they can."""
+        guilty, error = found.rank, undecodable(group, exchange, found)
+        violation = Violation(group.connections[guilty], error)
+        if group.order.elastic and len(piece.given) > 1 and exchange.operation.kind not in WORLD_BOUND:
+            do_without(group, exchange, piece, guilty, now, effects)
+        else:
+            refund(group, exchange, piece)
+            fail(group, exchange, error, effects)
+        effects.report(violation)
+
+    def _halt(self, group: Group, exchange: Exchange, index: int, found: NonFinite, effects: Effects) -> None:
         """A contribution to the slices from ``index`` was not finite: this group hands out nothing any more."""
         element = exchange.layout.span(index)[0] + found.element
         error = non_finite(group, exchange, element, found)
-        halt_all(group, error, False, commands)
-        return [Halted(group.order.group, error)]
+        halt_all(group, error, False, effects)
+        effects.report(Halted(group.order.group, error))
 
-    def _break(
-        self, group: Group, exchange: Exchange, piece: Piece, found: Broken, commands: list[Command]
-    ) -> list[Report]:
+    def _break(self, group: Group, exchange: Exchange, piece: Piece, found: Broken, effects: Effects) -> None:
         """``piece`` cannot be reduced: its exchange fails, and nothing else."""
         refund(group, exchange, piece)
         error = broken(group, exchange, found)
-        fail(group, exchange, error, commands)
-        return [Halted(group.order.group, error, True)] if exchange.key.stream == Stream.BUCKET else []
+        fail(group, exchange, error, effects)
+        if exchange.key.stream == Stream.BUCKET:
+            effects.report(Halted(group.order.group, error, True))
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -322,55 +322,51 @@ class Data:
         checks = [group.next_check for group in self.groups.values() if group.next_check is not None]
         self._next_check = min(checks, default=None)
 
-    def tick(self, now: float, commands: list[Command]) -> list[Report]:
+    def tick(self, now: float, effects: Effects) -> None:
         """Fail what is overdue: no contribution for as long as the group's timeout."""
-        reports: list[Report] = []
         for group in self.groups.values():
             if group.next_check is not None and group.next_check <= now:
-                reports += self._check_deadlines(group, now, commands)
+                self._check_deadlines(group, now, effects)
         self._plan_next_check()
-        return reports
 
-    def _check_deadlines(self, group: Group, now: float, commands: list[Command]) -> Iterator[Report]:
+    def _check_deadlines(self, group: Group, now: float, effects: Effects) -> None:
         timeout = group.order.timeout
         if group.recovery is not None:
-            yield from recovery.overdue(group, now)
+            recovery.overdue(group, now, effects)
             group.next_check = now + timeout
             return
         for exchange in list(group.exchanges.values()):
             if exchange.failure is None and exchange.touched + timeout <= now:
-                left_out = overdue_seats(group, exchange, now) if group.order.elastic else None
-                if left_out is not None:
-                    yield from left_out
+                if group.order.elastic and do_without_overdue(group, exchange, now, effects):
                     continue
                 error = overdue(group, exchange)
-                fail(group, exchange, error, commands)
+                fail(group, exchange, error, effects)
                 if exchange.key.stream == Stream.BUCKET:
-                    yield Halted(group.order.group, error, True)
-        yield from look(group, now)
+                    effects.report(Halted(group.order.group, error, True))
+        look(group, now, effects)
         waiting = [e.touched + timeout for e in group.exchanges.values() if e.failure is None]
         look_at = next_look(group)
         group.next_check = min([*waiting, *([] if look_at is None else [look_at])], default=None)
 
-    def inquire(self, connection: int, inquire: Inquire, commands: list[Command]) -> list[Report]:
+    def inquire(self, connection: int, inquire: Inquire, effects: Effects) -> None:
         """Say who is missing from an exchange."""
         seat = self._seats.get(connection)
         if seat is None:
-            return [Violation(connection, UnexpectedMessageError("an Inquire from someone who is in no group"))]
+            effects.report(Violation(connection, UnexpectedMessageError("an Inquire from someone who is in no group")))
+            return
         group, _ = seat
         exchange = group.exchanges.get(inquire.key)
         names = tuple(group.call(rank) for rank in exchange.missing()[:32]) if exchange else ()
-        commands.append(Send(connection, Missing(inquire.key, names)))
-        return []
+        effects.send(connection, Missing(inquire.key, names))
 
-    def taken(self, connection: int, taken: Taken) -> list[Report]:
+    def taken(self, connection: int, taken: Taken, effects: Effects) -> None:
         """Somebody who listens has read on."""
         seat = self._seats.get(connection)
         if seat is None:
-            return [Violation(connection, UnexpectedMessageError("a Taken from someone who is in no group"))]
+            effects.report(Violation(connection, UnexpectedMessageError("a Taken from someone who is in no group")))
+            return
         group, rank = seat
         unasked.taken(group, rank, taken.nbytes)
-        return []
 
     def awaited(self, name: str) -> set[int]:
         """Connections of those in a group who have yet to begin what others have begun."""

@@ -29,7 +29,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradserver.engine import chronicle, claims, joining
-from gradserver.engine.events import Command, CutRound, Depart, Late, Log, RemoteOrder, Send
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import CutRound, Depart, Late, RemoteOrder
 from gradserver.engine.membership import MAX_REASON, Group, announce
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.errors import LeftOutError
@@ -60,13 +61,13 @@ def depart(
     politely: bool,
     ended: bool,
     number: Callable[[], int],
-    commands: list[Command],
+    effects: Effects,
 ) -> tuple[Depart, list[RemoteOrder]]:
     """``seat`` is vacant, and ``reason`` says why: the others go on, as a new epoch. What else is to be ordered."""
     error = group.seats.departed(seat, politely, f"in round {group.rounds} ({reason[:MAX_REASON]})")
     group.seats.depart(seat)
     group.epoch = number()
-    announce(group, f"{error.message}; {_count(len(group.members))} on", not politely, commands)
+    announce(group, f"{error.message}; {_count(len(group.members))} on", not politely, effects)
     return Depart(group.name, seat, error, group.epoch, ended), joining.lost_donor(group, seat)
 
 
@@ -79,7 +80,7 @@ def heeded(group: Group, shard: int) -> None:
 
 
 def go_on(
-    group: Group, number: Callable[[], int], credit: int, incarnation: int, now: float, commands: list[Command]
+    group: Group, number: Callable[[], int], credit: int, incarnation: int, now: float, effects: Effects
 ) -> list[RemoteOrder]:
     """Tell members and joiners of what all shards know, and end a round that waited for that.
 
@@ -88,15 +89,17 @@ def go_on(
     while group.unheeded and not group.unheeded[0].waiting:
         order = group.unheeded.popleft()
         if (news := order.news) is not None:  # whoever has joined since then was not a member in that membership
-            commands += [Send(member.connection, news) for seat, member in group.members.items() if seat in news.seats]
-        joining.welcome(group, order.seat, credit, incarnation, commands)
+            for seat, member in group.members.items():
+                if seat in news.seats:
+                    effects.send(member.connection, news)
+        joining.welcome(group, order.seat, credit, incarnation, effects)
     if group.held is None or group.unheeded:
         return []
     record = group.held
-    orders = joining.let_in(group, record.round, number, commands) or _expect(group, record, now)
+    orders = joining.let_in(group, record.round, number, effects) or _expect(group, record, now)
     if orders:
-        return orders + go_on(group, number, credit, incarnation, now, commands)
-    _end_round(group, record, now, commands)
+        return orders + go_on(group, number, credit, incarnation, now, effects)
+    _end_round(group, record, now, effects)
     return []
 
 
@@ -110,31 +113,32 @@ def _expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
     return joining.expect(group, record, now)
 
 
-def _end_round(group: Group, record: RoundRecord, now: float, commands: list[Command]) -> None:
+def _end_round(group: Group, record: RoundRecord, now: float, effects: Effects) -> None:
     """A round is complete: the next one may begin, with whoever is there, if they are enough."""
     group.late.pop(record.round, None)
     least, count = group.policy.minimum if group.policy else 0, len(group.members) + joining.coming(group)
     if count < least:
         if group.paused is None:
             group.paused = record.completed
-            commands.append(
-                Log(f"waiting for workers: group {group.name!r} has {count}, at least {least} are needed", warning=True)
+            effects.log(
+                f"waiting for workers: group {group.name!r} has {count}, at least {least} are needed", warning=True
             )
         return
     group.held = group.paused = None
-    chronicle.boundary(group, record.round, commands)
+    chronicle.boundary(group, record.round, effects)
     while group.news and group.news[0].epoch < group.epoch:
         group.news.popleft()
-    joining.enter(group, record.round + 1, commands)
+    joining.enter(group, record.round + 1, effects)
     done = RoundDone(record.round, group.epoch, joining.transfers(group, record.round + 1))
-    joining.deliver(group, done.transfers, now, commands)
-    commands += [Send(member.connection, done) for member in group.members.values()]
+    joining.deliver(group, done.transfers, now, effects)
+    for member in group.members.values():
+        effects.send(member.connection, done)
     for joiner in joining.waiting(group):
         joiner.since = record.completed
-        commands.append(Send(joiner.connection, done))
+        effects.send(joiner.connection, done)
 
 
-def close_round(group: Group, late: Late, commands: list[Command]) -> CutRound | None:
+def close_round(group: Group, late: Late, effects: Effects) -> CutRound | None:
     """Decide that a round is closed without those who are late, as many as the policy lets go; None if it is not."""
     there = {*group.contributors}
     who = [seat for seat in late.seats if seat in there]
@@ -143,7 +147,7 @@ def close_round(group: Group, late: Late, commands: list[Command]) -> CutRound |
     lateness = group.policy.lateness if group.policy is not None else None
     if lateness is None:
         text = f"round {late.round} of group {group.name!r} waits for {group.calls(who)} {late.why}"
-        commands.append(Log(text, warning=True))
+        effects.log(text, warning=True)
         return None
     gone = group.late.setdefault(late.round, set())
     count = len(group.members) + joining.coming(group)
@@ -153,11 +157,11 @@ def close_round(group: Group, late: Late, commands: list[Command]) -> CutRound |
         return None
     gone.update(who)
     text = f"round {late.round} of group {group.name!r} closed without {group.calls(who)} {late.why}"
-    chronicle.cut(group, late.round, who, text, commands)
+    chronicle.cut(group, late.round, who, text, effects)
     if late.tell:
-        commands.append(Log(text, warning=True))
+        effects.log(text, warning=True)
     for seat in who:
-        claims.not_counted(group, seat, late.round, group.late_are == "keep", commands)
+        claims.not_counted(group, seat, late.round, group.late_are == "keep", effects)
     return CutRound(group.name, late.round, tuple(who))
 
 

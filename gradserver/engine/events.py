@@ -15,7 +15,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import ExchangeKey, Operation
 from gradserver.protocol.limits import BACKLOG_BYTES
-from gradserver.protocol.messages import Failure, Message, Scope
+from gradserver.protocol.messages import Message
 from gradserver.protocol.plan import Plan
 
 # ── events: what happened ─────────────────────────────────────────────────────────────────────────────
@@ -236,11 +236,6 @@ class Record:
 
 
 Command = Send | Reduce | Close | Hire | Log | Record
-
-
-def dismiss(connection: int, error: GradServerError) -> tuple[Send, Close]:
-    """Tell whoever has ``connection`` why that is the end of it."""
-    return Send(connection, Failure.of(error, Scope.CONNECTION)), Close(connection)
 
 
 # ── orders: what control tells data ───────────────────────────────────────────────────────────────────
@@ -541,6 +536,6 @@ class Recovered:
     round: int
 
 
-Report = (
-    RoundCompleted | Halted | Violation | Planned | Absent | Heeded | Behind | Late | StateComes | CaughtUp | Recovered
-)
+GroupReport = RoundCompleted | Halted | Planned | Absent | Heeded | Behind | Late | StateComes | CaughtUp | Recovered
+"""What a data half says of one group."""
+Report = GroupReport | Violation

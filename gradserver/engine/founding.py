@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gradserver.engine import chronicle, joining
+from gradserver.engine.effects import Effects
 from gradserver.engine.elastic import may_begin
-from gradserver.engine.events import Command, Log, Order, Record, Seat, Send, dismiss
+from gradserver.engine.events import Seat
 from gradserver.engine.leaving import gone
 from gradserver.engine.membership import Applicant, Group, check_applicant, check_name, join_timeout, new_group
 from gradserver.engine.orders import encode_order
@@ -20,7 +21,7 @@ from gradserver.protocol.shards import Table
 _NOBODY = Seat(-1, "")
 
 
-def join(registry: Registry, connection: int, message: Join, now: float, commands: list[Command]) -> list[Order]:
+def join(registry: Registry, connection: int, message: Join, now: float, effects: Effects) -> None:
     """Somebody wants to be in a group, which may begin with that. Raises why he cannot."""
     registry.check_free(connection)
     check_name("the group's name", message.group, MAX_NAME_BYTES)
@@ -28,7 +29,8 @@ def join(registry: Registry, connection: int, message: Join, now: float, command
     if group is None:
         registry.access.check_group(message.group)
         told = registry.told(message.group)
-        commands += [Record(news) for news in registry.quotas.forget(registry.groups)]
+        for news in registry.quotas.forget(registry.groups):
+            effects.journal_behind(news)
         registry.quotas.check_founding(message.group, registry.groups)
         group = new_group(message, told, len(registry.groups), registry.nonfinite)
     check_applicant(group, message, now)
@@ -37,43 +39,44 @@ def join(registry: Registry, connection: int, message: Join, now: float, command
     registry.groups[message.group] = group
     applicant = Applicant(connection, message, now)
     if group.begun:
-        orders = joining.arrive(group, applicant, registry.roster.token, commands)
+        orders = joining.arrive(group, applicant, registry.roster.token, effects)
         registry.places[connection] = group.name
-        return registry.order_all(group, orders, commands)
+        registry.order_all(group, orders, effects)
+        return
     group.applicants.append(applicant)
     registry.places[connection] = group.name
-    commands.append(Log(f"group {group.name!r}: {message.name!r} joined ({len(group.applicants)} of {group.size})"))
-    return _activate(registry, group, commands) if may_begin(group, now) else []
+    effects.log(f"group {group.name!r}: {message.name!r} joined ({len(group.applicants)} of {group.size})")
+    if may_begin(group, now):
+        _activate(registry, group, effects)
 
 
-def overdue(registry: Registry, group: Group, now: float, commands: list[Command]) -> list[Order]:
+def overdue(registry: Registry, group: Group, now: float, effects: Effects) -> None:
     """A group that forms may begin when the gathering is over; applicants whose patience has ended are told."""
     if group.opens is not None and may_begin(group, now):
-        return _activate(registry, group, commands)
-    orders: list[Order] = []
+        _activate(registry, group, effects)
+        return
     for applicant in [applicant for applicant in group.applicants if applicant.deadline <= now]:
-        commands += dismiss(applicant.connection, join_timeout(group, applicant))
-        orders += gone(registry, applicant.connection, "waited too long", now, commands)
-    return orders
+        effects.dismiss(applicant.connection, join_timeout(group, applicant))
+        gone(registry, applicant.connection, "waited too long", now, effects)
 
 
-def _activate(registry: Registry, group: Group, commands: list[Command]) -> list[Order]:
+def _activate(registry: Registry, group: Group, effects: Effects) -> None:
     """All are here: seat them, open the group at all data halves, and welcome everybody."""
-    seats = _seat_all(registry, group, commands)
+    seats = _seat_all(registry, group, effects)
     order = registry.opening(group, seats, group.tokens)
-    chronicle.founded(group, commands)
+    chronicle.founded(group, effects)
     for shard, connection in enumerate(group.shards, 1):
-        commands.append(Send(connection, Ordered(), (encode_order(replace(order, shard=shard)),)))
+        effects.send(connection, Ordered(), (encode_order(replace(order, shard=shard)),))
     for place, seat in group.members.items():
         token = group.tokens[place] if group.tokens else ""
         welcome = welcome_to(group, place, token, registry.credit, registry.incarnation)
-        commands.append(Send(seat.connection, welcome))
+        effects.send(seat.connection, welcome)
     count, shards = len(group.members), f", {len(order.rates)} data shards" if order.rates else ""
-    commands.append(Log(f"group {group.name!r}: complete with {count} workers, epoch {group.epoch}{shards}"))
-    return [order]
+    effects.log(f"group {group.name!r}: complete with {count} workers, epoch {group.epoch}{shards}")
+    effects.order(order)
 
 
-def _seat_all(registry: Registry, group: Group, commands: list[Command]) -> tuple[Seat, ...]:
+def _seat_all(registry: Registry, group: Group, effects: Effects) -> tuple[Seat, ...]:
     """Applicants are members now. Those who asked for no rank get one, in the order in which they came.
 
     Of several with one name all but the first get a number behind it: by its name a worker finds its seat again.
@@ -88,7 +91,7 @@ def _seat_all(registry: Registry, group: Group, commands: list[Command]) -> tupl
         if name != one.join.name:
             what = f"there is a {one.join.name!r} already, so rank {place} is called {name!r}"
             hint = "give each worker a name of its own (GRADSERVER_NAME, or name=)"
-            commands.append(Log(f"group {group.name!r}: {what}: {hint}", warning=True))
+            effects.log(f"group {group.name!r}: {what}: {hint}", warning=True)
     group.members = {
         place: Seat(one.connection, name) for name, (place, one) in zip(names, chosen.items(), strict=True)
     }

@@ -39,24 +39,22 @@ from itertools import cycle, islice
 from typing import Final
 
 from gradserver.engine import chronicle
+from gradserver.engine.effects import Effects
 from gradserver.engine.events import (
     Admit,
-    Command,
     Depart,
     Excuse,
     Expect,
-    Log,
     RemoteOrder,
     Reseat,
     Seat,
-    Send,
     StateComes,
 )
 from gradserver.engine.joiners import Delivery, Joiner, Stage
 from gradserver.engine.membership import MAX_REASON, Applicant, Group, Unheeded, announce
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.seats import namesake, seat_for
-from gradserver.engine.welcome import agreed, token_of, welcome_to
+from gradserver.engine.welcome import tell_agreed, token_of, welcome_to
 from gradserver.protocol.errors import (
     DeadlineError,
     GradServerError,
@@ -89,16 +87,14 @@ _REST: Final = 9.0
 # ── coming ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def arrive(
-    group: Group, applicant: Applicant, entropy: Callable[[], str], commands: list[Command]
-) -> list[RemoteOrder]:
+def arrive(group: Group, applicant: Applicant, entropy: Callable[[], str], effects: Effects) -> list[RemoteOrder]:
     """Somebody wants to join a group that has begun: give it a seat, or let it wait for one."""
     check_can_serve(group, applicant.join.name)
     _check_attempts(group, applicant.join.name, applicant.since)
     group.queue.append(applicant)
-    orders = seat_the_next(group, entropy, commands)
+    orders = seat_the_next(group, entropy, effects)
     if applicant in group.queue:
-        commands.append(Log(f"group {group.name!r}: {applicant.join.name!r} waits: {_why_waits(group, applicant)}"))
+        effects.log(f"group {group.name!r}: {applicant.join.name!r} waits: {_why_waits(group, applicant)}")
     return orders
 
 
@@ -125,7 +121,7 @@ def check_can_serve(group: Group, name: str) -> None:
         )
 
 
-def seat_the_next(group: Group, entropy: Callable[[], str], commands: list[Command]) -> list[RemoteOrder]:
+def seat_the_next(group: Group, entropy: Callable[[], str], effects: Effects) -> list[RemoteOrder]:
     """Give free seats to those who have waited longest."""
     orders: list[RemoteOrder] = []
     for applicant in list(group.queue):
@@ -148,7 +144,7 @@ def seat_the_next(group: Group, entropy: Callable[[], str], commands: list[Comma
         group.joiners[seat] = joiner
         group.unheeded.append(Unheeded(set(group.shards), seat=seat))
         orders.append(Admit(group.name, seat, Seat(applicant.connection, applicant.join.name), token))
-        commands.append(Log(f"group {group.name!r}: {group.call(seat)} joins in round {group.rounds}"))
+        effects.log(f"group {group.name!r}: {group.call(seat)} joins in round {group.rounds}")
     return orders
 
 
@@ -160,29 +156,29 @@ def _why_waits(group: Group, applicant: Applicant) -> str:
     return f"group {group.name!r} has {len(taken)} workers, {group.calls(taken)}, and {group.size} is the most"
 
 
-def welcome(group: Group, seat: int, credit: int, incarnation: int, commands: list[Command]) -> None:
+def welcome(group: Group, seat: int, credit: int, incarnation: int, effects: Effects) -> None:
     """All shards know of it."""
     joiner = group.joiners.get(seat)
     if joiner is None or joiner.stage is not Stage.ADMITTED:
         return
     joiner.stage = Stage.WELCOME
-    commands.append(Send(joiner.connection, welcome_to(group, seat, joiner.token, credit, incarnation)))
+    effects.send(joiner.connection, welcome_to(group, seat, joiner.token, credit, incarnation))
 
 
 # ── what they say ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def propose(group: Group, seat: int, plan: Plan, beside: bool, now: float, commands: list[Command]) -> None:
+def propose(group: Group, seat: int, plan: Plan, beside: bool, now: float, effects: Effects) -> None:
     """A joiner has made its plan, in place of what it has proposed before or ``beside`` that."""
     joiner = group.joiners[seat]
     if joiner.plan is not None or joiner.stage is not Stage.WELCOME:
         raise UnexpectedMessageError(f"{group.call(seat)} proposes a plan when it should not")
     joiner.plan, joiner.since = plan, now
     joiner.sections = joiner.sections if beside else ()
-    compare_plans(group, commands)
+    compare_plans(group, effects)
 
 
-def compare_plans(group: Group, commands: list[Command]) -> None:
+def compare_plans(group: Group, effects: Effects) -> None:
     """Tell those who have proposed a plan whether it is the group's, if it has one."""
     for seat, joiner in group.joiners.items():
         if joiner.plan is None or group.plan is None:
@@ -195,7 +191,7 @@ def compare_plans(group: Group, commands: list[Command]) -> None:
         if difference is None:
             joiner.agreed = group.plan.hash
             joiner.sections += (section.number,)
-            commands.append(agreed(joiner.connection, group.plan, section, group.rounds))
+            tell_agreed(joiner.connection, group.plan, section, group.rounds, effects)
             continue
         theirs, own = difference
         error = PlanMismatchError(
@@ -203,8 +199,8 @@ def compare_plans(group: Group, commands: list[Command]) -> None:
             f"{theirs}; {group.call(seat)}, who wants to join, has {own}. Every worker must wrap the same module in "
             f"the same way"
         )
-        commands.append(Send(joiner.connection, Failure.of(error, Scope.PROPOSAL)))
-        commands.append(Log(error.message, warning=True))
+        effects.send(joiner.connection, Failure.of(error, Scope.PROPOSAL))
+        effects.log(error.message, warning=True)
 
 
 def outdated(group: Group) -> Refusals:
@@ -222,7 +218,7 @@ def outdated(group: Group) -> Refusals:
 
 
 def hear(
-    group: Group, seat: int, message: Serve | Enter | Ready | StateFailed, now: float, commands: list[Command]
+    group: Group, seat: int, message: Serve | Enter | Ready | StateFailed, now: float, effects: Effects
 ) -> list[RemoteOrder]:
     """What members and joiners say of states."""
     match message:
@@ -232,7 +228,7 @@ def hear(
             group.joiners[seat].serves = True
         case StateFailed(number, reason) if seat in group.members:
             group.donors.pop(seat, None)
-            commands.append(Log(f"{group.call(seat)} cannot send its state: {reason}", warning=True))
+            effects.log(f"{group.call(seat)} cannot send its state: {reason}", warning=True)
             return _excuse_all(group, lambda joiner: joiner.number == number and joiner.donor == seat)
         case Enter(failed, waits) if (joiner := group.joiners.get(seat)) is not None and joiner.agreed:
             check_can_serve(group, joiner.join.name)
@@ -253,7 +249,7 @@ def hear(
                 group.in_vain.pop(joiner.join.name, None)
                 joiner.stage = Stage.READY if joiner.listens else Stage.ENTERED
                 if not joiner.listens:
-                    enter(group, joiner.round, commands)
+                    enter(group, joiner.round, effects)
         case _:
             raise UnexpectedMessageError(f"a {type(message).__name__} from {group.call(seat)}, who may not say it now")
     return []
@@ -331,7 +327,7 @@ def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
     )
 
 
-def deliver(group: Group, told: Iterable[Transfer], now: float, commands: list[Command]) -> None:
+def deliver(group: Group, told: Iterable[Transfer], now: float, effects: Effects) -> None:
     """Members are told to send their states: from now on the others wait for whom ``told`` says so of."""
     for transfer in told:
         delivery = group.joiners[transfer.joiner].delivery
@@ -342,7 +338,7 @@ def deliver(group: Group, told: Iterable[Transfer], now: float, commands: list[C
             delivery.began = now
             most = "" if delivery.endless else f", {delivery.seconds:g} s at most"
             what = f"round {group.rounds} waits for {who}, to which {donor} sends its state{most}"
-        commands.append(Log(f"group {group.name!r}: {what}"))
+        effects.log(f"group {group.name!r}: {what}")
 
 
 def state_comes(group: Group, report: StateComes, now: float) -> None:
@@ -385,7 +381,7 @@ def awaits_state(group: Group, seats: Iterable[int]) -> bool:
     return any(seat in group.joiners and group.joiners[seat].stage is Stage.RECEIVING for seat in seats)
 
 
-def let_in(group: Group, number: int, epoch: Callable[[], int], commands: list[Command]) -> list[RemoteOrder]:
+def let_in(group: Group, number: int, epoch: Callable[[], int], effects: Effects) -> list[RemoteOrder]:
     """Those who contribute to round ``number`` are members from now on, as it is over or what they gave may count."""
     entered = {s: j for s, j in group.joiners.items() if j.entered and j.round <= number}
     if not entered:
@@ -396,8 +392,8 @@ def let_in(group: Group, number: int, epoch: Callable[[], int], commands: list[C
             group.donors[seat] = max(group.donors.values(), default=0)
     seats = {seat: Seat(joiner.connection, joiner.join.name) for seat, joiner in entered.items()}
     what = group.seat_in(seats, number, epoch())
-    announce(group, what, False, commands)
-    chronicle.members(group, what, commands)
+    announce(group, what, False, effects)
+    chronicle.members(group, what, effects)
     return [Reseat(group.name, group.epoch, group.seats.present)]
 
 
@@ -406,14 +402,14 @@ def waiting(group: Group) -> Iterable[Joiner]:
     return [j for j in group.joiners.values() if j.stage not in (Stage.ADMITTED, Stage.WELCOME)]
 
 
-def enter(group: Group, number: int, commands: list[Command]) -> None:
+def enter(group: Group, number: int, effects: Effects) -> None:
     """Tell those who have caught up that they contribute to round ``number``; it is written down first."""
     told = [j for j in group.joiners.values() if j.stage is Stage.ENTERED and j.round == number and not j.entered]
     for joiner in told:
         joiner.entered = True
-        commands.append(Send(joiner.connection, Entered(number)))
+        effects.send(joiner.connection, Entered(number))
     if told:
-        chronicle.entered(group, commands)
+        chronicle.entered(group, effects)
 
 
 def fell_behind(group: Group, seat: int) -> list[RemoteOrder] | None:
@@ -454,17 +450,15 @@ def lost_donor(group: Group, seat: int) -> list[RemoteOrder]:
     return _excuse_all(group, lambda joiner: joiner.donor == seat)
 
 
-def gone(
-    group: Group, seat: int, reason: str, politely: bool, now: float, commands: list[Command]
-) -> list[RemoteOrder]:
+def gone(group: Group, seat: int, reason: str, politely: bool, now: float, effects: Effects) -> list[RemoteOrder]:
     """A joiner is gone. Nobody hears of it but its donor."""
     _waited_in_vain(group, group.joiners[seat], now)
     error = group.seats.departed(seat, politely, f"when it was about to join ({reason[:MAX_REASON]})")
     if group.joiners.pop(seat).entered:
-        chronicle.entered(group, commands)
+        chronicle.entered(group, effects)
     group.vacant[seat] = group.epoch
     group.unheeded.append(Unheeded(set(group.shards)))
-    commands.append(Log(f"group {group.name!r}: {error.message}", warning=not politely))
+    effects.log(f"group {group.name!r}: {error.message}", warning=not politely)
     return [Depart(group.name, seat, error, group.epoch)]
 
 

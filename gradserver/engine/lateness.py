@@ -23,7 +23,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from gradserver.engine.events import Command, CutRound, Late, Report
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import CutRound, Late
 from gradserver.engine.exchanges import Exchange
 from gradserver.engine.failures import tell
 from gradserver.engine.groups import Group
@@ -38,22 +39,23 @@ _QUIET_SECONDS: Final = 10.0
 """Between two times that people are told."""
 
 
-def contributed(group: Group, number: int, seat: int, ended: bool, now: float) -> list[Report]:
+def contributed(group: Group, number: int, seat: int, ended: bool, now: float, effects: Effects) -> None:
     """``seat`` has pushed to a bucket of round ``number``, perhaps the last of it."""
     current = group.rounds.get(number)
     if current is None:
-        return []
+        return
     if ended:
         current.given[seat] += 1
     if current.quorum_at is not None or not (ended or _has_no_credit(group, seat)):
-        return []
+        return
     present = _present(group, number)
     if sum(_has_given(group, current, other) for other in present) < _needed(group, number):
-        return []
+        return
     current.quorum_at = now
     lateness = group.order.lateness
     if lateness is not None and lateness.backup:
-        return _report(group, number, current, now)
+        _report(group, number, current, now, effects)
+        return
     deadline = group.pace.deadline(
         0.0 if lateness is None else lateness.grace,
         group.order.timeout,
@@ -63,17 +65,13 @@ def contributed(group: Group, number: int, seat: int, ended: bool, now: float) -
         current.look_at = current.opened + deadline
         if lateness is not None:
             current.look_at = max(current.look_at, now + lateness.grace)
-    return []
 
 
-def look(group: Group, now: float) -> list[Report]:
+def look(group: Group, now: float, effects: Effects) -> None:
     """Time has passed: who is late?"""
-    return [
-        report
-        for number, current in list(group.rounds.items())
-        if current.look_at is not None and current.look_at <= now
-        for report in _report(group, number, current, now)
-    ]
+    for number, current in list(group.rounds.items()):
+        if current.look_at is not None and current.look_at <= now:
+            _report(group, number, current, now, effects)
 
 
 def next_look(group: Group) -> float | None:
@@ -81,23 +79,23 @@ def next_look(group: Group) -> float | None:
     return min((current.look_at for current in group.rounds.values() if current.look_at is not None), default=None)
 
 
-def _report(group: Group, number: int, current: Round, now: float) -> list[Report]:
+def _report(group: Group, number: int, current: Round, now: float, effects: Effects) -> None:
     late = _late(group, number, current)
     current.look_at = None
     if not late:
         current.quorum_at = None
-        return []
+        return
     closes = group.order.lateness is not None
     tell = now >= group.quiet_until
     if closes:
         current.look_at = now + _AGAIN_SECONDS
     elif not tell:
-        return []
+        return
     if tell:
         group.quiet_until = now + _QUIET_SECONDS
     present = group.participants(_any_bucket(number))
     why = group.pace.explain(len(present) - len(late), len(present))
-    return [Late(group.order.group, number, tuple(late), f"after {now - current.opened:.2g} s: {why}", tell)]
+    effects.report(Late(group.order.group, number, tuple(late), f"after {now - current.opened:.2g} s: {why}", tell))
 
 
 def _late(group: Group, number: int, current: Round) -> list[int]:
@@ -140,9 +138,8 @@ def _has_no_credit(group: Group, seat: int) -> bool:
 # ── closing a round ───────────────────────────────────────────────────────────────────────────────────
 
 
-def close(group: Group, order: CutRound, now: float, commands: list[Command]) -> list[Report]:
+def close(group: Group, order: CutRound, now: float, effects: Effects) -> None:
     """Go on with a round without those who are late for it."""
-    reports: list[Report] = []
     current = group.rounds.get(order.round)
     if current is not None:
         current.waited += now - (current.quorum_at or now)
@@ -156,20 +153,17 @@ def close(group: Group, order: CutRound, now: float, commands: list[Command]) ->
         for exchange in list(group.exchanges.values()):
             key = exchange.key
             if (key.stream, key.number) == (Stream.BUCKET, order.round) and seat in exchange.participants:
-                reports += _without(group, exchange, seat, now, commands)
-    return reports
+                _without(group, exchange, seat, now, effects)
 
 
-def _without(group: Group, exchange: Exchange, seat: int, now: float, commands: list[Command]) -> list[Report]:
+def _without(group: Group, exchange: Exchange, seat: int, now: float, effects: Effects) -> None:
     if exchange.failure is not None:
-        tell(group, exchange, seat, commands)
-        return []
+        tell(group, exchange, seat, effects)
+        return
     exchange.pass_over(seat)
-    reports: list[Report] = []
     for piece in exchange.ready():
         exchange.last = seat
-        reports += complete(group, exchange, piece, now, commands)
-    return reports
+        complete(group, exchange, piece, now, effects)
 
 
 def note_what_counted(group: Group, number: int, current: Round, seat: int) -> None:

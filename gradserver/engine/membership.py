@@ -7,7 +7,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gradserver.engine.events import Command, Log, Seat
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import Seat
 from gradserver.engine.findings import Findings
 from gradserver.engine.joiners import Joiner, Stage
 from gradserver.engine.policy import OnNonFinite, Policy
@@ -471,9 +472,9 @@ def left_out(group: Group, seat: int, reason: str) -> LeftOutError:
     return group.seats.left_out(seat, f"group {group.name!r} in round {group.rounds}: {reason}")
 
 
-def announce(group: Group, what: str, lost: bool, commands: list[Command]) -> None:
+def announce(group: Group, what: str, lost: bool, effects: Effects) -> None:
     """The present membership is a new one: members hear of it when all shards go by it, or when they come back."""
-    commands.append(Log(f"group {group.name!r}: {what}, epoch {group.epoch}", warning=lost))
+    effects.log(f"group {group.name!r}: {what}, epoch {group.epoch}", warning=lost)
     news = group.membership(what, lost)
     group.unheeded.append(Unheeded(set(group.shards), news))
     group.news.append(news)

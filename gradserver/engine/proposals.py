@@ -6,10 +6,11 @@ from collections import Counter
 from typing import Final
 
 from gradserver.engine import chronicle, joining
-from gradserver.engine.events import Command, Log, Order, Send, SetPlan
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import SetPlan
 from gradserver.engine.membership import Group, Proposal
 from gradserver.engine.registry import Registry
-from gradserver.engine.welcome import agreed
+from gradserver.engine.welcome import tell_agreed
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
     DeadlineError,
@@ -29,27 +30,27 @@ _HOW: Final = {False: "a plan in place of all others", True: "a plan beside thos
 
 
 def propose(
-    registry: Registry, group: Group, seat: int, message: Propose, data: Buffer, now: float, commands: list[Command]
-) -> list[Order]:
+    registry: Registry, group: Group, seat: int, message: Propose, data: Buffer, now: float, effects: Effects
+) -> None:
     """A member, or who joins, has made its plan."""
     if seat in group.joiners:
-        joining.propose(group, seat, _plan_of(message, data), bool(message.beside), now, commands)
-        return []
+        joining.propose(group, seat, _plan_of(message, data), bool(message.beside), now, effects)
+        return
     if group.broken is not None:
-        _fail(group, seat, group.broken, commands)
-        return []
+        _fail(group, seat, group.broken, effects)
+        return
     if seat in group.proposals:
         raise UnexpectedMessageError(f"{group.call(seat)} proposed a second plan before the first was settled")
     group.check_round(message.round, "Propose")
     plan, here = _plan_of(message, data), group.plan
     if seat in group.unaware and here is not None and plan.hash == here.alone(here.each[-1]).hash:
         group.unaware.discard(seat)
-        commands.append(agreed(group.members[seat].connection, here, here.each[-1], group.planned))
-        return []
+        tell_agreed(group.members[seat].connection, here, here.each[-1], group.planned, effects)
+        return
     if message.beside and (here is None or here.hash != message.beside):
         raise UnexpectedMessageError(f"{group.call(seat)} proposed a section of a plan that is not the group's")
     group.proposals[seat] = Proposal(plan, now, message.round, bool(message.beside), frozenset(message.dropped))
-    return settle(registry, group, commands)
+    settle(registry, group, effects)
 
 
 def _plan_of(message: Propose, data: Buffer) -> Plan:
@@ -59,40 +60,38 @@ def _plan_of(message: Propose, data: Buffer) -> Plan:
     return plan
 
 
-def settle(registry: Registry, group: Group, commands: list[Command]) -> list[Order]:
+def settle(registry: Registry, group: Group, effects: Effects) -> None:
     """Agree on a plan, if all who are there have proposed one, and the same.
 
     Joiners that had agreed to the plan before are `gradserver.engine.joining.outdated` then.
     """
     if not 0 < len(group.proposals) == len(group.members) or group.unconfirmed or group.recovering:
-        return []
+        return
     votes = Counter((proposal.plan.hash, proposal.beside) for proposal in group.proposals.values())
     leading = max(votes.values())
     reference = min(rank for rank, p in group.proposals.items() if votes[p.plan.hash, p.beside] == leading)
     if len(votes) > 1:
-        _reject_minority(group, reference, commands)
-        return []
+        _reject_minority(group, reference, effects)
+        return
     if group.shards:
         # A round may be over for its members, and not for us yet: what other shards report takes its time.
         group.rounds = max(group.rounds, *(proposal.round for proposal in group.proposals.values()))
     try:
         plan = _whole(group, group.proposals[reference])
     except (InvalidArgumentError, LimitExceededError) as error:
-        fail_all(
-            group, InvalidArgumentError(f"all modules of group {group.name!r} together: {error.message}"), commands
-        )
-        return []
+        fail_all(group, InvalidArgumentError(f"all modules of group {group.name!r} together: {error.message}"), effects)
+        return
     try:
         group.account.check(f"a plan of {len(plan.encoded)} bytes")
     except QuotaExceededError as error:
-        fail_all(group, error, commands)
-        commands.append(Log(error.message, warning=True))
-        return []
+        fail_all(group, error, effects)
+        effects.log(error.message, warning=True)
+        return
     if group.shards:
         group.proposed, group.unconfirmed = plan, set(group.shards)
     else:
-        _agree(group, plan, commands)
-    return registry.order(group, SetPlan(group.name, plan, group.rounds), commands)
+        _agree(group, plan, effects)
+    registry.order(group, SetPlan(group.name, plan, group.rounds), effects)
 
 
 def _whole(group: Group, proposal: Proposal) -> Plan:
@@ -106,9 +105,9 @@ def _whole(group: Group, proposal: Proposal) -> Plan:
     return plan
 
 
-def _agree(group: Group, plan: Plan, commands: list[Command]) -> None:
+def _agree(group: Group, plan: Plan, effects: Effects) -> None:
     """Rounds are this plan's from now on: tell everybody."""
-    chronicle.planned(group, plan, commands)
+    chronicle.planned(group, plan, effects)
     group.plan, group.planned = plan, group.rounds
     group.proposals.clear()
     group.unaware.clear()
@@ -116,22 +115,22 @@ def _agree(group: Group, plan: Plan, commands: list[Command]) -> None:
     group.table.set_plan(plan)
     group.busy_shards = group.table.busy(plan)
     for seat in group.members.values():
-        commands.append(agreed(seat.connection, plan, plan.each[-1], group.rounds))
-    commands.append(Log(f"group {group.name!r}: plan of {plan.size}"))
-    joining.compare_plans(group, commands)
+        tell_agreed(seat.connection, plan, plan.each[-1], group.rounds, effects)
+    effects.log(f"group {group.name!r}: plan of {plan.size}")
+    joining.compare_plans(group, effects)
 
 
-def confirm(group: Group, source: int, digest: str, commands: list[Command]) -> None:
+def confirm(group: Group, source: int, digest: str, effects: Effects) -> None:
     """A shard elsewhere knows the plan. Members may push to it when all do."""
     plan = group.proposed if group.proposals else None
     if plan is None or plan.hash != digest or source not in group.unconfirmed:
         return
     group.unconfirmed.discard(source)
     if not group.unconfirmed:
-        _agree(group, plan, commands)
+        _agree(group, plan, effects)
 
 
-def _reject_minority(group: Group, reference: int, commands: list[Command]) -> None:
+def _reject_minority(group: Group, reference: int, effects: Effects) -> None:
     """Tell those who differ from most (a tie goes to the lowest rank); the others' proposals stand."""
     most = group.proposals[reference]
     for rank, proposal in sorted(group.proposals.items()):
@@ -145,25 +144,25 @@ def _reject_minority(group: Group, reference: int, commands: list[Command]) -> N
             f"the plans of group {group.name!r} differ, first here: {group.call(reference)} has {theirs}; "
             f"{group.call(rank)} has {own}. Every worker must wrap the same module in the same way"
         )
-        _fail(group, rank, error, commands)
+        _fail(group, rank, error, effects)
         del group.proposals[rank]
-        commands.append(Log(error.message, warning=True))
+        effects.log(error.message, warning=True)
 
 
-def fail_all(group: Group, error: GradServerError, commands: list[Command]) -> None:
+def fail_all(group: Group, error: GradServerError, effects: Effects) -> None:
     """Nothing comes of any proposal."""
     for rank in group.proposals:
-        _fail(group, rank, error, commands)
+        _fail(group, rank, error, effects)
     group.proposals.clear()
     group.unconfirmed.clear()
 
 
-def _fail(group: Group, rank: int, error: GradServerError, commands: list[Command]) -> None:
+def _fail(group: Group, rank: int, error: GradServerError, effects: Effects) -> None:
     """Tell ``rank`` that nothing comes of what it has proposed."""
-    commands.append(Send(group.members[rank].connection, Failure.of(error, Scope.PROPOSAL)))
+    effects.send(group.members[rank].connection, Failure.of(error, Scope.PROPOSAL))
 
 
-def overdue(group: Group, now: float, commands: list[Command]) -> None:
+def overdue(group: Group, now: float, effects: Effects) -> None:
     """Tell those who have proposed, and waited too long, who did not."""
     if all(proposal.since + group.round_timeout > now for proposal in group.proposals.values()):
         return
@@ -173,4 +172,4 @@ def overdue(group: Group, now: float, commands: list[Command]) -> None:
         f"the plan of group {group.name!r} waited {group.round_timeout:g} s for {what}",
         missing=tuple(group.call(rank) for rank in missing),
     )
-    fail_all(group, error, commands)
+    fail_all(group, error, effects)

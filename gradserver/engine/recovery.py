@@ -30,12 +30,13 @@ Slices that are held are *settled*: members never push them, and nothing is redu
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
 from gradserver.engine.closing import left_out
-from gradserver.engine.events import CaughtUp, Command, Recover, Recovered, Report, RoundCompleted, Send
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import CaughtUp, Recover, Recovered, RoundCompleted
 from gradserver.engine.failures import say_failed
 from gradserver.engine.groups import Group
 from gradserver.engine.holders import adopt, places, said, shares
@@ -82,25 +83,23 @@ def begin(group: Group, order: Recover, now: float) -> None:
     group.recovered = True
 
 
-def forget(group: Group, seat: int, now: float, commands: list[Command]) -> list[Report]:
+def forget(group: Group, seat: int, now: float, effects: Effects) -> None:
     """``seat`` has departed, or lost its connection."""
     recovery = group.recovery
     if recovery is None:
-        return []
+        return
     recovery.holders.pop(seat, None)
     recovery.start_again()
-    return advance(group, now, commands)
+    advance(group, now, effects)
 
 
-def hold(
-    group: Group, seat: int, holding: Holding, payload: Buffer, now: float, commands: list[Command]
-) -> list[Report]:
+def hold(group: Group, seat: int, holding: Holding, payload: Buffer, now: float, effects: Effects) -> None:
     """A member says what it holds."""
     recovery = group.recovery
     if recovery is None or holding.version != recovery.version:
         if holding.version > group.order.epoch:
             raise UnexpectedMessageError(f"a Holding of version {holding.version}, which nobody has asked for")
-        return []  # the books were opened once more meanwhile
+        return  # the books were opened once more meanwhile
     if seat in recovery.holders:
         raise UnexpectedMessageError(f"a second Holding of version {holding.version} from {group.call(seat)}")
     if holding.round > recovery.latest:
@@ -110,10 +109,10 @@ def hold(
         )
     recovery.holders[seat] = said(group, seat, holding, payload)
     recovery.touched = now
-    return advance(group, now, commands)
+    advance(group, now, effects)
 
 
-def held(group: Group, seat: int, message: Held, payload: Buffer | None, commands: list[Command]) -> bool:
+def held(group: Group, seat: int, message: Held, payload: Buffer | None, effects: Effects) -> bool:
     """A result that was fetched: hand it on, behind what was asked for before. Whether anything came of it."""
     recovery = group.recovery
     if recovery is None or message.version != recovery.version:
@@ -129,7 +128,7 @@ def held(group: Group, seat: int, message: Held, payload: Buffer | None, command
         *place, message.weight, message.present, 1, False, message.without, message.weights, nonfinite=nonfinite
     )
     recovery.came[place] = result, () if payload is None else (payload,)
-    _hand_on(group, recovery, commands)
+    _hand_on(group, recovery, effects)
     return True
 
 
@@ -152,7 +151,7 @@ def _check_held(group: Group, holder: Holder, seat: int, place: Place, payload: 
         raise MalformedMessageError(f"{what} has a number that is not finite, and no result has any")
 
 
-def _hand_on(group: Group, recovery: Recovery, commands: list[Command]) -> None:
+def _hand_on(group: Group, recovery: Recovery, effects: Effects) -> None:
     for place, (_, wanted) in list(recovery.asked.items()):
         if place not in recovery.came:
             return
@@ -160,7 +159,7 @@ def _hand_on(group: Group, recovery: Recovery, commands: list[Command]) -> None:
         result, payloads = recovery.came.pop(place)
         for lacking in wanted.lacking:
             recovery.holders[lacking].take(result)
-            commands.append(Send(group.connections[lacking], result, payloads))
+            effects.send(group.connections[lacking], result, payloads)
 
 
 def drained(group: Group, epoch: int, key: ExchangeKey, start: int) -> bool:
@@ -172,36 +171,37 @@ def drained(group: Group, epoch: int, key: ExchangeKey, start: int) -> bool:
     return not recovery.draining
 
 
-def proceed(group: Group, now: float, commands: list[Command]) -> list[Report]:
+def proceed(group: Group, now: float, effects: Effects) -> None:
     """Who lacked the end of a round has heard of it."""
     recovery = group.recovery
     if recovery is None or recovery.stage is not Stage.TOLD:
-        return []
+        return
     for holder in recovery.holders.values():
         holder.weight = holder.weight if holder.round == recovery.round else 0.0
         holder.round = recovery.round
-    return _present(group, recovery, now, commands)
+    _present(group, recovery, now, effects)
 
 
-def advance(group: Group, now: float, commands: list[Command]) -> list[Report]:
+def advance(group: Group, now: float, effects: Effects) -> None:
     """Go on, if nothing is waited for."""
     recovery = group.recovery
     if recovery is None:
-        return []
+        return
     if recovery.stage is Stage.COLLECTING:
-        if recovery.draining or any(seat not in recovery.holders for seat in group.seats.present):
-            return []
-        return _previous(group, recovery, now, commands)
+        if not recovery.draining and all(seat in recovery.holders for seat in group.seats.present):
+            _previous(group, recovery, now, effects)
+        return
     recovery.touched = now
-    _ask(group, recovery, commands)
+    _ask(group, recovery, effects)
     if recovery.asked:
-        return []
+        return
     if recovery.stage is Stage.PREVIOUS:
-        return _tell(group, recovery)
-    return _stand(group, recovery, now, commands) if recovery.stage is Stage.PRESENT else []
+        _tell(group, recovery, effects)
+    elif recovery.stage is Stage.PRESENT:
+        _stand(group, recovery, now, effects)
 
 
-def overdue(group: Group, now: float) -> Iterator[Report]:
+def overdue(group: Group, now: float, effects: Effects) -> None:
     """Leave out who says nothing."""
     recovery = group.recovery
     if recovery is None or recovery.touched + group.order.timeout > now:
@@ -209,21 +209,23 @@ def overdue(group: Group, now: float) -> Iterator[Report]:
     recovery.touched = now
     slow = [seat for seat in group.seats.present if seat not in recovery.holders]
     for seat in slow or sorted({source for place, (source, _) in recovery.asked.items() if place not in recovery.came}):
-        yield left_out(group, seat, f"it did not say within {group.order.timeout:g} s what it holds")
+        effects.report(left_out(group, seat, f"it did not say within {group.order.timeout:g} s what it holds"))
 
 
 # ── stages ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _previous(group: Group, recovery: Recovery, now: float, commands: list[Command]) -> list[Report]:
+def _previous(group: Group, recovery: Recovery, now: float, effects: Effects) -> None:
     holders = recovery.holders
     recovery.round = present = _present_round(recovery)
     ahead = [seat for seat, holder in holders.items() if holder.round > present]
     if ahead:
-        return [left_out(group, seat, f"it is in round {holders[seat].round}, not in {present}") for seat in ahead]
+        _leave_out(group, {seat: f"it is in round {holders[seat].round}, not in {present}" for seat in ahead}, effects)
+        return
     late = [seat for seat, holder in holders.items() if holder.round < recovery.round - 1]
     if late:
-        return [left_out(group, seat, f"it is in round {holders[seat].round} of {recovery.round}") for seat in late]
+        _leave_out(group, {seat: f"it is in round {holders[seat].round} of {present}" for seat in late}, effects)
+        return
     behind = [seat for seat, holder in holders.items() if holder.round < recovery.round]
     wanted: list[Wanted] = []
     for place in (
@@ -232,12 +234,18 @@ def _previous(group: Group, recovery: Recovery, now: float, commands: list[Comma
         lacking = tuple(seat for seat in behind if not holders[seat].has(State.HELD, place))
         holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
         if lacking and not holding:
-            return [left_out(group, seat, f"nobody has round {recovery.round - 1} for it any more") for seat in lacking]
+            _leave_out(group, dict.fromkeys(lacking, f"nobody has round {present - 1} for it any more"), effects)
+            return
         if lacking:
             wanted.append(Wanted(place, lacking, holding))
     recovery.stage = Stage.PREVIOUS
     recovery.wanted.extend(wanted)
-    return advance(group, now, commands)
+    advance(group, now, effects)
+
+
+def _leave_out(group: Group, why: Mapping[int, str], effects: Effects) -> None:
+    for seat, what in why.items():
+        effects.report(left_out(group, seat, what))
 
 
 def _present_round(recovery: Recovery) -> int:
@@ -251,13 +259,13 @@ def _present_round(recovery: Recovery) -> int:
     return max(rounds, key=lambda number: (rounds[number] + rounds[number - 1], -abs(number - recovery.due), number))
 
 
-def _tell(group: Group, recovery: Recovery) -> list[Report]:
+def _tell(group: Group, recovery: Recovery, effects: Effects) -> None:
     behind = tuple(seat for seat, holder in recovery.holders.items() if holder.round < recovery.round)
     recovery.stage = Stage.TOLD
-    return [CaughtUp(group.order.group, recovery.round, behind)]
+    effects.report(CaughtUp(group.order.group, recovery.round, behind))
 
 
-def _present(group: Group, recovery: Recovery, now: float, commands: list[Command]) -> list[Report]:
+def _present(group: Group, recovery: Recovery, now: float, effects: Effects) -> None:
     holders = recovery.holders
     recovery.stage = Stage.PRESENT
     for place in places(group, recovery.round, holders.values()):
@@ -279,16 +287,16 @@ def _present(group: Group, recovery: Recovery, now: float, commands: list[Comman
             lost.add(place[0])
     for key in sorted(lost):
         recovery.wanted = deque(wanted for wanted in recovery.wanted if wanted.place[0] != key)
-        _fail(group, recovery, key, commands)
-    return advance(group, now, commands)
+        _fail(group, recovery, key, effects)
+    advance(group, now, effects)
 
 
-def _fail(group: Group, recovery: Recovery, key: ExchangeKey, commands: list[Command]) -> None:
+def _fail(group: Group, recovery: Recovery, key: ExchangeKey, effects: Effects) -> None:
     """Nobody can do any more what ``key`` takes."""
     error = _why_not(group, recovery, key)
     for seat, holder in recovery.holders.items():
         if holder.slices[State.LACKING].pop(key, None) is not None:
-            say_failed(group, seat, key, error, commands)
+            say_failed(group, seat, key, error, effects)
 
 
 def _why_not(group: Group, recovery: Recovery, key: ExchangeKey) -> GradServerError:
@@ -307,16 +315,16 @@ def _why_not(group: Group, recovery: Recovery, key: ExchangeKey) -> GradServerEr
     )
 
 
-def _ask(group: Group, recovery: Recovery, commands: list[Command]) -> None:
+def _ask(group: Group, recovery: Recovery, effects: Effects) -> None:
     while recovery.wanted and len(recovery.asked) < _MAX_ASKED:
         wanted = recovery.wanted.popleft()
         key, index = wanted.place
         source = wanted.holding[index % len(wanted.holding)]
         recovery.asked[wanted.place] = source, wanted
-        commands.append(Send(group.connections[source], Fetch(recovery.version, key, index)))
+        effects.send(group.connections[source], Fetch(recovery.version, key, index))
 
 
-def _stand(group: Group, recovery: Recovery, now: float, commands: list[Command]) -> list[Report]:
+def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> None:
     """Everybody has what anybody has: go on."""
     holders, number = recovery.holders, recovery.round
     group.recovery = None
@@ -343,9 +351,9 @@ def _stand(group: Group, recovery: Recovery, now: float, commands: list[Command]
                 group.settled[key] = loose
     failed = {key for holder in holders.values() for state in FAILED for key in holder.slices[state]}
     group.failed_before = {key: _why_not(group, recovery, key) for key in failed}
-    reports: list[Report] = [Recovered(group.order.group, number)]
+    effects.report(Recovered(group.order.group, number))
     for seat in holders:
-        commands.append(Send(group.connections[seat], Standing(recovery.version, number)))
+        effects.send(group.connections[seat], Standing(recovery.version, number))
     if found:
         assert group.plan is not None
         section = group.plan.section_of(next(iter(found))).number
@@ -355,5 +363,4 @@ def _stand(group: Group, recovery: Recovery, now: float, commands: list[Command]
             del group.rounds[number]
             current.last = min(holders)
             record = current.record(number, group.world, group.plan, now)
-            reports.append(RoundCompleted(group.order.group, record, adopted=True))
-    return reports
+            effects.report(RoundCompleted(group.order.group, record, adopted=True))

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from gradserver.engine.access import OPEN, Access
+from gradserver.engine.effects import Effects
 from gradserver.engine.elastic import go_on
-from gradserver.engine.events import Command, OpenGroup, Order, RemoteOrder, Seat, Send
+from gradserver.engine.events import OpenGroup, RemoteOrder, Seat
 from gradserver.engine.membership import Group, check_world
 from gradserver.engine.orders import encode_order
 from gradserver.engine.policy import OnNonFinite, Policy
@@ -155,17 +156,19 @@ class Registry:
             nonfinite=group.nonfinite,
         )
 
-    def order(self, group: Group, order: RemoteOrder, commands: list[Command], but: int = HERE) -> list[Order]:
-        """Send ``order`` to all shards of ``group`` elsewhere, ``but`` to one; and give it, for the one here."""
+    def order(self, group: Group, order: RemoteOrder, effects: Effects, but: int | None = None) -> None:
+        """Have all data halves of ``group`` obey ``order``, those elsewhere and the one `HERE`, ``but`` one of them."""
         for connection in group.shards:
             if connection != but and connection in self.roster.shards:
-                commands.append(Send(connection, Ordered(), (encode_order(order),)))
-        return [order]
+                effects.send(connection, Ordered(), (encode_order(order),))
+        if but != HERE:
+            effects.order(order)
 
-    def order_all(self, group: Group, orders: Sequence[RemoteOrder], commands: list[Command]) -> list[Order]:
+    def order_all(self, group: Group, orders: Sequence[RemoteOrder], effects: Effects) -> None:
         """Have ``orders`` concerning the membership carried out, and whatever may follow when shards go by them."""
-        orders = [*orders, *go_on(group, self.next_epoch, self.credit, self.incarnation, self.now, commands)]
-        return [order for one in orders for order in self.order(group, one, commands)]
+        orders = [*orders, *go_on(group, self.next_epoch, self.credit, self.incarnation, self.now, effects)]
+        for order in orders:
+            self.order(group, order, effects)
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 from typing import Final
 
 from gradserver.engine.books import open_for_shards
-from gradserver.engine.events import Admit, Command, Hire, Log, Order, RemoteOrder, Seat, Send
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import Admit, RemoteOrder, Seat
 from gradserver.engine.membership import Group
 from gradserver.engine.orders import encode_order
 from gradserver.engine.policy import Policy
@@ -36,7 +37,7 @@ HIRE_SECONDS: Final = 1.0
 """How long a place is kept for whoever had it, or offers himself."""
 
 
-def lost(group: Group, connection: int, now: float, commands: list[Command]) -> None:
+def lost(group: Group, connection: int, now: float, effects: Effects) -> None:
     """The shard with this connection is gone."""
     place = group.shards.index(connection)
     group.shards = (*group.shards[:place], VACANT, *group.shards[place + 1 :])
@@ -47,7 +48,7 @@ def lost(group: Group, connection: int, now: float, commands: list[Command]) -> 
     missed(group, now)
     policy = group.policy or Policy(1)
     group.away = {seat: max(until, now + policy.missing) for seat, until in group.away.items()}
-    commands.append(Log(f"group {group.name!r} waits for another process in the place of {group.urls[place]}"))
+    effects.log(f"group {group.name!r} waits for another process in the place of {group.urls[place]}")
 
 
 def missed(group: Group, now: float) -> None:
@@ -56,16 +57,14 @@ def missed(group: Group, now: float) -> None:
         group.lacking_since, group.hire_at = now, now + HIRE_SECONDS
 
 
-def rehome(registry: Registry, now: float, commands: list[Command]) -> list[Order]:
+def rehome(registry: Registry, now: float, effects: Effects) -> None:
     """Have groups that lack data shards use those that are there."""
-    orders: list[Order] = []
     for group in registry.groups.values():
-        if group.lacking and not _fill(registry, group, commands):
-            orders += open_for_shards(registry, group, now, commands)
-    return orders
+        if group.lacking and not _fill(registry, group, effects):
+            open_for_shards(registry, group, now, effects)
 
 
-def _fill(registry: Registry, group: Group, commands: list[Command]) -> bool:
+def _fill(registry: Registry, group: Group, effects: Effects) -> bool:
     """Give vacant places to shards that the group does not use: to who had them, if possible. Whether any is left."""
     roster = registry.roster.shards
     spare = [connection for connection in roster if connection not in group.shards]
@@ -82,15 +81,15 @@ def _fill(registry: Registry, group: Group, commands: list[Command]) -> bool:
         for seat, joiner in group.joiners.items():
             orders.append(Admit(group.name, seat, Seat(-1, joiner.join.name), joiner.token))
         for order in orders:
-            commands.append(Send(connection, Ordered(), (encode_order(order),)))
+            effects.send(connection, Ordered(), (encode_order(order),))
         what = f"data shard {roster[connection].number} at {group.urls[place]} takes place {place + 1}"
-        commands.append(Log(f"group {group.name!r}: {what}"))
+        effects.log(f"group {group.name!r}: {what}")
     if not group.lacking:
         group.lacking_since = group.hire_at = None
     return bool(group.lacking)
 
 
-def overdue(group: Group, now: float, commands: list[Command]) -> DeadlineError | None:
+def overdue(group: Group, now: float, effects: Effects) -> DeadlineError | None:
     """Look for somebody, or say that it was for nothing."""
     if group.broken is not None:
         return None
@@ -102,5 +101,5 @@ def overdue(group: Group, now: float, commands: list[Command]) -> DeadlineError 
         )
     if group.hire_at is not None and group.hire_at <= now:
         group.hire_at = now + HIRE_SECONDS
-        commands.append(Hire())
+        effects.hire()
     return None

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections import Counter
 
 from gradserver.engine.closing import cut
-from gradserver.engine.events import Admit, Command, Excuse, Expect, Report, Reseat, Send, StateComes
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import Admit, Excuse, Expect, Reseat, StateComes
 from gradserver.engine.exchanges import Exchange
 from gradserver.engine.groups import Coming, Group
 from gradserver.protocol.errors import OutOfStepError, WorkerLostError
@@ -71,17 +72,15 @@ def expect(group: Group, order: Expect) -> None:
         group.states.update(zip(order.seats, ((number, group.epoch) for number in order.transfers), strict=True))
 
 
-def excuse(group: Group, order: Excuse, now: float, commands: list[Command]) -> list[Report]:
+def excuse(group: Group, order: Excuse, now: float, effects: Effects) -> None:
     """He contributes to nothing, and nothing waits for him any more."""
     group.entered[order.seat] = NOT_YET
     group.listening.pop(order.seat, None)
     group.unread.pop(order.seat, None)
     group.states.pop(order.seat, None)
-    reports: list[Report] = []
     for exchange in list(group.exchanges.values()):
         if exchange.key.stream == Stream.BUCKET and order.seat in exchange.participants and exchange.failure is None:
-            reports += cut(group, exchange, order.seat, False, now, commands)
-    return reports
+            cut(group, exchange, order.seat, False, now, effects)
 
 
 def reseat(group: Group, order: Reseat) -> None:
@@ -105,7 +104,7 @@ def check_may_begin(group: Group, rank: int, key: ExchangeKey) -> None:
         raise OutOfStepError(f"{group.call(rank)} has no part in {group.describe(key)}: it was not a member then")
 
 
-def state_comes(group: Group, exchange: Exchange, rank: int, before: int, now: float) -> list[Report]:
+def state_comes(group: Group, exchange: Exchange, rank: int, before: int, now: float, effects: Effects) -> None:
     """``rank`` has pushed to a transfer that was complete up to slice ``before``: report what came of a state by that.
 
     The first bytes are reported as they come, later ones twice a second, and also that somebody asks for it: what each
@@ -113,22 +112,22 @@ def state_comes(group: Group, exchange: Exchange, rank: int, before: int, now: f
     """
     key, seat = exchange.key, exchange.key.target
     if not is_state(key) or group.since.get(seat) != NOT_YET:
-        return []
+        return
     which = key.part - STATE_TAG, key.source
     coming = group.coming.get(seat)
     if coming is None or coming.key != which:
         if rank != seat:
-            return []  # it has yet to be asked for
+            return  # it has yet to be asked for
         coming = group.coming[seat] = Coming(which)
     if exchange.complete > before:
         coming.nbytes += exchange.layout.run_bytes(before, exchange.complete)
         group.heard[seat] = now
     begins = coming.nbytes > 0 and not coming.begun
     if now < coming.reported + _REPORT_SECONDS and not begins:
-        return []
+        return
     coming.begun |= begins
     nbytes, coming.nbytes, coming.reported = coming.nbytes, 0, now
-    return [StateComes(group.order.group, seat, key.source, which[0], nbytes)]
+    effects.report(StateComes(group.order.group, seat, key.source, which[0], nbytes))
 
 
 def is_stale(group: Group, rank: int, push: Push) -> bool:
@@ -145,10 +144,10 @@ def is_stale(group: Group, rank: int, push: Push) -> bool:
     return since == NOT_YET or push.epoch < since
 
 
-def turn_away(group: Group, rank: int, push: Push, commands: list[Command]) -> None:
+def turn_away(group: Group, rank: int, push: Push, effects: Effects) -> None:
     """Tell ``rank`` that whom it means is gone, or that it sends or takes a state in vain."""
     what = "who had that rank is gone, and somebody else has joined"
     if is_state(push.key):
         what = "this state is not waited for any more"
     error = WorkerLostError(f"{group.describe(push.key)}: {what}")
-    commands.append(Send(group.connections[rank], Failure.of(error, Scope.EXCHANGE, push.key)))
+    effects.send(group.connections[rank], Failure.of(error, Scope.EXCHANGE, push.key))

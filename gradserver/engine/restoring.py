@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from gradserver.engine import chronicle
 from gradserver.engine.data_records import Claim, Data
-from gradserver.engine.events import Admit, Command, Depart, Expect, Log, Order, RemoteOrder, Reseat, Seat, SetPlan
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import Admit, Depart, Expect, RemoteOrder, Reseat, Seat, SetPlan
 from gradserver.engine.membership import Group
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.positions import Positions
@@ -37,24 +38,21 @@ from gradserver.protocol.messages import Membership
 from gradserver.protocol.shards import Table
 
 
-def restore(
-    registry: Registry, records: Sequence[Kind], kept: Collection[str], now: float, commands: list[Command]
-) -> list[Order]:
+def restore(registry: Registry, records: Sequence[Kind], kept: Collection[str], now: float, effects: Effects) -> None:
     """Groups are as they were. Of those in ``kept`` what lossy codecs owe is there."""
     for record in records:
         if isinstance(record, Spent):
             registry.quotas.restore(record)
     registry.restored(max((record.epoch for record in records if isinstance(record, Epoch)), default=0))
-    orders: list[Order] = []
-    for group in _groups(registry, records, now, commands):
+    for group in _groups(registry, records, now, effects):
         registry.groups[group.name] = group
         group.account = registry.quotas.account(group.name)
         group.owed_nothing = group.name not in kept and group.is_lossy
-        orders += reopen(registry, group)
-    return orders
+        for order in reopen(registry, group):
+            effects.order(order)
 
 
-def _groups(registry: Registry, records: Iterable[Kind], now: float, commands: list[Command]) -> Iterable[Group]:
+def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Effects) -> Iterable[Group]:
     """The durable groups that records speak of, and that have not ended."""
     past: dict[str, _Past] = {}
     for record in records:
@@ -73,19 +71,19 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, commands: l
             continue
         if not isinstance(policy, Policy):
             what = "it is served with another number of workers now, and ends"
-            commands.append(Log(f"group {name!r} was durable: {what}", warning=True))
+            effects.log(f"group {name!r} was durable: {what}", warning=True)
             continue
         group = found.group(policy, now)
         group.round_timeout = registry.round_timeout or group.timeout
         if found.entered is not None:
-            _let_in(registry, group, found.entered, now, commands)
+            _let_in(registry, group, found.entered, now, effects)
         names = ", ".join(group.seats.present_names())
         what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
-        commands.append(Log(f"group {name!r}: {what}; it was in round {group.rounds}, epoch {group.epoch}"))
+        effects.log(f"group {name!r}: {what}; it was in round {group.rounds}, epoch {group.epoch}")
         yield group
 
 
-def _let_in(registry: Registry, group: Group, entered: Entered, now: float, commands: list[Command]) -> None:
+def _let_in(registry: Registry, group: Group, entered: Entered, now: float, effects: Effects) -> None:
     """Who contributed to the open round counts as a member: what it gave may be in results that others hold."""
     new = {seat: Seat(-1, name) for seat, name in entered.members if seat not in group.members}
     group.first_rounds = {
@@ -99,7 +97,7 @@ def _let_in(registry: Registry, group: Group, entered: Entered, now: float, comm
     what = group.seat_in(new, entered.round, registry.next_epoch())
     group.founded = group.epoch
     group.away = dict.fromkeys(group.members, max(group.away.values(), default=now))
-    chronicle.members(group, what, commands)
+    chronicle.members(group, what, effects)
     group.news.append(group.membership(what, False))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from gradserver.engine.events import Command, Contribution, Digests, Finding, Reduce, Report, RoundCompleted, Send
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import Command, Contribution, Digests, Finding, Reduce, RoundCompleted, Send
 from gradserver.engine.exchanges import WEIGHED, Exchange, Payload, Piece, Run
 from gradserver.engine.groups import Group
 from gradserver.engine.policy import HALT, PROPAGATE
@@ -19,7 +20,7 @@ from gradserver.protocol.messages import Result
 _GIVEN_BY_ALL: Final = JOINED | {Kind.ALL_TO_ALL}
 
 
-def complete(group: Group, exchange: Exchange, piece: Piece, now: float, commands: list[Command]) -> list[Report]:
+def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects: Effects) -> None:
     """All contributions to some slices are in."""
     operation = exchange.operation
     contributions = [
@@ -32,7 +33,8 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
     if operation.op is Op.FIRST:
         contributions = [contribution for contribution in contributions if contribution.payload is not None][:1]
     if all(contribution.payload is None for contribution in contributions):
-        return answer(group, exchange, piece, None, now, commands)
+        answer(group, exchange, piece, None, now, effects)
+        return
     getters = [
         piece.given[rank]
         for rank in _receivers(exchange, piece)
@@ -44,7 +46,8 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
         payload = contribution.payload
         if payload is not None and not piece.given[contribution.rank].shared:
             passed = portions(payload, len(piece.given)) if operation.kind in PORTIONED else payload
-            return answer(group, exchange, piece, passed, now, commands)
+            answer(group, exchange, piece, passed, now, effects)
+            return
     exchange.reducing[piece.start] = piece
     layout = exchange.layout
     nbytes, numel = layout.run_bytes(piece.start, piece.stop), layout.run_numel(piece.start, piece.stop)
@@ -64,8 +67,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, command
     if operation.kind in PORTIONED:  # everybody gets a part of it
         places = [place for place, run in enumerate(piece.given.values()) if run.shared]
         reduction = reduction._replace(world=len(piece.given), places=places)
-    commands.append(reduction)
-    return []
+    effects.reduce(reduction)
 
 
 def portions(payload: Buffer, count: int) -> tuple[Buffer, ...]:
@@ -87,9 +89,9 @@ def answer(
     piece: Piece,
     payload: Payload,
     now: float,
-    commands: list[Command],
+    effects: Effects,
     findings: Sequence[Finding] = (),
-) -> list[Report]:
+) -> None:
     """Send everybody the result of some slices: ``payload``, or None for zeros. To shared memory it was written.
 
     Of what is `PORTIONED` it is a tuple, with the result of each who takes part.
@@ -100,15 +102,14 @@ def answer(
     reducing = exchange.reducing
     if group.order.durable and reducing and exchange.key.stream == Stream.BUCKET and min(reducing) < piece.start:
         exchange.made = {**exchange.made, piece.start: (piece, payload, findings)}
-        return []
-    reports = _send(group, exchange, piece, payload, findings, now, commands)
+        return
+    _send(group, exchange, piece, payload, findings, now, effects)
     if exchange.made:
         before = min(reducing, default=exchange.stop)
         ready = [exchange.made[start] for start in sorted(exchange.made) if start < before]
         exchange.made = {start: made for start, made in exchange.made.items() if start >= before}
         for later in ready:
-            reports += _send(group, exchange, *later, now, commands)
-    return reports
+            _send(group, exchange, *later, now, effects)
 
 
 def _send(
@@ -118,25 +119,25 @@ def _send(
     payload: Payload,
     findings: Sequence[Finding],
     now: float,
-    commands: list[Command],
-) -> list[Report]:
+    effects: Effects,
+) -> None:
     refund(group, exchange, piece)
     acknowledged: list[Command] = []
     if findings:
-        reports: list[Report] = []
         for part, part_payload, nonfinite in sifted(group, exchange, piece, payload, findings):
-            reports += _tell(group, exchange, part, part_payload, nonfinite, acknowledged, commands)
+            _tell(group, exchange, part, part_payload, nonfinite, acknowledged, effects)
     else:
-        reports = _tell(group, exchange, piece, payload, (), acknowledged, commands)
+        _tell(group, exchange, piece, payload, (), acknowledged, effects)
     # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
-    commands += acknowledged
+    effects.commands += acknowledged
     group.slices += piece.stop - piece.start
     exchange.answered += piece.stop - piece.start
     if exchange.answered < exchange.stop - exchange.start:
-        return reports
+        return
     key = exchange.key
     del group.exchanges[key]
-    return reports + (_bucket_done(group, exchange, now) if key.stream == Stream.BUCKET else [])
+    if key.stream == Stream.BUCKET:
+        _bucket_done(group, exchange, now, effects)
 
 
 def _tell(
@@ -146,8 +147,8 @@ def _tell(
     payload: Payload,
     nonfinite: tuple[int, ...],
     acknowledged: list[Command],
-    commands: list[Command],
-) -> list[Report]:
+    effects: Effects,
+) -> None:
     """Say the result of some slices, in which what the seats ``nonfinite`` have given is not finite."""
     key, operation, layout = exchange.key, exchange.operation, exchange.layout
     start, stop, given = piece
@@ -179,20 +180,19 @@ def _tell(
         group.bytes_out += nbytes
         if given[rank].shared:
             placed = placed or result(True, stop - start, True)
-            commands.append(Send(connection, placed))
+            effects.send(connection, placed)
             continue
         if parts is not None:
-            commands.append(Send(connection, result(True, 1, False), (parts[rank],)))
+            effects.send(connection, result(True, 1, False), (parts[rank],))
             continue
         travels = travels or list(_by_slice(layout, piece, result(True, 1, False), whole))
-        commands += [Send(connection, one, payloads) for one, payloads in travels]
-    reports: list[Report] = []
+        for one, payloads in travels:
+            effects.send(connection, one, payloads)
     if listening := listeners(group, exchange, piece):
         if payload is None:
             travels = [(empty or result(False, stop - start, False), ())]
         travels = travels or list(_by_slice(layout, piece, result(True, 1, False), whole))
-        reports = send_unasked(group, listening, travels, commands)
-    return reports
+        send_unasked(group, listening, travels, effects)
 
 
 def _weights(given: dict[int, Run]) -> tuple[float, ...]:
@@ -216,7 +216,7 @@ def refund(group: Group, exchange: Exchange, piece: Piece) -> None:
         group.refund(exchange, rank, run)
 
 
-def _bucket_done(group: Group, exchange: Exchange, now: float) -> list[Report]:
+def _bucket_done(group: Group, exchange: Exchange, now: float, effects: Effects) -> None:
     number = exchange.key.number
     current = group.rounds[number]
     current.done.add(exchange.key.part)
@@ -227,7 +227,7 @@ def _bucket_done(group: Group, exchange: Exchange, now: float) -> list[Report]:
     if exchange.settled:
         _add_up(current, exchange)
     if len(current.done) < group.full_buckets[current.section]:
-        return []
+        return
     del group.rounds[number]
     if group.order.elastic:
         took = now - current.opened - current.waited
@@ -235,7 +235,7 @@ def _bucket_done(group: Group, exchange: Exchange, now: float) -> list[Report]:
         group.pace.completed(took if current.quorum_at is None else current.quorum_at - current.opened, finished)
     if group.hashing is not None:
         group.hashing.completed(now)
-    return [RoundCompleted(group.order.group, current.record(number, group.world, group.plan, now))]
+    effects.report(RoundCompleted(group.order.group, current.record(number, group.world, group.plan, now)))
 
 
 def _add_up(current: Round, exchange: Exchange) -> None:

@@ -24,19 +24,14 @@ from __future__ import annotations
 import hmac
 
 from gradserver.engine import books, chronicle, joining, rehoming, turns
+from gradserver.engine.effects import Effects
 from gradserver.engine.events import (
     Absent,
     Attach,
-    Close,
-    Command,
     Detach,
-    Log,
-    Order,
     RemoteOrder,
     Reseat,
     Seat,
-    Send,
-    dismiss,
 )
 from gradserver.engine.leaving import gone, refuse, refuse_all, vacate
 from gradserver.engine.membership import Group, announce, left_out
@@ -54,63 +49,57 @@ _LOOK_SECONDS = 0.25
 
 
 def disconnected(
-    registry: Registry, connection: int, reason: str, ended: bool, final: bool, now: float, commands: list[Command]
-) -> list[Order]:
+    registry: Registry, connection: int, reason: str, ended: bool, final: bool, now: float, effects: Effects
+) -> None:
     """A connection broke; its worker comes back, if it can: not if its process ``ended``, or that is ``final``."""
     group = registry.group_of(connection)
     durable = group is not None and group.members and group.secret and group.broken is None
     seat = group.seat_of(connection) if group is not None else -1
     if group is None or not durable or ended or final or not group.is_inside(seat):
-        return gone(registry, connection, reason, now, commands, ended=ended)
-    orders = books.let_in(registry, group, commands)
-    return orders + _detach(registry, group, seat, reason, now, commands)
+        gone(registry, connection, reason, now, effects, ended=ended)
+        return
+    books.let_in(registry, group, effects)
+    _detach(registry, group, seat, reason, now, effects)
 
 
-def absent(
-    registry: Registry, group: Group, report: Absent, source: int, now: float, commands: list[Command]
-) -> list[Order]:
+def absent(registry: Registry, group: Group, report: Absent, source: int, now: float, effects: Effects) -> None:
     """At a data half somebody is not there any more."""
     occupant = group.members.get(report.rank) or group.joiners.get(report.rank)
     if occupant is None or occupant.connection < 0:
-        return []
+        return
     broke = isinstance(report.error, ConnectionLostError) and not report.ended and group.is_inside(report.rank)
     if not (group.secret and source != HERE and broke):
-        return refuse(registry, occupant.connection, report.error, now, commands, ended=report.ended)
+        refuse(registry, occupant.connection, report.error, now, effects, ended=report.ended)
+        return
     if group.lacking:
-        return []  # it makes all its connections anew, as everybody does
-    orders = books.let_in(registry, group, commands)  # as when its connection to the coordinator breaks
-    commands += dismiss(occupant.connection, report.error)
-    return orders + _detach(registry, group, report.rank, report.error.message, now, commands)
+        return  # it makes all its connections anew, as everybody does
+    books.let_in(registry, group, effects)  # as when its connection to the coordinator breaks
+    effects.dismiss(occupant.connection, report.error)
+    _detach(registry, group, report.rank, report.error.message, now, effects)
 
 
-def _detach(
-    registry: Registry, group: Group, seat: int, reason: str, now: float, commands: list[Command]
-) -> list[Order]:
+def _detach(registry: Registry, group: Group, seat: int, reason: str, now: float, effects: Effects) -> None:
     """A member is away."""
     del registry.places[group.members[seat].connection]
     policy = group.policy or Policy(1)
     group.members[seat] = Seat(-1, group.members[seat].name)
     all_break = group.shards and group.recovering  # a shard was lost: everybody makes new connections
     group.away[seat] = now + (policy.missing if all_break else policy.dead_after / 2)
-    commands.append(Log(f"group {group.name!r}: {group.call(seat)} is away ({reason})"))
+    effects.log(f"group {group.name!r}: {group.call(seat)} is away ({reason})")
     if group.is_deserted:
         group.away = dict.fromkeys(group.members, now + policy.reconnect)
-        commands.append(
-            Log(f"group {group.name!r}: nobody is left; it is kept for {policy.reconnect:g} s", warning=True)
-        )
-    return registry.order(group, Detach(group.name, seat), commands)
+        effects.log(f"group {group.name!r}: nobody is left; it is kept for {policy.reconnect:g} s", warning=True)
+    registry.order(group, Detach(group.name, seat), effects)
 
 
-def overdue(registry: Registry, group: Group, now: float, commands: list[Command]) -> list[Order]:
+def overdue(registry: Registry, group: Group, now: float, effects: Effects) -> None:
     """Members who should be back by now, and are not, depart."""
-    orders: list[Order] = []
-    for seat in _not_back(registry, group, now, commands):
+    for seat in _not_back(registry, group, now, effects):
         reason = "its connection broke, and it did not come back"
-        orders += vacate(registry, group, seat, reason, now, commands)
-    return orders
+        vacate(registry, group, seat, reason, now, effects)
 
 
-def _not_back(registry: Registry, group: Group, now: float, commands: list[Command]) -> list[int]:
+def _not_back(registry: Registry, group: Group, now: float, effects: Effects) -> list[int]:
     """Who is not back. Who is busy, as his process runs, has the round timeout for that.
 
     A worker inside of one long call that keeps Python's lock cannot connect again, but libzmq's thread can, and says
@@ -126,7 +115,7 @@ def _not_back(registry: Registry, group: Group, now: float, commands: list[Comma
             group.busy[seat] = since
             who, most = group.call(seat), f"{group.round_timeout:g} s at most"
             what = f"{who} is not back, and its process runs: it is waited for, {most}"
-            commands.append(Log(f"group {group.name!r}: {what}", warning=True))
+            effects.log(f"group {group.name!r}: {what}", warning=True)
         group.away[seat] = min(now + _LOOK_SECONDS, since + group.round_timeout)
     return late
 
@@ -134,7 +123,7 @@ def _not_back(registry: Registry, group: Group, now: float, commands: list[Comma
 # ── coming back ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def resume(registry: Registry, connection: int, message: Resume, now: float, commands: list[Command]) -> list[Order]:
+def resume(registry: Registry, connection: int, message: Resume, now: float, effects: Effects) -> None:
     """A member is back, on another connection. Raises why it cannot go on."""
     registry.check_free(connection)
     group = _check(registry.groups.get(message.group), message)
@@ -142,18 +131,22 @@ def resume(registry: Registry, connection: int, message: Resume, now: float, com
     if is_later:
         group.account.check_join(group.seats.names[message.seat])
         registry.skip_to(message.epoch)
-    orders = books.let_in(registry, group, commands)
+    books.let_in(registry, group, effects)
     if is_later:
-        orders += registry.order_all(group, _catch_up(group, registry.next_epoch(), commands), commands)
+        registry.order_all(group, _catch_up(group, registry.next_epoch(), effects), effects)
     registry.places.pop(group.members[message.seat].connection, None)
     registry.places[connection] = group.name
     rehoming.missed(group, now)
     if not group.recovering:
-        orders += refuse_all(registry, joining.disturbed(group), now, commands)
+        refuse_all(registry, joining.disturbed(group), now, effects)
     version = registry.next_epoch()
-    for order in _attach(registry, group, message, connection, version, now, commands):
-        orders += [order] if isinstance(order, Attach) else registry.order(group, order, commands)
-    return orders + (registry.order_all(group, [], commands) if group.shards else [])
+    for order in _attach(registry, group, message, connection, version, now, effects):
+        if isinstance(order, Attach):
+            effects.order(order)
+        else:
+            registry.order(group, order, effects)
+    if group.shards:
+        registry.order_all(group, [], effects)
 
 
 def _check(group: Group | None, message: Resume) -> Group:
@@ -186,12 +179,12 @@ def _check(group: Group | None, message: Resume) -> Group:
     return group
 
 
-def _catch_up(group: Group, epoch: int, commands: list[Command]) -> list[RemoteOrder]:
+def _catch_up(group: Group, epoch: int, effects: Effects) -> list[RemoteOrder]:
     """Members know of an epoch that was never written down, as when the disk was full; ``epoch`` is a later one."""
     group.epoch = epoch
     what = f"{len(group.members)} workers go on, as the coordinator that was lost had not written down who was there"
-    announce(group, what, True, commands)
-    chronicle.members(group, what, commands)
+    announce(group, what, True, effects)
+    chronicle.members(group, what, effects)
     return [Reseat(group.name, epoch, group.seats.present)]
 
 
@@ -202,36 +195,36 @@ def _attach(
     connection: int,
     version: int,
     now: float,
-    commands: list[Command],
-) -> list[Order]:
+    effects: Effects,
+) -> list[Attach | RemoteOrder]:
     """A member has ``connection`` from now on. If books have to be opened, they have the number ``version``.
 
     In a group with shards elsewhere they always have: so they are of the same members and connections at all of them.
     """
-    seat, orders = message.seat, list[Order]()
+    seat, orders = message.seat, list[Attach | RemoteOrder]()
     before = group.members[seat].connection
     if before >= 0:
-        commands.append(Close(before))
+        effects.close(before)
         orders.append(Detach(group.name, seat))
     group.members[seat] = Seat(connection, group.members[seat].name)
     group.away.pop(seat, None)
     group.busy.pop(seat, None)
     group.proposals.pop(seat, None)
-    turns.departed(group, seat, commands)
+    turns.departed(group, seat, effects)
     orders.append(Attach(group.name, seat, connection))
     if not group.lacking and (group.shards or not group.recovering):
-        orders.append(books.open_books(registry, group, version, now, commands))
+        orders.append(books.open_books(registry, group, version, now, effects))
     elif not group.lacking:
-        commands.append(Send(connection, Resumed(registry.incarnation, group.version, group.urls)))
+        effects.send(connection, Resumed(registry.incarnation, group.version, group.urls))
     known = [news for news in group.news if seat in news.seats]  # of those before it had entered it never heard
-    commands += [Send(connection, news) for news in known if news.epoch > message.epoch]
+    for news in known:
+        if news.epoch > message.epoch:
+            effects.send(connection, news)
     if message.serves:
         group.donors[seat] += 0
     group.unaware.discard(seat)
     if group.plan is not None and group.plan.hash != message.plan:
         group.unaware.add(seat)
     here = len(group.members) - len(group.away)
-    commands.append(
-        Log(f"group {group.name!r}: {group.call(seat)} is back, {here} of {len(group.members)} workers are here")
-    )
+    effects.log(f"group {group.name!r}: {group.call(seat)} is back, {here} of {len(group.members)} workers are here")
     return orders

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from gradserver.engine.access import OPEN, Access
-from gradserver.engine.events import Command, Log, Send
+from gradserver.engine.effects import Effects
 from gradserver.engine.membership import Group, check_name
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.welcome import token_of
@@ -54,7 +54,7 @@ class Roster:
         self._rate = rate
         self._numbers = 0
 
-    def enlist(self, connection: int, offer: Enlist, returns: bool, commands: list[Command]) -> None:
+    def enlist(self, connection: int, offer: Enlist, returns: bool, effects: Effects) -> None:
         """Take a shard, for groups that become complete from now on. ``returns``: if we are lost, others may come."""
         if self._entropy is None:
             raise UnexpectedMessageError("this coordinator takes no data shards")
@@ -72,9 +72,9 @@ class Roster:
         own = self._access.is_own_shard(offer.token)
         self._own += own
         shard = self.shards[connection] = DataShard(self._numbers, offer.url, offer.rate, own)
-        commands.append(Send(connection, Enlisted(shard.number, returns)))
+        effects.send(connection, Enlisted(shard.number, returns))
         rate = "" if shard.rate is None else f", {shard.rate:g} Gbit/s"
-        commands.append(Log(f"data shard {shard.number} is at {shard.url}{rate}"))
+        effects.log(f"data shard {shard.number} is at {shard.url}{rate}")
 
     def staff(self, group: Group) -> None:
         """``group`` is to use all shards there are."""

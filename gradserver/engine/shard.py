@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from gradserver.engine.data import Data
+from gradserver.engine.effects import Effects
 from gradserver.engine.events import (
     Absent,
     Admit,
-    Close,
     CloseGroup,
     Command,
     Depart,
@@ -39,7 +39,6 @@ from gradserver.engine.events import (
     Expect,
     Garbled,
     Heeded,
-    Log,
     OpenGroup,
     Planned,
     Received,
@@ -48,12 +47,10 @@ from gradserver.engine.events import (
     Reduced,
     Report,
     Reseat,
-    Send,
     SetPlan,
     Stop,
     Tick,
     Violation,
-    dismiss,
 )
 from gradserver.engine.orders import decode_order, encode_report
 from gradserver.protocol.buffer import Buffer
@@ -119,61 +116,60 @@ class ShardEngine:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """What to do about ``event``, in this order. ``now`` in seconds, never decreasing."""
-        commands: list[Command] = []
-        reports: list[Report] = []
+        effects = Effects()
         match event:
             case Received() if type(event.message) is Push:
-                reports = self.data.push(event.connection, event.message, event.payloads, now, commands)
+                self.data.push(event.connection, event.message, event.payloads, now, effects)
             case Reduced():
                 self._reducing -= 1
-                reports = self.data.reduced(event, now, commands)
+                self.data.reduced(event, now, effects)
             case Received(connection, message, payloads):
                 try:
                     if connection == self.link:
-                        reports = self._obey(message, payloads, now, commands)
+                        self._obey(message, payloads, now, effects)
                     else:
-                        reports = self._receive(connection, message, payloads, now, commands)
+                        self._receive(connection, message, payloads, now, effects)
                 except GradServerError as error:
-                    reports = [Violation(connection, error)]
+                    effects.report(Violation(connection, error))
             case Garbled(connection, what):
-                reports = [Violation(connection, what)]
+                effects.report(Violation(connection, what))
             case Disconnected(connection, reason) if connection == self.link:
-                self._forget_all(reason, commands)
+                self._forget_all(reason, effects)
             case Disconnected(connection, reason, ended, silent):
                 broke = ConnectionLostError(f"its connection to the data shard at {self.url} broke: {reason}")
                 if silent:
-                    commands += dismiss(connection, broke)
-                reports = self._absent(connection, broke, ended)
+                    effects.dismiss(connection, broke)
+                self._absent(connection, broke, effects, ended)
             case Tick():
-                reports = self.data.tick(now, commands)
-                self._tick(now, commands)
+                self.data.tick(now, effects)
+                self._tick(now, effects)
             case Stop(reason):
-                self._stop(reason, commands)
-        for report in reports:
-            self._report(report, commands)
-        self._reducing += sum(type(command) is Reduce for command in commands)
-        return commands
+                self._stop(reason, effects)
+        while effects.reports:
+            for report in effects.take_reports():
+                self._report(report, effects)
+        self._reducing += sum(type(command) is Reduce for command in effects.commands)
+        return effects.commands
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being reduced, of whatever group."""
         return not self._reducing
 
-    def _report(self, report: Report, commands: list[Command]) -> None:
+    def _report(self, report: Report, effects: Effects) -> None:
         if isinstance(report, Violation):
-            for absent in self._refuse(report.connection, report.error, commands):
-                self._report(absent, commands)
+            self._refuse(report.connection, report.error, effects)
             return
         epoch = self.data.groups[report.group].order.epoch
-        commands.append(Send(self.link, Reported(), (encode_report(epoch, report),)))
+        effects.send(self.link, Reported(), (encode_report(epoch, report),))
 
     # ── the coordinator ───────────────────────────────────────────────────────────────────────────────
 
-    def _obey(self, message: Message, payloads: Sequence[Buffer], now: float, commands: list[Command]) -> list[Report]:
+    def _obey(self, message: Message, payloads: Sequence[Buffer], now: float, effects: Effects) -> None:
         match message:
             case Enlisted(number):
                 self.number = number
-                return []
+                return
             case Ordered():
                 order = decode_order(payloads[0])
             case _:
@@ -186,30 +182,29 @@ class ShardEngine:
             for connection, (name, rank) in list(self._seats.items()):
                 if name == order.group and (isinstance(order, CloseGroup) or rank == order.rank):
                     del self._seats[connection]
-                    commands.append(Close(connection))
+                    effects.close(connection)
         if isinstance(order, Detach):
-            return self._detach(order, commands)
-        reports = self.data.obey(order, now, commands)
+            self._detach(order, effects)
+            return
+        self.data.obey(order, now, effects)
         if isinstance(order, OpenGroup | Recover):
-            reports += self._admit_waiting(order, commands)
+            self._admit_waiting(order, effects)
         elif isinstance(order, SetPlan):
-            reports.append(Planned(order.group, order.plan.hash))
+            effects.report(Planned(order.group, order.plan.hash))
         elif isinstance(order, Admit | Expect | Excuse | Reseat) or (isinstance(order, Depart) and order.epoch):
-            reports.append(Heeded(order.group))
-        return reports
+            effects.report(Heeded(order.group))
 
-    def _detach(self, order: Detach, commands: list[Command]) -> list[Report]:
+    def _detach(self, order: Detach, effects: Effects) -> None:
         """A member has lost some connection, here or elsewhere: that to this shard is void, and it makes a new one."""
         self._void[order.group, order.seat] = self.data.groups[order.group].order.epoch
         connection = self.data.groups[order.group].connections[order.seat]
         if connection < 0:
-            return []
+            return
         del self._seats[connection]
         self.data.unseat(connection)
-        commands.append(Close(connection))
-        return []
+        effects.close(connection)
 
-    def _admit_waiting(self, order: OpenGroup | Recover, commands: list[Command]) -> list[Report]:
+    def _admit_waiting(self, order: OpenGroup | Recover, effects: Effects) -> None:
         """The coordinator has told of a group, or of a new version of its books."""
         epoch = self.data.groups[order.group].order.epoch
         self._latest = max(self._latest, epoch)
@@ -219,19 +214,17 @@ class ShardEngine:
             members = self.data.groups[order.group].seats.present
             for connection, (name, rank) in self._seats.items():
                 if name == order.group and rank in members:
-                    commands.append(Send(connection, Resumed(0, epoch)))
-        reports: list[Report] = []
+                    effects.send(connection, Resumed(0, epoch))
         for connection, (attend, _) in list(self._attending.items()):
             if attend.group == order.group and attend.epoch <= epoch:
                 del self._attending[connection]
-                reports += self._seat_or_refuse(connection, attend, commands)
-        return reports
+                self._seat_or_refuse(connection, attend, effects)
 
-    def _forget_all(self, reason: str, commands: list[Command]) -> None:
+    def _forget_all(self, reason: str, effects: Effects) -> None:
         """There is no coordinator any more, and what it does not know of is worth nothing."""
         error = ConnectionLostError(f"the data shard at {self.url} has lost its coordinator: {reason}")
         for connection in (*self._seats, *self._attending):
-            commands += dismiss(connection, error)
+            effects.dismiss(connection, error)
         self._seats.clear()
         self._attending.clear()
         self._void.clear()
@@ -240,49 +233,47 @@ class ShardEngine:
     # ── workers ───────────────────────────────────────────────────────────────────────────────────────
 
     def _receive(
-        self, connection: int, message: Message, payloads: Sequence[Buffer], now: float, commands: list[Command]
-    ) -> list[Report]:
+        self, connection: int, message: Message, payloads: Sequence[Buffer], now: float, effects: Effects
+    ) -> None:
         match message:
             case Holding() | Held():
-                return self.data.hold(connection, message, payloads, now, commands)
+                self.data.hold(connection, message, payloads, now, effects)
             case Inquire():
-                return self.data.inquire(connection, message, commands)
+                self.data.inquire(connection, message, effects)
             case Taken():
-                return self.data.taken(connection, message)
+                self.data.taken(connection, message, effects)
             case Attend():
-                self._attend(connection, message, now, commands)
+                self._attend(connection, message, now, effects)
             case Leave():
                 if connection in self._seats:
                     del self._seats[connection]
                     self.data.unseat(connection)
-                commands.append(Send(connection, message))
+                effects.send(connection, message)
             case Join() | Enlist():
                 raise JoinRefusedError(
                     f"this is no coordinator but a data shard of the one at {self._primary}: that is the URL to use"
                 )
             case _:
                 raise UnexpectedMessageError(f"a {type(message).__name__} is not for a data shard")
-        return []
 
-    def _attend(self, connection: int, attend: Attend, now: float, commands: list[Command]) -> None:
+    def _attend(self, connection: int, attend: Attend, now: float, effects: Effects) -> None:
         if connection in self._seats or connection in self._attending:
             raise UnexpectedMessageError("this connection attends already")
         group = self.data.groups.get(attend.group)
         if (group is not None and group.order.epoch >= attend.epoch) or attend.epoch <= self._latest:
-            self._seat(connection, attend, commands)
+            self._seat(connection, attend, effects)
         elif len(self._attending) >= MAX_ATTENDING:
             raise LimitExceededError(f"{MAX_ATTENDING} workers wait here for their groups already")
         else:
             self._attending[connection] = attend, now + ATTENDING_SECONDS
 
-    def _seat_or_refuse(self, connection: int, attend: Attend, commands: list[Command]) -> list[Report]:
+    def _seat_or_refuse(self, connection: int, attend: Attend, effects: Effects) -> None:
         try:
-            self._seat(connection, attend, commands)
+            self._seat(connection, attend, effects)
         except GradServerError as error:
-            return [Violation(connection, error)]
-        return []
+            effects.report(Violation(connection, error))
 
-    def _seat(self, connection: int, attend: Attend, commands: list[Command]) -> None:
+    def _seat(self, connection: int, attend: Attend, effects: Effects) -> None:
         group = self.data.groups.get(attend.group)
         void = self._void.get((attend.group, attend.rank), 0)
         if group is None or not (attend.epoch == group.order.epoch or (group.recovered and attend.epoch > void)):
@@ -297,29 +288,28 @@ class ShardEngine:
             raise UnexpectedMessageError(f"{group.call(rank)} attends already, on another connection")
         self._seats[connection] = attend.group, rank
         self.data.seat(attend.group, rank, connection)
-        commands.append(Send(connection, Attended()))
+        effects.send(connection, Attended())
         if group.recovery is not None and rank in group.seats.present:  # a joiner holds nothing yet
-            commands.append(Send(connection, Resumed(0, group.recovery.version)))
+            effects.send(connection, Resumed(0, group.recovery.version))
 
-    def _absent(self, connection: int, error: GradServerError, ended: bool = False) -> list[Report]:
+    def _absent(self, connection: int, error: GradServerError, effects: Effects, ended: bool = False) -> None:
         """A connection is gone, or about to go."""
         self._attending.pop(connection, None)
         seat = self._seats.pop(connection, None)
-        if seat is None:
-            return []
-        self.data.unseat(connection)
-        return [Absent(*seat, error, ended)]
+        if seat is not None:
+            self.data.unseat(connection)
+            effects.report(Absent(*seat, error, ended))
 
-    def _refuse(self, connection: int, error: GradServerError, commands: list[Command]) -> list[Report]:
+    def _refuse(self, connection: int, error: GradServerError, effects: Effects) -> None:
         """``error`` is this connection's own fault, and costs it the connection."""
-        commands += dismiss(connection, error)
-        commands.append(Log(f"connection {connection} refused: {error.message}", warning=True))
-        return self._absent(connection, error)
+        effects.dismiss(connection, error)
+        effects.log(f"connection {connection} refused: {error.message}", warning=True)
+        self._absent(connection, error, effects)
 
-    def _stop(self, reason: str, commands: list[Command]) -> None:
+    def _stop(self, reason: str, effects: Effects) -> None:
         error = CoordinatorStoppedError(f"the data shard at {self.url} was stopped ({reason})")
         for connection in (*self._seats, *self._attending):
-            commands.append(Send(connection, Failure.of(error, Scope.CONNECTION)))
+            effects.send(connection, Failure.of(error, Scope.CONNECTION))
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -330,14 +320,14 @@ class ShardEngine:
             return deadline
         return min(until for until in (deadline, *(u for _, u in self._attending.values())) if until is not None)
 
-    def _tick(self, now: float, commands: list[Command]) -> None:
+    def _tick(self, now: float, effects: Effects) -> None:
         for connection, (attend, until) in list(self._attending.items()):
             if until <= now:
                 error = UnexpectedMessageError(
                     f"the coordinator at {self._primary} has not told the data shard at {self.url} of membership "
                     f"{attend.epoch} of group {attend.group[:128]!r}"
                 )
-                self._refuse(connection, error, commands)
+                self._refuse(connection, error, effects)
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 

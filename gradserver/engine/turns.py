@@ -27,7 +27,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from gradserver.engine.events import Command, Send
+from gradserver.engine.effects import Effects
 from gradserver.protocol.errors import OutOfStepError, UnexpectedMessageError
 from gradserver.protocol.messages import Follow, Opened, Opens, Steps
 
@@ -57,7 +57,7 @@ class Turns:
     """What each seat asks."""
 
 
-def hear(group: Group, seat: int, message: Opens | Steps | Follow, commands: list[Command]) -> OutOfStepError | None:
+def hear(group: Group, seat: int, message: Opens | Steps | Follow, effects: Effects) -> OutOfStepError | None:
     """Take what a member says of a round; what ends the group, if it is another than somebody else has said."""
     number = message.round
     group.check_round(number, type(message).__name__)
@@ -74,7 +74,7 @@ def hear(group: Group, seat: int, message: Opens | Steps | Follow, commands: lis
             error = _opens(group, turn, seat, message)
         case Steps():
             error = _steps(group, turn, seat, message)
-    _answer(group, number, commands)
+    _answer(group, number, effects)
     return error
 
 
@@ -116,19 +116,19 @@ def over(group: Group) -> None:
         del rounds[number]
 
 
-def departed(group: Group, seat: int, commands: list[Command]) -> None:
+def departed(group: Group, seat: int, effects: Effects) -> None:
     """``seat`` is vacant, or has a new connection on which it asks again."""
     group.turns.following.pop(seat, None)
-    broken(group, commands)
+    broken(group, effects)
 
 
-def broken(group: Group, commands: list[Command]) -> None:
+def broken(group: Group, effects: Effects) -> None:
     """Those who follow may not have to wait any more."""
     for number in {asked.round for asked in group.turns.following.values()}:
-        _answer(group, number, commands)
+        _answer(group, number, effects)
 
 
-def _answer(group: Group, number: int, commands: list[Command]) -> None:
+def _answer(group: Group, number: int, effects: Effects) -> None:
     """Tell those who follow in round ``number`` what is next, if that is known."""
     turns = group.turns
     asked = {seat: follow.index for seat, follow in turns.following.items() if follow.round == number}
@@ -146,7 +146,7 @@ def _answer(group: Group, number: int, commands: list[Command]) -> None:
         else:
             continue
         del turns.following[seat]
-        commands.append(Send(group.connection_of(seat), news))
+        effects.send(group.connection_of(seat), news)
 
 
 def _all_of(there: Collection[int], seats: Collection[int]) -> bool:

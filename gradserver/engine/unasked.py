@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gradserver.engine.events import Behind, Command, Report, Send
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import Behind
 from gradserver.engine.exchanges import Exchange, Piece
 from gradserver.engine.groups import Group
 from gradserver.protocol.buffer import Buffer
@@ -30,21 +31,19 @@ def without(exchange: Exchange, piece: Piece) -> tuple[int, ...]:
 
 
 def send_unasked(
-    group: Group, seats: Iterable[int], results: Sequence[tuple[Result, Sequence[Buffer]]], commands: list[Command]
-) -> list[Report]:
+    group: Group, seats: Iterable[int], results: Sequence[tuple[Result, Sequence[Buffer]]], effects: Effects
+) -> None:
     """Send ``results`` to ``seats``, as far as each has read what it was sent before."""
-    reports: list[Report] = []
     for seat in seats:
         for result, payloads in results:
             cost = unasked_cost(payloads[0] if payloads else None)
             if group.connections[seat] < 0 or group.unread[seat] + cost > group.order.backlog:
                 del group.listening[seat]
-                reports.append(Behind(group.order.group, seat, result.key.number))
+                effects.report(Behind(group.order.group, seat, result.key.number))
                 break
             group.unread[seat] += cost
             group.bytes_out += len(payloads[0]) if payloads else 0
-            commands.append(Send(group.connections[seat], result, payloads))
-    return reports
+            effects.send(group.connections[seat], result, payloads)
 
 
 def taken(group: Group, seat: int, nbytes: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from gradserver.engine.events import Send
+from gradserver.engine.effects import Effects
 from gradserver.engine.membership import Group
 from gradserver.protocol.limits import MAX_TOKEN
 from gradserver.protocol.messages import Agreed, Welcome
@@ -21,10 +21,10 @@ def token_of(group: Group, seat: int) -> str:
     return hmac.new(group.secret.encode(), whose.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
 
 
-def agreed(connection: int, plan: Plan, section: Section, first_round: int) -> Send:
-    """What somebody is told whose plan is ``section`` of ``plan``, or all of it."""
+def tell_agreed(connection: int, plan: Plan, section: Section, first_round: int, effects: Effects) -> None:
+    """Tell a worker that its plan is ``section`` of ``plan``, or all of it."""
     message = Agreed(plan.alone(section).hash, first_round, section.number)
-    return Send(connection, message, (plan.encoded,) if plan.sections else ())
+    effects.send(connection, message, (plan.encoded,) if plan.sections else ())
 
 
 def welcome_to(group: Group, seat: int, token: str, credit: int, incarnation: int) -> Welcome:

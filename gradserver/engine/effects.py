@@ -1,0 +1,86 @@
+"""What one event leads to: the only output of both halves of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from gradserver.engine.events import Close, Command, Hire, Log, Order, Record, Reduce, Report, Send
+from gradserver.engine.records import Kind
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.messages import Failure, Message, Scope
+
+_NO_PAYLOADS: Final[tuple[Buffer, ...]] = ()
+
+
+class Effects:
+    """What is to be done because of one event, in the order in which it is carried out.
+
+    A decision is written before anybody is told of it: `journal` puts its record in front of all that this event has
+    said so far. What data halves have done is written behind what they have said of it: `journal_behind`.
+
+    Attributes:
+        commands: for the runtime.
+        orders: for the coordinator's own data half, which obeys them when control has dealt with the event.
+        reports: for control, which heeds them when the data half has dealt with the event or obeyed.
+    """
+
+    __slots__ = ("commands", "orders", "reports")
+
+    def __init__(self) -> None:
+        self.commands: list[Command] = []
+        self.orders: list[Order] = []
+        self.reports: list[Report] = []
+
+    def send(self, connection: int, message: Message, payloads: Sequence[Buffer] = _NO_PAYLOADS) -> None:
+        """Send a message on a connection."""
+        self.commands.append(Send(connection, message, payloads))
+
+    def dismiss(self, connection: int, error: GradServerError) -> None:
+        """Send ``error`` on a connection, and close it."""
+        self.commands += (Send(connection, Failure.of(error, Scope.CONNECTION)), Close(connection))
+
+    def close(self, connection: int) -> None:
+        """Close a connection, once what was sent on it has left."""
+        self.commands.append(Close(connection))
+
+    def journal(self, record: Kind) -> None:
+        """Write a decision before all else that this event leads to, and behind what else is written because of it."""
+        commands = self.commands
+        at = next((index for index, command in enumerate(commands) if type(command) is not Record), len(commands))
+        commands.insert(at, Record(record))
+
+    def journal_behind(self, record: Kind) -> None:
+        """Write ``record`` behind what this event has led to so far."""
+        self.commands.append(Record(record))
+
+    def order(self, order: Order) -> None:
+        """Have the coordinator's own data half obey ``order``."""
+        self.orders.append(order)
+
+    def reduce(self, reduction: Reduce) -> None:
+        """Have contributions combined."""
+        self.commands.append(reduction)
+
+    def report(self, report: Report) -> None:
+        """Tell control."""
+        self.reports.append(report)
+
+    def hire(self) -> None:
+        """Start a data shard, if that is possible."""
+        self.commands.append(Hire())
+
+    def log(self, text: str, *, warning: bool = False) -> None:
+        """Write one line for the person that runs the coordinator."""
+        self.commands.append(Log(text, warning))
+
+    def take_orders(self) -> list[Order]:
+        """Give the orders, which are obeyed now."""
+        orders, self.orders = self.orders, []
+        return orders
+
+    def take_reports(self) -> list[Report]:
+        """Give the reports, which are heeded now."""
+        reports, self.reports = self.reports, []
+        return reports
