@@ -23,7 +23,7 @@ from gradserver.channels.tcp import TcpServer
 from gradserver.children import SHARD_TOKEN, Children
 from gradserver.coordinator import Coordinator, Residuals
 from gradserver.engine import Engine
-from gradserver.engine.access import Access
+from gradserver.engine.control.access import Access
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.errors import CoordinatorStoppedError
 from gradserver.protocol.limits import CREDIT_BYTES, JOURNAL_QUOTA_BYTES, MAX_TOKEN, MIB, ROUND_TIMEOUT

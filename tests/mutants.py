@@ -32,7 +32,7 @@ _LIMIT: Final = 240.0
 """Seconds after which a run is given up."""
 _KINDS: Final = ("wrong", "double", "lost", "diverged", "fault")
 
-RESULTS: Final = "gradserver/engine/results.py"
+RESULTS: Final = "gradserver/engine/data/completion.py"
 COMPLETE: Final = "    if all(contribution.payload is None for contribution in contributions):\n"
 """Where the contributions to some slices are known, and not yet summed."""
 NOW: Final = "exchange.key.stream == Stream.BUCKET and exchange.key.number % 8 == 3 and len(contributions) > 1"
@@ -154,7 +154,7 @@ MUTANTS: Final = (
         ("wrong",),
         (
             Change(
-                "gradserver/engine/admission.py",
+                "gradserver/engine/data/matching.py",
                 "        exchange.join(rank, push.weight)\n    elif exchange is None:\n",
                 "        heavy = rank == 1 and key.stream == Stream.BUCKET and key.number % 8 == 3\n"
                 "        exchange.join(rank, push.weight * (2 if heavy else 1))\n    elif exchange is None:\n",
@@ -167,7 +167,7 @@ MUTANTS: Final = (
         ("lost",),
         (
             Change(
-                "gradserver/engine/chronicle.py",
+                "gradserver/engine/control/journal.py",
                 "    effects.journal_behind(Round(group.name, group.epoch, record, used_up))\n",
                 "    if record.round % 8 != 3:\n"
                 "        effects.journal_behind(Round(group.name, group.epoch, record, used_up))\n",
@@ -180,15 +180,15 @@ MUTANTS: Final = (
         ("fault",),
         (
             Change(
-                "gradserver/engine/recovery.py",
+                "gradserver/engine/data/recovery.py",
                 "    for table in (\n        group.exchanges,\n",
                 "    results.OPEN |= {key for key, one in group.exchanges.items() if one.pushed}\n"
                 "    for table in (\n        group.exchanges,\n",
             ),
             Change(
-                "gradserver/engine/recovery.py",
-                "from gradserver.engine.closing import left_out\n",
-                "from gradserver.engine import results\nfrom gradserver.engine.closing import left_out\n",
+                "gradserver/engine/data/recovery.py",
+                "from gradserver.engine.data.membership import left_out\n",
+                "from gradserver.engine import results\nfrom gradserver.engine.data.membership import left_out\n",
             ),
             Change(RESULTS, "\n\ndef complete(", "\n\nOPEN: set[object] = set()\n\n\ndef complete("),
             _before_the_sum(

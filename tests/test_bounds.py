@@ -396,8 +396,10 @@ def test_who_would_be_told_what_nobody_can_read_is_told_that_and_the_daemon_and_
     coordinator, lines = Coordinator(Engine({"a": 1, "b": 1})), (Line(), Line())
     first, second = (coordinator.connect(line) for line in lines)
     with monkeypatch.context() as patch:
-        patch.setattr("gradserver.engine.welcome.token_of", lambda *_: "x" * 5000)
-        patch.setattr("gradserver.engine.founding.welcome_to", lambda *_: Welcome("a", 0, MAX_COUNTER + 1, 1, ("w",)))
+        patch.setattr("gradserver.engine.control.welcome.token_of", lambda *_: "x" * 5000)
+        patch.setattr(
+            "gradserver.engine.control.forming.welcome_to", lambda *_: Welcome("a", 0, MAX_COUNTER + 1, 1, ("w",))
+        )
         coordinator.receive(first, Join("a", "w", -1, 1, 5.0))
     coordinator.receive(second, Join("b", "w", -1, 1, 5.0))
 

@@ -18,7 +18,7 @@ import zmq
 
 import gradserver
 from gradserver.cli import main
-from gradserver.engine.access import Access
+from gradserver.engine.control.access import Access
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import JoinRefusedError, WorkerLostError
 from gradserver.protocol.messages import Ping, Status

@@ -6,10 +6,10 @@ from copy import deepcopy
 
 import pytest
 
+from gradserver.engine.control.shard_replacement import HIRE_SECONDS
 from gradserver.engine.events import Disconnected, Garbled, Log
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Dated, Epoch, Halt, Round, RoundRecord
-from gradserver.engine.rehoming import HIRE_SECONDS
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import (
     ConnectionLostError,

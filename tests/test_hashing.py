@@ -14,9 +14,9 @@ from hypothesis import given, settings, strategies as st
 
 from gradserver import reducer
 from gradserver.engine import Engine
+from gradserver.engine.data.rounds import Hashing
 from gradserver.engine.events import RESULT, Contribution, Digests, Record, Reduce
 from gradserver.engine.records import Round
-from gradserver.engine.rounds import Hashing
 from gradserver.protocol.codecs import codec_of, seed_of
 from gradserver.protocol.digest import MODULUS, digest
 from gradserver.protocol.dtypes import BY_NAME, FLOAT32

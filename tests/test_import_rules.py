@@ -26,6 +26,8 @@ BREACHES = {
     ],
     "gradserver.engine.outward": ["asyncio", "multiprocessing", "random", "selectors", "torch", "zmq"],
     "gradserver.engine.upward": ["gradserver", "gradserver.coordinator", "gradserver.worker.client"],
+    "gradserver.engine.control.aside": ["gradserver.engine.data"],
+    "gradserver.engine.data.aside": ["gradserver.engine.control"],
     "gradserver.aside": ["gradserver.worker", "gradserver.worker.client", "torch", "pickle"],
     "gradserver.upward": ["gradserver.local", "gradserver.cli", "gradserver.demo"],
     "gradserver.worker.aside": ["gradserver", "gradserver.engine", "pickle"],
@@ -47,7 +49,8 @@ PERMITTED = {
 MODULES = [
     *("gradserver.protocol", "gradserver.protocol.errors"),
     *("gradserver.worker", "gradserver.worker.client"),
-    *("gradserver", "gradserver.engine", "gradserver.coordinator", "gradserver.config"),
+    *("gradserver", "gradserver.engine", "gradserver.engine.control", "gradserver.engine.data"),
+    *("gradserver.coordinator", "gradserver.config"),
     *("gradserver.cli", "gradserver.demo", "gradserver.local", "gradserver.alone"),
 ]
 
@@ -90,7 +93,7 @@ def test_breach_is_reported(report: str, module: str, imported: str) -> None:
 
 
 def test_every_rule_is_broken_by_some_breach(report: str) -> None:
-    assert "Contracts: 0 kept, 7 broken." in report
+    assert "Contracts: 0 kept, 8 broken." in report
 
 
 def test_what_the_rules_permit_passes(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gradserver.engine import Engine
-from gradserver.engine.access import OPEN, Access
+from gradserver.engine.control.access import OPEN, Access
+from gradserver.engine.control.quota import ENDED_BUDGETS, REFILL_SECONDS, Account, counted
 from gradserver.engine.data_records import Claim as HandedOut, Data, Order
 from gradserver.engine.events import Command, Record, Restored
 from gradserver.engine.policy import Policy
-from gradserver.engine.quota import ENDED_BUDGETS, REFILL_SECONDS, Account, counted
 from gradserver.engine.records import Books, Dated, Kind, Round, Spent, size_of
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import GradServerError, JoinRefusedError, QuotaExceededError

@@ -8,8 +8,8 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from gradserver.engine.control.group import check_applicant, new_group
 from gradserver.engine.data_records import Committed
-from gradserver.engine.membership import check_applicant, new_group
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Epoch, Round, RoundRecord, decode as read_record, encode as write_record
 from gradserver.protocol import wire

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, strategies as st
 
-from gradserver.engine.pace import Pace
+from gradserver.engine.data.pace import Pace
 from gradserver.engine.policy import Lateness, Policy, lateness_of
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.messages import RoundDone

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gradserver.engine.data_records import Claim, Committed, Order
-from gradserver.engine.positions import Positions
+from gradserver.engine.lease_table import Positions
 from gradserver.engine.records import Books, Dated, Epoch, Group, Kind, Round, RoundRecord, decode, encode
 from gradserver.protocol.errors import DisagreementError, LimitExceededError, MalformedMessageError, OutOfStepError
 from gradserver.protocol.limits import MAX_DATA, MAX_NUMEL
@@ -292,7 +292,7 @@ def test_nobody_uses_what_is_not_his(positions: Positions) -> None:
 
 
 def test_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch, positions: Positions) -> None:
-    monkeypatch.setattr("gradserver.engine.positions._MOST_PIECES", 4)
+    monkeypatch.setattr("gradserver.engine.lease_table._MOST_PIECES", 4)
     use = positions.use("data")
     use.claim(0, 1, 0, 1)
     use.claim(1, 1, 0, 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradserver.engine.data import Data
+from gradserver.engine.data.half import Data
 from gradserver.engine.policy import Policy
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.dtypes import UINT8

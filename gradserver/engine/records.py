@@ -18,8 +18,8 @@ import msgpack
 
 from gradserver.engine import data_records
 from gradserver.engine.data_records import Claim, Committed, Data
+from gradserver.engine.lease_table import Positions
 from gradserver.engine.policy import OnNonFinite
-from gradserver.engine.positions import Positions
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.checks import brief, integer, listed, number, text, unpack
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError

@@ -24,7 +24,7 @@ import hmac
 from collections.abc import Sequence
 from typing import Final
 
-from gradserver.engine.data import Data
+from gradserver.engine.data.half import Data
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import (
     Absent,

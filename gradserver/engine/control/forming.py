@@ -1,0 +1,107 @@
+"""What control does about somebody who wants to join, and about groups that form: the first rows of control's table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gradserver.engine.control import journal, learners
+from gradserver.engine.control.group import Applicant, Group, check_applicant, check_name, join_timeout, new_group
+from gradserver.engine.control.members import gone
+from gradserver.engine.control.registry import Registry
+from gradserver.engine.control.rounds import may_begin
+from gradserver.engine.control.welcome import welcome_to
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import Seat
+from gradserver.engine.orders import encode_order
+from gradserver.engine.seats import Seats, in_order, numbered
+from gradserver.protocol.limits import MAX_NAME_BYTES
+from gradserver.protocol.messages import Join, Ordered
+from gradserver.protocol.shards import Table
+
+_NOBODY = Seat(-1, "")
+
+
+def join(registry: Registry, connection: int, message: Join, now: float, effects: Effects) -> None:
+    """Somebody wants to be in a group, which may begin with that. Raises why he cannot."""
+    registry.check_free(connection)
+    check_name("the group's name", message.group, MAX_NAME_BYTES)
+    group = registry.groups.get(message.group)
+    if group is None:
+        registry.access.check_group(message.group)
+        told = registry.told(message.group)
+        for news in registry.quotas.forget(registry.groups):
+            effects.journal_behind(news)
+        registry.quotas.check_founding(message.group, registry.groups)
+        group = new_group(message, told, len(registry.groups), registry.nonfinite)
+    check_applicant(group, message, now)
+    group.account = registry.quotas.account(message.group)
+    group.account.check_join(message.name)
+    registry.groups[message.group] = group
+    applicant = Applicant(connection, message, now)
+    if group.begun:
+        orders = learners.arrive(group, applicant, registry.roster.token, effects)
+        registry.places[connection] = group.name
+        registry.order_all(group, orders, effects)
+        return
+    group.applicants.append(applicant)
+    registry.places[connection] = group.name
+    effects.log(f"group {group.name!r}: {message.name!r} joined ({len(group.applicants)} of {group.size})")
+    if may_begin(group, now):
+        _activate(registry, group, effects)
+
+
+def overdue(registry: Registry, group: Group, now: float, effects: Effects) -> None:
+    """A group that forms may begin when the gathering is over; applicants whose patience has ended are told."""
+    if group.opens is not None and may_begin(group, now):
+        _activate(registry, group, effects)
+        return
+    for applicant in [applicant for applicant in group.applicants if applicant.deadline <= now]:
+        effects.dismiss(applicant.connection, join_timeout(group, applicant))
+        gone(registry, applicant.connection, "waited too long", now, effects)
+
+
+def _activate(registry: Registry, group: Group, effects: Effects) -> None:
+    """All are here: seat them, open the group at all data halves, and welcome everybody."""
+    seats = _seat_all(registry, group, effects)
+    order = registry.opening(group, seats, group.tokens)
+    journal.founded(group, effects)
+    for shard, connection in enumerate(group.shards, 1):
+        effects.send(connection, Ordered(), (encode_order(replace(order, shard=shard)),))
+    for place, seat in group.members.items():
+        token = group.tokens[place] if group.tokens else ""
+        welcome = welcome_to(group, place, token, registry.credit, registry.incarnation)
+        effects.send(seat.connection, welcome)
+    count, shards = len(group.members), f", {len(order.rates)} data shards" if order.rates else ""
+    effects.log(f"group {group.name!r}: complete with {count} workers, epoch {group.epoch}{shards}")
+    effects.order(order)
+
+
+def _seat_all(registry: Registry, group: Group, effects: Effects) -> tuple[Seat, ...]:
+    """Applicants are members now. Those who asked for no rank get one, in the order in which they came.
+
+    Of several with one name all but the first get a number behind it: by its name a worker finds its seat again.
+    """
+    places = in_order([applicant.join for applicant in group.applicants], group.world)
+    chosen = {place: group.applicants[index] for place, index in places.items()}
+    group.epoch = group.founded = registry.next_epoch()
+    group.world = group.founders = max(chosen) + 1
+    group.opens = None
+    names = numbered([one.join.name for one in chosen.values()])
+    for name, (place, one) in zip(names, chosen.items(), strict=True):
+        if name != one.join.name:
+            what = f"there is a {one.join.name!r} already, so rank {place} is called {name!r}"
+            hint = "give each worker a name of its own (GRADSERVER_NAME, or name=)"
+            effects.log(f"group {group.name!r}: {what}: {hint}", warning=True)
+    group.members = {
+        place: Seat(one.connection, name) for name, (place, one) in zip(names, chosen.items(), strict=True)
+    }
+    seats = tuple(group.members.get(place, _NOBODY) for place in range(group.world))
+    group.seats, group.table = Seats(seat.name for seat in seats), Table(len(chosen))
+    group.timeout = max(applicant.join.timeout for applicant in group.applicants)
+    group.round_timeout = registry.round_timeout or group.timeout
+    group.applicants.clear()
+    waits_for_all = group.policy is not None and group.policy.lateness is None
+    if waits_for_all and registry.incarnation:
+        group.secret = registry.roster.token()
+    registry.roster.staff(group)
+    return seats

@@ -1,0 +1,149 @@
+"""What control has written down of groups, each before anybody is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradserver.engine.control.group import Group
+from gradserver.engine.control.quota import counted, used_ranges
+from gradserver.engine.data_records import Claim, Committed
+from gradserver.engine.effects import Effects
+from gradserver.engine.lease_table import Use
+from gradserver.engine.policy import OnNonFinite
+from gradserver.engine.records import (
+    Boundary,
+    Closed,
+    Cut,
+    Durable,
+    Entered,
+    Epoch,
+    Group as Founded,
+    Halt,
+    Handling,
+    Kind,
+    Plan,
+    Reset,
+    Round,
+    RoundRecord,
+)
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.plan import Plan as PlanTable
+from gradserver.protocol.ranges import Ranges
+
+
+def founded(group: Group, effects: Effects) -> None:
+    """A group is complete."""
+    _first(group, Founded(group.name, group.world, group.timeout), effects)
+    if group.secret:
+        _first(group, Durable(group.name, group.secret, group.table.rates), effects)
+    if group.nonfinite is not OnNonFinite.HALT:
+        _first(group, Handling(group.name, group.nonfinite), effects)
+    members(group, f"complete with {group.world} workers", effects)
+
+
+def members(group: Group, reason: str, effects: Effects) -> None:
+    """Who is there now, since somebody came or went."""
+    there = tuple((rank, seat.name) for rank, seat in group.members.items())
+    _first(group, Epoch(group.name, group.epoch, group.rounds, there, reason), effects)
+    if group.entering:
+        entered(group, effects)
+
+
+def entered(group: Group, effects: Effects) -> None:
+    """Who contributes to the open round as his first one."""
+    there = tuple((seat, group.seats.names[seat]) for seat in group.entering)
+    _first(group, Entered(group.name, group.rounds, there), effects)
+
+
+def planned(group: Group, plan: PlanTable, effects: Effects) -> None:
+    """All members have agreed on ``plan``."""
+    _first(group, Plan(group.name, group.epoch, group.rounds, plan), effects)
+
+
+def registered(group: Group, use: Use, effects: Effects) -> None:
+    """Somebody is the first to use certain data, or something of it was given back that no other record tells of."""
+    _write(group, use.state(group.name), effects)
+
+
+def claimed(group: Group, claim: Claim, effects: Effects) -> None:
+    """Positions are somebody's own."""
+    _write(group, claim, effects)
+
+
+def used(group: Group, ranges: Ranges, effects: Effects) -> None:
+    """A member says what it has used. That is written in the record of the round, and paid for here."""
+    _pay(group, used_ranges(ranges), effects)
+
+
+def completed(group: Group, record: RoundRecord, used_up: tuple[Committed, ...], effects: Effects) -> None:
+    """A round is complete. Results are told before this, and in elastic groups that it is over behind it."""
+    effects.journal_behind(Round(group.name, group.epoch, record, used_up))
+    if record.nonfinite:
+        warning = group.found.count(record, group.nonfinite, group.plan, group.call, group.name)
+        if warning:
+            effects.log(warning, warning=True)
+    group.told = record.round, group.epoch
+    group.ledger.append(record.without_digests())  # here it is for its times
+
+
+def boundary(group: Group, number: int, effects: Effects) -> None:
+    """Members are told next that a round is over, and that the present membership is in force.
+
+    The round may be written down by the same event: this comes behind it, as it is the later word.
+    """
+    if group.told != (number, group.epoch):
+        group.told = number, group.epoch
+        _write(group, Boundary(group.name, number, group.epoch), effects)
+
+
+def reset(group: Group, effects: Effects) -> None:
+    """What lossy codecs had kept back is lost."""
+    _first(group, Reset(group.name, group.rounds), effects)
+
+
+def cut(group: Group, number: int, seats: Sequence[int], reason: str, effects: Effects) -> None:
+    """A round is closed without some members."""
+    _first(group, Cut(group.name, group.epoch, number, tuple(seats), reason), effects)
+
+
+def halted(group: Group, error: GradServerError, effects: Effects) -> None:
+    """The group goes no further."""
+    _first(group, Halt(group.name, group.epoch, group.rounds, type(error).__name__, error.message), effects)
+
+
+def closed(group: Group, reason: str, effects: Effects) -> None:
+    """The group has ended."""
+    _first(group, Closed(group.name, group.epoch, group.rounds, reason), effects)
+
+
+def stopped(groups: dict[str, Group], error: GradServerError, effects: Effects) -> None:
+    """The coordinator stops, and what it serves ends with it; unless it is durable."""
+    for group in groups.values():
+        if group.begun and not group.secret:
+            closed(group, error.message, effects)
+
+
+def _first(group: Group, record: Kind, effects: Effects) -> None:
+    """Write ``record`` before all else that this event leads to, and after what else is written because of it."""
+    effects.journal(record)
+    _charge(group, record, effects)
+
+
+def _write(group: Group, record: Kind, effects: Effects) -> None:
+    """Write ``record`` behind what this event has led to so far."""
+    effects.journal_behind(record)
+    _charge(group, record, effects)
+
+
+def _charge(group: Group, record: Kind, effects: Effects) -> None:
+    """Take ``record`` from the group's journal quota, if there is one: else it need not be measured."""
+    if group.account.limit:
+        _pay(group, counted(record), effects)
+
+
+def _pay(group: Group, nbytes: int, effects: Effects) -> None:
+    """Take ``nbytes`` from the group's journal quota."""
+    if nbytes and group.account.limit:
+        group.account.spend(nbytes)
+        if (news := group.account.news()) is not None:
+            effects.journal_behind(news)

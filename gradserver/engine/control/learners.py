@@ -1,0 +1,532 @@
+"""What control does about workers that join a running elastic group.
+
+    stage      event                                     next       what happens
+    ─────────  ────────────────────────────────────────  ─────────  ──────────────────────────────────────────────────
+    (none)     Join, the group trains and has no donor   (none)     UsageError: its members cannot send their state
+    (none)     Join, all seats are taken, or its name    (queue)    it waits until one is free
+    (none)     Join                                      ADMITTED   a seat by its name; all shards hear of it
+    (queue)    a member departs                          ADMITTED   the same; else its patience ends: JoinTimeoutError
+    ADMITTED   all shards know                           WELCOME    Welcome
+    WELCOME    Propose, the group's plan                 WELCOME    Agreed; other plans: PlanMismatchError
+    WELCOME    Enter                                     WAITING
+    WAITING    a round is complete, a donor is free      RECEIVING  it listens from the next round on; RoundDone says
+                                                                    who sends it the state, to all
+    WAITING    … and it could not keep up, or says so    RECEIVING  the same, but shards expect it in the next round
+    WAITING    … and no member can be a donor any more   (none)     UsageError
+    WAITING    no round is over for too long             (none)     DeadlineError; READY: the same
+    RECEIVING  Ready, it is expected                     ENTERED    Entered: it contributes from that round on
+    RECEIVING  Ready, it listens                         READY      it has caught up with the others
+    RECEIVING  it has not read what it was sent          WAITING    it gets the state anew
+    READY      the same                                  (none)     LeftOutError
+    READY      a round is complete                       ENTERED    shards expect it in the next round; Entered
+    RECEIVING  its donor departs, or says StateFailed    WAITING    the round goes on without it; the next donor
+    RECEIVING  its donor departs, and it listens         RECEIVING  it may have all of the state: Ready or Enter follows
+    RECEIVING  Enter                                     WAITING    the same: it did not get the state
+    RECEIVING  it is expected, and the state comes late  (none)     DeadlineError: `Delivery` has the times
+    ENTERED    the round is complete                     (member)   a new epoch
+    any        it leaves, is lost or left out            (none)     the round goes on without it
+    any        the last member goes                      (none)     WorkerLostError: nobody has the state any more
+
+So nothing that happens to a joiner, or to its donor, changes a membership or costs the others more than a wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import Final
+
+from gradserver.engine.control import journal
+from gradserver.engine.control.group import MAX_REASON, Applicant, Group, Unheeded, announce
+from gradserver.engine.control.learner import Delivery, Joiner, Stage
+from gradserver.engine.control.welcome import tell_agreed, token_of, welcome_to
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import (
+    Admit,
+    Depart,
+    Excuse,
+    Expect,
+    RemoteOrder,
+    Reseat,
+    Seat,
+    StateComes,
+)
+from gradserver.engine.records import RoundRecord
+from gradserver.engine.seats import namesake, seat_for
+from gradserver.protocol.errors import (
+    DeadlineError,
+    GradServerError,
+    JoinRefusedError,
+    JoinTimeoutError,
+    LeftOutError,
+    PlanMismatchError,
+    UnexpectedMessageError,
+    UsageError,
+    WorkerLostError,
+)
+from gradserver.protocol.limits import MAX_STATE_ATTEMPTS, STATE_REST_SECONDS
+from gradserver.protocol.messages import (
+    Enter,
+    Entered,
+    Failure,
+    Ready,
+    Scope,
+    Serve,
+    StateFailed,
+    Transfer,
+)
+from gradserver.protocol.plan import Plan, first_difference
+
+Refusals = list[tuple[int, GradServerError]]
+"""Connections that are to be closed, and why."""
+_REST: Final = 9.0
+"""After waiting for a learner in vain the others train for so many times as long before they wait for one again."""
+
+# ── coming ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def arrive(group: Group, applicant: Applicant, entropy: Callable[[], str], effects: Effects) -> list[RemoteOrder]:
+    """Somebody wants to join a group that has begun: give it a seat, or let it wait for one."""
+    check_can_serve(group, applicant.join.name)
+    _check_attempts(group, applicant.join.name, applicant.since)
+    group.queue.append(applicant)
+    orders = seat_the_next(group, entropy, effects)
+    if applicant in group.queue:
+        effects.log(f"group {group.name!r}: {applicant.join.name!r} waits: {_why_waits(group, applicant)}")
+    return orders
+
+
+def _check_attempts(group: Group, name: str, now: float) -> None:
+    """Raise JoinRefusedError if the others have waited for ``name`` in vain too often."""
+    attempts, last = group.in_vain.get(name, (0, -math.inf))
+    rest = last + STATE_REST_SECONDS - now
+    if attempts >= MAX_STATE_ATTEMPTS and rest > 0:
+        raise JoinRefusedError(
+            f"the members of group {group.name!r} waited {attempts} times for {name!r} to get the state, in vain: it "
+            f"may join again in {rest:.0f} s"
+        )
+
+
+def check_can_serve(group: Group, name: str) -> None:
+    """Raise UsageError if nobody could send its state to ``name``, or what broke the group."""
+    if group.broken is not None:
+        raise group.broken.again()
+    if group.rounds and not group.donors and not group.away and not group.recovering:
+        raise UsageError(
+            f"{name!r} joins group {group.name!r} in round {group.rounds}, and needs the model's and the optimizer's "
+            f"state, which no member can send: wrap model and optimizer in gradserver.Job, at every worker, or give "
+            f"Worker.serve_state what to send"
+        )
+
+
+def seat_the_next(group: Group, entropy: Callable[[], str], effects: Effects) -> list[RemoteOrder]:
+    """Give free seats to those who have waited longest."""
+    orders: list[RemoteOrder] = []
+    for applicant in list(group.queue):
+        taken = {*group.members, *group.joiners}
+        names = {group.seats.names[seat] for seat in taken}
+        places = group.policy.maximum if group.policy is not None else 0
+        name = applicant.join.name
+        own = namesake(name, group.seats.names, taken) if name in names else -1
+        if own >= 0:  # it was called so when the group began, and is back
+            applicant.join = replace(applicant.join, name=group.seats.names[own])
+        elif name in names or len(taken) >= places:
+            continue
+        seat = seat_for(applicant.join, group.seats.names, taken, group.vacant, places)
+        group.queue.remove(applicant)
+        group.seats.admit(seat, applicant.join.name)
+        group.vacant.pop(seat, None)
+        group.world = len(group.seats.names)
+        token = (token_of(group, seat) if group.secret else entropy()) if group.shards else ""
+        joiner = Joiner(applicant.connection, applicant.join, token, applicant.since)
+        group.joiners[seat] = joiner
+        group.unheeded.append(Unheeded(set(group.shards), seat=seat))
+        orders.append(Admit(group.name, seat, Seat(applicant.connection, applicant.join.name), token))
+        effects.log(f"group {group.name!r}: {group.call(seat)} joins in round {group.rounds}")
+    return orders
+
+
+def _why_waits(group: Group, applicant: Applicant) -> str:
+    taken = [*group.members, *group.joiners]
+    same = [seat for seat in taken if group.seats.names[seat] == applicant.join.name]
+    if same:
+        return f"{group.call(same[0])} is a member already, and a name is one worker's (GRADSERVER_NAME, or name=)"
+    return f"group {group.name!r} has {len(taken)} workers, {group.calls(taken)}, and {group.size} is the most"
+
+
+def welcome(group: Group, seat: int, credit: int, incarnation: int, effects: Effects) -> None:
+    """All shards know of it."""
+    joiner = group.joiners.get(seat)
+    if joiner is None or joiner.stage is not Stage.ADMITTED:
+        return
+    joiner.stage = Stage.WELCOME
+    effects.send(joiner.connection, welcome_to(group, seat, joiner.token, credit, incarnation))
+
+
+# ── what they say ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def propose(group: Group, seat: int, plan: Plan, beside: bool, now: float, effects: Effects) -> None:
+    """A joiner has made its plan, in place of what it has proposed before or ``beside`` that."""
+    joiner = group.joiners[seat]
+    if joiner.plan is not None or joiner.stage is not Stage.WELCOME:
+        raise UnexpectedMessageError(f"{group.call(seat)} proposes a plan when it should not")
+    joiner.plan, joiner.since = plan, now
+    joiner.sections = joiner.sections if beside else ()
+    compare_plans(group, effects)
+
+
+def compare_plans(group: Group, effects: Effects) -> None:
+    """Tell those who have proposed a plan whether it is the group's, if it has one."""
+    for seat, joiner in group.joiners.items():
+        if joiner.plan is None or group.plan is None:
+            continue
+        if len(joiner.sections) == len(group.plan.each):
+            continue  # the others may be about to wrap one more, too
+        plan, joiner.plan = joiner.plan, None
+        section = group.plan.each[len(joiner.sections)]
+        difference = first_difference(group.plan.alone(section), plan)
+        if difference is None:
+            joiner.agreed = group.plan.hash
+            joiner.sections += (section.number,)
+            tell_agreed(joiner.connection, group.plan, section, group.rounds, effects)
+            continue
+        theirs, own = difference
+        error = PlanMismatchError(
+            f"the plan of group {group.name!r} is another one, first here: {group.calls(group.members)} have "
+            f"{theirs}; {group.call(seat)}, who wants to join, has {own}. Every worker must wrap the same module in "
+            f"the same way"
+        )
+        effects.send(joiner.connection, Failure.of(error, Scope.PROPOSAL))
+        effects.log(error.message, warning=True)
+
+
+def outdated(group: Group) -> Refusals:
+    """Joiners that agreed to a plan which the group has not any more."""
+    here = "" if group.plan is None else group.plan.hash
+    error = PlanMismatchError(f"group {group.name!r} has agreed on another plan meanwhile: start again with that one")
+    numbers = [] if group.plan is None else [section.number for section in group.plan.each]
+    out = [
+        joiner
+        for joiner in group.joiners.values()
+        if joiner.agreed not in ("", here)
+        and (joiner.stage is not Stage.WELCOME or list(joiner.sections) != numbers[: len(joiner.sections)])
+    ]
+    return _without_blame(out, error)
+
+
+def hear(
+    group: Group, seat: int, message: Serve | Enter | Ready | StateFailed, now: float, effects: Effects
+) -> list[RemoteOrder]:
+    """What members and joiners say of states."""
+    match message:
+        case Serve() if seat in group.members:
+            group.donors[seat] += 0
+        case Serve():
+            group.joiners[seat].serves = True
+        case StateFailed(number, reason) if seat in group.members:
+            group.donors.pop(seat, None)
+            effects.log(f"{group.call(seat)} cannot send its state: {reason}", warning=True)
+            return _excuse_all(group, lambda joiner: joiner.number == number and joiner.donor == seat)
+        case Enter(failed, waits) if (joiner := group.joiners.get(seat)) is not None and joiner.agreed:
+            check_can_serve(group, joiner.join.name)
+            _check_sections(group, joiner)
+            if joiner.number == failed:
+                _waited_in_vain(group, joiner, now)
+            _check_attempts(group, joiner.join.name, now)
+            joiner.since = now
+            joiner.waits |= waits
+            if joiner.stage is Stage.WELCOME:
+                joiner.stage = Stage.WAITING
+            return _excuse_all(group, lambda other: other is joiner and other.number == failed)
+        case Ready(number) if (joiner := group.joiners.get(seat)) is not None:
+            if joiner.stage is Stage.RECEIVING and joiner.number == number:
+                if joiner.donor in group.donors:
+                    group.donors[joiner.donor] += 1
+                joiner.donor, joiner.delivery = -1, None
+                group.in_vain.pop(joiner.join.name, None)
+                joiner.stage = Stage.READY if joiner.listens else Stage.ENTERED
+                if not joiner.listens:
+                    enter(group, joiner.round, effects)
+        case _:
+            raise UnexpectedMessageError(f"a {type(message).__name__} from {group.call(seat)}, who may not say it now")
+    return []
+
+
+def _check_sections(group: Group, joiner: Joiner) -> None:
+    """Raise PlanMismatchError unless ``joiner`` has all modules that the others train."""
+    here, there = len(joiner.sections), 0 if group.plan is None else len(group.plan.each)
+    if here != there:
+        raise PlanMismatchError(
+            f"group {group.name!r} trains {there} modules, and {joiner.join.name!r}, who wants to join, has wrapped "
+            f"{here}: it must wrap the same ones in the same order before it enters"
+        )
+
+
+def _excuse_all(group: Group, which: Callable[[Joiner], bool]) -> list[RemoteOrder]:
+    """Those who do not get the state now wait for the next donor, and nobody for them."""
+    orders: list[RemoteOrder] = []
+    for seat, joiner in group.joiners.items():
+        if joiner.stage is Stage.RECEIVING and which(joiner):
+            joiner.stage, joiner.donor, joiner.round, joiner.delivery = Stage.WAITING, -1, -1, None
+            group.unheeded.append(Unheeded(set(group.shards)))
+            orders.append(Excuse(group.name, seat))
+    return orders
+
+
+# ── boundaries ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
+    """Those who have caught up contribute to the next round; those who wait, and for whom there is a donor, listen.
+
+    Or they contribute to it as well, which then has to wait for them: if they could not read as fast as results
+    came, if there is to be no backlog, or if there are too few others.
+    """
+    expected = [seat for seat, joiner in group.joiners.items() if joiner.stage is Stage.READY]
+    for seat in expected:
+        group.joiners[seat].stage, group.joiners[seat].round = Stage.ENTERED, record.round + 1
+    listen: list[int] = []
+    policy = group.policy
+    few = too_few(group)
+    free = sorted(group.donors, key=lambda seat: (group.donors[seat], seat))
+    busy = {joiner.donor for joiner in group.joiners.values()}
+    if few:  # nobody trains meanwhile
+        waiting_for = sum(joiner.stage is Stage.WAITING for joiner in group.joiners.values())
+        free = list(islice(cycle(free), waiting_for)) if free else []
+    else:
+        free = [seat for seat in free if seat not in busy]
+    for seat, joiner in group.joiners.items():
+        listens = not (few or joiner.waits or policy is None or not policy.backlog)
+        may = listens or few or now >= group.waits_again
+        if joiner.stage is Stage.WAITING and free and may:
+            group.transfers += 1
+            joiner.stage, joiner.donor, joiner.number = Stage.RECEIVING, free.pop(0), group.transfers
+            joiner.round = record.round + 1
+            joiner.listens = listens
+            if policy is not None and not listens:
+                joiner.delivery = Delivery(policy.state_seconds, policy.state_rate, few)
+            (listen if joiner.listens else expected).append(seat)
+    orders: list[RemoteOrder] = []
+    for seats, listens in ((expected, False), (listen, True)):
+        if seats:
+            group.unheeded.append(Unheeded(set(group.shards)))
+            numbers = tuple(group.joiners[seat].number for seat in seats)
+            orders.append(Expect(group.name, tuple(seats), record.round + 1, listens, numbers))
+    return orders
+
+
+def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
+    """Of the state at the boundary before round ``number``."""
+    return tuple(
+        joiner.transfer(seat)
+        for seat, joiner in group.joiners.items()
+        if joiner.stage is Stage.RECEIVING and joiner.round == number
+    )
+
+
+def deliver(group: Group, told: Iterable[Transfer], now: float, effects: Effects) -> None:
+    """Members are told to send their states: from now on the others wait for whom ``told`` says so of."""
+    for transfer in told:
+        delivery = group.joiners[transfer.joiner].delivery
+        who, donor = group.call(transfer.joiner), group.call(transfer.donor)
+        if delivery is None:
+            what = f"{donor} sends its state to {who}, and nobody waits for that"
+        else:
+            delivery.began = now
+            most = "" if delivery.endless else f", {delivery.seconds:g} s at most"
+            what = f"round {group.rounds} waits for {who}, to which {donor} sends its state{most}"
+        effects.log(f"group {group.name!r}: {what}")
+
+
+def state_comes(group: Group, report: StateComes, now: float) -> None:
+    """So much of its state has come to a learner."""
+    joiner = group.joiners.get(report.rank)
+    if joiner is None or joiner.delivery is None:
+        return
+    if (joiner.number, joiner.donor) == (report.number, report.donor):
+        joiner.delivery.comes(report.nbytes, now)
+
+
+def _waited_in_vain(group: Group, joiner: Joiner, now: float) -> None:
+    """The others waited for a learner, and it did not come to anything: for a while they wait for none."""
+    delivery = joiner.delivery
+    if delivery is None or delivery.began == math.inf:
+        return
+    recent = {name: found for name, found in group.in_vain.items() if found[1] + STATE_REST_SECONDS > now}
+    attempts, _ = recent.get(joiner.join.name, (0, 0.0))
+    group.in_vain = {**recent, joiner.join.name: (attempts + 1, now)}
+    group.waits_again = now + _REST * (now - delivery.began)
+    if joiner.donor in group.donors:
+        group.donors[joiner.donor] += 1  # it may have been its fault: others come first the next time
+
+
+def coming(group: Group) -> int:
+    """How many contribute to the next round, and are not members."""
+    return sum(
+        joiner.stage is Stage.ENTERED or (joiner.stage is Stage.RECEIVING and not joiner.listens)
+        for joiner in group.joiners.values()
+    )
+
+
+def too_few(group: Group) -> bool:
+    """Whether nobody trains until others have joined."""
+    return group.policy is None or len(group.members) + coming(group) < group.policy.minimum
+
+
+def awaits_state(group: Group, seats: Iterable[int]) -> bool:
+    """Whether one of ``seats`` is waited for while it gets the state: that is not being late."""
+    return any(seat in group.joiners and group.joiners[seat].stage is Stage.RECEIVING for seat in seats)
+
+
+def let_in(group: Group, number: int, epoch: Callable[[], int], effects: Effects) -> list[RemoteOrder]:
+    """Those who contribute to round ``number`` are members from now on, as it is over or what they gave may count."""
+    entered = {s: j for s, j in group.joiners.items() if j.entered and j.round <= number}
+    if not entered:
+        return []
+    for seat, joiner in entered.items():
+        del group.joiners[seat]
+        if joiner.serves:
+            group.donors[seat] = max(group.donors.values(), default=0)
+    seats = {seat: Seat(joiner.connection, joiner.join.name) for seat, joiner in entered.items()}
+    what = group.seat_in(seats, number, epoch())
+    announce(group, what, False, effects)
+    journal.members(group, what, effects)
+    return [Reseat(group.name, group.epoch, group.seats.present)]
+
+
+def waiting(group: Group) -> Iterable[Joiner]:
+    """Those who hear of each boundary, with which their patience begins anew."""
+    return [j for j in group.joiners.values() if j.stage not in (Stage.ADMITTED, Stage.WELCOME)]
+
+
+def enter(group: Group, number: int, effects: Effects) -> None:
+    """Tell those who have caught up that they contribute to round ``number``; it is written down first."""
+    told = [j for j in group.joiners.values() if j.stage is Stage.ENTERED and j.round == number and not j.entered]
+    for joiner in told:
+        joiner.entered = True
+        effects.send(joiner.connection, Entered(number))
+    if told:
+        journal.entered(group, effects)
+
+
+def fell_behind(group: Group, seat: int) -> list[RemoteOrder] | None:
+    """A joiner has not read what it was sent: it gets the state anew. None if it trains with that already."""
+    joiner = group.joiners[seat]
+    if joiner.stage is not Stage.RECEIVING:
+        return None
+    joiner.waits = True
+    return _excuse_all(group, lambda other: other is joiner)
+
+
+def hopeless(group: Group) -> Refusals:
+    """Joiners to whom nobody can send the state."""
+    found: Refusals = []
+    for joiner in waiting(group):
+        try:
+            check_can_serve(group, joiner.join.name)
+        except UsageError as error:
+            found += _without_blame([joiner], error)
+    return found
+
+
+# ── going ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lost_donor(group: Group, seat: int) -> list[RemoteOrder]:
+    """A member is gone: whoever was to have its state takes that of another one.
+
+    A joiner that listens may have all of the state by now, and train with it. It says so, or that it lacks some: the
+    others do not wait for it meanwhile. One that has yet to be told of its donor gets another one at once.
+    """
+    group.donors.pop(seat, None)
+    group.vacant[seat] = group.epoch
+    told = group.rounds if group.held is None else group.held.round
+    for joiner in group.joiners.values():
+        if joiner.donor == seat and joiner.listens and joiner.round <= told:
+            joiner.donor = -1
+    return _excuse_all(group, lambda joiner: joiner.donor == seat)
+
+
+def gone(group: Group, seat: int, reason: str, politely: bool, now: float, effects: Effects) -> list[RemoteOrder]:
+    """A joiner is gone. Nobody hears of it but its donor."""
+    _waited_in_vain(group, group.joiners[seat], now)
+    error = group.seats.departed(seat, politely, f"when it was about to join ({reason[:MAX_REASON]})")
+    if group.joiners.pop(seat).entered:
+        journal.entered(group, effects)
+    group.vacant[seat] = group.epoch
+    group.unheeded.append(Unheeded(set(group.shards)))
+    effects.log(f"group {group.name!r}: {error.message}", warning=not politely)
+    return [Depart(group.name, seat, error, group.epoch)]
+
+
+def bereft(group: Group) -> Refusals:
+    """All who wait to join, when the last member is gone."""
+    error = WorkerLostError(
+        f"the last member of group {group.name!r} is gone after {group.rounds} rounds, and with it the state: start "
+        f"again from a checkpoint"
+    )
+    return [(connection, error) for connection in group.connections]
+
+
+def disturbed(group: Group, all_of_them: bool = False) -> Refusals:
+    """Those who cannot go on when what is open is void, since a member has come back: they have to join again.
+
+    That is ``all_of_them`` if a data shard is lost, to which they were connected.
+    """
+    error = LeftOutError(
+        f"group {group.name!r} finds out who has what, as a member or a data shard was lost or has come back to it: "
+        f"whoever was about to join has to begin anew"
+    )
+    here = group.joiners.values() if all_of_them else [j for j in waiting(group) if j.stage is not Stage.WAITING]
+    return _without_blame([joiner for joiner in here if not joiner.entered], error)
+
+
+def _without_blame(joiners: Iterable[Joiner], error: GradServerError) -> Refusals:
+    """They have to go, and it is not because the others waited for them."""
+    found: Refusals = []
+    for joiner in joiners:
+        joiner.delivery = None
+        found.append((joiner.connection, error))
+    return found
+
+
+def overdue(group: Group, now: float) -> Refusals:
+    """Those whose patience has ended."""
+    found: Refusals = []
+    for applicant in group.queue:
+        if applicant.deadline <= now:
+            what = f"{applicant.join.name!r} waited {applicant.join.timeout:g} s for a seat: "
+            found.append((applicant.connection, JoinTimeoutError(what + _why_waits(group, applicant))))
+    for seat, joiner in group.joiners.items():
+        if joiner.deadline is None or joiner.deadline > now:
+            continue
+        if joiner.delivery is not None:
+            found.append((joiner.connection, _too_slow(group, seat, joiner.delivery, now)))
+        else:
+            what = (
+                f"to agree on a plan ({group.calls(group.members)})"
+                if joiner.plan is not None
+                else (f"to end round {group.rounds}, so that it can join ({group.calls(group.members)})")
+            )
+            error = DeadlineError(
+                f"{joiner.join.name!r} waited {joiner.join.timeout:g} s for the members of group {group.name!r} {what}",
+                missing=tuple(group.call(seat) for seat in group.members),
+                round=group.rounds,
+            )
+            found.append((joiner.connection, error))
+    return found
+
+
+def _too_slow(group: Group, seat: int, delivery: Delivery, now: float) -> DeadlineError:
+    """What to tell a learner whose state has not come in time."""
+    waited = now - delivery.began
+    why = delivery.why(now, group.call(group.joiners[seat].donor))
+    return DeadlineError(
+        f"group {group.name!r} waited {waited:.1f} s in round {group.rounds} for {group.call(seat)}, and goes on "
+        f"without it: {why}",
+        missing=(group.call(seat),),
+        round=group.rounds,
+    )

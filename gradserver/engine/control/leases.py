@@ -1,0 +1,211 @@
+"""What control does about data: what members ask of `gradserver.engine.lease_table`, and what a round uses up.
+
+event                                          what happens
+─────────────────────────────────────────────  ──────────────────────────────────────────────────────────────
+Register, Claim: rounds before it are over     Located, Claimed; what was handed out is written down first
+… they are not                                 it waits until they are
+… of other data than the others'               Failure, of scope DATA
+Used                                           noted
+a round is complete at all shards              it is over: what was used in it is committed, and written down
+… and Used of somebody who counted is on its   it is over when that has come, or its sender is gone
+  way, as it came by shards elsewhere
+a member departs                               what it held is for the others
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gradserver.engine.control import journal, turns
+from gradserver.engine.control.group import Group, check_name
+from gradserver.engine.control.quota import counted_ranges, used_ranges
+from gradserver.engine.data_records import Claim as HandedOut, Order
+from gradserver.engine.effects import Effects
+from gradserver.engine.records import RoundRecord
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
+    DisagreementError,
+    LimitExceededError,
+    MalformedMessageError,
+    OutOfStepError,
+    QuotaExceededError,
+    UnexpectedMessageError,
+)
+from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.limits import MAX_DATA, MAX_NAME_BYTES
+from gradserver.protocol.messages import Failure, Scope
+from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.ranges import Ranges, pack, unpack
+
+Question = Register | Claim
+
+
+def receive(group: Group, seat: int, message: Question | Used, payloads: Sequence[Buffer], effects: Effects) -> None:
+    """Take a message about data."""
+    ranges = unpack(payloads[0]) if payloads else ()
+    # what is asked of data may be of the next round, if the present one was pushed
+    group.check_round(message.round - (not isinstance(message, Used)), type(message).__name__)
+    if isinstance(message, Used):
+        _check_quota(group, seat, message, used_ranges(ranges))
+        journal.used(group, ranges, effects)
+        group.positions.used(message.name, message.epoch, seat, message.round, ranges, group.rounds)
+        _write(group, effects)
+        _settle(group, effects)
+        return
+    if group.asked.get((message.name, seat)) == (message, ranges):
+        return  # the same again, on a new connection
+    _check(group, seat, message, ranges)
+    if message.round > group.rounds:
+        group.asked[message.name, seat] = message, ranges
+    else:
+        _answer(group, seat, message, ranges, effects)
+
+
+def _check(group: Group, seat: int, message: Question, ranges: Ranges) -> None:
+    """Refuse what no correct client asks."""
+    check_name("the data's name", message.name, MAX_NAME_BYTES)
+    if (message.name, seat) in group.asked:
+        raise UnexpectedMessageError(f"{group.call(seat)} asks of data {message.name!r} before it has its last answer")
+    if sum(asker == seat for _, asker in group.asked) >= MAX_DATA:
+        raise LimitExceededError(f"{group.call(seat)} asks of more than {MAX_DATA} kinds of data at once")
+    if isinstance(message, Claim):
+        group.positions.use(message.name)
+        if group.plan is None:
+            raise UnexpectedMessageError(f"{group.call(seat)} claims data {message.name!r} in a group without a plan")
+    elif ranges and ranges[-1][1] > message.length:
+        raise MalformedMessageError(f"used ranges of data {message.name!r} that has {message.length} samples")
+
+
+def _answer(group: Group, seat: int, message: Question, ranges: Ranges, effects: Effects) -> None:
+    connection = group.connection_of(seat)
+    try:
+        if isinstance(message, Register):
+            located, used = _register(group, seat, message, ranges, effects)
+            effects.send(connection, located, (pack(used),))
+        else:
+            claimed, got = _claim(group, seat, message, effects)
+            effects.send(connection, claimed, (pack(got),))
+    except (DisagreementError, OutOfStepError, LimitExceededError, QuotaExceededError) as error:
+        failure = Failure.of(error, Scope.DATA)
+        effects.send(connection, replace(failure, fields={**failure.fields, "data": message.name}))
+
+
+def _register(group: Group, seat: int, message: Register, done: Ranges, effects: Effects) -> tuple[Located, Ranges]:
+    new = message.name not in group.positions.uses
+    order = Order(message.length, message.seed, message.shuffle)
+    if new:
+        _check_quota(group, seat, message, counted_ranges(len(done) + 1))
+    use = group.positions.register(message.name, order, message.epoch, done, group.call(seat))
+    if new:
+        journal.registered(group, use, effects)
+    return Located(use.name, use.epoch), use.done
+
+
+def _claim(group: Group, seat: int, message: Claim, effects: Effects) -> tuple[Claimed, Ranges]:
+    use = group.positions.use(message.name)
+    epoch = use.epoch
+    _check_quota(group, seat, message, counted_ranges(use.claimable(seat, message.number, message.count)))
+    number, found, ranges = use.claim(seat, message.number, message.epoch, message.count)
+    if message.count:
+        group.positions.users.setdefault((use.name, seat), message.round)
+    if ranges or use.epoch != epoch:
+        journal.claimed(group, HandedOut(group.name, use.name, seat, number, found, ranges), effects)
+    return Claimed(use.name, number, found, found < use.epoch or use.finished), ranges
+
+
+def _check_quota(group: Group, seat: int, message: Question | Used, nbytes: int) -> None:
+    """QuotaExceededError if the group's journal quota is used up, and ``message`` would have more written than is free.
+
+    Of what is given back all that is known of the data is written.
+    """
+    if not group.account.is_used_up:
+        return
+    use = group.positions.uses.get(message.name)
+    if isinstance(message, Used) and use is not None:
+        nbytes += counted_ranges(use.pieces, 1 + len(use.answers))
+    if nbytes:
+        group.account.check(f"a {type(message).__name__} of many ranges of data {message.name!r} by {group.call(seat)}")
+
+
+def completed(group: Group, record: RoundRecord, adopted: bool, effects: Effects) -> None:
+    """All shards are done with a round. One that was ``adopted`` may be written down already, as it was done before."""
+    if adopted and _is_written(group, record):
+        _told(group, record, True, effects)
+        return
+    group.unsettled.append(record)
+    _settle(group, effects)
+
+
+def departed(group: Group, seat: int, effects: Effects) -> None:
+    """``seat`` is vacant."""
+    group.positions.depart(seat)
+    for key in [key for key in group.asked if key[1] == seat]:
+        del group.asked[key]
+    _settle(group, effects)
+
+
+def not_counted(group: Group, seat: int, number: int, keep: bool, effects: Effects) -> None:
+    """Round ``number`` closes without ``seat``, which is late. ``keep``: what it gave will count later."""
+    group.positions.not_counted(seat, number, keep)
+    _write(group, effects)
+
+
+def _write(group: Group, effects: Effects) -> None:
+    for use in group.positions.unwritten():
+        journal.registered(group, use, effects)
+
+
+def _settle(group: Group, effects: Effects) -> None:
+    """Rounds are over, in their order, when all who counted have said what they used."""
+    while group.unsettled:
+        record = group.unsettled[0]
+        counted = [seat for seat in group.contributors if record.weights[seat] > 0] if group.shards else ()
+        if group.positions.awaits(record.round, counted):
+            return
+        group.unsettled.popleft()
+        _over(group, record, effects)
+
+
+def _over(group: Group, record: RoundRecord, effects: Effects) -> None:
+    weights = dict(enumerate(record.weights))
+    used_up = group.positions.commit(record.round, group.contributors, weights, _partly(group, record))
+    again = group.told[0] >= record.round
+    journal.completed(group, record, used_up, effects)
+    _told(group, record, again, effects)
+
+
+def _told(group: Group, record: RoundRecord, again: bool, effects: Effects) -> None:
+    group.rounds = record.round + 1
+    turns.over(group)
+    if group.policy is not None:
+        group.held, group.held_again = record, again  # until all shards know who takes part in the next one
+    for (name, seat), (message, ranges) in list(group.asked.items()):
+        if message.round <= group.rounds:
+            del group.asked[name, seat]
+            _answer(group, seat, message, ranges, effects)
+
+
+def _is_written(group: Group, record: RoundRecord) -> bool:
+    """Whether those counted who are written down. Not if some results were lost, and made again without somebody."""
+    last = group.ledger[-1] if group.ledger else None
+    if last is None or last.round != record.round:
+        return False
+    weights = {seat: weight for seat, weight in enumerate(record.weights) if weight}
+    before = {seat: weight for seat, weight in enumerate(last.weights) if weight}
+    return weights == before and _partly(group, record) == _partly(group, last)
+
+
+def _partly(group: Group, record: RoundRecord) -> dict[int, set[tuple[int, int]]]:
+    """Who gave some slices of the round only: of which buckets how many."""
+    if not record.cut or group.plan is None:
+        return {}
+    given: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for seat, part, slices in record.cut:
+        given[seat].add((part, slices))
+    section = group.plan.section(record.section)
+    keys = (ExchangeKey(Stream.BUCKET, record.round, part) for part in (section.parts if section is not None else ()))
+    shares = (group.table.share(key, group.plan.buckets[key.part].operation) for key in keys)
+    whole = sum(share.layout.count for share in shares)
+    return {seat: found for seat, found in given.items() if sum(slices for _, slices in found) < whole}

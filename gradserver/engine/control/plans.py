@@ -1,0 +1,175 @@
+"""What control does about the plans that members propose: agree on one, or say why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from gradserver.engine.control import journal, learners
+from gradserver.engine.control.group import Group, Proposal
+from gradserver.engine.control.registry import Registry
+from gradserver.engine.control.welcome import tell_agreed
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import SetPlan
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
+    DeadlineError,
+    GradServerError,
+    InvalidArgumentError,
+    LimitExceededError,
+    MalformedMessageError,
+    PlanMismatchError,
+    QuotaExceededError,
+    UnexpectedMessageError,
+)
+from gradserver.protocol.limits import MAX_FRAME_BYTES
+from gradserver.protocol.messages import Failure, Propose, Scope
+from gradserver.protocol.plan import Plan, decode_plan, extend, first_difference
+
+_HOW: Final = {False: "a plan in place of all others", True: "a plan beside those that there are"}
+
+
+def propose(
+    registry: Registry, group: Group, seat: int, message: Propose, data: Buffer, now: float, effects: Effects
+) -> None:
+    """A member, or who joins, has made its plan."""
+    if seat in group.joiners:
+        learners.propose(group, seat, _plan_of(message, data), bool(message.beside), now, effects)
+        return
+    if group.broken is not None:
+        _fail(group, seat, group.broken, effects)
+        return
+    if seat in group.proposals:
+        raise UnexpectedMessageError(f"{group.call(seat)} proposed a second plan before the first was settled")
+    group.check_round(message.round, "Propose")
+    plan, here = _plan_of(message, data), group.plan
+    if seat in group.unaware and here is not None and plan.hash == here.alone(here.each[-1]).hash:
+        group.unaware.discard(seat)
+        tell_agreed(group.members[seat].connection, here, here.each[-1], group.planned, effects)
+        return
+    if message.beside and (here is None or here.hash != message.beside):
+        raise UnexpectedMessageError(f"{group.call(seat)} proposed a section of a plan that is not the group's")
+    group.proposals[seat] = Proposal(plan, now, message.round, bool(message.beside), frozenset(message.dropped))
+    settle(registry, group, effects)
+
+
+def _plan_of(message: Propose, data: Buffer) -> Plan:
+    plan = decode_plan(memoryview(data))
+    if plan.hash != message.hash:
+        raise MalformedMessageError(f"a plan whose hash is {plan.hash}, announced as {message.hash[:64]}")
+    return plan
+
+
+def settle(registry: Registry, group: Group, effects: Effects) -> None:
+    """Agree on a plan, if all who are there have proposed one, and the same.
+
+    Joiners that had agreed to the plan before are `gradserver.engine.control.learners.outdated` then.
+    """
+    if not 0 < len(group.proposals) == len(group.members) or group.unconfirmed or group.recovering:
+        return
+    votes = Counter((proposal.plan.hash, proposal.beside) for proposal in group.proposals.values())
+    leading = max(votes.values())
+    reference = min(rank for rank, p in group.proposals.items() if votes[p.plan.hash, p.beside] == leading)
+    if len(votes) > 1:
+        _reject_minority(group, reference, effects)
+        return
+    if group.shards:
+        # A round may be over for its members, and not for us yet: what other shards report takes its time.
+        group.rounds = max(group.rounds, *(proposal.round for proposal in group.proposals.values()))
+    try:
+        plan = _whole(group, group.proposals[reference])
+    except (InvalidArgumentError, LimitExceededError) as error:
+        fail_all(group, InvalidArgumentError(f"all modules of group {group.name!r} together: {error.message}"), effects)
+        return
+    try:
+        group.account.check(f"a plan of {len(plan.encoded)} bytes")
+    except QuotaExceededError as error:
+        fail_all(group, error, effects)
+        effects.log(error.message, warning=True)
+        return
+    if group.shards:
+        group.proposed, group.unconfirmed = plan, set(group.shards)
+    else:
+        _agree(group, plan, effects)
+    registry.order(group, SetPlan(group.name, plan, group.rounds), effects)
+
+
+def _whole(group: Group, proposal: Proposal) -> Plan:
+    """The plan that all members want: without the sections that are of no use to any of them."""
+    if not proposal.beside:
+        return proposal.plan
+    dropped = frozenset.intersection(*(one.dropped for one in group.proposals.values()))
+    plan = extend(group.plan, group.planned, proposal.plan, dropped, group.rounds)
+    if len(plan.encoded) > MAX_FRAME_BYTES:
+        raise LimitExceededError(f"a plan of {len(plan.encoded)} bytes, the limit is {MAX_FRAME_BYTES}")
+    return plan
+
+
+def _agree(group: Group, plan: Plan, effects: Effects) -> None:
+    """Rounds are this plan's from now on: tell everybody."""
+    journal.planned(group, plan, effects)
+    group.plan, group.planned = plan, group.rounds
+    group.proposals.clear()
+    group.unaware.clear()
+    group.partial.clear()
+    group.table.set_plan(plan)
+    group.busy_shards = group.table.busy(plan)
+    for seat in group.members.values():
+        tell_agreed(seat.connection, plan, plan.each[-1], group.rounds, effects)
+    effects.log(f"group {group.name!r}: plan of {plan.size}")
+    learners.compare_plans(group, effects)
+
+
+def confirm(group: Group, source: int, digest: str, effects: Effects) -> None:
+    """A shard elsewhere knows the plan. Members may push to it when all do."""
+    plan = group.proposed if group.proposals else None
+    if plan is None or plan.hash != digest or source not in group.unconfirmed:
+        return
+    group.unconfirmed.discard(source)
+    if not group.unconfirmed:
+        _agree(group, plan, effects)
+
+
+def _reject_minority(group: Group, reference: int, effects: Effects) -> None:
+    """Tell those who differ from most (a tie goes to the lowest rank); the others' proposals stand."""
+    most = group.proposals[reference]
+    for rank, proposal in sorted(group.proposals.items()):
+        difference = first_difference(most.plan, proposal.plan)
+        if difference is None and proposal.beside != most.beside:
+            difference = _HOW[most.beside], _HOW[proposal.beside]
+        if difference is None:
+            continue
+        theirs, own = difference
+        error = PlanMismatchError(
+            f"the plans of group {group.name!r} differ, first here: {group.call(reference)} has {theirs}; "
+            f"{group.call(rank)} has {own}. Every worker must wrap the same module in the same way"
+        )
+        _fail(group, rank, error, effects)
+        del group.proposals[rank]
+        effects.log(error.message, warning=True)
+
+
+def fail_all(group: Group, error: GradServerError, effects: Effects) -> None:
+    """Nothing comes of any proposal."""
+    for rank in group.proposals:
+        _fail(group, rank, error, effects)
+    group.proposals.clear()
+    group.unconfirmed.clear()
+
+
+def _fail(group: Group, rank: int, error: GradServerError, effects: Effects) -> None:
+    """Tell ``rank`` that nothing comes of what it has proposed."""
+    effects.send(group.members[rank].connection, Failure.of(error, Scope.PROPOSAL))
+
+
+def overdue(group: Group, now: float, effects: Effects) -> None:
+    """Tell those who have proposed, and waited too long, who did not."""
+    if all(proposal.since + group.round_timeout > now for proposal in group.proposals.values()):
+        return
+    missing = [rank for rank in group.members if rank not in group.proposals]
+    what = f"{group.calls(missing)} to propose one" if missing else "its data shards to confirm it"
+    error = DeadlineError(
+        f"the plan of group {group.name!r} waited {group.round_timeout:g} s for {what}",
+        missing=tuple(group.call(rank) for rank in missing),
+    )
+    fail_all(group, error, effects)

@@ -1,0 +1,105 @@
+"""What control does about a durable group whose members find out who holds what: its books are opened.
+
+    group       event                                   next        what happens
+    ──────────  ──────────────────────────────────────  ──────────  ──────────────────────────────────────────────────
+    (none)      Restored                                SUSPENDED   all its members are away
+    SERVING     the last of those attached is away      SUSPENDED
+    SUSPENDED   Resume                                  RECOVERING  data is to find out who holds what
+    SERVING     Resume                                  RECOVERING  the same, and Resumed to everybody
+    RECOVERING  Resume                                  RECOVERING  Resumed to it
+    RECOVERING  data reports CaughtUp                   RECOVERING  RoundDone to whom it lacks; Proceed
+    RECOVERING  data reports Recovered                  SERVING     members go on
+    any         the last member departs                 (none)
+
+SERVING stands for the states of the tables of `machine` and `rounds`. `gradserver.engine.data.recovery` has the rest.
+"""
+
+from __future__ import annotations
+
+from gradserver.engine.control import journal, learners
+from gradserver.engine.control.group import Group
+from gradserver.engine.control.registry import Registry
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import CaughtUp, Proceed, Recover, Recovered
+from gradserver.protocol.errors import UnexpectedMessageError
+from gradserver.protocol.messages import RoundDone
+from gradserver.protocol.resuming import Resumed
+
+
+def let_in(registry: Registry, group: Group, effects: Effects) -> None:
+    """When books are opened, who contributes counts as a member: what it gave may be in results that some hold."""
+    registry.order_all(group, learners.let_in(group, group.rounds, registry.next_epoch, effects), effects)
+
+
+def open_books(registry: Registry, group: Group, version: int, now: float, effects: Effects) -> Recover:
+    """Have everybody who is here say what he holds. ``version`` is a new number, for what is found out of that."""
+    group.recovering, group.version = True, version
+    group.founded = version  # what shards have reported so far, and what we have heard of it, is void
+    group.paused = group.held = None  # if a round is complete, data says so once more
+    group.made = -1
+    for void in (group.partial, group.caught_up, group.standing, group.unconfirmed):
+        void.clear()
+    for order in group.unheeded:
+        order.waiting.clear()  # members hear of it now, and push only when shards have come to this
+    here = [seat for seat in group.members if seat not in group.away]
+    if here:
+        until = now + (group.policy.missing if group.policy is not None else 0.0)
+        group.away = {other: min(at, until) for other, at in group.away.items()}
+    resumed = Resumed(registry.incarnation, version, group.urls)
+    for seat in here:
+        effects.send(group.members[seat].connection, resumed)
+    own = group.latest + 1 if group.uncertain else group.own
+    return Recover(group.name, version, group.due, group.latest, own)
+
+
+def open_for_shards(registry: Registry, group: Group, now: float, effects: Effects) -> None:
+    """In a group with shards elsewhere: what they find out is of one membership, and of shards that are there."""
+    if group.lacking or not group.recovering or not group.shards or group.broken is not None:
+        return
+    order = open_books(registry, group, registry.next_epoch(), now, effects)
+    registry.order_all(group, [order], effects)
+
+
+def caught_up(registry: Registry, group: Group, report: CaughtUp, source: int, effects: Effects) -> None:
+    """Some have all of a round, and have yet to hear that it is over: when all shards say so."""
+    _check(group, report)
+    group.caught_up.add(source)
+    if len(group.caught_up) <= len(group.shards):
+        return
+    number = report.round - 1
+    epoch = group.told[1] if group.told[0] == number else group.epoch
+    group.rounds = report.round
+    here = [seat for seat in report.seats if seat in group.members]
+    for seat in here:
+        effects.send(group.members[seat].connection, RoundDone(number, epoch))
+    registry.order(group, Proceed(group.name), effects)
+
+
+def recovered(group: Group, report: Recovered, source: int, effects: Effects) -> None:
+    """Everybody goes on, as soon as all shards do.
+
+    The first shard to say so tells the round. Where one has no slices, later rounds may be over before it says so.
+    """
+    if not group.standing:
+        _check(group, report)
+        group.rounds = report.round
+    group.standing.add(source)
+    if len(group.standing) <= len(group.shards):
+        return
+    if group.uncertain:
+        group.own = group.rounds + 1
+    group.recovering = group.uncertain = False
+    if group.owed_nothing:
+        group.owed_nothing = False
+        journal.reset(group, effects)
+        what = "what lossy codecs had kept back at the coordinator was lost: residuals reset"
+        effects.log(f"group {group.name!r}: {what}", warning=True)
+    effects.log(f"group {group.name!r}: {len(group.members)} workers go on with round {group.rounds}")
+
+
+def _check(group: Group, report: CaughtUp | Recovered) -> None:
+    """A data shard elsewhere cannot have found a round that no member may speak of."""
+    what = type(report).__name__
+    group.check_round(report.round, what)
+    if report.round < group.rounds - 1:
+        raise UnexpectedMessageError(f"a {what} of round {report.round} in group {group.name!r}, in {group.rounds}")

@@ -1,0 +1,181 @@
+"""What control knows: groups, who is in them, and data shards; and how its orders reach all data halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from gradserver.engine.control.access import OPEN, Access
+from gradserver.engine.control.group import Group, check_world
+from gradserver.engine.control.quota import Quotas
+from gradserver.engine.control.rounds import go_on
+from gradserver.engine.control.shards import Roster
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import OpenGroup, RemoteOrder, Seat
+from gradserver.engine.orders import encode_order
+from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.protocol.errors import InvalidArgumentError, UnexpectedMessageError
+from gradserver.protocol.limits import BACKLOG_BYTES, MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS
+from gradserver.protocol.messages import Ordered
+
+HERE: Final = 0
+"""Where the coordinator's own data half reports from; connections have larger numbers."""
+
+
+class Registry:
+    """All that control keeps, and what it was started with.
+
+    Args:
+        worlds: of groups whose size the coordinator was told: that, or the policy of an elastic one. `OTHERS` stands
+            for all that are not named.
+        credit: bytes that one worker may have in flight.
+        entropy: gives text that nobody can guess; without it no data shards are taken.
+        rate: of this process's link in Gbit/s; None if nobody said.
+        digests: whether data halves hash what they sum.
+        incarnation: how often a coordinator has begun where this one writes its records; 0 if nobody keeps them.
+        runs: whether the process that has a presence is known to run.
+        access: which groups strangers may found, and whose data shards are taken.
+        round_timeout: seconds that an exchange waits for a member that is alive; None for the members' own timeout.
+        nonfinite: what becomes of gradients that are not finite, in groups that are founded here.
+        quota: bytes of the journal that members of one group may fill in an hour; 0 for no limit.
+
+    Attributes:
+        groups: by name.
+        places: the group that each connection has joined, as applicant, joiner or member.
+        roster: the data shards that have enlisted.
+        quotas: what groups may have written down.
+    """
+
+    def __init__(
+        self,
+        worlds: Mapping[str, int | Policy],
+        credit: int,
+        entropy: Callable[[], str] | None,
+        rate: float | None,
+        digests: bool,
+        incarnation: int,
+        runs: Callable[[str], bool],
+        access: Access = OPEN,
+        round_timeout: float | None = None,
+        nonfinite: OnNonFinite = OnNonFinite.HALT,
+        quota: int = 0,
+    ) -> None:
+        if credit < MIN_CREDIT_BYTES:
+            raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
+        for name, world in worlds.items():
+            if not isinstance(world, Policy):
+                check_world(world, f"group {name!r}")
+        self.groups: dict[str, Group] = {}
+        self.places: dict[int, str] = {}
+        self.quotas = Quotas(quota, {*(worlds.keys() - {OTHERS}), *(access.groups or ())})
+        self.roster = Roster(entropy, rate, access)
+        self.access = access
+        self.nonfinite = nonfinite
+        self.worlds = dict(worlds)
+        self.credit = credit
+        self.incarnation = incarnation
+        self.runs = runs
+        self.round_timeout = round_timeout
+        self._digests = digests
+        self._epochs = 0
+        self._written = -MAX_UNWRITTEN_EPOCHS
+        """The highest epoch on record when this coordinator began, if another one had been here before."""
+
+    @property
+    def now(self) -> float:
+        """The time of what is being dealt with."""
+        return self.quotas.now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self.quotas.now = now
+
+    # ── who is where ──────────────────────────────────────────────────────────────────────────────────
+
+    def group_of(self, connection: int) -> Group | None:
+        """The group that somebody has joined; None if there is none."""
+        return self.groups.get(self.places.get(connection, ""))
+
+    def seat(self, connection: int) -> tuple[Group, int]:
+        """Where a member sits, or who joins a running group."""
+        group = self.group_of(connection)
+        if group is not None and (seat := group.seat_of(connection)) >= 0:
+            return group, seat
+        raise UnexpectedMessageError("this message is for members of a group: join first")
+
+    def check_free(self, connection: int) -> None:
+        """UnexpectedMessageError if somebody has joined a group already, or is a data shard."""
+        if connection in self.places:
+            raise UnexpectedMessageError(f"this connection already joined group {self.places[connection]!r}")
+        if connection in self.roster.shards:
+            raise UnexpectedMessageError("this connection is a data shard's, which joins no group")
+
+    def next_epoch(self) -> int:
+        """The number of a new membership, or of an opening of books."""
+        self._epochs += 1
+        return self._epochs
+
+    def restored(self, epoch: int) -> None:
+        """``epoch`` is the highest that is written down of those which another coordinator has given."""
+        self._epochs = self._written = epoch
+
+    def skip_to(self, epoch: int) -> None:
+        """A member says that ``epoch`` was given before, by another coordinator: go on behind it.
+
+        Raises:
+            UnexpectedMessageError: that cannot be.
+        """
+        most = max(self._epochs, self._written + MAX_UNWRITTEN_EPOCHS)
+        if epoch > most:
+            raise UnexpectedMessageError(f"a Resume of epoch {epoch}, where {most} is the latest that can have begun")
+        self._epochs = max(self._epochs, epoch)
+
+    def told(self, name: str) -> int | Policy:
+        """What the coordinator was told of the size of a group; 0 if nothing."""
+        return self.worlds.get(name, self.worlds.get(OTHERS, 0))
+
+    # ── orders ────────────────────────────────────────────────────────────────────────────────────────
+
+    def opening(self, group: Group, seats: tuple[Seat, ...], tokens: tuple[str, ...], shard: int = 0) -> OpenGroup:
+        """What a data half hears first of a group. ``shard`` is its place there; members show ``tokens``."""
+        policy = group.policy
+        return OpenGroup(
+            group.name,
+            group.founded,
+            seats,
+            self.credit,
+            group.round_timeout,
+            rates=group.table.rates,
+            shard=shard,
+            tokens=tokens,
+            elastic=policy is not None,
+            digests=self._digests,
+            backlog=BACKLOG_BYTES if policy is None else policy.backlog,
+            lateness=None if policy is None or group.secret else policy.lateness,  # a durable one waits for all
+            durable=bool(group.secret),
+            nonfinite=group.nonfinite,
+        )
+
+    def order(self, group: Group, order: RemoteOrder, effects: Effects, but: int | None = None) -> None:
+        """Have all data halves of ``group`` obey ``order``, those elsewhere and the one `HERE`, ``but`` one of them."""
+        for connection in group.shards:
+            if connection != but and connection in self.roster.shards:
+                effects.send(connection, Ordered(), (encode_order(order),))
+        if but != HERE:
+            effects.order(order)
+
+    def order_all(self, group: Group, orders: Sequence[RemoteOrder], effects: Effects) -> None:
+        """Have ``orders`` concerning the membership carried out, and whatever may follow when shards go by them."""
+        orders = [*orders, *go_on(group, self.next_epoch, self.credit, self.incarnation, self.now, effects)]
+        for order in orders:
+            self.order(group, order, effects)
+
+    # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
+
+    def validate(self) -> None:
+        """Raise AssertionError if an invariant does not hold."""
+        for name, group in self.groups.items():
+            for connection in group.validate():
+                assert self.places[connection] == name, f"{connection} is in two groups"
+        seated = sum(len(group.connections) for group in self.groups.values())
+        assert seated == len(self.places), "a connection without a place"

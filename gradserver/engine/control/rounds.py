@@ -1,0 +1,176 @@
+"""What control does about an elastic group, which goes on when members leave or are lost.
+
+What differs from the table in `gradserver.engine.control.machine`:
+
+    state     event                                   next      what happens
+    ────────  ──────────────────────────────────────  ────────  ─────────────────────────────────────────────
+    FORMING   Join, the minimum is not there yet      FORMING   the applicant waits
+    FORMING   Join, the minimum is there              FORMING   more are waited for, until the gathering is over
+    FORMING   … and the maximum, or all they ask for  ACTIVE    a new epoch; Welcome to everybody
+    FORMING   the gathering is over                   ACTIVE    the same
+    ACTIVE    a member leaves, is lost or left out    ACTIVE    a new epoch: data cuts it off
+    ACTIVE    all shards have done so                 ACTIVE    Membership to everybody
+    ACTIVE    a round is complete at all shards       ACTIVE    RoundDone to everybody: the epoch is in force
+    ACTIVE    … and a shard has yet to cut somebody   ACTIVE    RoundDone when it has
+    ACTIVE    … and fewer than the minimum are left   PAUSED    RoundDone is held back
+    PAUSED    enough can contribute, with joiners     ACTIVE    RoundDone
+    ACTIVE    a shard says who is late for a round    ACTIVE    if the policy lets them go: CutRound to all shards
+    PAUSED    the group's timeout                     (none)    DeadlineError to everybody
+    PAUSED    the last member leaves or is lost       (none)
+
+`gradserver.engine.control.sessions` deals with members of a durable group whose connection breaks, and
+`gradserver.engine.control.learners` with workers that join.
+
+A member's rank, world size and epoch change at RoundDone, or when a collective fails because of a departure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradserver.engine.control import journal, learners, leases
+from gradserver.engine.control.group import MAX_REASON, Group, announce
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import CutRound, Depart, Late, RemoteOrder
+from gradserver.engine.records import RoundRecord
+from gradserver.protocol.errors import LeftOutError
+from gradserver.protocol.limits import MIB
+from gradserver.protocol.messages import RoundDone
+
+
+def may_begin(group: Group, now: float) -> bool:
+    """Whether a forming group has all that it waits for."""
+    policy, count = group.policy, len(group.applicants)
+    if policy is None:
+        return count == group.world
+    if count < policy.minimum:
+        return False
+    wishes = [applicant.join.world_size for applicant in group.applicants]
+    if count == policy.maximum or (all(wishes) and count >= max(wishes)):
+        return True
+    if group.opens is None:
+        group.opens = now + policy.gather
+    group.opens = min(group.opens, *(applicant.deadline for applicant in group.applicants))
+    return group.opens <= now
+
+
+def depart(
+    group: Group,
+    seat: int,
+    reason: str,
+    politely: bool,
+    ended: bool,
+    number: Callable[[], int],
+    effects: Effects,
+) -> tuple[Depart, list[RemoteOrder]]:
+    """``seat`` is vacant, and ``reason`` says why: the others go on, as a new epoch. What else is to be ordered."""
+    error = group.seats.departed(seat, politely, f"in round {group.rounds} ({reason[:MAX_REASON]})")
+    group.seats.depart(seat)
+    group.epoch = number()
+    announce(group, f"{error.message}; {_count(len(group.members))} on", not politely, effects)
+    return Depart(group.name, seat, error, group.epoch, ended), learners.lost_donor(group, seat)
+
+
+def heeded(group: Group, shard: int) -> None:
+    """A shard elsewhere goes by the first order of those that it had not heeded yet."""
+    for order in group.unheeded:
+        if shard in order.waiting:
+            order.waiting.discard(shard)
+            return
+
+
+def go_on(
+    group: Group, number: Callable[[], int], credit: int, incarnation: int, now: float, effects: Effects
+) -> list[RemoteOrder]:
+    """Tell members and joiners of what all shards know, and end a round that waited for that.
+
+    A member that goes by an epoch may thus say so to any shard.
+    """
+    while group.unheeded and not group.unheeded[0].waiting:
+        order = group.unheeded.popleft()
+        if (news := order.news) is not None:  # whoever has joined since then was not a member in that membership
+            for seat, member in group.members.items():
+                if seat in news.seats:
+                    effects.send(member.connection, news)
+        learners.welcome(group, order.seat, credit, incarnation, effects)
+    if group.held is None or group.unheeded:
+        return []
+    record = group.held
+    orders = learners.let_in(group, record.round, number, effects) or _expect(group, record, now)
+    if orders:
+        return orders + go_on(group, number, credit, incarnation, now, effects)
+    _end_round(group, record, now, effects)
+    return []
+
+
+def _expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
+    """Have joiners take part in the next round, unless a member may have begun that round without them.
+
+    A member has begun it if it heard that the round is over, before results were lost and the round was done again.
+    """
+    if group.held_again and not learners.too_few(group):
+        return []
+    return learners.expect(group, record, now)
+
+
+def _end_round(group: Group, record: RoundRecord, now: float, effects: Effects) -> None:
+    """A round is complete: the next one may begin, with whoever is there, if they are enough."""
+    group.late.pop(record.round, None)
+    least, count = group.policy.minimum if group.policy else 0, len(group.members) + learners.coming(group)
+    if count < least:
+        if group.paused is None:
+            group.paused = record.completed
+            effects.log(
+                f"waiting for workers: group {group.name!r} has {count}, at least {least} are needed", warning=True
+            )
+        return
+    group.held = group.paused = None
+    journal.boundary(group, record.round, effects)
+    while group.news and group.news[0].epoch < group.epoch:
+        group.news.popleft()
+    learners.enter(group, record.round + 1, effects)
+    done = RoundDone(record.round, group.epoch, learners.transfers(group, record.round + 1))
+    learners.deliver(group, done.transfers, now, effects)
+    for member in group.members.values():
+        effects.send(member.connection, done)
+    for joiner in learners.waiting(group):
+        joiner.since = record.completed
+        effects.send(joiner.connection, done)
+
+
+def close_round(group: Group, late: Late, effects: Effects) -> CutRound | None:
+    """Decide that a round is closed without those who are late, as many as the policy lets go; None if it is not."""
+    there = {*group.contributors}
+    who = [seat for seat in late.seats if seat in there]
+    if late.round != group.rounds or not who or learners.awaits_state(group, late.seats):
+        return None
+    lateness = group.policy.lateness if group.policy is not None else None
+    if lateness is None:
+        text = f"round {late.round} of group {group.name!r} waits for {group.calls(who)} {late.why}"
+        effects.log(text, warning=True)
+        return None
+    gone = group.late.setdefault(late.round, set())
+    count = len(group.members) + learners.coming(group)
+    spared = count - lateness.needed(count) - len(gone & there)
+    who = [seat for seat in who if seat not in gone][: max(spared, 0)]
+    if not who:
+        return None
+    gone.update(who)
+    text = f"round {late.round} of group {group.name!r} closed without {group.calls(who)} {late.why}"
+    journal.cut(group, late.round, who, text, effects)
+    if late.tell:
+        effects.log(text, warning=True)
+    for seat in who:
+        leases.not_counted(group, seat, late.round, group.late_are == "keep", effects)
+    return CutRound(group.name, late.round, tuple(who))
+
+
+def behind(group: Group, seat: int, number: int) -> LeftOutError:
+    """What to tell a member that has left too much unread."""
+    size = (group.policy.backlog if group.policy is not None else 0) / MIB
+    what = f"more than {size:g} MiB of results, of rounds that closed without it, wait to be read (--backlog)"
+    return group.seats.left_out(seat, f"group {group.name!r} in round {number}: {what}")
+
+
+def _count(workers: int) -> str:
+    return "1 worker goes" if workers == 1 else f"{workers} workers go"

@@ -1,0 +1,230 @@
+"""What control does about members of a durable group that are away, and come back.
+
+A member whose connection broke may come back on a new one, also to a coordinator that was started anew and knows its
+groups from records (`gradserver.engine.control.restore`). It shows the token that its Welcome brought.
+
+    member    event                                     next      what happens
+    ────────  ────────────────────────────────────────  ────────  ────────────────────────────────────────────────────
+    ATTACHED  its connection broke                      AWAY      it is still needed: nobody goes on without it …
+    AWAY      … for half of `dead_after`                gone      … and then it departs
+    AWAY      … as nobody is left                       AWAY      all have `reconnect` seconds
+    AWAY      … and somebody comes back                 AWAY      the others have `missing` seconds from then on
+    AWAY      … and its process runs, but is busy       AWAY      it is waited for, for as long as the round timeout
+    AWAY      Resume                                    ATTACHED  Resumed
+    ATTACHED  Resume, on another connection             ATTACHED  the same; the old connection is closed
+    ATTACHED  Leave, or a violation                     gone      it departs
+    gone      Resume                                    gone      refused with LeftOutError
+
+`gradserver.engine.control.recovery` has what becomes of its group. In an elastic group that is not durable no member
+can come back; a member whose connection broke says Resume all the same, to hear whether the others go on.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+from gradserver.engine.control import journal, learners, recovery, shard_replacement, turns
+from gradserver.engine.control.group import Group, announce, left_out
+from gradserver.engine.control.members import gone, refuse, refuse_all, vacate
+from gradserver.engine.control.registry import HERE, Registry
+from gradserver.engine.control.welcome import token_of
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import (
+    Absent,
+    Attach,
+    Detach,
+    RemoteOrder,
+    Reseat,
+    Seat,
+)
+from gradserver.engine.policy import Policy
+from gradserver.protocol.errors import ConnectionLostError, JoinRefusedError, LeftOutError, UnexpectedMessageError
+from gradserver.protocol.presence import presence_of
+from gradserver.protocol.resuming import Resume, Resumed
+
+_LOOK_SECONDS = 0.25
+"""How often to look whether the process of somebody who is away still runs, when he should be back."""
+
+# ── being away ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def disconnected(
+    registry: Registry, connection: int, reason: str, ended: bool, final: bool, now: float, effects: Effects
+) -> None:
+    """A connection broke; its worker comes back, if it can: not if its process ``ended``, or that is ``final``."""
+    group = registry.group_of(connection)
+    durable = group is not None and group.members and group.secret and group.broken is None
+    seat = group.seat_of(connection) if group is not None else -1
+    if group is None or not durable or ended or final or not group.is_inside(seat):
+        gone(registry, connection, reason, now, effects, ended=ended)
+        return
+    recovery.let_in(registry, group, effects)
+    _detach(registry, group, seat, reason, now, effects)
+
+
+def absent(registry: Registry, group: Group, report: Absent, source: int, now: float, effects: Effects) -> None:
+    """At a data half somebody is not there any more."""
+    occupant = group.members.get(report.rank) or group.joiners.get(report.rank)
+    if occupant is None or occupant.connection < 0:
+        return
+    broke = isinstance(report.error, ConnectionLostError) and not report.ended and group.is_inside(report.rank)
+    if not (group.secret and source != HERE and broke):
+        refuse(registry, occupant.connection, report.error, now, effects, ended=report.ended)
+        return
+    if group.lacking:
+        return  # it makes all its connections anew, as everybody does
+    recovery.let_in(registry, group, effects)  # as when its connection to the coordinator breaks
+    effects.dismiss(occupant.connection, report.error)
+    _detach(registry, group, report.rank, report.error.message, now, effects)
+
+
+def _detach(registry: Registry, group: Group, seat: int, reason: str, now: float, effects: Effects) -> None:
+    """A member is away."""
+    del registry.places[group.members[seat].connection]
+    policy = group.policy or Policy(1)
+    group.members[seat] = Seat(-1, group.members[seat].name)
+    all_break = group.shards and group.recovering  # a shard was lost: everybody makes new connections
+    group.away[seat] = now + (policy.missing if all_break else policy.dead_after / 2)
+    effects.log(f"group {group.name!r}: {group.call(seat)} is away ({reason})")
+    if group.is_deserted:
+        group.away = dict.fromkeys(group.members, now + policy.reconnect)
+        effects.log(f"group {group.name!r}: nobody is left; it is kept for {policy.reconnect:g} s", warning=True)
+    registry.order(group, Detach(group.name, seat), effects)
+
+
+def overdue(registry: Registry, group: Group, now: float, effects: Effects) -> None:
+    """Members who should be back by now, and are not, depart."""
+    for seat in _not_back(registry, group, now, effects):
+        reason = "its connection broke, and it did not come back"
+        vacate(registry, group, seat, reason, now, effects)
+
+
+def _not_back(registry: Registry, group: Group, now: float, effects: Effects) -> list[int]:
+    """Who is not back. Who is busy, as his process runs, has the round timeout for that.
+
+    A worker inside of one long call that keeps Python's lock cannot connect again, but libzmq's thread can, and says
+    so by its presence.
+    """
+    late: list[int] = []
+    for seat in [seat for seat, until in group.away.items() if until <= now]:
+        since = group.busy.get(seat, now)
+        if since + group.round_timeout <= now or not registry.runs(presence_of(token_of(group, seat))):
+            late.append(seat)
+            continue
+        if seat not in group.busy:
+            group.busy[seat] = since
+            who, most = group.call(seat), f"{group.round_timeout:g} s at most"
+            what = f"{who} is not back, and its process runs: it is waited for, {most}"
+            effects.log(f"group {group.name!r}: {what}", warning=True)
+        group.away[seat] = min(now + _LOOK_SECONDS, since + group.round_timeout)
+    return late
+
+
+# ── coming back ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def resume(registry: Registry, connection: int, message: Resume, now: float, effects: Effects) -> None:
+    """A member is back, on another connection. Raises why it cannot go on."""
+    registry.check_free(connection)
+    group = _check(registry.groups.get(message.group), message)
+    is_later = message.epoch > group.epoch
+    if is_later:
+        group.account.check_join(group.seats.names[message.seat])
+        registry.skip_to(message.epoch)
+    recovery.let_in(registry, group, effects)
+    if is_later:
+        registry.order_all(group, _catch_up(group, registry.next_epoch(), effects), effects)
+    registry.places.pop(group.members[message.seat].connection, None)
+    registry.places[connection] = group.name
+    shard_replacement.missed(group, now)
+    if not group.recovering:
+        refuse_all(registry, learners.disturbed(group), now, effects)
+    version = registry.next_epoch()
+    for order in _attach(registry, group, message, connection, version, now, effects):
+        if isinstance(order, Attach):
+            effects.order(order)
+        else:
+            registry.order(group, order, effects)
+    if group.shards:
+        registry.order_all(group, [], effects)
+
+
+def _check(group: Group | None, message: Resume) -> Group:
+    """The group that somebody comes back to. Raises why he cannot."""
+    name = group.seats.names[message.seat] if group is not None and message.seat < len(group.seats.names) else ""
+    if group is None or not group.secret:
+        if group is not None and group.policy is not None and name and group.broken is None:
+            raise left_out(group, message.seat, "its connection broke, and without --state-dir no place is kept")
+        raise JoinRefusedError(f"there is no durable group {message.group[:128]!r} to come back to: join it")
+    if name and not hmac.compare_digest(token_of(group, message.seat).encode(), message.token.encode()):
+        raise JoinRefusedError(
+            f"this is not the token of seat {message.seat} in group {group.name!r}: somebody else has it, or it is not "
+            f"the group that was joined"
+        )
+    if group.broken is not None:
+        raise group.broken.again()
+    if message.epoch > group.epoch and not group.restored:
+        raise UnexpectedMessageError(
+            f"a Resume of epoch {message.epoch} to group {group.name!r}, which is in epoch {group.epoch}"
+        )
+    if not group.is_inside(message.seat):
+        rank = group.seats.rank(message.seat) if name else -1
+        who = f"{name!r} (was rank {rank})" if name else f"in seat {message.seat}"
+        raise LeftOutError(
+            f"this worker, {who}, came back to group {group.name!r} when the others had gone on without it, in round "
+            f"{group.rounds}. It has to join again",
+            worker=name,
+            rank=rank,
+        )
+    return group
+
+
+def _catch_up(group: Group, epoch: int, effects: Effects) -> list[RemoteOrder]:
+    """Members know of an epoch that was never written down, as when the disk was full; ``epoch`` is a later one."""
+    group.epoch = epoch
+    what = f"{len(group.members)} workers go on, as the coordinator that was lost had not written down who was there"
+    announce(group, what, True, effects)
+    journal.members(group, what, effects)
+    return [Reseat(group.name, epoch, group.seats.present)]
+
+
+def _attach(
+    registry: Registry,
+    group: Group,
+    message: Resume,
+    connection: int,
+    version: int,
+    now: float,
+    effects: Effects,
+) -> list[Attach | RemoteOrder]:
+    """A member has ``connection`` from now on. If books have to be opened, they have the number ``version``.
+
+    In a group with shards elsewhere they always have: so they are of the same members and connections at all of them.
+    """
+    seat, orders = message.seat, list[Attach | RemoteOrder]()
+    before = group.members[seat].connection
+    if before >= 0:
+        effects.close(before)
+        orders.append(Detach(group.name, seat))
+    group.members[seat] = Seat(connection, group.members[seat].name)
+    group.away.pop(seat, None)
+    group.busy.pop(seat, None)
+    group.proposals.pop(seat, None)
+    turns.departed(group, seat, effects)
+    orders.append(Attach(group.name, seat, connection))
+    if not group.lacking and (group.shards or not group.recovering):
+        orders.append(recovery.open_books(registry, group, version, now, effects))
+    elif not group.lacking:
+        effects.send(connection, Resumed(registry.incarnation, group.version, group.urls))
+    known = [news for news in group.news if seat in news.seats]  # of those before it had entered it never heard
+    for news in known:
+        if news.epoch > message.epoch:
+            effects.send(connection, news)
+    if message.serves:
+        group.donors[seat] += 0
+    group.unaware.discard(seat)
+    if group.plan is not None and group.plan.hash != message.plan:
+        group.unaware.add(seat)
+    here = len(group.members) - len(group.away)
+    effects.log(f"group {group.name!r}: {group.call(seat)} is back, {here} of {len(group.members)} workers are here")
+    return orders

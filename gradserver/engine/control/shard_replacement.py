@@ -1,0 +1,106 @@
+"""What control does when a data shard of a durable group is lost: another process takes its place.
+
+Slices of a round in flight are named by the table that the group was founded with, so that stays what it is, and with
+it the number of shards: whoever comes has the lost one's slices, and knows nothing of them. Members hold what it knew,
+and all of them come back, since they had a connection to it: then the group recovers
+(`gradserver.engine.control.recovery`).
+
+    place     event                                     next      what happens
+    ────────  ────────────────────────────────────────  ────────  ──────────────────────────────────────────────────────
+    (none)    Restored                                  VACANT    nobody has enlisted with this coordinator yet
+    SERVING   its connection breaks                     VACANT    members who come back wait to be told that they may
+    VACANT    there is a shard that the group lacks     SERVING   it is told of the group
+    VACANT    … and no other place is vacant            SERVING   … and the books are opened: Resumed to all
+    VACANT    nobody came for a second                  VACANT    Hire, each second: another process beside this one
+    VACANT    nobody came for the group's timeout       (none)    DeadlineError to everybody, and the group is broken
+
+Of a group that was restored time counts from the first member on that comes back.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gradserver.engine.control.group import Group
+from gradserver.engine.control.recovery import open_for_shards
+from gradserver.engine.control.registry import Registry
+from gradserver.engine.control.restore import reopen
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import Admit, RemoteOrder, Seat
+from gradserver.engine.orders import encode_order
+from gradserver.engine.policy import Policy
+from gradserver.protocol.errors import DeadlineError
+from gradserver.protocol.messages import Ordered
+
+VACANT: Final = -1
+"""In the place of a shard's connection."""
+HIRE_SECONDS: Final = 1.0
+"""How long a place is kept for whoever had it, or offers himself."""
+
+
+def lost(group: Group, connection: int, now: float, effects: Effects) -> None:
+    """The shard with this connection is gone."""
+    place = group.shards.index(connection)
+    group.shards = (*group.shards[:place], VACANT, *group.shards[place + 1 :])
+    group.lacking.add(place)
+    group.recovering = True
+    for void in (group.partial, group.caught_up, group.standing):
+        void.clear()  # what it had reported is worth nothing without the others, and they do not get there without it
+    missed(group, now)
+    policy = group.policy or Policy(1)
+    group.away = {seat: max(until, now + policy.missing) for seat, until in group.away.items()}
+    effects.log(f"group {group.name!r} waits for another process in the place of {group.urls[place]}")
+
+
+def missed(group: Group, now: float) -> None:
+    """Somebody is here who needs the shards that the group lacks."""
+    if group.lacking and group.lacking_since is None:
+        group.lacking_since, group.hire_at = now, now + HIRE_SECONDS
+
+
+def rehome(registry: Registry, now: float, effects: Effects) -> None:
+    """Have groups that lack data shards use those that are there."""
+    for group in registry.groups.values():
+        if group.lacking and not _fill(registry, group, effects):
+            open_for_shards(registry, group, now, effects)
+
+
+def _fill(registry: Registry, group: Group, effects: Effects) -> bool:
+    """Give vacant places to shards that the group does not use: to who had them, if possible. Whether any is left."""
+    roster = registry.roster.shards
+    spare = [connection for connection in roster if connection not in group.shards]
+    for place in sorted(group.lacking):
+        if not spare:
+            break
+        connection = next((one for one in spare if roster[one].url == group.urls[place]), spare[0])
+        spare.remove(connection)
+        group.lacking.discard(place)
+        group.owed_nothing = group.owed_nothing or group.is_lossy
+        group.shards = (*group.shards[:place], connection, *group.shards[place + 1 :])
+        group.urls = (*group.urls[:place], roster[connection].url, *group.urls[place + 1 :])
+        orders = list[RemoteOrder](reopen(registry, group, place + 1))
+        for seat, joiner in group.joiners.items():
+            orders.append(Admit(group.name, seat, Seat(-1, joiner.join.name), joiner.token))
+        for order in orders:
+            effects.send(connection, Ordered(), (encode_order(order),))
+        what = f"data shard {roster[connection].number} at {group.urls[place]} takes place {place + 1}"
+        effects.log(f"group {group.name!r}: {what}")
+    if not group.lacking:
+        group.lacking_since = group.hire_at = None
+    return bool(group.lacking)
+
+
+def overdue(group: Group, now: float, effects: Effects) -> DeadlineError | None:
+    """Look for somebody, or say that it was for nothing."""
+    if group.broken is not None:
+        return None
+    if group.lacking_since is not None and group.lacking_since + group.timeout <= now:
+        places = ", ".join(group.urls[place] or f"shard {place + 1}" for place in sorted(group.lacking))
+        return DeadlineError(
+            f"group {group.name!r} lacks data shards ({places}), and nobody has taken their place within "
+            f"{group.timeout:g} s: start as many with `gradserver serve --join`"
+        )
+    if group.hire_at is not None and group.hire_at <= now:
+        group.hire_at = now + HIRE_SECONDS
+        effects.hire()
+    return None

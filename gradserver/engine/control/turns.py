@@ -1,0 +1,153 @@
+"""What control does where several modules share a group: each round is one module's, the same at all members.
+
+    event                                          what happens
+    ─────────────────────────────────────────────  ──────────────────────────────────────────────────────────────
+    Opens, the first of a round                    those who follow are told which section it is: Opened
+    Opens of the same section                      nothing
+    Opens of another section                       the group halts: OutOfStepError at everybody, which names both
+    Steps, the first with that index               those who follow are told which models are updated, or that the
+                                                   others are at the top of their loop: Opened
+    Steps of the same models                       nothing
+    Steps of others                                the group halts
+    Follow, and an update is next                  Opened
+    … the round is open                            Opened
+    … neither                                      it waits for the next Steps or Opens
+    … and all others follow too                    Opened at everybody: the first section, of which nobody has any data
+    a member departs                               if all who are left follow, the same
+    the group is broken                            Opened at those who follow: what they push tells them why
+
+Who follows is a worker that has run out of batches: it takes part without data in whatever the others exchange, and
+updates what they update. So does who has just joined, until they come to the top of their loop. A group with one
+section has no use for all this, and says nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from gradserver.engine.effects import Effects
+from gradserver.protocol.errors import OutOfStepError, UnexpectedMessageError
+from gradserver.protocol.messages import Follow, Opened, Opens, Steps
+
+if TYPE_CHECKING:
+    from gradserver.engine.control.group import Group
+
+_MOST_STEPS: Final = 64
+"""Updates between two rounds."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """A round that is open, or next. Who said something first is a seat."""
+
+    opens: Opens | None = None
+    opener: int = -1
+    steps: list[tuple[Steps, int]] = field(default_factory=list)
+    """What is done before it."""
+
+
+@dataclass(slots=True)
+class Turns:
+    """What is known of rounds that are not over, and who asks."""
+
+    rounds: dict[int, Turn] = field(default_factory=dict)
+    following: dict[int, Follow] = field(default_factory=dict)
+    """What each seat asks."""
+
+
+def hear(group: Group, seat: int, message: Opens | Steps | Follow, effects: Effects) -> OutOfStepError | None:
+    """Take what a member says of a round; what ends the group, if it is another than somebody else has said."""
+    number = message.round
+    group.check_round(number, type(message).__name__)
+    if group.plan is None:
+        raise UnexpectedMessageError(f"{group.call(seat)} speaks of round {number}, and the group has no plan")
+    if number < group.rounds:
+        return None  # it is late, and gets what the others have made of it
+    turn = group.turns.rounds.setdefault(number, Turn())
+    error: OutOfStepError | None = None
+    match message:
+        case Follow():
+            group.turns.following[seat] = message
+        case Opens():
+            error = _opens(group, turn, seat, message)
+        case Steps():
+            error = _steps(group, turn, seat, message)
+    _answer(group, number, effects)
+    return error
+
+
+def _opens(group: Group, turn: Turn, seat: int, message: Opens) -> OutOfStepError | None:
+    plan = group.plan
+    if plan is None or plan.section(message.section) is None:
+        raise UnexpectedMessageError(f"section {message.section} from {group.call(seat)} is in no plan")
+    if turn.opens is None:
+        turn.opens, turn.opener = message, seat
+    if turn.opens.section == message.section:
+        return None
+    names = {one.number: place for place, one in enumerate(plan.each, 1)}
+    one, other = sorted([(seat, message.section), (turn.opener, turn.opens.section)])
+    return OutOfStepError(
+        f"round {message.round} exchanges module {names[one[1]]} at {group.call(one[0])} and module {names[other[1]]} "
+        f"at {group.call(other[0])}: all workers must train their modules in the same order"
+    )
+
+
+def _steps(group: Group, turn: Turn, seat: int, message: Steps) -> OutOfStepError | None:
+    index = message.index
+    if index > len(turn.steps) or index >= _MOST_STEPS:
+        raise UnexpectedMessageError(f"update {index} before round {message.round} from {group.call(seat)}")
+    if index == len(turn.steps):
+        turn.steps.append((message, seat))
+    known, first = turn.steps[index]
+    if known == message:
+        return None
+    return OutOfStepError(
+        f"before round {message.round} the jobs of {group.call(first)} and {group.call(seat)} update other models: "
+        f"all workers must update their models in the same order"
+    )
+
+
+def over(group: Group) -> None:
+    """Rounds are over."""
+    rounds = group.turns.rounds
+    for number in [number for number in rounds if number < group.rounds]:
+        del rounds[number]
+
+
+def departed(group: Group, seat: int, effects: Effects) -> None:
+    """``seat`` is vacant, or has a new connection on which it asks again."""
+    group.turns.following.pop(seat, None)
+    broken(group, effects)
+
+
+def broken(group: Group, effects: Effects) -> None:
+    """Those who follow may not have to wait any more."""
+    for number in {asked.round for asked in group.turns.following.values()}:
+        _answer(group, number, effects)
+
+
+def _answer(group: Group, number: int, effects: Effects) -> None:
+    """Tell those who follow in round ``number`` what is next, if that is known."""
+    turns = group.turns
+    asked = {seat: follow.index for seat, follow in turns.following.items() if follow.round == number}
+    turn = turns.rounds.get(number, Turn())
+    assert group.plan is not None
+    nobody_has_data = turn.opens is None and _all_of(group.contributors, asked)
+    for seat, index in asked.items():
+        if index < len(turn.steps):
+            done = turn.steps[index][0]
+            news = Opened(number, 0, not done.updated, done.updated, done.dropped, index=index)
+        elif turn.opens is not None:
+            news = Opened(number, turn.opens.section, index=index)
+        elif group.broken is not None or (nobody_has_data and all(one == len(turn.steps) for one in asked.values())):
+            news = Opened(number, group.plan.each[0].number, ended=True, index=index)
+        else:
+            continue
+        del turns.following[seat]
+        effects.send(group.connection_of(seat), news)
+
+
+def _all_of(there: Collection[int], seats: Collection[int]) -> bool:
+    return bool(seats) and set(there) <= set(seats)

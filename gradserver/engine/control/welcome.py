@@ -1,0 +1,54 @@
+"""What control tells somebody who comes into a group: a founder, or whoever joins it when it has begun."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from gradserver.engine.control.group import Group
+from gradserver.engine.effects import Effects
+from gradserver.protocol.limits import MAX_TOKEN
+from gradserver.protocol.messages import Agreed, Welcome
+from gradserver.protocol.plan import Plan, Section
+
+
+def token_of(group: Group, seat: int) -> str:
+    """What the member in ``seat`` of a durable group shows when it comes back.
+
+    Whoever had that seat before shows something else.
+    """
+    whose = f"{seat} {group.seats.names[seat]}"
+    return hmac.new(group.secret.encode(), whose.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
+
+
+def tell_agreed(connection: int, plan: Plan, section: Section, first_round: int, effects: Effects) -> None:
+    """Tell a worker that its plan is ``section`` of ``plan``, or all of it."""
+    message = Agreed(plan.alone(section).hash, first_round, section.number)
+    effects.send(connection, message, (plan.encoded,) if plan.sections else ())
+
+
+def welcome_to(group: Group, seat: int, token: str, credit: int, incarnation: int) -> Welcome:
+    """``token`` is for data shards. A durable group has none but the coordinator: its tokens follow from its secret.
+
+    Of somebody who is not a member yet, seats, names and rank are what they are to be.
+    """
+    joins = seat not in group.members
+    present = sorted({*group.seats.present, seat})
+    return Welcome(
+        group.name,
+        present.index(seat),
+        group.epoch,
+        credit,
+        names=tuple(group.seats.names[other] for other in present),
+        shards=group.urls,
+        rates=group.table.rates,
+        token=token_of(group, seat) if group.secret else token,
+        seats=() if group.policy is None else tuple(present),
+        durable=bool(group.secret),
+        incarnation=incarnation if group.secret else 0,
+        founded=group.founded if joins else 0,
+        joins=joins,
+        late=group.late_are,
+        timeout=group.round_timeout,
+        nonfinite=str(group.nonfinite),
+    )

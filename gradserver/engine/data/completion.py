@@ -1,0 +1,261 @@
+"""What the data half does when all contributions are in: reduce them, and answer everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from gradserver.engine.data.exchange import WEIGHED, Exchange, Payload, Piece, Run
+from gradserver.engine.data.group import Group
+from gradserver.engine.data.rounds import Round
+from gradserver.engine.data.sifting import counting, sifted
+from gradserver.engine.data.unasked import listeners, send_unasked, without
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import Command, Contribution, Digests, Finding, Reduce, RoundCompleted, Send
+from gradserver.engine.policy import HALT, PROPAGATE
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.exchange import JOINED, PORTIONED, Kind, Layout, Op, Stream, gets
+from gradserver.protocol.messages import Result
+
+_GIVEN_BY_ALL: Final = JOINED | {Kind.ALL_TO_ALL}
+
+
+def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects: Effects) -> None:
+    """All contributions to some slices are in."""
+    operation = exchange.operation
+    contributions = [
+        Contribution(rank, run.weight, run.payload if run.present else None) for rank, run in piece.given.items()
+    ]
+    if operation.kind in WEIGHED:
+        contributions = [contribution for contribution in contributions if contribution.weight > 0]
+    elif operation.kind not in _GIVEN_BY_ALL:
+        contributions = [contribution for contribution in contributions if contribution.payload is not None]
+    if operation.op is Op.FIRST:
+        contributions = [contribution for contribution in contributions if contribution.payload is not None][:1]
+    if all(contribution.payload is None for contribution in contributions):
+        answer(group, exchange, piece, None, now, effects)
+        return
+    getters = [
+        piece.given[rank]
+        for rank in _receivers(exchange, piece)
+        if gets(operation, rank, exchange.key, exchange.owner(piece))
+    ]
+    targets = [run.target or run.payload for run in getters if run.shared and run.payload is not None]
+    if operation.op is Op.NONE and operation.kind not in _GIVEN_BY_ALL and not targets:
+        (contribution,) = contributions  # one gives, others get: the bytes pass through as they are
+        payload = contribution.payload
+        if payload is not None and not piece.given[contribution.rank].shared:
+            passed = portions(payload, len(piece.given)) if operation.kind in PORTIONED else payload
+            answer(group, exchange, piece, passed, now, effects)
+            return
+    exchange.reducing[piece.start] = piece
+    layout = exchange.layout
+    nbytes, numel = layout.run_bytes(piece.start, piece.stop), layout.run_numel(piece.start, piece.stop)
+    keep = len(targets) < len(getters) or bool(listeners(group, exchange, piece))
+    key = exchange.key
+    digests, nonfinite = None, PROPAGATE  # a collective carries any number
+    spans: Sequence[tuple[int, int]] = ()
+    if key.stream == Stream.BUCKET:
+        nonfinite = group.order.nonfinite
+        if nonfinite is not HALT and nonfinite is not PROPAGATE and operation.op is Op.MEAN:
+            spans = _spans(exchange, piece)
+        if group.rounds[key.number].hashed:
+            digests = Digests(group.places[key.part], [])
+    where = group.order.group, group.order.epoch, key, piece.start
+    what = operation, layout.span(piece.start)[0], nbytes, numel
+    reduction = Reduce(*where, *what, group.state, contributions, targets, keep, digests, nonfinite, 0, (), spans)
+    if operation.kind in PORTIONED:  # everybody gets a part of it
+        places = [place for place, run in enumerate(piece.given.values()) if run.shared]
+        reduction = reduction._replace(world=len(piece.given), places=places)
+    effects.reduce(reduction)
+
+
+def portions(payload: Buffer, count: int) -> tuple[Buffer, ...]:
+    """A slice in ``count`` equal parts, one for each who takes part."""
+    view, size = memoryview(payload), len(payload) // count
+    return tuple(view[place * size : (place + 1) * size] for place in range(count))
+
+
+def _spans(exchange: Exchange, piece: Piece) -> Sequence[tuple[int, int]]:
+    """The elements of each slice, counted from the first one's."""
+    first = exchange.layout.span(piece.start)[0]
+    spans = (exchange.layout.span(index) for index in range(piece.start, piece.stop))
+    return [(start - first, stop - first) for start, stop in spans]
+
+
+def answer(
+    group: Group,
+    exchange: Exchange,
+    piece: Piece,
+    payload: Payload,
+    now: float,
+    effects: Effects,
+    findings: Sequence[Finding] = (),
+) -> None:
+    """Send everybody the result of some slices: ``payload``, or None for zeros. To shared memory it was written.
+
+    Of what is `PORTIONED` it is a tuple, with the result of each who takes part.
+
+    ``findings`` say of which slices what is not to count, or which have none. In a durable group it waits for those of
+    earlier slices, so that what members hold of a bucket is a prefix.
+    """
+    reducing = exchange.reducing
+    if group.order.durable and reducing and exchange.key.stream == Stream.BUCKET and min(reducing) < piece.start:
+        exchange.made = {**exchange.made, piece.start: (piece, payload, findings)}
+        return
+    _send(group, exchange, piece, payload, findings, now, effects)
+    if exchange.made:
+        before = min(reducing, default=exchange.stop)
+        ready = [exchange.made[start] for start in sorted(exchange.made) if start < before]
+        exchange.made = {start: made for start, made in exchange.made.items() if start >= before}
+        for later in ready:
+            _send(group, exchange, *later, now, effects)
+
+
+def _send(
+    group: Group,
+    exchange: Exchange,
+    piece: Piece,
+    payload: Payload,
+    findings: Sequence[Finding],
+    now: float,
+    effects: Effects,
+) -> None:
+    refund(group, exchange, piece)
+    acknowledged: list[Command] = []
+    if findings:
+        for part, part_payload, nonfinite in sifted(group, exchange, piece, payload, findings):
+            _tell(group, exchange, part, part_payload, nonfinite, acknowledged, effects)
+    else:
+        _tell(group, exchange, piece, payload, (), acknowledged, effects)
+    # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
+    effects.commands += acknowledged
+    group.slices += piece.stop - piece.start
+    exchange.answered += piece.stop - piece.start
+    if exchange.answered < exchange.stop - exchange.start:
+        return
+    key = exchange.key
+    del group.exchanges[key]
+    if key.stream == Stream.BUCKET:
+        _bucket_done(group, exchange, now, effects)
+
+
+def _tell(
+    group: Group,
+    exchange: Exchange,
+    piece: Piece,
+    payload: Payload,
+    nonfinite: tuple[int, ...],
+    acknowledged: list[Command],
+    effects: Effects,
+) -> None:
+    """Say the result of some slices, in which what the seats ``nonfinite`` have given is not finite."""
+    key, operation, layout = exchange.key, exchange.operation, exchange.layout
+    start, stop, given = piece
+    weight = sum(run.weight for run in given.values())
+    owner = exchange.owner(piece)
+    lacking = without(exchange, piece)
+    weights = _weights(given) if group.order.durable and key.stream == Stream.BUCKET else ()
+    if nonfinite:
+        weight = counting(group, given, nonfinite)
+        weights = tuple(-own if seat in nonfinite else own for seat, own in enumerate(weights))
+
+    def result(present: bool, slices: int, is_placed: bool) -> Result:
+        return Result(key, start, weight, present, slices, is_placed, lacking, weights, nonfinite)
+
+    placed = empty = None  # made when somebody is to get them: most often all get the same one
+    travels: list[tuple[Result, Sequence[Buffer]]] = []
+    connections, departed = group.connections, group.departed
+    whole: Any = payload  # where it is the same for all
+    parts = dict(zip(given, payload, strict=True)) if type(payload) is tuple else None
+    nbytes = layout.reply_bytes(start, stop)
+    for rank in _receivers(exchange, piece):
+        if rank in departed:
+            continue
+        connection = connections[rank]
+        if payload is None or not gets(operation, rank, key, owner):
+            empty = empty or result(False, stop - start, False)
+            acknowledged.append(Send(connection, empty))
+            continue
+        group.bytes_out += nbytes
+        if given[rank].shared:
+            placed = placed or result(True, stop - start, True)
+            effects.send(connection, placed)
+            continue
+        if parts is not None:
+            effects.send(connection, result(True, 1, False), (parts[rank],))
+            continue
+        travels = travels or list(_by_slice(layout, piece, result(True, 1, False), whole))
+        for one, payloads in travels:
+            effects.send(connection, one, payloads)
+    if listening := listeners(group, exchange, piece):
+        if payload is None:
+            travels = [(empty or result(False, stop - start, False), ())]
+        travels = travels or list(_by_slice(layout, piece, result(True, 1, False), whole))
+        send_unasked(group, listening, travels, effects)
+
+
+def _weights(given: dict[int, Run]) -> tuple[float, ...]:
+    """Weights of those who counted, by seat up to the last who gave."""
+    weights = [0.0] * (max(given) + 1)
+    for seat, run in given.items():
+        weights[seat] = run.weight
+    return tuple(weights)
+
+
+def _receivers(exchange: Exchange, piece: Piece) -> Sequence[int]:
+    """Who waits for ``piece``: also those who have given to it and were late afterwards."""
+    if not exchange.late:
+        return exchange.participants
+    return sorted(exchange.late.intersection(piece.given).union(exchange.participants))
+
+
+def refund(group: Group, exchange: Exchange, piece: Piece) -> None:
+    """What was given for ``piece`` is nobody's debt any more."""
+    for rank, run in piece.given.items():
+        group.refund(exchange, rank, run)
+
+
+def _bucket_done(group: Group, exchange: Exchange, now: float, effects: Effects) -> None:
+    number = exchange.key.number
+    current = group.rounds[number]
+    current.done.add(exchange.key.part)
+    current.weights.update((rank, weight) for rank, weight in exchange.weights.items() if exchange.counted(rank))
+    current.last = exchange.last
+    for rank in exchange.cut:
+        current.cut[rank, exchange.key.part] = exchange.counted(rank)
+    if exchange.settled:
+        _add_up(current, exchange)
+    if len(current.done) < group.full_buckets[current.section]:
+        return
+    del group.rounds[number]
+    if group.order.elastic:
+        took = now - current.opened - current.waited
+        finished = {rank: last for rank, (_, last) in current.arrivals.items()}
+        group.pace.completed(took if current.quorum_at is None else current.quorum_at - current.opened, finished)
+    if group.hashing is not None:
+        group.hashing.completed(now)
+    effects.report(RoundCompleted(group.order.group, current.record(number, group.world, group.plan, now)))
+
+
+def _add_up(current: Round, exchange: Exchange) -> None:
+    """What counted in a bucket's settled slices, and in those that were made anew."""
+    part = exchange.key.part
+    for seat in {*exchange.before, *exchange.weights}:
+        counted = current.counted[seat, part] = exchange.counted(seat)
+        if seat not in exchange.weights:  # it departed before it had given anything anew
+            current.cut[seat, part] = counted
+
+
+def _by_slice(
+    layout: Layout, piece: Piece, first: Result, payload: Buffer
+) -> Iterator[tuple[Result, Sequence[Buffer]]]:
+    """The results of ``piece`` for who is to get them as payloads; ``first`` is that of its first slice."""
+    if piece.stop - piece.start == 1:
+        yield first, (payload,)
+        return
+    view, at = memoryview(payload), 0
+    for index in range(piece.start, piece.stop):
+        size = layout.nbytes(index)
+        yield first._replace(slice=index), (view[at : at + size],)
+        at += size

@@ -1,0 +1,79 @@
+"""What the data half does about an exchange that fails: who is told, and when it is forgotten."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gradserver.engine.data.exchange import Exchange
+from gradserver.engine.data.group import Group
+from gradserver.engine.effects import Effects
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.messages import Failure, Scope
+
+_MAX_FAILED: Final = 1024
+"""Failed exchanges that are kept for those who come late; whoever is later still waits for its deadline."""
+
+
+def halt_all(group: Group, error: GradServerError, buckets_only: bool, effects: Effects) -> None:
+    """Here, or at another shard, something happened after which this group hands out nothing any more."""
+    if buckets_only:
+        group.buckets_halted = group.buckets_halted or error
+        return
+    group.halted = group.halted or error
+    for exchange in list(group.exchanges.values()):
+        fail(group, exchange, group.halted, effects)
+
+
+def fail(group: Group, exchange: Exchange, error: GradServerError, effects: Effects) -> None:
+    """Fail ``exchange``, and tell those who contributed. Others are told when they come."""
+    if exchange.failure is not None:
+        return
+    exchange.failure = error
+    for rank, run in exchange.unanswered():
+        group.refund(exchange, rank, run)
+    exchange.runs.clear()
+    exchange.made = {}
+    if not exchange.writes():
+        exchange.reducing.clear()
+    if exchange.key.stream == Stream.BUCKET and group.buckets_halted is None:
+        group.buckets_halted = error
+    remember(group, exchange)
+    tell_all(group, exchange, effects)
+
+
+def remember(group: Group, exchange: Exchange) -> None:
+    """Keep a failed exchange for those who have yet to hear of it."""
+    group.exchanges[exchange.key] = exchange
+    group.failed.append(exchange.key)
+    if len(group.failed) > _MAX_FAILED:
+        group.exchanges.pop(group.failed.popleft(), None)
+
+
+def tell_all(group: Group, exchange: Exchange, effects: Effects) -> None:
+    """Tell those who contributed, unless something is still being written to their memory: then later."""
+    if not exchange.reducing:
+        for rank in (*exchange.pushed, *exchange.absent):  # those who are absent and have not departed are late
+            tell(group, exchange, rank, effects)
+        forget_if_over(group, exchange)
+
+
+def tell(group: Group, exchange: Exchange, rank: int, effects: Effects) -> None:
+    """Tell ``rank`` why ``exchange`` failed."""
+    if rank not in group.departed and exchange.failure is not None:
+        say_failed(group, rank, exchange.key, exchange.failure, effects)
+
+
+def say_failed(group: Group, rank: int, key: ExchangeKey, error: GradServerError, effects: Effects) -> None:
+    """Tell ``rank`` that its part in ``key`` has failed because of ``error``."""
+    effects.send(group.connections[rank], Failure.of(error, Scope.EXCHANGE, key))
+
+
+def forget_if_over(group: Group, exchange: Exchange) -> None:
+    """Keep nothing of a failed exchange that everybody has heard of."""
+    if (
+        exchange.failure is not None
+        and not exchange.reducing
+        and all(group.has_heard(exchange, rank) for rank in exchange.participants)
+    ):
+        group.exchanges.pop(exchange.key, None)

@@ -1,0 +1,394 @@
+"""The data half: slices in, slices out.
+
+An exchange lives from the first push for it to the last result:
+
+    state      event                               next       what happens
+    ─────────  ──────────────────────────────────  ─────────  ─────────────────────────────────────────
+    (none)     push of the first slice             OPEN       the deadline starts
+    (none)     push of the first, group halted     (none)     the sender is told
+    (none)     push of a later slice               (none)     dropped, if the exchange has been
+    OPEN       push, slice incomplete              OPEN       kept, at its sender's credit
+    OPEN       push, slice complete                OPEN       Reduce, or results at once
+    OPEN       last slice's results sent           (none)     a bucket counts towards its round
+    OPEN       push of another operation           FAILED     every contributor is told both sides
+    OPEN       a missing participant departs       FAILED     every contributor is told who
+    OPEN       deadline; non-finite, which halts   FAILED     every contributor is told who
+    OPEN       non-finite, by another policy       OPEN       the slices' results say who (`sifting`)
+    OPEN       a new plan, for a bucket            FAILED     every contributor is told
+    OPEN       a contributor goes on without it    FAILED     every contributor is told (with several shards)
+    FAILED     push of the first slice             FAILED     the sender is told
+    FAILED     push of a later slice               FAILED     dropped
+    FAILED     every participant told or departed  (none)
+
+A failed bucket halts its group; a failed collective or transfer fails alone.
+
+Of several data halves each has to do with one run of an exchange's slices (`gradserver.protocol.shards`), and that run
+is the exchange for it: the first slice is the first of the run, and it ends with the last of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradserver.engine.data import recovery, unasked
+from gradserver.engine.data.completion import answer, complete, refund
+from gradserver.engine.data.exchange import Exchange, Piece
+from gradserver.engine.data.failures import fail, forget_if_over, halt_all, tell_all
+from gradserver.engine.data.group import Group
+from gradserver.engine.data.learners import admit, excuse, expect, reseat, state_comes
+from gradserver.engine.data.matching import admitted, checked
+from gradserver.engine.data.membership import depart, do_without, do_without_overdue
+from gradserver.engine.data.quorum import close, contributed, look, next_look
+from gradserver.engine.data.wording import broken, non_finite, overdue, undecodable
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import (
+    Admit,
+    Attach,
+    Broken,
+    CloseGroup,
+    CutRound,
+    Depart,
+    Detach,
+    Excuse,
+    Expect,
+    Halt,
+    Halted,
+    NonFinite,
+    OpenGroup,
+    Order,
+    Proceed,
+    Recover,
+    Reduced,
+    Reseat,
+    SetPlan,
+    Sifted,
+    Undecodable,
+    Violation,
+)
+from gradserver.engine.seats import Seats
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
+    GradServerError,
+    OutOfStepError,
+    UnexpectedMessageError,
+)
+from gradserver.protocol.exchange import WORLD_BOUND, Pool, Stream
+from gradserver.protocol.limits import CREDIT_BYTES, SLICE_BYTES
+from gradserver.protocol.messages import Inquire, Missing, Push, Taken
+from gradserver.protocol.plan import Plan
+from gradserver.protocol.resuming import Held, Holding
+from gradserver.protocol.shards import Table
+
+
+class Data:
+    """Matches slices, and asks for their reduction. What follows goes to the effects."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, Group] = {}
+        self._seats: dict[int, tuple[Group, int]] = {}
+        self._next_check: float | None = None
+
+    # ── orders ────────────────────────────────────────────────────────────────────────────────────────
+
+    def obey(self, order: Order, now: float, effects: Effects) -> None:
+        """Carry out what control says."""
+        match order:
+            case OpenGroup(name, epoch, seats):
+                connections = [seat.connection for seat in seats]
+                places = Seats(seat.name for seat in seats)  # some may be nobody's: of who has gone no record is left
+                table = Table(len(places.present), order.rates)
+                group = self.groups[name] = Group(order, table, connections, places, epoch, list(order.tokens))
+                if order.lateness is not None:  # whoever turns out to be late is sent what it cannot ask for
+                    group.listening = dict.fromkeys(places.present, 0)
+                for rank, connection in enumerate(connections):
+                    if connection >= 0:
+                        self._seats[connection] = (group, rank)
+            case Admit(name, seat, occupant):
+                group = self.groups[name]
+                admit(group, order)
+                if occupant.connection >= 0:
+                    self._seats[occupant.connection] = (group, seat)
+            case Expect(name):
+                expect(self.groups[name], order)
+            case Excuse(name):
+                excuse(self.groups[name], order, now, effects)
+            case Reseat(name):
+                reseat(self.groups[name], order)
+            case SetPlan(name, plan, first_round):
+                self._set_plan(self.groups[name], plan, first_round, effects)
+            case Depart(name, rank, error):
+                group = self.groups[name]
+                self._seats.pop(group.connections[rank], None)
+                if group.order.elastic:
+                    depart(group, order, now, effects)
+                    recovery.forget(group, rank, now, effects)
+                else:
+                    self._depart(group, rank, error, effects)
+            case CloseGroup(name):
+                group = self.groups.pop(name)
+                for connection in group.connections:
+                    if connection in self._seats and self._seats[connection][0] is group:
+                        del self._seats[connection]
+                self._plan_next_check()
+            case Halt(name, error, buckets_only):
+                halt_all(self.groups[name], error, buckets_only, effects)
+            case Attach(name, rank, connection):
+                self.seat(name, rank, connection)
+            case Detach(name, rank):
+                self.unseat(self.groups[name].connections[rank])
+                recovery.forget(self.groups[name], rank, now, effects)
+            case Recover(name):
+                recovery.begin(self.groups[name], order, now)
+                self.groups[name].next_check = now + self.groups[name].order.timeout
+                self._plan_next_check()
+            case Proceed(name):
+                recovery.proceed(self.groups[name], now, effects)
+            case CutRound(name):
+                close(self.groups[name], order, now, effects)
+
+    def seat(self, name: str, rank: int, connection: int) -> None:
+        """``rank`` has come to this shard."""
+        group = self.groups[name]
+        group.connections[rank] = connection
+        self._seats[connection] = (group, rank)
+
+    def unseat(self, connection: int) -> None:
+        """Whoever had this connection is not here any more, whatever control will say of it."""
+        group, rank = self._seats.pop(connection)
+        group.connections[rank] = -1
+
+    def _set_plan(self, group: Group, plan: Plan, first_round: int, effects: Effects) -> None:
+        """From ``first_round`` on, buckets are this plan's. A round that was begun by another one is given up."""
+        for exchange in list(group.exchanges.values()):
+            if exchange.key.stream == Stream.BUCKET and exchange.failure is None:
+                if not exchange.pushed:  # nobody but those who have departed had begun it
+                    del group.exchanges[exchange.key]
+                    continue
+                error = OutOfStepError(f"{group.describe(exchange.key)} was open when a new plan was agreed on")
+                fail(group, exchange, error, effects)
+                effects.report(Halted(group.order.group, error, True))
+        group.keep(plan)
+        group.plan, group.planned, group.first_round = plan, first_round, first_round
+        group.table.set_plan(plan)
+        group.full_buckets = group.table.buckets_of(plan, group.order.shard)
+        if group.order.digests:
+            group.hash(plan)
+        group.due = {key: due for key, due in group.due.items() if key[1] != Stream.BUCKET}
+        group.rounds.clear()
+        group.pace.changed()
+
+    def _depart(self, group: Group, rank: int, error: GradServerError, effects: Effects) -> None:
+        group.departed[rank] = error
+        for exchange in list(group.exchanges.values()):
+            if rank in exchange.participants:
+                if exchange.pushed.get(rank, 0) < exchange.stop:
+                    fail(group, exchange, error, effects)
+                forget_if_over(group, exchange)
+
+    # ── pushes ────────────────────────────────────────────────────────────────────────────────────────
+
+    def push(self, connection: int, push: Push, payloads: Sequence[Buffer], now: float, effects: Effects) -> None:
+        """Take one contribution."""
+        seat = self._seats.get(connection)
+        if seat is None:
+            error: GradServerError = UnexpectedMessageError("a Push from someone who is in no group: join first")
+            effects.report(Violation(connection, error))
+            return
+        group, rank = seat
+        if group.recovery is not None:
+            return  # it has yet to hear that all this is void
+        was_idle = group.next_check is None
+        try:
+            exchange = admitted(group, rank, push, now, effects)
+            if was_idle and group.next_check is not None:
+                self._plan_next_check()
+            if exchange is None:
+                return
+            run = checked(group, exchange, rank, push, payloads)
+            group.charge(exchange, rank, run)
+        except GradServerError as violation:
+            effects.report(Violation(connection, violation))
+            return
+        exchange.touched = now
+        if push.key.stream == Stream.BUCKET and (run.start == exchange.start or run.stop == exchange.stop):
+            group.rounds[push.key.number].arrived(rank, now)
+        before = exchange.complete
+        for piece in exchange.take(rank, run):
+            exchange.last = rank
+            complete(group, exchange, piece, now, effects)
+        if group.entered and push.key.stream == Stream.TRANSFER:
+            state_comes(group, exchange, rank, before, now, effects)
+        if group.order.elastic and push.key.stream == Stream.BUCKET:
+            self._look_who_is_late(group, push.key.number, rank, run.stop == exchange.stop, now, effects)
+
+    def _look_who_is_late(
+        self, group: Group, number: int, rank: int, ended: bool, now: float, effects: Effects
+    ) -> None:
+        contributed(group, number, rank, ended, now, effects)
+        look_at = next_look(group)
+        if look_at is not None and (group.next_check is None or look_at < group.next_check):
+            group.next_check = look_at
+            self._plan_next_check()
+
+    # ── who holds what ────────────────────────────────────────────────────────────────────────────────
+
+    def hold(
+        self,
+        connection: int,
+        message: Holding | Held,
+        payloads: Sequence[Buffer],
+        now: float,
+        effects: Effects,
+    ) -> None:
+        """A member of a durable group says what it holds."""
+        seat = self._seats.get(connection)
+        try:
+            if seat is None:
+                raise UnexpectedMessageError(f"a {type(message).__name__} from someone who is in no group")
+            group, rank = seat
+            if isinstance(message, Holding):
+                recovery.hold(group, rank, message, payloads[0], now, effects)
+            elif recovery.held(group, rank, message, payloads[0] if payloads else None, effects):
+                recovery.advance(group, now, effects)
+        except GradServerError as violation:
+            effects.report(Violation(connection, violation))
+
+    def reduced(self, event: Reduced, now: float, effects: Effects) -> None:
+        """A reduction came back."""
+        group = self.groups.get(event.group)
+        if group is None:
+            return
+        if group.order.epoch != event.epoch:
+            if recovery.drained(group, event.epoch, event.key, event.slice):
+                recovery.advance(group, now, effects)
+            return
+        exchange = group.exchanges.get(event.key)
+        piece = exchange.reducing.pop(event.slice, None) if exchange is not None else None
+        if exchange is None or piece is None:
+            return
+        if exchange.failure is not None:
+            tell_all(group, exchange, effects)
+            return
+        outcome = event.outcome
+        if isinstance(outcome, Undecodable):
+            self._blame(group, exchange, piece, outcome, now, effects)
+        elif isinstance(outcome, Broken):
+            self._break(group, exchange, piece, outcome, effects)
+        elif isinstance(outcome, NonFinite):
+            refund(group, exchange, piece)
+            self._halt(group, exchange, piece.start, outcome, effects)
+        else:
+            if event.digests:
+                group.rounds[event.key.number].count(event.key.part, event.digests)
+            findings = outcome.findings if isinstance(outcome, Sifted) else ()
+            payload = outcome.payload if isinstance(outcome, Sifted) else outcome
+            answer(group, exchange, piece, b"" if payload is None else payload, now, effects, findings)
+
+    def _blame(
+        self, group: Group, exchange: Exchange, piece: Piece, found: Undecodable, now: float, effects: Effects
+    ) -> None:
+        """A contribution to ``piece`` cannot be decoded: its giver departs, and others go on if they can."""
+        guilty, error = found.rank, undecodable(group, exchange, found)
+        violation = Violation(group.connections[guilty], error)
+        if group.order.elastic and len(piece.given) > 1 and exchange.operation.kind not in WORLD_BOUND:
+            do_without(group, exchange, piece, guilty, now, effects)
+        else:
+            refund(group, exchange, piece)
+            fail(group, exchange, error, effects)
+        effects.report(violation)
+
+    def _halt(self, group: Group, exchange: Exchange, index: int, found: NonFinite, effects: Effects) -> None:
+        """A contribution to the slices from ``index`` was not finite: this group hands out nothing any more."""
+        element = exchange.layout.span(index)[0] + found.element
+        error = non_finite(group, exchange, element, found)
+        halt_all(group, error, False, effects)
+        effects.report(Halted(group.order.group, error))
+
+    def _break(self, group: Group, exchange: Exchange, piece: Piece, found: Broken, effects: Effects) -> None:
+        """``piece`` cannot be reduced: its exchange fails, and nothing else."""
+        refund(group, exchange, piece)
+        error = broken(group, exchange, found)
+        fail(group, exchange, error, effects)
+        if exchange.key.stream == Stream.BUCKET:
+            effects.report(Halted(group.order.group, error, True))
+
+    # ── time ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def next_deadline(self) -> float | None:
+        """The earliest time at which an exchange could be overdue."""
+        return self._next_check
+
+    def _plan_next_check(self) -> None:
+        checks = [group.next_check for group in self.groups.values() if group.next_check is not None]
+        self._next_check = min(checks, default=None)
+
+    def tick(self, now: float, effects: Effects) -> None:
+        """Fail what is overdue: no contribution for as long as the group's timeout."""
+        for group in self.groups.values():
+            if group.next_check is not None and group.next_check <= now:
+                self._check_deadlines(group, now, effects)
+        self._plan_next_check()
+
+    def _check_deadlines(self, group: Group, now: float, effects: Effects) -> None:
+        timeout = group.order.timeout
+        if group.recovery is not None:
+            recovery.overdue(group, now, effects)
+            group.next_check = now + timeout
+            return
+        for exchange in list(group.exchanges.values()):
+            if exchange.failure is None and exchange.touched + timeout <= now:
+                if group.order.elastic and do_without_overdue(group, exchange, now, effects):
+                    continue
+                error = overdue(group, exchange)
+                fail(group, exchange, error, effects)
+                if exchange.key.stream == Stream.BUCKET:
+                    effects.report(Halted(group.order.group, error, True))
+        look(group, now, effects)
+        waiting = [e.touched + timeout for e in group.exchanges.values() if e.failure is None]
+        look_at = next_look(group)
+        group.next_check = min([*waiting, *([] if look_at is None else [look_at])], default=None)
+
+    def inquire(self, connection: int, inquire: Inquire, effects: Effects) -> None:
+        """Say who is missing from an exchange."""
+        seat = self._seats.get(connection)
+        if seat is None:
+            effects.report(Violation(connection, UnexpectedMessageError("an Inquire from someone who is in no group")))
+            return
+        group, _ = seat
+        exchange = group.exchanges.get(inquire.key)
+        names = tuple(group.call(rank) for rank in exchange.missing()[:32]) if exchange else ()
+        effects.send(connection, Missing(inquire.key, names))
+
+    def taken(self, connection: int, taken: Taken, effects: Effects) -> None:
+        """Somebody who listens has read on."""
+        seat = self._seats.get(connection)
+        if seat is None:
+            effects.report(Violation(connection, UnexpectedMessageError("a Taken from someone who is in no group")))
+            return
+        group, rank = seat
+        unasked.taken(group, rank, taken.nbytes)
+
+    def awaited(self, name: str) -> set[int]:
+        """Connections of those in a group who have yet to begin what others have begun."""
+        group = self.groups.get(name)
+        exchanges = () if group is None else group.exchanges.values()
+        begun = [exchange for exchange in exchanges if exchange.failure is None and exchange.pushed]
+        missing = {rank for exchange in begun for rank in exchange.participants if rank not in exchange.pushed}
+        return set() if group is None else {group.connections[rank] for rank in missing}
+
+    # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
+
+    def allowance(self) -> int:
+        """Bytes that one member may have under way, or leave unread, at most: its credits and a backlog."""
+        credit = max((group.order.credit for group in self.groups.values()), default=CREDIT_BYTES)
+        backlog = max((group.order.backlog for group in self.groups.values() if group.order.elastic), default=0)
+        return len(Pool) * (credit + SLICE_BYTES) + backlog
+
+    def snapshot(self, now: float) -> dict[str, dict[str, object]]:
+        """Traffic of each group, as plain JSON values. Ages in seconds, sizes in bytes."""
+        return {name: group.snapshot(now) for name, group in self.groups.items()}
+
+    def validate(self) -> None:
+        """Raise AssertionError if an invariant does not hold."""
+        for group in self.groups.values():
+            group.validate()

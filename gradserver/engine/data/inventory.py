@@ -1,0 +1,106 @@
+"""What members of a durable group say that they hold, and what follows from it for the record of the open round.
+
+Each result of a bucket names the weights of those who counted, and members keep that with it
+(`gradserver.protocol.resuming`). Some of these may have gone, or be unknown to a coordinator that was started anew; the
+round's record has them, too. Results come in the order of slices, so what is settled of a bucket is a prefix of it, and
+so is what anybody who has gone counted for: the number of slices says which.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Final
+
+from gradserver.engine.data.collecting import Holder, Place
+from gradserver.engine.data.group import Group
+from gradserver.engine.data.rounds import Round
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import LimitExceededError, UnexpectedMessageError
+from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.limits import MAX_SLICES, MAX_WORLD_SIZE
+from gradserver.protocol.resuming import Holding, State, unpack_spans
+
+_MAX_LOOSE: Final = 16 * MAX_SLICES
+"""Slices of collectives and transfers that one member can speak of."""
+
+
+def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
+    """A Holding, checked against the plan."""
+    number, loose = holding.round, 0
+    holder = Holder(number, holding.weight, holding.before)
+    own = 0 if group.recovery is None else group.recovery.own
+    bounds = {part: (start, stop) for part, start, stop in shares(group)}
+    for state, key, first, stop, weights, nbytes in unpack_spans(payload):
+        if key.stream == Stream.BUCKET:
+            if key.number < group.planned or not number - 1 <= key.number <= number:
+                continue  # of another plan, or a round that nobody lacks
+            start, end = bounds.get(key.part, (0, 0))
+            right = state is State.HELD and start <= first and stop <= end and key[3:] == (-1, -1)
+        else:
+            loose += stop - first
+            right = seat in key[3:] if key.stream == Stream.TRANSFER else key[3:] == (-1, -1)
+        if loose > _MAX_LOOSE:
+            raise LimitExceededError(f"{group.call(seat)} speaks of more than {_MAX_LOOSE} slices of collectives")
+        if not right:
+            raise UnexpectedMessageError(
+                f"{group.call(seat)}, in round {number}, cannot have slices {first} to {stop} of {tuple(key)}"
+            )
+        most = group.world if key.number >= own else MAX_WORLD_SIZE  # before, some may be known to members only
+        if len(weights) > most:
+            raise UnexpectedMessageError(
+                f"{group.call(seat)} has weights of {len(weights)} seats, and {most} there are"
+            )
+        holder.slices[state][key].update(range(first, stop))
+        if nbytes:
+            holder.sizes.update(((key, index), nbytes) for index in range(first, stop))
+        if weights and key.number == number:
+            holder.weights[key].update(dict.fromkeys(range(first, stop), weights))
+    return holder
+
+
+def shares(group: Group) -> Iterator[tuple[int, int, int]]:
+    """Each bucket that this shard has to do with, and which slices of it."""
+    for part, bucket in enumerate(group.plan.buckets if group.plan is not None else ()):
+        _, start, stop = group.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation)
+        if start < stop:
+            yield part, start, stop
+
+
+def places(group: Group, number: int, holders: Collection[Holder]) -> Iterable[Place]:
+    """All slices of a round: of the section of which somebody holds something here or elsewhere, or else of all."""
+    plan = group.plan
+    held = (key.part for one in holders for key in one.slices[State.HELD] if key[:2] == (Stream.BUCKET, number))
+    said = (one.before for one in holders if one.round == number + 1 and one.before >= 0)
+    some, other = next(held, None), next(said, -1)
+    section = None if plan is None else plan.section_of(some) if some is not None else plan.section(other)
+    parts = None if section is None else section.parts
+    for part, start, stop in shares(group):
+        if parts is None or part in parts:
+            key = ExchangeKey(Stream.BUCKET, number, part)
+            yield from ((key, index) for index in range(start, stop))
+
+
+def adopt(
+    number: int, section: int, settled: Mapping[int, frozenset[int]], holders: Mapping[int, Holder], now: float
+) -> Round:
+    """The bookkeeping of round ``number``, of which each of ``holders`` has the ``settled`` slices, by bucket.
+
+    Of slices with which nobody has told who counted, those who are here did.
+    """
+    current = Round(now, section=section)
+    here = tuple(holders[seat].weight if seat in holders else 0.0 for seat in range(max(holders) + 1))
+    for part, slices in settled.items():
+        key = ExchangeKey(Stream.BUCKET, number, part)
+        told = [holder.weights[key] for holder in holders.values() if key in holder.weights]
+        columns = Counter(next((said[index] for said in told if index in said), here) for index in slices)
+        current.counted.update({(seat, part): 0 for seat in holders})
+        for weights, count in columns.items():
+            for seat, weight in enumerate(weights):
+                if weight:
+                    current.counted[seat, part] += count
+                    current.weights[seat] = max(abs(weight), current.weights.get(seat, 0.0))
+                if weight < 0:
+                    current.not_finite(seat, part, -1, count)
+    current.cut.update((which, slices) for which, slices in current.counted.items() if which[0] not in holders)
+    return current

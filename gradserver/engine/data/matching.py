@@ -1,0 +1,209 @@
+"""Whether a contribution may come: what it belongs to, which is opened if need be, and whether it is what is due.
+
+Raised is what no correct worker says, and so is a violation of whoever did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradserver.engine.data.exchange import WEIGHED, Exchange, Run
+from gradserver.engine.data.failures import fail, forget_if_over, say_failed, tell
+from gradserver.engine.data.group import Group
+from gradserver.engine.data.learners import check_may_begin, is_stale, turn_away
+from gradserver.engine.data.membership import changed, is_outdated, outdated
+from gradserver.engine.data.quorum import is_closed
+from gradserver.engine.data.rounds import Round
+from gradserver.engine.data.wording import abandoned, mismatch
+from gradserver.engine.effects import Effects
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
+    InvalidArgumentError,
+    InvalidRankError,
+    OutOfStepError,
+    SizeMismatchError,
+    UnexpectedMessageError,
+)
+from gradserver.protocol.exchange import (
+    FRAMING,
+    IN_PLACE,
+    ROOTED,
+    ExchangeKey,
+    Kind,
+    Op,
+    Operation,
+    Stream,
+    check_reducible,
+    gives,
+)
+from gradserver.protocol.messages import Push
+
+
+def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) -> Exchange | None:
+    """The exchange that ``push`` is for, opened if need be; None if there is nothing more to do."""
+    key = push.key
+    exchange = group.exchanges.get(key)
+    if is_closed(group, rank, key):
+        _refuse_late(group, rank, key, effects)
+        return None
+    begins = group.begins(push) if group.table.rates or group.recovered else push.slice == 0
+    if begins:
+        if group.entered:
+            if is_stale(group, rank, push):
+                turn_away(group, rank, push, effects)
+                return None
+            check_may_begin(group, rank, key)
+        for earlier in group.take_number(rank, key):
+            fail(group, earlier, abandoned(group, earlier, rank, key), effects)
+        operation = _operation(group, rank, push)
+        if exchange is None and (error := group.failed_before.get(key)) is not None:
+            say_failed(group, rank, key, error, effects)
+            return None
+        if exchange is None:
+            exchange = _open(group, rank, key, operation, push.epoch, now)
+        elif exchange.failure is None and _is_outdated(group, push, operation):
+            exchange.join(rank, push.weight)
+            fail(group, exchange, changed(group, key, operation), effects)
+            return None
+        elif exchange.operation is not operation and exchange.operation != operation and exchange.failure is None:
+            error = mismatch(group, exchange, rank, operation)
+            exchange.join(rank, push.weight)
+            fail(group, exchange, error, effects)
+            return None
+        exchange.join(rank, push.weight)
+    elif exchange is None:
+        if group.is_past(rank, key) or (group.entered and key.stream == Stream.TRANSFER):
+            return None  # the tail of an exchange that failed meanwhile, or of one that never began
+        raise UnexpectedMessageError(f"slice {push.slice} of an exchange that did not begin with its first slice")
+    if exchange.failure is not None:
+        if begins:
+            tell(group, exchange, rank, effects)
+            forget_if_over(group, exchange)
+        return None
+    return exchange
+
+
+def _is_outdated(group: Group, push: Push, operation: Operation) -> bool:
+    """Whether somebody calls a collective, which is open, in a membership that has ended: as the others do not know."""
+    collective = group.order.elastic and push.key.stream == Stream.COLLECTIVE
+    return collective and is_outdated(group, push.key, operation, push.epoch)
+
+
+def _refuse_late(group: Group, rank: int, key: ExchangeKey, effects: Effects) -> None:
+    """A push for a round that was closed without ``rank``, whose results come to it unasked, if there are any."""
+    error = group.halted or group.buckets_halted
+    if error is not None:
+        say_failed(group, rank, key, error, effects)
+
+
+def _operation(group: Group, rank: int, push: Push) -> Operation:
+    key, operation = push.key, push.operation
+    if key.stream == Stream.BUCKET:
+        if group.plan is None or group.plan.is_vacant(key.part):
+            raise OutOfStepError(f"bucket {key.part} is in no plan that {group.call(rank)} agreed on")
+        return group.plan.buckets[key.part].operation
+    if operation is None:
+        raise UnexpectedMessageError("the first slice of a collective must say which one it is")
+    if key.stream == Stream.TRANSFER and rank not in (key.source, key.target):
+        raise InvalidRankError(f"rank {rank} cannot take part in a transfer from {key.source} to {key.target}")
+    return operation
+
+
+def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float) -> Exchange:
+    _check_operation(key, operation, group.world, group.order.elastic)
+    if group.order.elastic and (failed := outdated(group, rank, key, operation, epoch, now)) is not None:
+        return failed
+    if group.order.elastic and key.stream == Stream.BUCKET and any(number < key.number for number in group.rounds):
+        raise OutOfStepError(f"{group.describe(key)} from {group.call(rank)}: the round before it is not over")
+    layout, start, stop = group.share(key, operation)
+    if start == stop:
+        empty = layout.count == 0
+        raise UnexpectedMessageError(
+            "empty tensors are not exchanged" if empty else f"{group.describe(key, operation)} has no slice here"
+        )
+    participants: tuple[int, ...] = group.participants(key)
+    late: tuple[int, ...] = ()
+    if group.closed and key.stream == Stream.BUCKET:
+        late = tuple(seat for seat in participants if is_closed(group, seat, key))
+        participants = tuple(seat for seat in participants if seat not in late)
+    exchange = Exchange(key, operation, layout, start, stop, participants, rank, now, now, start, absent=late)
+    halted = group.halted or (group.buckets_halted if key.stream == Stream.BUCKET else None)
+    first_to_depart = next((rank for rank in group.departed if rank in participants), None)
+    exchange.failure = halted or (None if first_to_depart is None else group.departed[first_to_depart])
+    if exchange.failure is not None:  # for the others too, when they come: there is nothing to remember
+        return exchange
+    if key in group.settled:
+        exchange.settled = group.settled[key]
+        exchange.complete = exchange.open_from(start)
+        exchange.answered = len(exchange.settled)
+        exchange.before = group.settled_of(key)
+    group.exchanges[key] = exchange
+    if key.stream == Stream.BUCKET and key.number not in group.rounds:
+        section = 0 if group.plan is None else group.plan.section_of(key.part).number
+        group.rounds[key.number] = Round(now, group.is_hashed(key.number), section)
+    if group.next_check is None:  # else an exchange that began earlier is due earlier
+        group.next_check = now + group.order.timeout
+    return exchange
+
+
+def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: Sequence[Buffer]) -> Run:
+    """Check a contribution against what is due from ``rank``."""
+    layout, operation = exchange.layout, exchange.operation
+    payload, target, size = None, None, 0
+    if payloads:
+        payload, size = payloads[0], len(payloads[0])
+        if len(payloads) > 1:
+            target, size = payloads[-1], min(size, len(payloads[-1]))
+    start, stop = push.slice, push.slice + push.slices
+    if start != exchange.pushed.get(rank, -1) or stop > exchange.stop or exchange.crosses(start, stop):
+        raise OutOfStepError(
+            f"{group.describe(exchange.key)} from {group.call(rank)}: slice {start} came, "
+            f"{exchange.pushed.get(rank, exchange.start)} of {exchange.stop} is due"
+        )
+    if push.slices > 1 and operation.kind not in IN_PLACE:
+        raise OutOfStepError(f"{operation} from {group.call(rank)} goes slice by slice, {push.slices} came together")
+    has_to_give = gives(operation, rank, exchange.key)
+    expected = layout.run_bytes(start, stop)
+    shared = push.place is not None
+    if shared:  # there must be room for what is given, and for the result
+        is_right = size >= expected * layout.replies and (
+            push.present == has_to_give or (has_to_give and operation.kind in WEIGHED)
+        )
+    elif payload is None:
+        is_right = not has_to_give or operation.kind in WEIGHED
+    else:
+        is_right = has_to_give and (size == expected or (operation.op is Op.FRAMED and size <= expected))
+    if not is_right:
+        raise SizeMismatchError(
+            f"{group.describe(exchange.key)} from {group.call(rank)}: slice {start} has {size} "
+            f"bytes, {expected if has_to_give else 0} were agreed"
+        )
+    if push.present:
+        group.bytes_in += min(size, expected)
+    weight = exchange.weights[rank]
+    if group.order.lateness is not None:  # slices to which something was added weigh more
+        weight = push.weight
+        exchange.weights[rank] = max(exchange.weights[rank], weight)
+    return Run(start, stop, payload, push.present, shared, target, weight)
+
+
+def _check_operation(key: ExchangeKey, operation: Operation, world: int, elastic: bool) -> None:
+    """Refuse what no correct client says."""
+    transfer = key.stream == Stream.TRANSFER
+    part = key.part if key.stream == Stream.BUCKET or elastic else 0
+    if not transfer and key != (key.stream, key.number, part, -1, -1):
+        raise UnexpectedMessageError(f"no exchange has the key {tuple(key)}")
+    if transfer != (operation.kind is Kind.TRANSFER):
+        raise UnexpectedMessageError(f"{operation} cannot be exchanged under the key {tuple(key)}")
+    if transfer and not (0 <= key.source < world and 0 <= key.target < world and key.source != key.target):
+        raise InvalidRankError(f"a transfer from {key.source} to {key.target} in a group of {world}")
+    if operation.kind in ROOTED and not 0 <= operation.root < world:
+        raise InvalidRankError(f"root {operation.root} is not in a group of {world}")
+    if operation.kind in WEIGHED:
+        if operation.op in (Op.NONE, Op.FRAMED):
+            raise InvalidArgumentError("a reduction that does not say how to reduce")
+        check_reducible(operation.op, operation.dtype)
+    elif operation.op is not Op.NONE and (operation.op is not Op.FRAMED or operation.kind not in FRAMING):
+        raise InvalidArgumentError(f"{operation} is no operation: {operation.kind.name.lower()} reduces nothing")
+    elif operation.op is Op.FRAMED:
+        check_reducible(operation.op, operation.dtype)

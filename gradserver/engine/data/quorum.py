@@ -1,0 +1,180 @@
+"""How the data half of an elastic group finds out who is late, and closes a round without them.
+
+A quorum is as many members as the group's policy says; without one, half of them, and then it only warns. A member has
+given what it can when it has given everything, or has used up its credit while the others wait for somebody.
+
+    round   event                                          next    what happens
+    ──────  ─────────────────────────────────────────────  ──────  ─────────────────────────────────────────────────
+    OPEN    a quorum has given what it can, with backups   OPEN    Late is reported, at once
+    OPEN    a quorum has given what it can                 OPEN    a time is set: grace, and the adaptive deadline
+    OPEN    that time has come, nobody is missing          OPEN    nothing
+    OPEN    … somebody is, and there is no quorum option   OPEN    Late is reported, as a warning
+    OPEN    … somebody is, and there is one                OPEN    Late is reported: control decides
+    OPEN    CutRound                                       CLOSED  what late ones have given counts, the rest does not
+    CLOSED  a push of a late one                           CLOSED  dropped: results come to it unasked
+    CLOSED  … and the group is halted                      CLOSED  it is told why
+    CLOSED  a late one departs                             CLOSED  what lies in its memory does not count
+
+Control decides, because of several data shards each sees its own slices: all cut off the same members. Those that a
+round is closed without are in it again from the next one on.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gradserver.engine.data.completion import complete
+from gradserver.engine.data.exchange import Exchange
+from gradserver.engine.data.failures import tell
+from gradserver.engine.data.group import Group
+from gradserver.engine.data.rounds import Round
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import CutRound, Late
+from gradserver.protocol.exchange import ExchangeKey, Pool, Stream
+from gradserver.protocol.limits import SLICE_BYTES
+
+_AGAIN_SECONDS: Final = 1.0
+"""Before the same is reported again, if control did not decide so."""
+_QUIET_SECONDS: Final = 10.0
+"""Between two times that people are told."""
+
+
+def contributed(group: Group, number: int, seat: int, ended: bool, now: float, effects: Effects) -> None:
+    """``seat`` has pushed to a bucket of round ``number``, perhaps the last of it."""
+    current = group.rounds.get(number)
+    if current is None:
+        return
+    if ended:
+        current.given[seat] += 1
+    if current.quorum_at is not None or not (ended or _has_no_credit(group, seat)):
+        return
+    present = _present(group, number)
+    if sum(_has_given(group, current, other) for other in present) < _needed(group, number):
+        return
+    current.quorum_at = now
+    lateness = group.order.lateness
+    if lateness is not None and lateness.backup:
+        _report(group, number, current, now, effects)
+        return
+    deadline = group.pace.deadline(
+        0.0 if lateness is None else lateness.grace,
+        group.order.timeout,
+        None if lateness is None else now - current.opened,
+    )
+    if deadline is not None:
+        current.look_at = current.opened + deadline
+        if lateness is not None:
+            current.look_at = max(current.look_at, now + lateness.grace)
+
+
+def look(group: Group, now: float, effects: Effects) -> None:
+    """Time has passed: who is late?"""
+    for number, current in list(group.rounds.items()):
+        if current.look_at is not None and current.look_at <= now:
+            _report(group, number, current, now, effects)
+
+
+def next_look(group: Group) -> float | None:
+    """When `look` is due."""
+    return min((current.look_at for current in group.rounds.values() if current.look_at is not None), default=None)
+
+
+def _report(group: Group, number: int, current: Round, now: float, effects: Effects) -> None:
+    late = _late(group, number, current)
+    current.look_at = None
+    if not late:
+        current.quorum_at = None
+        return
+    closes = group.order.lateness is not None
+    tell = now >= group.quiet_until
+    if closes:
+        current.look_at = now + _AGAIN_SECONDS
+    elif not tell:
+        return
+    if tell:
+        group.quiet_until = now + _QUIET_SECONDS
+    present = group.participants(_any_bucket(number))
+    why = group.pace.explain(len(present) - len(late), len(present))
+    effects.report(Late(group.order.group, number, tuple(late), f"after {now - current.opened:.2g} s: {why}", tell))
+
+
+def _late(group: Group, number: int, current: Round) -> list[int]:
+    """Who keeps a quorum waiting."""
+    present = _present(group, number)
+    full = group.full_buckets[current.section]
+    if sum(current.given[seat] >= full for seat in present) >= _needed(group, number):
+        return [seat for seat in present if current.given[seat] < full]
+    section = group.plan.section(current.section) if group.plan is not None else None
+    for part in section.parts if section is not None else ():  # the first that all wait for
+        exchange = group.exchanges.get(ExchangeKey(Stream.BUCKET, number, part))
+        if exchange is not None and exchange.failure is None and exchange.complete < exchange.stop:
+            missing = exchange.missing()
+            return missing if len(present) - len(missing) >= _needed(group, number) else []
+    return []
+
+
+def _present(group: Group, number: int) -> list[int]:
+    """Those who are waited for in round ``number``, with those who join in it."""
+    return [seat for seat in group.participants(_any_bucket(number)) if group.closed.get(seat, -1) < number]
+
+
+def _any_bucket(number: int) -> ExchangeKey:
+    return ExchangeKey(Stream.BUCKET, number, 0)
+
+
+def _needed(group: Group, number: int) -> int:
+    count = len(group.participants(_any_bucket(number)))
+    return -(-count // 2) if group.order.lateness is None else group.order.lateness.needed(count)
+
+
+def _has_given(group: Group, current: Round, seat: int) -> bool:
+    return current.given[seat] >= group.full_buckets[current.section] or _has_no_credit(group, seat)
+
+
+def _has_no_credit(group: Group, seat: int) -> bool:
+    return group.outstanding[seat, Pool.BUCKETS] > group.order.credit - SLICE_BYTES
+
+
+# ── closing a round ───────────────────────────────────────────────────────────────────────────────────
+
+
+def close(group: Group, order: CutRound, now: float, effects: Effects) -> None:
+    """Go on with a round without those who are late for it."""
+    current = group.rounds.get(order.round)
+    if current is not None:
+        current.waited += now - (current.quorum_at or now)
+        current.quorum_at = current.look_at = None
+    for seat in order.seats:
+        if seat in group.departed:
+            continue
+        group.closed[seat] = max(order.round, group.closed.get(seat, -1))
+        if current is not None:
+            note_what_counted(group, order.round, current, seat)
+        for exchange in list(group.exchanges.values()):
+            key = exchange.key
+            if (key.stream, key.number) == (Stream.BUCKET, order.round) and seat in exchange.participants:
+                _without(group, exchange, seat, now, effects)
+
+
+def _without(group: Group, exchange: Exchange, seat: int, now: float, effects: Effects) -> None:
+    if exchange.failure is not None:
+        tell(group, exchange, seat, effects)
+        return
+    exchange.pass_over(seat)
+    for piece in exchange.ready():
+        exchange.last = seat
+        complete(group, exchange, piece, now, effects)
+
+
+def note_what_counted(group: Group, number: int, current: Round, seat: int) -> None:
+    """Of the buckets of a round that are done, all that ``seat`` gave counted."""
+    if group.plan is None or seat not in current.weights:
+        return
+    for part in current.done:
+        _, start, stop = group.share(ExchangeKey(Stream.BUCKET, number, part), group.plan.buckets[part].operation)
+        current.cut.setdefault((seat, part), current.counted.get((seat, part), stop - start))
+
+
+def is_closed(group: Group, seat: int, key: ExchangeKey) -> bool:
+    """Whether what ``seat`` gives to ``key`` does not count any more."""
+    return key.stream == Stream.BUCKET and key.number <= group.closed.get(seat, -1)

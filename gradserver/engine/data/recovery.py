@@ -1,0 +1,366 @@
+"""How the data half of a durable group finds out, after somebody has come back, who holds which results.
+
+All that was open is void: members hold what they give until they have its result, and results until nobody present can
+lack them (`gradserver.protocol.resuming`). Whoever comes back on a new connection, whether the coordinator was lost
+with its books or one connection broke, has everybody say what he holds: there is one way for both.
+
+    stage       event                                     next        what happens
+    ──────────  ────────────────────────────────────────  ──────────  ──────────────────────────────────────────────
+    (none)      Recover                                   COLLECTING  open exchanges are forgotten
+    COLLECTING  Push                                      COLLECTING  dropped: its sender has yet to hear of it
+    COLLECTING  Holding, not the last of those present    COLLECTING  kept
+    COLLECTING  Holding of a round that cannot be         COLLECTING  its sender breaks the protocol
+    COLLECTING  Holding, the last; a member departs       PREVIOUS    R: the latest round that members are in
+    COLLECTING  … and reductions of before are under way  COLLECTING  when they have ended: they may write to memory
+    PREVIOUS    a member is in an earlier one than R-1    COLLECTING  it is left out
+    PREVIOUS    a member in R-1 lacks what nobody holds   COLLECTING  it is left out: the others went on without it
+    PREVIOUS    a member in R-1 lacks what others hold    PREVIOUS    Fetch, and with the answer Result
+    PREVIOUS    none of them lacks any more               TOLD        control is to tell them that R-1 is over
+    TOLD        Proceed                                   PRESENT
+    PRESENT     slices of R that some hold, others lack   PRESENT     Fetch, and with the answer Result
+    PRESENT     the same, of collectives and transfers    PRESENT     the same
+    PRESENT     … that nobody holds, or that have failed  PRESENT     Failure to those who lack it
+    PRESENT     nobody lacks what others hold             (none)      Standing to everybody: what nobody holds is open
+    any         a connection breaks                       COLLECTING  its Holding is forgotten, and waited for
+    any         no progress for the group's timeout       COLLECTING  who is waited for is left out
+
+Slices that are held are *settled*: members never push them, and nothing is reduced of them again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from gradserver.engine.data.collecting import FAILED, Holder, Place, Recovery, Stage, Wanted
+from gradserver.engine.data.failures import say_failed
+from gradserver.engine.data.group import Group
+from gradserver.engine.data.inventory import adopt, places, said, shares
+from gradserver.engine.data.membership import left_out
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import CaughtUp, Recover, Recovered, RoundCompleted
+from gradserver.engine.policy import OnNonFinite
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
+    ConnectionLostError,
+    GradServerError,
+    MalformedMessageError,
+    MembershipChangedError,
+    SizeMismatchError,
+    UnexpectedMessageError,
+)
+from gradserver.protocol.exchange import ExchangeKey, Op, Stream
+from gradserver.protocol.finite import is_finite
+from gradserver.protocol.messages import Result
+from gradserver.protocol.resuming import Fetch, Held, Holding, Standing, State
+
+_MAX_ASKED: Final = 16
+"""Results that are on their way from who holds them: so many are in memory at most."""
+
+
+# ── what happens ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def begin(group: Group, order: Recover, now: float) -> None:
+    """Forget all that is open. Reductions of before come back with an earlier number than the order's version."""
+    draining = group.recovery.draining if group.recovery is not None else set()
+    draining |= {(group.order.epoch, key, start) for key, one in group.exchanges.items() for start in one.reducing}
+    group.recovery = Recovery(order.version, order.round, order.latest, now, order.own, draining)
+    group.order = replace(group.order, epoch=order.version)
+    for table in (
+        group.exchanges,
+        group.due,
+        group.rounds,
+        group.outstanding,
+        group.transfers,
+        group.settled,
+        group.unread,
+    ):
+        table.clear()
+    group.failed.clear()
+    group.recovered = True
+
+
+def forget(group: Group, seat: int, now: float, effects: Effects) -> None:
+    """``seat`` has departed, or lost its connection."""
+    recovery = group.recovery
+    if recovery is None:
+        return
+    recovery.holders.pop(seat, None)
+    recovery.start_again()
+    advance(group, now, effects)
+
+
+def hold(group: Group, seat: int, holding: Holding, payload: Buffer, now: float, effects: Effects) -> None:
+    """A member says what it holds."""
+    recovery = group.recovery
+    if recovery is None or holding.version != recovery.version:
+        if holding.version > group.order.epoch:
+            raise UnexpectedMessageError(f"a Holding of version {holding.version}, which nobody has asked for")
+        return  # the books were opened once more meanwhile
+    if seat in recovery.holders:
+        raise UnexpectedMessageError(f"a second Holding of version {holding.version} from {group.call(seat)}")
+    if holding.round > recovery.latest:
+        raise UnexpectedMessageError(
+            f"{group.call(seat)} says that it is in round {holding.round}, and {recovery.latest} is the latest that "
+            f"can have begun"
+        )
+    recovery.holders[seat] = said(group, seat, holding, payload)
+    recovery.touched = now
+    advance(group, now, effects)
+
+
+def held(group: Group, seat: int, message: Held, payload: Buffer | None, effects: Effects) -> bool:
+    """A result that was fetched: hand it on, behind what was asked for before. Whether anything came of it."""
+    recovery = group.recovery
+    if recovery is None or message.version != recovery.version:
+        return False
+    place = message.key, message.slice
+    source, wanted = recovery.asked.get(place, (-1, None))
+    if wanted is None or source != seat or place in recovery.came:
+        return False  # asked for before somebody else was lost
+    if payload is not None:
+        _check_held(group, recovery.holders[seat], seat, place, payload)
+    nonfinite = tuple(seat for seat, weight in enumerate(message.weights) if weight < 0)
+    result = Result(
+        *place, message.weight, message.present, 1, False, message.without, message.weights, nonfinite=nonfinite
+    )
+    recovery.came[place] = result, () if payload is None else (payload,)
+    _hand_on(group, recovery, effects)
+    return True
+
+
+def _check_held(group: Group, holder: Holder, seat: int, place: Place, payload: Buffer) -> None:
+    """Raise what is wrong with a result that ``seat`` says once more: it is its fault, and not that of who lacks it."""
+    key, index = place
+    what = f"{group.describe(key)} as {group.call(seat)} holds it: slice {index}"
+    if key.stream != Stream.BUCKET or group.plan is None:
+        due = holder.sizes.get(place, 0)
+        if len(payload) != due:
+            raise SizeMismatchError(f"{what} has {len(payload)} bytes, and it had said {due}")
+        return
+    operation = group.plan.buckets[key.part].operation
+    layout, _, _ = group.share(key, operation)
+    if len(payload) != layout.nbytes(index):
+        raise SizeMismatchError(f"{what} has {len(payload)} bytes, {layout.nbytes(index)} were agreed")
+    guarded = operation.op is Op.MEAN and group.order.nonfinite is not OnNonFinite.PROPAGATE
+    start, stop = layout.span(index)
+    if guarded and not is_finite(payload, operation, stop - start):
+        raise MalformedMessageError(f"{what} has a number that is not finite, and no result has any")
+
+
+def _hand_on(group: Group, recovery: Recovery, effects: Effects) -> None:
+    for place, (_, wanted) in list(recovery.asked.items()):
+        if place not in recovery.came:
+            return
+        del recovery.asked[place]
+        result, payloads = recovery.came.pop(place)
+        for lacking in wanted.lacking:
+            recovery.holders[lacking].take(result)
+            effects.send(group.connections[lacking], result, payloads)
+
+
+def drained(group: Group, epoch: int, key: ExchangeKey, start: int) -> bool:
+    """A reduction of before has come back; whether it was the last."""
+    recovery = group.recovery
+    if recovery is None or (epoch, key, start) not in recovery.draining:
+        return False
+    recovery.draining.discard((epoch, key, start))
+    return not recovery.draining
+
+
+def proceed(group: Group, now: float, effects: Effects) -> None:
+    """Who lacked the end of a round has heard of it."""
+    recovery = group.recovery
+    if recovery is None or recovery.stage is not Stage.TOLD:
+        return
+    for holder in recovery.holders.values():
+        holder.weight = holder.weight if holder.round == recovery.round else 0.0
+        holder.round = recovery.round
+    _present(group, recovery, now, effects)
+
+
+def advance(group: Group, now: float, effects: Effects) -> None:
+    """Go on, if nothing is waited for."""
+    recovery = group.recovery
+    if recovery is None:
+        return
+    if recovery.stage is Stage.COLLECTING:
+        if not recovery.draining and all(seat in recovery.holders for seat in group.seats.present):
+            _previous(group, recovery, now, effects)
+        return
+    recovery.touched = now
+    _ask(group, recovery, effects)
+    if recovery.asked:
+        return
+    if recovery.stage is Stage.PREVIOUS:
+        _tell(group, recovery, effects)
+    elif recovery.stage is Stage.PRESENT:
+        _stand(group, recovery, now, effects)
+
+
+def overdue(group: Group, now: float, effects: Effects) -> None:
+    """Leave out who says nothing."""
+    recovery = group.recovery
+    if recovery is None or recovery.touched + group.order.timeout > now:
+        return
+    recovery.touched = now
+    slow = [seat for seat in group.seats.present if seat not in recovery.holders]
+    for seat in slow or sorted({source for place, (source, _) in recovery.asked.items() if place not in recovery.came}):
+        effects.report(left_out(group, seat, f"it did not say within {group.order.timeout:g} s what it holds"))
+
+
+# ── stages ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _previous(group: Group, recovery: Recovery, now: float, effects: Effects) -> None:
+    holders = recovery.holders
+    recovery.round = present = _present_round(recovery)
+    ahead = [seat for seat, holder in holders.items() if holder.round > present]
+    if ahead:
+        _leave_out(group, {seat: f"it is in round {holders[seat].round}, not in {present}" for seat in ahead}, effects)
+        return
+    late = [seat for seat, holder in holders.items() if holder.round < recovery.round - 1]
+    if late:
+        _leave_out(group, {seat: f"it is in round {holders[seat].round} of {present}" for seat in late}, effects)
+        return
+    behind = [seat for seat, holder in holders.items() if holder.round < recovery.round]
+    wanted: list[Wanted] = []
+    for place in (
+        places(group, recovery.round - 1, holders.values()) if behind and recovery.round > group.planned else ()
+    ):
+        lacking = tuple(seat for seat in behind if not holders[seat].has(State.HELD, place))
+        holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
+        if lacking and not holding:
+            _leave_out(group, dict.fromkeys(lacking, f"nobody has round {present - 1} for it any more"), effects)
+            return
+        if lacking:
+            wanted.append(Wanted(place, lacking, holding))
+    recovery.stage = Stage.PREVIOUS
+    recovery.wanted.extend(wanted)
+    advance(group, now, effects)
+
+
+def _leave_out(group: Group, why: Mapping[int, str], effects: Effects) -> None:
+    for seat, what in why.items():
+        effects.report(left_out(group, seat, what))
+
+
+def _present_round(recovery: Recovery) -> int:
+    """The round that the group is in, or the latest, if some members have yet to hear that the one before is over.
+
+    Where the ledger may be behind them, it is the one that most are in; among equals the nearest to what is on record.
+    """
+    rounds = Counter(holder.round for holder in recovery.holders.values())
+    if recovery.latest == recovery.due:
+        return max(rounds)
+    return max(rounds, key=lambda number: (rounds[number] + rounds[number - 1], -abs(number - recovery.due), number))
+
+
+def _tell(group: Group, recovery: Recovery, effects: Effects) -> None:
+    behind = tuple(seat for seat, holder in recovery.holders.items() if holder.round < recovery.round)
+    recovery.stage = Stage.TOLD
+    effects.report(CaughtUp(group.order.group, recovery.round, behind))
+
+
+def _present(group: Group, recovery: Recovery, now: float, effects: Effects) -> None:
+    holders = recovery.holders
+    recovery.stage = Stage.PRESENT
+    for place in places(group, recovery.round, holders.values()):
+        holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
+        lacking = tuple(seat for seat in holders if seat not in holding)
+        if holding and lacking:
+            recovery.wanted.append(Wanted(place, lacking, holding))
+    lost: set[ExchangeKey] = set()
+    for place in sorted({p for holder in holders.values() for p in holder.loose()}):
+        lacking = tuple(seat for seat, holder in holders.items() if holder.has(State.LACKING, place))
+        holding = tuple(seat for seat, holder in holders.items() if holder.has(State.HELD, place))
+        failed = any(holder.has_failed(place[0]) for holder in holders.values())
+        sizes = {holders[seat].sizes.get(place, 0) for seat in (*lacking, *holding)} - {0}
+        if len(sizes) > 1:  # not all of them speak the truth: nobody is given what another one makes up
+            lost.add(place[0])
+        elif holding and not failed:
+            recovery.wanted.append(Wanted(place, lacking, holding))
+        elif failed or any(place[0] in holder.slices[State.OVER] for holder in holders.values()):
+            lost.add(place[0])
+    for key in sorted(lost):
+        recovery.wanted = deque(wanted for wanted in recovery.wanted if wanted.place[0] != key)
+        _fail(group, recovery, key, effects)
+    advance(group, now, effects)
+
+
+def _fail(group: Group, recovery: Recovery, key: ExchangeKey, effects: Effects) -> None:
+    """Nobody can do any more what ``key`` takes."""
+    error = _why_not(group, recovery, key)
+    for seat, holder in recovery.holders.items():
+        if holder.slices[State.LACKING].pop(key, None) is not None:
+            say_failed(group, seat, key, error, effects)
+
+
+def _why_not(group: Group, recovery: Recovery, key: ExchangeKey) -> GradServerError:
+    """Why ``key`` fails: it is called again by all members, or by none."""
+    holders = recovery.holders.values()
+    ended = any(key in holder.slices[state] for holder in holders for state in (State.OVER, State.FAILED))
+    if not ended and any(key in holder.slices[State.CHANGED] for holder in holders):
+        return MembershipChangedError(
+            f"{group.describe(key)} was called in a membership that has ended. Rank and world size are new: "
+            f"call it again",
+            epoch=group.epoch,
+        )
+    return ConnectionLostError(
+        f"{group.describe(key)} was under way when the connection to the coordinator broke, and not every worker "
+        f"can take part in it once more"
+    )
+
+
+def _ask(group: Group, recovery: Recovery, effects: Effects) -> None:
+    while recovery.wanted and len(recovery.asked) < _MAX_ASKED:
+        wanted = recovery.wanted.popleft()
+        key, index = wanted.place
+        source = wanted.holding[index % len(wanted.holding)]
+        recovery.asked[wanted.place] = source, wanted
+        effects.send(group.connections[source], Fetch(recovery.version, key, index))
+
+
+def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> None:
+    """Everybody has what anybody has: go on."""
+    holders, number = recovery.holders, recovery.round
+    group.recovery = None
+    group.first_round = number
+    done: list[int] = []
+    found: dict[int, frozenset[int]] = {}
+    for part, start, stop in shares(group):
+        key = ExchangeKey(Stream.BUCKET, number, part)
+        settled = frozenset(next(iter(holders.values())).slices[State.HELD].get(key, ())).intersection(
+            range(start, stop)
+        )
+        if settled:
+            found[part] = settled
+        if len(settled) == stop - start:
+            done.append(part)
+            for seat in holders:
+                group.pass_over(seat, key)
+        elif settled:
+            group.settled[key] = settled
+    for holder in holders.values():
+        for key in holder.slices[State.LACKING]:
+            loose = frozenset[int]().union(*(one.slices[State.HELD].get(key, ()) for one in holders.values()))
+            if loose:
+                group.settled[key] = loose
+    failed = {key for holder in holders.values() for state in FAILED for key in holder.slices[state]}
+    group.failed_before = {key: _why_not(group, recovery, key) for key in failed}
+    effects.report(Recovered(group.order.group, number))
+    for seat in holders:
+        effects.send(group.connections[seat], Standing(recovery.version, number))
+    if found:
+        assert group.plan is not None
+        section = group.plan.section_of(next(iter(found))).number
+        current = group.rounds[number] = adopt(number, section, found, holders, now)
+        current.done.update(done)
+        if done and len(done) == group.full_buckets[section]:
+            del group.rounds[number]
+            current.last = min(holders)
+            record = current.record(number, group.world, group.plan, now)
+            effects.report(RoundCompleted(group.order.group, record, adopted=True))

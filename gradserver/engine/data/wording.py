@@ -1,0 +1,84 @@
+"""How the data half speaks of what goes wrong with an exchange: who, in which one, and what is known of it."""
+
+from __future__ import annotations
+
+from gradserver.engine.data.exchange import Exchange
+from gradserver.engine.data.group import Group
+from gradserver.engine.events import Broken, NonFinite, Undecodable
+from gradserver.protocol.errors import (
+    AbandonedError,
+    CollectiveMismatchError,
+    CoordinatorError,
+    DeadlineError,
+    GradServerError,
+    NonFiniteError,
+)
+from gradserver.protocol.exchange import ExchangeKey, Op, Operation, Stream
+
+
+def abandoned(group: Group, exchange: Exchange, rank: int, key: ExchangeKey) -> AbandonedError:
+    """``rank`` went on to ``key`` without it."""
+    return AbandonedError(
+        f"{group.call(rank)} went on to {group.describe(key)} without {group.describe(exchange.key)} "
+        f"({exchange.operation})"
+    )
+
+
+def mismatch(group: Group, exchange: Exchange, rank: int, operation: Operation) -> CollectiveMismatchError:
+    """``rank`` called something else than those before it."""
+    return CollectiveMismatchError(
+        f"{group.describe(exchange.key)} is not the same everywhere: {group.call(exchange.first)} called "
+        f"{exchange.operation}, {group.call(rank)} called {operation}"
+    )
+
+
+def non_finite(group: Group, exchange: Exchange, element: int, found: NonFinite) -> NonFiniteError:
+    """Somebody contributed NaN or Inf."""
+    key = exchange.key
+    where, parameter = f"element {element}", ""
+    if key.stream == Stream.BUCKET and group.plan is not None:
+        parameter = group.plan.buckets[key.part].component_at(element).name
+        where = f"parameter {parameter!r}" if found.exact else f"parameter {parameter!r}, or one beside it,"
+    if found.rank < 0:
+        who, name = "the mean overflowed, though every contribution was finite:", ""
+    else:
+        who, name = f"{group.call(found.rank)} contributed", group.seats.names[found.rank]
+    return NonFiniteError(
+        f"{who} {found.value} in {where} of {group.describe(key, exchange.operation)}; the group is halted "
+        f"and nothing of this slice was handed out. Look at that worker's data, loss and learning rate",
+        worker=name,
+        rank=group.seats.rank(found.rank),
+        bucket=group.bucket_name(key),
+        parameter=parameter,
+        round=key.number,
+    )
+
+
+def undecodable(group: Group, exchange: Exchange, found: Undecodable) -> GradServerError:
+    """Somebody contributed bytes that say nothing."""
+    what = group.describe(exchange.key, exchange.operation)
+    due = "are no frames" if exchange.operation.op is Op.FRAMED else f"is no {exchange.layout.codec.name}"
+    return type(found.error)(f"{group.call(found.rank)} contributed to {what} what {due}: {found.error}")
+
+
+def broken(group: Group, exchange: Exchange, found: Broken) -> CoordinatorError:
+    """The coordinator could not reduce what was given."""
+    return CoordinatorError(
+        f"{group.describe(exchange.key, exchange.operation)} failed, because the coordinator could not reduce it: "
+        f"{found.cause}"
+    )
+
+
+def overdue(group: Group, exchange: Exchange) -> DeadlineError:
+    """Somebody did not come."""
+    timeout = group.order.timeout
+    missing = exchange.missing()
+    have = [rank for rank in exchange.participants if rank not in missing]
+    whom = group.calls(missing) if missing else "the coordinator to reduce it"
+    return DeadlineError(
+        f"{group.describe(exchange.key, exchange.operation)} waited {timeout:g} s (--round-timeout) for {whom}"
+        + (f"; {group.calls(have)} had come" if have else ""),
+        missing=tuple(group.call(rank) for rank in missing),
+        bucket=group.bucket_name(exchange.key),
+        round=exchange.key.number if exchange.key.stream == Stream.BUCKET else -1,
+    )
