@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from gradserver.engine.control import journal, learners
 from gradserver.engine.control.group import Applicant, Group, check_applicant, check_name, join_timeout, new_group
-from gradserver.engine.control.members import gone
+from gradserver.engine.control.members import connection_lost
 from gradserver.engine.control.registry import Registry
-from gradserver.engine.control.rounds import may_begin
 from gradserver.engine.control.welcome import welcome_to
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Seat
@@ -19,6 +18,22 @@ from gradserver.protocol.messages import Join, Ordered
 from gradserver.protocol.shards import Table
 
 _NOBODY = Seat(-1, "")
+
+
+def may_begin(group: Group, now: float) -> bool:
+    """Whether a forming group has all that it waits for."""
+    policy, count = group.policy, len(group.applicants)
+    if policy is None:
+        return count == group.world
+    if count < policy.minimum:
+        return False
+    wishes = [applicant.join.world_size for applicant in group.applicants]
+    if count == policy.maximum or (all(wishes) and count >= max(wishes)):
+        return True
+    if group.opens is None:
+        group.opens = now + policy.gather
+    group.opens = min(group.opens, *(applicant.deadline for applicant in group.applicants))
+    return group.opens <= now
 
 
 def join(registry: Registry, connection: int, message: Join, now: float, effects: Effects) -> None:
@@ -57,7 +72,7 @@ def overdue(registry: Registry, group: Group, now: float, effects: Effects) -> N
         return
     for applicant in [applicant for applicant in group.applicants if applicant.deadline <= now]:
         effects.dismiss(applicant.connection, join_timeout(group, applicant))
-        gone(registry, applicant.connection, "waited too long", now, effects)
+        connection_lost(registry, applicant.connection, "waited too long", now, effects)
 
 
 def _activate(registry: Registry, group: Group, effects: Effects) -> None:

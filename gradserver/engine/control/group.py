@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gradserver.engine.control.findings import Findings
-from gradserver.engine.control.learner import Joiner, Stage
+from gradserver.engine.control.learner import Learner, Stage
 from gradserver.engine.control.quota import Account
 from gradserver.engine.control.turns import Turns
 from gradserver.engine.effects import Effects
@@ -127,7 +127,7 @@ class Group:
     """A round that is complete, and not over for members: while there is such, or too few are left."""
     held_again: bool = False
     """Whether some member may have heard before that this round is over. It may be in the next one."""
-    joiners: dict[int, Joiner] = field(default_factory=dict)
+    learners: dict[int, Learner] = field(default_factory=dict)
     """Those who join the running group, by seat."""
     first_rounds: dict[int, int] = field(default_factory=dict)
     """Since when those contribute who have joined, by seat."""
@@ -294,18 +294,18 @@ class Group:
     def connections(self) -> list[int]:
         """Of all who are here."""
         here = [seat.connection for seat in self.members.values() if seat.connection >= 0]
-        inside = here + [j.connection for j in self.joiners.values()]
+        inside = here + [j.connection for j in self.learners.values()]
         return inside + [applicant.connection for applicant in (*self.applicants, *self.queue)]
 
     @property
     def contributors(self) -> list[int]:
         """Seats of members, and of those who have just joined and contribute already."""
-        return [*self.members, *(seat for seat, one in self.joiners.items() if one.stage is Stage.ENTERED)]
+        return [*self.members, *(seat for seat, one in self.learners.items() if one.stage is Stage.ENTERED)]
 
     @property
     def entering(self) -> list[int]:
         """Seats of those who contribute to the open round as their first one; members or not."""
-        return sorted([*self.early, *(seat for seat, joiner in self.joiners.items() if joiner.entered)])
+        return sorted([*self.early, *(seat for seat, joiner in self.learners.items() if joiner.entered)])
 
     @property
     def early(self) -> tuple[int, ...]:
@@ -328,16 +328,16 @@ class Group:
 
     def is_inside(self, seat: int) -> bool:
         """Whether what is there of ``seat`` may count: it is a member's, or of who was told that it contributes."""
-        return seat in self.members or (seat in self.joiners and self.joiners[seat].entered)
+        return seat in self.members or (seat in self.learners and self.learners[seat].entered)
 
     def connection_of(self, seat: int) -> int:
         """That of a member, or of who joins the running group."""
-        occupant = self.members.get(seat) or self.joiners[seat]
+        occupant = self.members.get(seat) or self.learners[seat]
         return occupant.connection
 
     def seat_of(self, connection: int) -> int:
         """The seat of a member, or of who joins the running group; -1 if it has none."""
-        for seats in (self.members, self.joiners):
+        for seats in (self.members, self.learners):
             for seat, occupant in seats.items():
                 if occupant.connection == connection:
                     return seat
@@ -352,9 +352,9 @@ class Group:
         assert self.away.keys() <= self.members.keys(), f"{self.name} waits for strangers"
         assert all(self.members[rank].connection < 0 for rank in self.away), f"{self.name} waits for who is here"
         connections = self.connections
-        assert not self.joiners.keys() & self.members.keys(), f"{self.name} has a member that joins"
+        assert not self.learners.keys() & self.members.keys(), f"{self.name} has a member that joins"
         assert set(self.donors) <= set(self.members), f"{self.name} has donors that are no members"
-        for joiner in self.joiners.values():
+        for joiner in self.learners.values():
             assert joiner.donor in {-1, *self.members}, f"{self.name} waits for a donor that is gone"
         assert len(set(connections)) == len(connections), f"{self.name} seats a connection twice"
         self.positions.validate()
@@ -497,7 +497,7 @@ def deadlines(group: Group) -> Iterable[float]:
         yield proposal.since + group.round_timeout
     for applicant in group.queue:
         yield applicant.deadline
-    for joiner in group.joiners.values():
+    for joiner in group.learners.values():
         if joiner.deadline is not None:
             yield joiner.deadline
 
@@ -515,7 +515,7 @@ def describe(group: Group, now: float) -> dict[str, object]:
         "plan": None if group.plan is None else {"buckets": len(group.plan.buckets), "bytes": group.plan.nbytes},
         "members": [_member(group, seat) for seat in group.members],
         "waiting": waiting,
-        "joining": [joiner.describe(group.seats.rank(seat)) for seat, joiner in group.joiners.items()],
+        "joining": [joiner.describe(group.seats.rank(seat)) for seat, joiner in group.learners.items()],
         "broken": group.broken.message if group.broken else None,
         "data": group.positions.snapshot(),
         "last_round": _record(group, group.ledger[-1]) if group.ledger else None,

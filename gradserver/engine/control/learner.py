@@ -80,7 +80,7 @@ class Delivery:
 
 
 @dataclass(slots=True)
-class Joiner:
+class Learner:
     """One that is not a member yet.
 
     Attributes:

@@ -40,7 +40,7 @@ from typing import Final
 
 from gradserver.engine.control import journal
 from gradserver.engine.control.group import MAX_REASON, Applicant, Group, Unheeded, announce
-from gradserver.engine.control.learner import Delivery, Joiner, Stage
+from gradserver.engine.control.learner import Delivery, Learner, Stage
 from gradserver.engine.control.welcome import tell_agreed, token_of, welcome_to
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import (
@@ -125,7 +125,7 @@ def seat_the_next(group: Group, entropy: Callable[[], str], effects: Effects) ->
     """Give free seats to those who have waited longest."""
     orders: list[RemoteOrder] = []
     for applicant in list(group.queue):
-        taken = {*group.members, *group.joiners}
+        taken = {*group.members, *group.learners}
         names = {group.seats.names[seat] for seat in taken}
         places = group.policy.maximum if group.policy is not None else 0
         name = applicant.join.name
@@ -140,8 +140,8 @@ def seat_the_next(group: Group, entropy: Callable[[], str], effects: Effects) ->
         group.vacant.pop(seat, None)
         group.world = len(group.seats.names)
         token = (token_of(group, seat) if group.secret else entropy()) if group.shards else ""
-        joiner = Joiner(applicant.connection, applicant.join, token, applicant.since)
-        group.joiners[seat] = joiner
+        joiner = Learner(applicant.connection, applicant.join, token, applicant.since)
+        group.learners[seat] = joiner
         group.unheeded.append(Unheeded(set(group.shards), seat=seat))
         orders.append(Admit(group.name, seat, Seat(applicant.connection, applicant.join.name), token))
         effects.log(f"group {group.name!r}: {group.call(seat)} joins in round {group.rounds}")
@@ -149,7 +149,7 @@ def seat_the_next(group: Group, entropy: Callable[[], str], effects: Effects) ->
 
 
 def _why_waits(group: Group, applicant: Applicant) -> str:
-    taken = [*group.members, *group.joiners]
+    taken = [*group.members, *group.learners]
     same = [seat for seat in taken if group.seats.names[seat] == applicant.join.name]
     if same:
         return f"{group.call(same[0])} is a member already, and a name is one worker's (GRADSERVER_NAME, or name=)"
@@ -158,7 +158,7 @@ def _why_waits(group: Group, applicant: Applicant) -> str:
 
 def welcome(group: Group, seat: int, credit: int, incarnation: int, effects: Effects) -> None:
     """All shards know of it."""
-    joiner = group.joiners.get(seat)
+    joiner = group.learners.get(seat)
     if joiner is None or joiner.stage is not Stage.ADMITTED:
         return
     joiner.stage = Stage.WELCOME
@@ -170,7 +170,7 @@ def welcome(group: Group, seat: int, credit: int, incarnation: int, effects: Eff
 
 def propose(group: Group, seat: int, plan: Plan, beside: bool, now: float, effects: Effects) -> None:
     """A joiner has made its plan, in place of what it has proposed before or ``beside`` that."""
-    joiner = group.joiners[seat]
+    joiner = group.learners[seat]
     if joiner.plan is not None or joiner.stage is not Stage.WELCOME:
         raise UnexpectedMessageError(f"{group.call(seat)} proposes a plan when it should not")
     joiner.plan, joiner.since = plan, now
@@ -180,7 +180,7 @@ def propose(group: Group, seat: int, plan: Plan, beside: bool, now: float, effec
 
 def compare_plans(group: Group, effects: Effects) -> None:
     """Tell those who have proposed a plan whether it is the group's, if it has one."""
-    for seat, joiner in group.joiners.items():
+    for seat, joiner in group.learners.items():
         if joiner.plan is None or group.plan is None:
             continue
         if len(joiner.sections) == len(group.plan.each):
@@ -210,7 +210,7 @@ def outdated(group: Group) -> Refusals:
     numbers = [] if group.plan is None else [section.number for section in group.plan.each]
     out = [
         joiner
-        for joiner in group.joiners.values()
+        for joiner in group.learners.values()
         if joiner.agreed not in ("", here)
         and (joiner.stage is not Stage.WELCOME or list(joiner.sections) != numbers[: len(joiner.sections)])
     ]
@@ -225,12 +225,12 @@ def hear(
         case Serve() if seat in group.members:
             group.donors[seat] += 0
         case Serve():
-            group.joiners[seat].serves = True
+            group.learners[seat].serves = True
         case StateFailed(number, reason) if seat in group.members:
             group.donors.pop(seat, None)
             effects.log(f"{group.call(seat)} cannot send its state: {reason}", warning=True)
             return _excuse_all(group, lambda joiner: joiner.number == number and joiner.donor == seat)
-        case Enter(failed, waits) if (joiner := group.joiners.get(seat)) is not None and joiner.agreed:
+        case Enter(failed, waits) if (joiner := group.learners.get(seat)) is not None and joiner.agreed:
             check_can_serve(group, joiner.join.name)
             _check_sections(group, joiner)
             if joiner.number == failed:
@@ -241,7 +241,7 @@ def hear(
             if joiner.stage is Stage.WELCOME:
                 joiner.stage = Stage.WAITING
             return _excuse_all(group, lambda other: other is joiner and other.number == failed)
-        case Ready(number) if (joiner := group.joiners.get(seat)) is not None:
+        case Ready(number) if (joiner := group.learners.get(seat)) is not None:
             if joiner.stage is Stage.RECEIVING and joiner.number == number:
                 if joiner.donor in group.donors:
                     group.donors[joiner.donor] += 1
@@ -255,7 +255,7 @@ def hear(
     return []
 
 
-def _check_sections(group: Group, joiner: Joiner) -> None:
+def _check_sections(group: Group, joiner: Learner) -> None:
     """Raise PlanMismatchError unless ``joiner`` has all modules that the others train."""
     here, there = len(joiner.sections), 0 if group.plan is None else len(group.plan.each)
     if here != there:
@@ -265,10 +265,10 @@ def _check_sections(group: Group, joiner: Joiner) -> None:
         )
 
 
-def _excuse_all(group: Group, which: Callable[[Joiner], bool]) -> list[RemoteOrder]:
+def _excuse_all(group: Group, which: Callable[[Learner], bool]) -> list[RemoteOrder]:
     """Those who do not get the state now wait for the next donor, and nobody for them."""
     orders: list[RemoteOrder] = []
-    for seat, joiner in group.joiners.items():
+    for seat, joiner in group.learners.items():
         if joiner.stage is Stage.RECEIVING and which(joiner):
             joiner.stage, joiner.donor, joiner.round, joiner.delivery = Stage.WAITING, -1, -1, None
             group.unheeded.append(Unheeded(set(group.shards)))
@@ -285,20 +285,20 @@ def expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
     Or they contribute to it as well, which then has to wait for them: if they could not read as fast as results
     came, if there is to be no backlog, or if there are too few others.
     """
-    expected = [seat for seat, joiner in group.joiners.items() if joiner.stage is Stage.READY]
+    expected = [seat for seat, joiner in group.learners.items() if joiner.stage is Stage.READY]
     for seat in expected:
-        group.joiners[seat].stage, group.joiners[seat].round = Stage.ENTERED, record.round + 1
+        group.learners[seat].stage, group.learners[seat].round = Stage.ENTERED, record.round + 1
     listen: list[int] = []
     policy = group.policy
     few = too_few(group)
     free = sorted(group.donors, key=lambda seat: (group.donors[seat], seat))
-    busy = {joiner.donor for joiner in group.joiners.values()}
+    busy = {joiner.donor for joiner in group.learners.values()}
     if few:  # nobody trains meanwhile
-        waiting_for = sum(joiner.stage is Stage.WAITING for joiner in group.joiners.values())
+        waiting_for = sum(joiner.stage is Stage.WAITING for joiner in group.learners.values())
         free = list(islice(cycle(free), waiting_for)) if free else []
     else:
         free = [seat for seat in free if seat not in busy]
-    for seat, joiner in group.joiners.items():
+    for seat, joiner in group.learners.items():
         listens = not (few or joiner.waits or policy is None or not policy.backlog)
         may = listens or few or now >= group.waits_again
         if joiner.stage is Stage.WAITING and free and may:
@@ -313,7 +313,7 @@ def expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
     for seats, listens in ((expected, False), (listen, True)):
         if seats:
             group.unheeded.append(Unheeded(set(group.shards)))
-            numbers = tuple(group.joiners[seat].number for seat in seats)
+            numbers = tuple(group.learners[seat].number for seat in seats)
             orders.append(Expect(group.name, tuple(seats), record.round + 1, listens, numbers))
     return orders
 
@@ -322,7 +322,7 @@ def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
     """Of the state at the boundary before round ``number``."""
     return tuple(
         joiner.transfer(seat)
-        for seat, joiner in group.joiners.items()
+        for seat, joiner in group.learners.items()
         if joiner.stage is Stage.RECEIVING and joiner.round == number
     )
 
@@ -330,7 +330,7 @@ def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
 def deliver(group: Group, told: Iterable[Transfer], now: float, effects: Effects) -> None:
     """Members are told to send their states: from now on the others wait for whom ``told`` says so of."""
     for transfer in told:
-        delivery = group.joiners[transfer.joiner].delivery
+        delivery = group.learners[transfer.joiner].delivery
         who, donor = group.call(transfer.joiner), group.call(transfer.donor)
         if delivery is None:
             what = f"{donor} sends its state to {who}, and nobody waits for that"
@@ -343,14 +343,14 @@ def deliver(group: Group, told: Iterable[Transfer], now: float, effects: Effects
 
 def state_comes(group: Group, report: StateComes, now: float) -> None:
     """So much of its state has come to a learner."""
-    joiner = group.joiners.get(report.rank)
+    joiner = group.learners.get(report.rank)
     if joiner is None or joiner.delivery is None:
         return
     if (joiner.number, joiner.donor) == (report.number, report.donor):
         joiner.delivery.comes(report.nbytes, now)
 
 
-def _waited_in_vain(group: Group, joiner: Joiner, now: float) -> None:
+def _waited_in_vain(group: Group, joiner: Learner, now: float) -> None:
     """The others waited for a learner, and it did not come to anything: for a while they wait for none."""
     delivery = joiner.delivery
     if delivery is None or delivery.began == math.inf:
@@ -367,7 +367,7 @@ def coming(group: Group) -> int:
     """How many contribute to the next round, and are not members."""
     return sum(
         joiner.stage is Stage.ENTERED or (joiner.stage is Stage.RECEIVING and not joiner.listens)
-        for joiner in group.joiners.values()
+        for joiner in group.learners.values()
     )
 
 
@@ -378,16 +378,16 @@ def too_few(group: Group) -> bool:
 
 def awaits_state(group: Group, seats: Iterable[int]) -> bool:
     """Whether one of ``seats`` is waited for while it gets the state: that is not being late."""
-    return any(seat in group.joiners and group.joiners[seat].stage is Stage.RECEIVING for seat in seats)
+    return any(seat in group.learners and group.learners[seat].stage is Stage.RECEIVING for seat in seats)
 
 
-def let_in(group: Group, number: int, epoch: Callable[[], int], effects: Effects) -> list[RemoteOrder]:
+def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effects) -> list[RemoteOrder]:
     """Those who contribute to round ``number`` are members from now on, as it is over or what they gave may count."""
-    entered = {s: j for s, j in group.joiners.items() if j.entered and j.round <= number}
+    entered = {s: j for s, j in group.learners.items() if j.entered and j.round <= number}
     if not entered:
         return []
     for seat, joiner in entered.items():
-        del group.joiners[seat]
+        del group.learners[seat]
         if joiner.serves:
             group.donors[seat] = max(group.donors.values(), default=0)
     seats = {seat: Seat(joiner.connection, joiner.join.name) for seat, joiner in entered.items()}
@@ -397,14 +397,14 @@ def let_in(group: Group, number: int, epoch: Callable[[], int], effects: Effects
     return [Reseat(group.name, group.epoch, group.seats.present)]
 
 
-def waiting(group: Group) -> Iterable[Joiner]:
+def waiting(group: Group) -> Iterable[Learner]:
     """Those who hear of each boundary, with which their patience begins anew."""
-    return [j for j in group.joiners.values() if j.stage not in (Stage.ADMITTED, Stage.WELCOME)]
+    return [j for j in group.learners.values() if j.stage not in (Stage.ADMITTED, Stage.WELCOME)]
 
 
 def enter(group: Group, number: int, effects: Effects) -> None:
     """Tell those who have caught up that they contribute to round ``number``; it is written down first."""
-    told = [j for j in group.joiners.values() if j.stage is Stage.ENTERED and j.round == number and not j.entered]
+    told = [j for j in group.learners.values() if j.stage is Stage.ENTERED and j.round == number and not j.entered]
     for joiner in told:
         joiner.entered = True
         effects.send(joiner.connection, Entered(number))
@@ -414,7 +414,7 @@ def enter(group: Group, number: int, effects: Effects) -> None:
 
 def fell_behind(group: Group, seat: int) -> list[RemoteOrder] | None:
     """A joiner has not read what it was sent: it gets the state anew. None if it trains with that already."""
-    joiner = group.joiners[seat]
+    joiner = group.learners[seat]
     if joiner.stage is not Stage.RECEIVING:
         return None
     joiner.waits = True
@@ -444,7 +444,7 @@ def lost_donor(group: Group, seat: int) -> list[RemoteOrder]:
     group.donors.pop(seat, None)
     group.vacant[seat] = group.epoch
     told = group.rounds if group.held is None else group.held.round
-    for joiner in group.joiners.values():
+    for joiner in group.learners.values():
         if joiner.donor == seat and joiner.listens and joiner.round <= told:
             joiner.donor = -1
     return _excuse_all(group, lambda joiner: joiner.donor == seat)
@@ -452,9 +452,9 @@ def lost_donor(group: Group, seat: int) -> list[RemoteOrder]:
 
 def gone(group: Group, seat: int, reason: str, politely: bool, now: float, effects: Effects) -> list[RemoteOrder]:
     """A joiner is gone. Nobody hears of it but its donor."""
-    _waited_in_vain(group, group.joiners[seat], now)
+    _waited_in_vain(group, group.learners[seat], now)
     error = group.seats.departed(seat, politely, f"when it was about to join ({reason[:MAX_REASON]})")
-    if group.joiners.pop(seat).entered:
+    if group.learners.pop(seat).entered:
         journal.entered(group, effects)
     group.vacant[seat] = group.epoch
     group.unheeded.append(Unheeded(set(group.shards)))
@@ -480,11 +480,11 @@ def disturbed(group: Group, all_of_them: bool = False) -> Refusals:
         f"group {group.name!r} finds out who has what, as a member or a data shard was lost or has come back to it: "
         f"whoever was about to join has to begin anew"
     )
-    here = group.joiners.values() if all_of_them else [j for j in waiting(group) if j.stage is not Stage.WAITING]
+    here = group.learners.values() if all_of_them else [j for j in waiting(group) if j.stage is not Stage.WAITING]
     return _without_blame([joiner for joiner in here if not joiner.entered], error)
 
 
-def _without_blame(joiners: Iterable[Joiner], error: GradServerError) -> Refusals:
+def _without_blame(joiners: Iterable[Learner], error: GradServerError) -> Refusals:
     """They have to go, and it is not because the others waited for them."""
     found: Refusals = []
     for joiner in joiners:
@@ -500,7 +500,7 @@ def overdue(group: Group, now: float) -> Refusals:
         if applicant.deadline <= now:
             what = f"{applicant.join.name!r} waited {applicant.join.timeout:g} s for a seat: "
             found.append((applicant.connection, JoinTimeoutError(what + _why_waits(group, applicant))))
-    for seat, joiner in group.joiners.items():
+    for seat, joiner in group.learners.items():
         if joiner.deadline is None or joiner.deadline > now:
             continue
         if joiner.delivery is not None:
@@ -523,7 +523,7 @@ def overdue(group: Group, now: float) -> Refusals:
 def _too_slow(group: Group, seat: int, delivery: Delivery, now: float) -> DeadlineError:
     """What to tell a learner whose state has not come in time."""
     waited = now - delivery.began
-    why = delivery.why(now, group.call(group.joiners[seat].donor))
+    why = delivery.why(now, group.call(group.learners[seat].donor))
     return DeadlineError(
         f"group {group.name!r} waited {waited:.1f} s in round {group.rounds} for {group.call(seat)}, and goes on "
         f"without it: {why}",

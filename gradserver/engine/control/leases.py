@@ -14,16 +14,14 @@ a member departs                               what it held is for the others
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradserver.engine.control import journal, turns
+from gradserver.engine.control import journal
 from gradserver.engine.control.group import Group, check_name
 from gradserver.engine.control.quota import counted_ranges, used_ranges
 from gradserver.engine.data_records import Claim as HandedOut, Order
 from gradserver.engine.effects import Effects
-from gradserver.engine.records import RoundRecord
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
     DisagreementError,
@@ -33,7 +31,6 @@ from gradserver.protocol.errors import (
     QuotaExceededError,
     UnexpectedMessageError,
 )
-from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.limits import MAX_DATA, MAX_NAME_BYTES
 from gradserver.protocol.messages import Failure, Scope
 from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
@@ -52,7 +49,6 @@ def receive(group: Group, seat: int, message: Question | Used, payloads: Sequenc
         journal.used(group, ranges, effects)
         group.positions.used(message.name, message.epoch, seat, message.round, ranges, group.rounds)
         _write(group, effects)
-        _settle(group, effects)
         return
     if group.asked.get((message.name, seat)) == (message, ranges):
         return  # the same again, on a new connection
@@ -129,21 +125,11 @@ def _check_quota(group: Group, seat: int, message: Question | Used, nbytes: int)
         group.account.check(f"a {type(message).__name__} of many ranges of data {message.name!r} by {group.call(seat)}")
 
 
-def completed(group: Group, record: RoundRecord, adopted: bool, effects: Effects) -> None:
-    """All shards are done with a round. One that was ``adopted`` may be written down already, as it was done before."""
-    if adopted and _is_written(group, record):
-        _told(group, record, True, effects)
-        return
-    group.unsettled.append(record)
-    _settle(group, effects)
-
-
-def departed(group: Group, seat: int, effects: Effects) -> None:
+def departed(group: Group, seat: int) -> None:
     """``seat`` is vacant."""
     group.positions.depart(seat)
     for key in [key for key in group.asked if key[1] == seat]:
         del group.asked[key]
-    _settle(group, effects)
 
 
 def not_counted(group: Group, seat: int, number: int, keep: bool, effects: Effects) -> None:
@@ -157,55 +143,9 @@ def _write(group: Group, effects: Effects) -> None:
         journal.registered(group, use, effects)
 
 
-def _settle(group: Group, effects: Effects) -> None:
-    """Rounds are over, in their order, when all who counted have said what they used."""
-    while group.unsettled:
-        record = group.unsettled[0]
-        counted = [seat for seat in group.contributors if record.weights[seat] > 0] if group.shards else ()
-        if group.positions.awaits(record.round, counted):
-            return
-        group.unsettled.popleft()
-        _over(group, record, effects)
-
-
-def _over(group: Group, record: RoundRecord, effects: Effects) -> None:
-    weights = dict(enumerate(record.weights))
-    used_up = group.positions.commit(record.round, group.contributors, weights, _partly(group, record))
-    again = group.told[0] >= record.round
-    journal.completed(group, record, used_up, effects)
-    _told(group, record, again, effects)
-
-
-def _told(group: Group, record: RoundRecord, again: bool, effects: Effects) -> None:
-    group.rounds = record.round + 1
-    turns.over(group)
-    if group.policy is not None:
-        group.held, group.held_again = record, again  # until all shards know who takes part in the next one
+def answer_what_waited(group: Group, effects: Effects) -> None:
+    """Answer what was asked of rounds that had yet to be over, and are."""
     for (name, seat), (message, ranges) in list(group.asked.items()):
         if message.round <= group.rounds:
             del group.asked[name, seat]
             _answer(group, seat, message, ranges, effects)
-
-
-def _is_written(group: Group, record: RoundRecord) -> bool:
-    """Whether those counted who are written down. Not if some results were lost, and made again without somebody."""
-    last = group.ledger[-1] if group.ledger else None
-    if last is None or last.round != record.round:
-        return False
-    weights = {seat: weight for seat, weight in enumerate(record.weights) if weight}
-    before = {seat: weight for seat, weight in enumerate(last.weights) if weight}
-    return weights == before and _partly(group, record) == _partly(group, last)
-
-
-def _partly(group: Group, record: RoundRecord) -> dict[int, set[tuple[int, int]]]:
-    """Who gave some slices of the round only: of which buckets how many."""
-    if not record.cut or group.plan is None:
-        return {}
-    given: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for seat, part, slices in record.cut:
-        given[seat].add((part, slices))
-    section = group.plan.section(record.section)
-    keys = (ExchangeKey(Stream.BUCKET, record.round, part) for part in (section.parts if section is not None else ()))
-    shares = (group.table.share(key, group.plan.buckets[key.part].operation) for key in keys)
-    whole = sum(share.layout.count for share in shares)
-    return {seat: found for seat, found in given.items() if sum(slices for _, slices in found) < whole}

@@ -45,9 +45,18 @@ from gradserver.engine.control import (
     turns,
 )
 from gradserver.engine.control.group import Group, deadlines, describe, left_out
-from gradserver.engine.control.members import conflict, fell_behind, give_up, gone, halt, halted, refuse, refuse_all
+from gradserver.engine.control.members import (
+    conflict,
+    connection_lost,
+    disband,
+    evict,
+    evict_all,
+    fell_behind,
+    halt,
+    halted,
+)
 from gradserver.engine.control.registry import HERE, Registry
-from gradserver.engine.control.rounds import close_round, heeded
+from gradserver.engine.control.rounds import close_round, completed, end_rounds, heeded
 from gradserver.engine.control.shards import count_round
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import (
@@ -117,7 +126,7 @@ class Control:
         try:
             self._receive(connection, message, payloads, now, effects)
         except GradServerError as error:
-            refuse(self._registry, connection, error, now, effects)
+            evict(self._registry, connection, error, now, effects)
 
     def _receive(
         self,
@@ -134,10 +143,11 @@ class Control:
             case Propose():
                 group, seat = registry.seat(connection)
                 plans.propose(registry, group, seat, message, payloads[0], now, effects)
-                refuse_all(registry, learners.outdated(group), now, effects)
+                evict_all(registry, learners.outdated(group), now, effects)
             case Register() | Claim() | Used():
                 group, seat = registry.seat(connection)
                 leases.receive(group, seat, message, payloads, effects)
+                end_rounds(group, effects)
                 registry.order_all(group, [], effects)
             case Serve() | Enter() | Ready() | StateFailed():
                 group, seat = registry.seat(connection)
@@ -152,10 +162,10 @@ class Control:
             case Leave(reason, failed):
                 if connection in registry.places:
                     effects.send(connection, message)  # all that it said before has been heard
-                gone(registry, connection, reason, now, effects, politely=not failed)
+                connection_lost(registry, connection, reason, now, effects, politely=not failed)
             case Enlist() if connection not in registry.places:
                 self.roster.enlist(connection, message, registry.incarnation > 0, effects)
-                shard_replacement.rehome(registry, now, effects)
+                shard_replacement.fill_places(registry, now, effects)
             case Reported() if connection in self.roster.shards:
                 self._heed_elsewhere(connection, payloads[0], now, effects)
             case _:
@@ -172,7 +182,7 @@ class Control:
         registry = self._registry
         registry.now = now
         if isinstance(report, Violation):
-            refuse(registry, report.connection, report.error, now, effects)
+            evict(registry, report.connection, report.error, now, effects)
         elif (group := self.groups.get(report.group)) is not None:  # else it has ended meanwhile
             self._heed(group, report, now, effects, source)
 
@@ -183,15 +193,15 @@ class Control:
                 group.made = group.made if adopted else max(group.made, record.round)
                 done = count_round(group, source, record) if group.shards else record
                 if done is not None:
-                    leases.completed(group, done, group.made < done.round, effects)
+                    completed(group, done, group.made < done.round, effects)
                     registry.order_all(group, [], effects)
-                    refuse_all(registry, learners.hopeless(group), now, effects)
+                    evict_all(registry, learners.hopeless(group), now, effects)
             case Heeded():
                 heeded(group, source)
                 registry.order_all(group, [], effects)
             case Planned(_, digest):
                 plans.confirm(group, source, digest, effects)
-                refuse_all(registry, learners.outdated(group), now, effects)
+                evict_all(registry, learners.outdated(group), now, effects)
             case Late():
                 if (order := close_round(group, report, effects)) is not None:
                     registry.order(group, order, effects)
@@ -207,8 +217,8 @@ class Control:
                 recovery.caught_up(registry, group, report, source, effects)
             case Recovered():
                 recovery.recovered(group, report, source, effects)
-                plans.settle(registry, group, effects)
-                refuse_all(registry, learners.outdated(group), now, effects)
+                plans.agree(registry, group, effects)
+                evict_all(registry, learners.outdated(group), now, effects)
 
     def disconnected(
         self, connection: int, reason: str, ended: bool, final: bool, now: float, effects: Effects
@@ -243,7 +253,7 @@ class Control:
         """When somebody who waits runs out of time."""
         groups = self.groups.values()
         waiting = [
-            g for g in groups if g.applicants or g.proposals or g.away or g.joiners or g.queue or g.paused or g.lacking
+            g for g in groups if g.applicants or g.proposals or g.away or g.learners or g.queue or g.paused or g.lacking
         ]
         return min((at for group in waiting for at in deadlines(group)), default=None) if waiting else None
 
@@ -259,9 +269,9 @@ class Control:
         if (error := shard_replacement.overdue(group, now, effects)) is not None:
             halt(registry, group, error, effects)
         if group.pause_ends is not None and group.pause_ends <= now:
-            give_up(registry, group, effects)
+            disband(registry, group, effects)
             return
-        refuse_all(registry, learners.overdue(group, now), now, effects)
+        evict_all(registry, learners.overdue(group, now), now, effects)
         sessions.overdue(registry, group, now, effects)
         plans.overdue(group, now, effects)
 
@@ -270,7 +280,7 @@ class Control:
     def awaited(self, name: str) -> set[int]:
         """Connections of those in a group whose plan others wait for, or for whose next round somebody who joins."""
         group = self.groups.get(name)
-        if group is None or not (group.proposals or group.joiners):
+        if group is None or not (group.proposals or group.learners):
             return set()
         return {member.connection for seat, member in group.members.items() if seat not in group.proposals}
 

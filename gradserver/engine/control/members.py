@@ -11,9 +11,9 @@ from typing import Final
 
 from gradserver.engine.control import journal, learners, leases, recovery, shard_replacement, turns
 from gradserver.engine.control.group import Group
-from gradserver.engine.control.plans import fail_all, settle
+from gradserver.engine.control.plans import agree, fail_all
 from gradserver.engine.control.registry import Registry
-from gradserver.engine.control.rounds import behind, depart
+from gradserver.engine.control.rounds import behind, depart, end_rounds
 from gradserver.engine.control.shards import DataShard
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Behind, CloseGroup, Depart, Halt, Halted
@@ -36,7 +36,7 @@ _OUT_OF_DATA: Final = (
 # ── connections ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def gone(
+def connection_lost(
     registry: Registry,
     connection: int,
     reason: str,
@@ -66,10 +66,10 @@ def gone(
         group.queue = [a for a in group.queue if a.connection != connection]
         return
     seat = group.seat_of(connection)
-    vacate(registry, group, seat, reason, now, effects, politely=politely, ended=ended)
+    remove(registry, group, seat, reason, now, effects, politely=politely, ended=ended)
 
 
-def refuse(
+def evict(
     registry: Registry,
     connection: int,
     error: GradServerError,
@@ -82,13 +82,13 @@ def refuse(
     _turn_away(connection, error, effects)
     blame = "it broke the protocol: " if isinstance(error, ProtocolError) else ""
     why = "it did not come in time" if isinstance(error, LeftOutError) else f"{blame}{error.message}"
-    gone(registry, connection, why, now, effects, ended=ended)
+    connection_lost(registry, connection, why, now, effects, ended=ended)
 
 
-def refuse_all(registry: Registry, refusals: learners.Refusals, now: float, effects: Effects) -> None:
+def evict_all(registry: Registry, refusals: learners.Refusals, now: float, effects: Effects) -> None:
     """The same of several."""
     for who, error in refusals:
-        refuse(registry, who, error, now, effects)
+        evict(registry, who, error, now, effects)
 
 
 def _turn_away(connection: int, error: GradServerError, effects: Effects) -> None:
@@ -99,18 +99,18 @@ def _turn_away(connection: int, error: GradServerError, effects: Effects) -> Non
 def fell_behind(registry: Registry, group: Group, report: Behind, now: float, effects: Effects) -> None:
     """Who listens has left too much unread."""
     seat = report.rank
-    if seat in group.joiners and (excused := learners.fell_behind(group, seat)) is not None:
+    if seat in group.learners and (excused := learners.fell_behind(group, seat)) is not None:
         registry.order_all(group, excused, effects)
         return
-    occupant = group.members.get(seat) or group.joiners.get(seat)
+    occupant = group.members.get(seat) or group.learners.get(seat)
     if occupant is not None:
-        refuse(registry, occupant.connection, behind(group, seat, report.round), now, effects)
+        evict(registry, occupant.connection, behind(group, seat, report.round), now, effects)
 
 
 # ── seats ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def vacate(
+def remove(
     registry: Registry,
     group: Group,
     seat: int,
@@ -122,8 +122,9 @@ def vacate(
     ended: bool = False,
 ) -> None:
     """A member is gone, or somebody who joins."""
-    if seat in group.joiners:
-        leases.departed(group, seat, effects)
+    if seat in group.learners:
+        leases.departed(group, seat)
+        end_rounds(group, effects)
         departures = learners.gone(group, seat, reason, politely, now, effects)
         turns.departed(group, seat, effects)
         if group.begun:
@@ -135,7 +136,8 @@ def vacate(
     group.away.pop(seat, None)
     group.busy.pop(seat, None)
     group.unaware.discard(seat)
-    leases.departed(group, seat, effects)
+    leases.departed(group, seat)
+    end_rounds(group, effects)
     if not group.begun:
         _close(registry, group, seat, reason, politely, effects)
         return
@@ -147,9 +149,9 @@ def vacate(
     journal.members(group, departure.error.message, effects)
     changes = [departure, *others, *learners.seat_the_next(group, registry.roster.token, effects)]
     registry.order_all(group, changes, effects)
-    recovery.open_for_shards(registry, group, now, effects)
-    settle(registry, group, effects)
-    refuse_all(registry, learners.outdated(group), now, effects)
+    recovery.begin_if_due(registry, group, now, effects)
+    agree(registry, group, effects)
+    evict_all(registry, learners.outdated(group), now, effects)
 
 
 def _close(registry: Registry, group: Group, seat: int, reason: str, politely: bool, effects: Effects) -> None:
@@ -215,7 +217,7 @@ def conflict(registry: Registry, group: Group, error: GradServerError, effects: 
     registry.order(group, Halt(group.name, error, False), effects)
 
 
-def give_up(registry: Registry, group: Group, effects: Effects) -> None:
+def disband(registry: Registry, group: Group, effects: Effects) -> None:
     """Nobody has come to take the place of those who departed: tell those who wait, and forget the group."""
     least = group.policy.minimum if group.policy else 0
     error = DeadlineError(
@@ -248,7 +250,7 @@ def _shard_gone(
         if not group.secret or group.broken is not None:
             halt(registry, group, error, effects)
             continue
-        recovery.let_in(registry, group, effects)
-        refuse_all(registry, learners.disturbed(group, all_of_them=True), now, effects)
+        recovery.promote_contributors(registry, group, effects)
+        evict_all(registry, learners.disturbed(group, all_of_them=True), now, effects)
         shard_replacement.lost(group, connection, now, effects)
-    shard_replacement.rehome(registry, now, effects)
+    shard_replacement.fill_places(registry, now, effects)

@@ -33,7 +33,7 @@ def propose(
     registry: Registry, group: Group, seat: int, message: Propose, data: Buffer, now: float, effects: Effects
 ) -> None:
     """A member, or who joins, has made its plan."""
-    if seat in group.joiners:
+    if seat in group.learners:
         learners.propose(group, seat, _plan_of(message, data), bool(message.beside), now, effects)
         return
     if group.broken is not None:
@@ -50,7 +50,7 @@ def propose(
     if message.beside and (here is None or here.hash != message.beside):
         raise UnexpectedMessageError(f"{group.call(seat)} proposed a section of a plan that is not the group's")
     group.proposals[seat] = Proposal(plan, now, message.round, bool(message.beside), frozenset(message.dropped))
-    settle(registry, group, effects)
+    agree(registry, group, effects)
 
 
 def _plan_of(message: Propose, data: Buffer) -> Plan:
@@ -60,7 +60,7 @@ def _plan_of(message: Propose, data: Buffer) -> Plan:
     return plan
 
 
-def settle(registry: Registry, group: Group, effects: Effects) -> None:
+def agree(registry: Registry, group: Group, effects: Effects) -> None:
     """Agree on a plan, if all who are there have proposed one, and the same.
 
     Joiners that had agreed to the plan before are `gradserver.engine.control.learners.outdated` then.
@@ -90,7 +90,7 @@ def settle(registry: Registry, group: Group, effects: Effects) -> None:
     if group.shards:
         group.proposed, group.unconfirmed = plan, set(group.shards)
     else:
-        _agree(group, plan, effects)
+        _adopt(group, plan, effects)
     registry.order(group, SetPlan(group.name, plan, group.rounds), effects)
 
 
@@ -105,7 +105,7 @@ def _whole(group: Group, proposal: Proposal) -> Plan:
     return plan
 
 
-def _agree(group: Group, plan: Plan, effects: Effects) -> None:
+def _adopt(group: Group, plan: Plan, effects: Effects) -> None:
     """Rounds are this plan's from now on: tell everybody."""
     journal.planned(group, plan, effects)
     group.plan, group.planned = plan, group.rounds
@@ -127,7 +127,7 @@ def confirm(group: Group, source: int, digest: str, effects: Effects) -> None:
         return
     group.unconfirmed.discard(source)
     if not group.unconfirmed:
-        _agree(group, plan, effects)
+        _adopt(group, plan, effects)
 
 
 def _reject_minority(group: Group, reference: int, effects: Effects) -> None:

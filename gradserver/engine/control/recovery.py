@@ -26,12 +26,12 @@ from gradserver.protocol.messages import RoundDone
 from gradserver.protocol.resuming import Resumed
 
 
-def let_in(registry: Registry, group: Group, effects: Effects) -> None:
+def promote_contributors(registry: Registry, group: Group, effects: Effects) -> None:
     """When books are opened, who contributes counts as a member: what it gave may be in results that some hold."""
-    registry.order_all(group, learners.let_in(group, group.rounds, registry.next_epoch, effects), effects)
+    registry.order_all(group, learners.promote(group, group.rounds, registry.next_epoch, effects), effects)
 
 
-def open_books(registry: Registry, group: Group, version: int, now: float, effects: Effects) -> Recover:
+def begin(registry: Registry, group: Group, version: int, now: float, effects: Effects) -> Recover:
     """Have everybody who is here say what he holds. ``version`` is a new number, for what is found out of that."""
     group.recovering, group.version = True, version
     group.founded = version  # what shards have reported so far, and what we have heard of it, is void
@@ -52,11 +52,11 @@ def open_books(registry: Registry, group: Group, version: int, now: float, effec
     return Recover(group.name, version, group.due, group.latest, own)
 
 
-def open_for_shards(registry: Registry, group: Group, now: float, effects: Effects) -> None:
+def begin_if_due(registry: Registry, group: Group, now: float, effects: Effects) -> None:
     """In a group with shards elsewhere: what they find out is of one membership, and of shards that are there."""
     if group.lacking or not group.recovering or not group.shards or group.broken is not None:
         return
-    order = open_books(registry, group, registry.next_epoch(), now, effects)
+    order = begin(registry, group, registry.next_epoch(), now, effects)
     registry.order_all(group, [order], effects)
 
 

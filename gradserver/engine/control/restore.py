@@ -76,14 +76,14 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Ef
         group = found.group(policy, now)
         group.round_timeout = registry.round_timeout or group.timeout
         if found.entered is not None:
-            _let_in(registry, group, found.entered, now, effects)
+            _promote(registry, group, found.entered, now, effects)
         names = ", ".join(group.seats.present_names())
         what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
         effects.log(f"group {name!r}: {what}; it was in round {group.rounds}, epoch {group.epoch}")
         yield group
 
 
-def _let_in(registry: Registry, group: Group, entered: Entered, now: float, effects: Effects) -> None:
+def _promote(registry: Registry, group: Group, entered: Entered, now: float, effects: Effects) -> None:
     """Who contributed to the open round counts as a member: what it gave may be in results that others hold."""
     new = {seat: Seat(-1, name) for seat, name in entered.members if seat not in group.members}
     group.first_rounds = {

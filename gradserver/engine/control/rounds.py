@@ -1,4 +1,4 @@
-"""What control does about an elastic group, which goes on when members leave or are lost.
+"""The end of a round: when it is over, and for elastic groups which membership is in force behind it.
 
 What differs from the table in `gradserver.engine.control.machine`:
 
@@ -26,32 +26,18 @@ A member's rank, world size and epoch change at RoundDone, or when a collective 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
-from gradserver.engine.control import journal, learners, leases
+from gradserver.engine.control import journal, learners, leases, turns
 from gradserver.engine.control.group import MAX_REASON, Group, announce
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import CutRound, Depart, Late, RemoteOrder
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.errors import LeftOutError
+from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.messages import RoundDone
-
-
-def may_begin(group: Group, now: float) -> bool:
-    """Whether a forming group has all that it waits for."""
-    policy, count = group.policy, len(group.applicants)
-    if policy is None:
-        return count == group.world
-    if count < policy.minimum:
-        return False
-    wishes = [applicant.join.world_size for applicant in group.applicants]
-    if count == policy.maximum or (all(wishes) and count >= max(wishes)):
-        return True
-    if group.opens is None:
-        group.opens = now + policy.gather
-    group.opens = min(group.opens, *(applicant.deadline for applicant in group.applicants))
-    return group.opens <= now
 
 
 def depart(
@@ -69,6 +55,66 @@ def depart(
     group.epoch = number()
     announce(group, f"{error.message}; {_count(len(group.members))} on", not politely, effects)
     return Depart(group.name, seat, error, group.epoch, ended), learners.lost_donor(group, seat)
+
+
+def completed(group: Group, record: RoundRecord, adopted: bool, effects: Effects) -> None:
+    """All shards are done with a round. One that was ``adopted`` may be written down already, as it was done before."""
+    if adopted and _is_written(group, record):
+        _told(group, record, True, effects)
+        return
+    group.unsettled.append(record)
+    end_rounds(group, effects)
+
+
+def end_rounds(group: Group, effects: Effects) -> None:
+    """Rounds are over, in their order, when all who counted have said what they used."""
+    while group.unsettled:
+        record = group.unsettled[0]
+        counted = [seat for seat in group.contributors if record.weights[seat] > 0] if group.shards else ()
+        if group.positions.awaits(record.round, counted):
+            return
+        group.unsettled.popleft()
+        _over(group, record, effects)
+
+
+def _over(group: Group, record: RoundRecord, effects: Effects) -> None:
+    weights = dict(enumerate(record.weights))
+    used_up = group.positions.commit(record.round, group.contributors, weights, _partly(group, record))
+    again = group.told[0] >= record.round
+    journal.completed(group, record, used_up, effects)
+    _told(group, record, again, effects)
+
+
+def _told(group: Group, record: RoundRecord, again: bool, effects: Effects) -> None:
+    group.rounds = record.round + 1
+    turns.over(group)
+    if group.policy is not None:
+        group.held, group.held_again = record, again  # until all shards know who takes part in the next one
+    leases.answer_what_waited(group, effects)
+
+
+def _is_written(group: Group, record: RoundRecord) -> bool:
+    """Whether those counted who are written down. Not if some results were lost, and made again without somebody."""
+    last = group.ledger[-1] if group.ledger else None
+    if last is None or last.round != record.round:
+        return False
+    weights = {seat: weight for seat, weight in enumerate(record.weights) if weight}
+    before = {seat: weight for seat, weight in enumerate(last.weights) if weight}
+    return weights == before and _partly(group, record) == _partly(group, last)
+
+
+def _partly(group: Group, record: RoundRecord) -> dict[int, set[tuple[int, int]]]:
+    """Who gave some slices of the round only: of which buckets how many."""
+    if not record.cut or group.plan is None:
+        return {}
+    given: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for seat, part, slices in record.cut:
+        given[seat].add((part, slices))
+    section = group.plan.section(record.section)
+    keys = (ExchangeKey(Stream.BUCKET, record.round, part) for part in (section.parts if section is not None else ()))
+    shares = (group.table.share(key, group.plan.buckets[key.part].operation) for key in keys)
+    whole = sum(share.layout.count for share in shares)
+    return {seat: found for seat, found in given.items() if sum(slices for _, slices in found) < whole}
 
 
 def heeded(group: Group, shard: int) -> None:
@@ -96,7 +142,7 @@ def go_on(
     if group.held is None or group.unheeded:
         return []
     record = group.held
-    orders = learners.let_in(group, record.round, number, effects) or _expect(group, record, now)
+    orders = learners.promote(group, record.round, number, effects) or _expect(group, record, now)
     if orders:
         return orders + go_on(group, number, credit, incarnation, now, effects)
     _end_round(group, record, now, effects)

@@ -25,7 +25,7 @@ import hmac
 
 from gradserver.engine.control import journal, learners, recovery, shard_replacement, turns
 from gradserver.engine.control.group import Group, announce, left_out
-from gradserver.engine.control.members import gone, refuse, refuse_all, vacate
+from gradserver.engine.control.members import connection_lost, evict, evict_all, remove
 from gradserver.engine.control.registry import HERE, Registry
 from gradserver.engine.control.welcome import token_of
 from gradserver.engine.effects import Effects
@@ -56,24 +56,24 @@ def disconnected(
     durable = group is not None and group.members and group.secret and group.broken is None
     seat = group.seat_of(connection) if group is not None else -1
     if group is None or not durable or ended or final or not group.is_inside(seat):
-        gone(registry, connection, reason, now, effects, ended=ended)
+        connection_lost(registry, connection, reason, now, effects, ended=ended)
         return
-    recovery.let_in(registry, group, effects)
+    recovery.promote_contributors(registry, group, effects)
     _detach(registry, group, seat, reason, now, effects)
 
 
 def absent(registry: Registry, group: Group, report: Absent, source: int, now: float, effects: Effects) -> None:
     """At a data half somebody is not there any more."""
-    occupant = group.members.get(report.rank) or group.joiners.get(report.rank)
+    occupant = group.members.get(report.rank) or group.learners.get(report.rank)
     if occupant is None or occupant.connection < 0:
         return
     broke = isinstance(report.error, ConnectionLostError) and not report.ended and group.is_inside(report.rank)
     if not (group.secret and source != HERE and broke):
-        refuse(registry, occupant.connection, report.error, now, effects, ended=report.ended)
+        evict(registry, occupant.connection, report.error, now, effects, ended=report.ended)
         return
     if group.lacking:
         return  # it makes all its connections anew, as everybody does
-    recovery.let_in(registry, group, effects)  # as when its connection to the coordinator breaks
+    recovery.promote_contributors(registry, group, effects)  # as when its connection to the coordinator breaks
     effects.dismiss(occupant.connection, report.error)
     _detach(registry, group, report.rank, report.error.message, now, effects)
 
@@ -96,7 +96,7 @@ def overdue(registry: Registry, group: Group, now: float, effects: Effects) -> N
     """Members who should be back by now, and are not, depart."""
     for seat in _not_back(registry, group, now, effects):
         reason = "its connection broke, and it did not come back"
-        vacate(registry, group, seat, reason, now, effects)
+        remove(registry, group, seat, reason, now, effects)
 
 
 def _not_back(registry: Registry, group: Group, now: float, effects: Effects) -> list[int]:
@@ -131,14 +131,14 @@ def resume(registry: Registry, connection: int, message: Resume, now: float, eff
     if is_later:
         group.account.check_join(group.seats.names[message.seat])
         registry.skip_to(message.epoch)
-    recovery.let_in(registry, group, effects)
+    recovery.promote_contributors(registry, group, effects)
     if is_later:
         registry.order_all(group, _catch_up(group, registry.next_epoch(), effects), effects)
     registry.places.pop(group.members[message.seat].connection, None)
     registry.places[connection] = group.name
     shard_replacement.missed(group, now)
     if not group.recovering:
-        refuse_all(registry, learners.disturbed(group), now, effects)
+        evict_all(registry, learners.disturbed(group), now, effects)
     version = registry.next_epoch()
     for order in _attach(registry, group, message, connection, version, now, effects):
         if isinstance(order, Attach):
@@ -213,7 +213,7 @@ def _attach(
     turns.departed(group, seat, effects)
     orders.append(Attach(group.name, seat, connection))
     if not group.lacking and (group.shards or not group.recovering):
-        orders.append(recovery.open_books(registry, group, version, now, effects))
+        orders.append(recovery.begin(registry, group, version, now, effects))
     elif not group.lacking:
         effects.send(connection, Resumed(registry.incarnation, group.version, group.urls))
     known = [news for news in group.news if seat in news.seats]  # of those before it had entered it never heard

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Final
 
 from gradserver.engine.control.group import Group
-from gradserver.engine.control.recovery import open_for_shards
+from gradserver.engine.control.recovery import begin_if_due
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.restore import reopen
 from gradserver.engine.effects import Effects
@@ -58,11 +58,11 @@ def missed(group: Group, now: float) -> None:
         group.lacking_since, group.hire_at = now, now + HIRE_SECONDS
 
 
-def rehome(registry: Registry, now: float, effects: Effects) -> None:
+def fill_places(registry: Registry, now: float, effects: Effects) -> None:
     """Have groups that lack data shards use those that are there."""
     for group in registry.groups.values():
         if group.lacking and not _fill(registry, group, effects):
-            open_for_shards(registry, group, now, effects)
+            begin_if_due(registry, group, now, effects)
 
 
 def _fill(registry: Registry, group: Group, effects: Effects) -> bool:
@@ -79,7 +79,7 @@ def _fill(registry: Registry, group: Group, effects: Effects) -> bool:
         group.shards = (*group.shards[:place], connection, *group.shards[place + 1 :])
         group.urls = (*group.urls[:place], roster[connection].url, *group.urls[place + 1 :])
         orders = list[RemoteOrder](reopen(registry, group, place + 1))
-        for seat, joiner in group.joiners.items():
+        for seat, joiner in group.learners.items():
             orders.append(Admit(group.name, seat, Seat(-1, joiner.join.name), joiner.token))
         for order in orders:
             effects.send(connection, Ordered(), (encode_order(order),))
