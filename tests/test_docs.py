@@ -30,9 +30,8 @@ from gradserver.worker.connect import connect
 from tests.cluster import Daemon, Program, Task, coordinator, together, wait_until
 from tests.commands import ROOT, check, lines_of, parse
 
-DOCUMENTS = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "deploy" / "README.md", *(ROOT / "docs").glob("*.md")]
-)
+DOCS = ROOT / "docs"
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "deploy" / "README.md", *DOCS.glob("*.md")])
 LANGUAGES = {"sh", "python", "pycon", "text"}
 
 
@@ -72,10 +71,19 @@ def blocks(language: str) -> list[Block]:
     return [block for block in BLOCKS if block.language == language]
 
 
-def block_with(start: str) -> list[str]:
-    """The lines of the README's block that begins with ``start``."""
-    (found,) = (block for block in BLOCKS if block.document.name == "README.md" and block.text.startswith(start))
+def block_with(start: str, name: str) -> list[str]:
+    """The lines of the block of a page that begins with ``start``."""
+    (found,) = (block for block in BLOCKS if block.document == DOCS / name and block.text.startswith(start))
     return found.text.splitlines()
+
+
+def scripts() -> dict[str, str]:
+    """The Python blocks of each document, which are one script."""
+    found: dict[str, str] = {}
+    for block in blocks("python"):
+        name = str(block.document.relative_to(ROOT))
+        found[name] = found.get(name, "") + block.text
+    return found
 
 
 # ── code and commands ─────────────────────────────────────────────────────────────────────────────────
@@ -83,6 +91,12 @@ def block_with(start: str) -> list[str]:
 
 def test_every_block_says_what_it_is() -> None:
     assert [str(block) for block in BLOCKS if block.language not in LANGUAGES] == []
+
+
+def test_every_page_can_be_found_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    pages = {page.name for page in DOCS.glob("*.md")} - {"index.md"}  # which is the README of the site
+    assert sorted(page for page in pages if f"](docs/{page})" not in readme) == []
 
 
 def test_readme_begins_with_what_it_is_how_to_install_it_and_a_session() -> None:
@@ -106,12 +120,19 @@ def test_commands_are_as_they_are_shown(block: Block) -> None:
         check(line)
 
 
-def test_the_training_script_trains(tmp_path: Path) -> None:
-    """The blocks of a section are one script, which every worker runs."""
-    assert {(block.document.name, block.section) for block in blocks("python")} == {("README.md", "Training")}
+def test_there_are_two_scripts_and_the_readme_has_the_beginning_of_one() -> None:
+    shown = scripts()
+    begun = shown.pop("README.md")
+    assert set(shown) == {"docs/jobs-and-data.md", "docs/training.md"}
+    assert shown["docs/training.md"].startswith(begun)
+
+
+@pytest.mark.parametrize("name", ["docs/jobs-and-data.md", "docs/training.md"])
+def test_scripts_train(name: str, tmp_path: Path) -> None:
+    """The blocks of a page are one script, which every worker runs."""
     script = tmp_path / "train.py"
     digest = "print('weights', sum(p.double().sum().item() for p in network.parameters()))\n"
-    script.write_text("".join(block.text for block in blocks("python")) + digest)
+    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{scripts()[name]}{digest}")
     with Daemon("--workers", "2") as daemon, ExitStack() as stack:
 
         def start(rank: int) -> Program:
@@ -125,7 +146,7 @@ def test_the_training_script_trains(tmp_path: Path) -> None:
 
 
 def test_collectives_are_called_as_they_are_shown() -> None:
-    calls = re.findall(r"^\| `(worker\..*?)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    calls = re.findall(r"^\| `(worker\..*?)` \|", (DOCS / "collectives.md").read_text(), re.MULTILINE)
     assert len(calls) == 11
     for text in calls:
         call = ast.parse(text, mode="eval").body
@@ -164,11 +185,11 @@ def test_every_law_names_its_tests() -> None:
 
 
 def test_numbers_are_those_of_the_code() -> None:
-    readme, architecture = ((ROOT / name).read_text() for name in ("README.md", "docs/architecture.md"))
+    demo, errors, architecture = ((DOCS / f"{name}.md").read_text() for name in ("demo", "errors", "architecture"))
     timeout = inspect.signature(connect).parameters["timeout"].default
-    assert f"`connect(timeout={timeout:g})` is for joining" in readme
-    assert f"{limits.ROUND_TIMEOUT / 60:g}\nminutes by default" in readme
-    assert f"in `{parse('demo').out}/`" in readme
+    assert f"| joining a group | `connect(timeout={timeout:g})`" in errors
+    assert f"`gradserver serve --round-timeout`, {limits.ROUND_TIMEOUT / 60:g} minutes by default" in errors
+    assert f"in `{parse('demo').out}/`" in demo
     assert f"credit of {limits.CREDIT_BYTES // limits.MIB} MiB (`--credit`) in each of four pools" in architecture
     assert len(Pool) == 4
     assert f"(at least {limits.MIN_SLICE_COST // limits.KIB} KiB)" in architecture
@@ -210,7 +231,7 @@ def template(text: str) -> str:
 
 @contextmanager
 def pair(timeout: float = 20.0) -> Iterator[tuple[Worker, Worker]]:
-    """The README's two workers, with a round behind them."""
+    """The two workers of the pages, with a round behind them."""
     with coordinator() as server, box_and_spot(server.url, timeout) as workers:
         together(workers, one_round)
         yield workers
@@ -319,7 +340,7 @@ PROVOKED = [
 
 def test_error_messages_are_the_real_ones() -> None:
     """Up to the … where one is cut short."""
-    for shown, provoke in zip(block_with("WorkerLostError"), PROVOKED, strict=True):
+    for shown, provoke in zip(block_with("WorkerLostError", "errors.md"), PROVOKED, strict=True):
         error = provoke()
         real, stem = template(f"{type(error).__name__}: {error}"), template(shown.removesuffix("…"))
         assert real.startswith(stem) if shown.endswith("…") else real == stem
@@ -341,7 +362,7 @@ def test_status_is_as_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         pushed[0].wait()
         assert cli.main(["status", server.url, "--interval", "0.05"]) == 0
     shown = capsys.readouterr().out
-    assert list(map(template, shown.splitlines())) == list(map(template, block_with("coordinator at")))
+    assert list(map(template, shown.splitlines())) == list(map(template, block_with("coordinator at", "observing.md")))
 
 
 def open_exchanges(url: str) -> list[object]:

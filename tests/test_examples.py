@@ -51,6 +51,15 @@ def test_own_tests_of_a_trainer() -> None:
     assert "3 passed" in output_of(*options, EXAMPLES / "test_trainer_example.py")[-1]
 
 
+def shown_in_the_readme() -> list[str]:
+    (shown,) = re.findall(r"^```text\n(epoch .*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    return str(shown).splitlines()
+
+
+def without_figures(line: str) -> str:
+    return re.sub(r"loss \d\.\d{4}|weights [0-9a-f]{16}(…|[0-9a-f]{48})$", "#", line)
+
+
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_train_ddp(world_size: int) -> None:
     """Ranks are assigned; whoever prints the losses has rank 0."""
@@ -65,6 +74,9 @@ def test_train_ddp(world_size: int) -> None:
         lines = [line for program in programs for line in program.output()]
     losses = [float(line.split()[3]) for line in lines if line.startswith("epoch")]
     weights = {line.split()[-1] for line in lines if line.startswith("rank")}
+    if world_size == 2:
+        told = [line for line in sorted(lines) if line.startswith(("epoch", "rank 0"))]
+        assert [without_figures(line) for line in told] == [without_figures(line) for line in shown_in_the_readme()]
     assert len(losses) == 5
     assert losses[-1] < 0.6 * losses[0]
     assert all(line.endswith("over 444 samples") for line in lines if line.startswith("epoch"))

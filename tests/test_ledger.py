@@ -218,9 +218,9 @@ def test_it_says_who_contributed_and_who_was_waited_for_and_why(
     assert all("2 of 3" in line and "w2" in line and "began late" in line for line in out[-3:])
 
 
-def test_the_readme_shows_the_columns_that_there_are(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_the_columns_that_there_are(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, trained, "--to", 2)
-    shown = re.search(r"```text\n(  round  done at .*)\n(.*)\n(.*)\n```", (ROOT / "README.md").read_text())
+    shown = re.search(r"```text\n(  round  done at .*)\n(.*)\n(.*)\n```", (ROOT / "docs" / "observing.md").read_text())
     assert shown is not None
     assert shown[1].split() == out[1].split()
     row = r" +\d+  \d\d:\d\d:\d\d  \d\.\d{3} s  \d of \d +\S+ +\d\.\d{3} s( +began late| +sent slowly)? +[0-9a-f]{16}"
