@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-lowest chaos mutants check format clean
+.PHONY: help setup demo test test-long test-lowest chaos mutants docs check format clean
 
 help: ## Show this list
 	@echo "gradserver: make TARGET"
@@ -52,7 +52,10 @@ chaos: $(STAMP) ## Harm a group with one shard and one with three, for 40 s each
 mutants: $(STAMP) ## Plant faults in copies of the product, each of which chaos must find by itself
 	$(BIN)/python -m tests.mutants
 
-check: $(STAMP) ## Check style, types, who imports whom, and that the wheel works by itself
+docs: $(STAMP) ## Build the documentation into site/: open site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+check: $(STAMP) docs ## Check style, types, imports between packages, documentation, and that the wheel works by itself
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -64,7 +67,7 @@ format: $(STAMP) ## Rewrite the sources in the project's style
 	$(BIN)/ruff format
 
 clean: ## Remove all that the other targets made, .venv included
-	rm -rf $(VENV) $(LOWEST) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find gradserver protocol worker tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Hatchling goes first: the project is then built with the pinned one. The stamp bears the interpreter's name, so that
@@ -84,5 +87,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@[ "$$($(BIN)/python --version 2>&1)" = "$$($(PYTHON) --version)" ] || clear=--clear; \
 	  $(PYTHON) -m venv $$clear $(VENV)
 	@$(PIP) install -c constraints.txt hatchling
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,demo]'
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs,demo]'
 	@touch $@

@@ -168,6 +168,12 @@ def test_names_of_the_package_exist() -> None:
             assert submodule or hasattr(gradserver, name), f"{document.name}: gradserver.{name}"
 
 
+def test_the_reference_has_every_public_name_once() -> None:
+    pages = "".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    names = re.findall(r"^::: gradserver\.(?:worker\.connect\.)?(\w+)$", pages, re.MULTILINE)
+    assert sorted(names) == sorted(gradserver.__all__)
+
+
 def test_files_that_are_named_exist() -> None:
     """Links, and paths in the text."""
     for document in DOCUMENTS:
