@@ -55,11 +55,12 @@ mutants: $(STAMP) ## Plant faults in copies of the product, each of which chaos 
 docs: $(STAMP) ## Build the documentation into site/: open site/index.html
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-check: $(STAMP) docs ## Check style, types, imports between packages, documentation, and that the wheel works by itself
+check: $(STAMP) docs ## Check style, types, imports, structure, documentation, and that the wheel works by itself
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.structure
 	$(BIN)/pytest --quiet tests/test_packaging.py
 
 format: $(STAMP) ## Rewrite the sources in the project's style

@@ -1,0 +1,619 @@
+"""Figures about the structure of the source: ``python -m tests.structure`` prints each with its goal.
+
+The source is read, never imported. Exit status 1 if a figure is worse than its limit; the places that it counts are
+printed then. A limit is the figure of the day when it was set: lower it when the figure gets better. Lines have room up
+to the next 500. `FIGURES` has all limits and goals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import sys
+import tempfile
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+
+FOLDERS: Final = {"gradserver": "gradserver", "protocol": "gradserver.protocol", "worker": "gradserver.worker"}
+"""Folders of the source, and the package that each is."""
+DOCUMENTS: Final = ("README.md", "docs/**/*.md")
+TOOLS: Final = ("bench", "chaos", "demo")
+"""Parts of the product that try it out."""
+
+ENGINE: Final = "gradserver.engine."
+ERRORS: Final = "gradserver.protocol.errors."
+CONTROL: Final = ENGINE + "control."
+DATA: Final = ENGINE + "data."
+
+Where = tuple[str, str]
+"""What a class or a union is known by, wherever its module is: the beginning of the module's name, and its own name."""
+GROUP: Final = (CONTROL, "Group")
+DATA_GROUP: Final = (DATA, "Group")
+EXCHANGE: Final = (DATA, "Exchange")
+STATES: Final[Mapping[str, tuple[Where, ...]]] = {"group": (GROUP, DATA_GROUP), "exchange": (EXCHANGE,)}
+"""Classes of state, by the name that a variable of the class has."""
+MUTATORS: Final = frozenset(
+    {
+        *("append", "appendleft", "add", "insert", "extend", "extendleft", "update", "setdefault", "subtract"),
+        *("pop", "popitem", "popleft", "remove", "discard", "clear", "difference_update", "intersection_update"),
+        *("sort", "reverse"),
+    }
+)
+"""Methods by which a list, deque, set, dict or counter changes."""
+UNIONS: Final[Mapping[str, Where]] = {
+    "record": (ENGINE, "Kind"),
+    "message": ("gradserver.protocol.", "Message"),
+    "order": (ENGINE, "Order"),
+    "report": (ENGINE, "Report"),
+}
+"""The union of all kinds of each."""
+MANY: Final = 6
+"""A place that names as many kinds names every kind by hand."""
+MAX_LINES: Final = 400
+"""Lines of a module, at most."""
+PERSONS: Final = ("who", "whoever", "whose")
+MASCULINE: Final = ("he", "him", "his")
+OPENINGS: Final = ("What", "Whether", "Who", "Whoever", "Of", "Those", "Whom", "Whose")
+"""First words of docstrings that begin with neither a verb nor a noun."""
+
+Places = Mapping[str, int]
+"""Places that a figure counts, and how often each counts."""
+
+
+class StructureError(Exception):
+    """The source has not what a figure is about: the tables of this module are to follow the source."""
+
+
+# ── the source ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Module:
+    """One module: its name as it is imported, the path of its file, and its text."""
+
+    name: str
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree."""
+        return ast.parse(self.text, self.path)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def imports(self) -> dict[str, str]:
+        """Names that are imported, anywhere, and what each stands for."""
+        found = dict[str, str]()
+        for node in self.nodes:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+            elif isinstance(node, ast.Import):
+                found |= {one.asname: one.name for one in node.names if one.asname}
+        return found
+
+    @cached_property
+    def imported(self) -> frozenset[str]:
+        """Everything that import statements name, modules and what is in them."""
+        plain = (one.name for node in self.nodes if isinstance(node, ast.Import) for one in node.names)
+        return frozenset([*self.imports.values(), *plain])
+
+    @cached_property
+    def assigned(self) -> dict[str, ast.expr]:
+        """Values that are assigned to names at the top."""
+        return {
+            target.id: node.value
+            for node in self.tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+
+    @cached_property
+    def classes(self) -> dict[str, ast.ClassDef]:
+        """Classes at the top."""
+        return {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
+
+    @cached_property
+    def strings(self) -> list[str]:
+        """All string literals: docstrings, too."""
+        return [node.value for node in self.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+    @cached_property
+    def comments(self) -> list[str]:
+        """All comments."""
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        return [token.string for token in tokens if token.type == tokenize.COMMENT]
+
+    @cached_property
+    def docstrings(self) -> list[str]:
+        """Strings that stand by themselves: of modules, classes, functions, and of fields."""
+        statements = (node.value for node in self.nodes if isinstance(node, ast.Expr))
+        return [one.value for one in statements if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+
+
+class Source:
+    """All modules by name, and all documents by path."""
+
+    def __init__(self, root: Path) -> None:
+        read = [module for folder, package in FOLDERS.items() for module in _modules(root, folder, package)]
+        self.modules: Final = {module.name: module for module in read}
+        found = sorted(path for pattern in DOCUMENTS for path in root.glob(pattern))
+        self.documents: Final = {path.relative_to(root).as_posix(): path.read_text("utf-8") for path in found}
+
+    def engine(self) -> Iterator[Module]:
+        """Modules of the engine."""
+        return (module for name, module in self.modules.items() if name.startswith(ENGINE))
+
+    def origin(self, name: str) -> str:
+        """Follow a full name through imports, to where it is defined."""
+        module, _, last = name.rpartition(".")
+        known = self.modules.get(module)
+        if known is None or last not in known.imports or known.imports[last] == name:
+            return name
+        return self.origin(known.imports[last])
+
+    def full_name(self, module: Module, expression: ast.AST) -> str:
+        """Name what an expression like ``records.Group`` stands for; empty if it is no name."""
+        match expression:
+            case ast.Name(id=name):
+                return self.origin(module.imports.get(name, f"{module.name}.{name}"))
+            case ast.Attribute(value=value, attr=name) if owner := self.full_name(module, value):
+                return self.origin(f"{owner}.{name}")
+        return ""
+
+    def named(self, module: Module, tree: ast.AST) -> set[str]:
+        """Full names of all that ``tree`` names. Aliases stand for what they name."""
+        found = set[str]()
+        for node in ast.walk(tree):
+            if name := self.full_name(module, node):
+                found |= self.leaves(name)
+        return found
+
+    def leaves(self, name: str) -> set[str]:
+        """Take a union or another alias of types apart; a class stands for itself."""
+        module, _, last = name.rpartition(".")
+        known = self.modules.get(module)
+        if known is None or not isinstance(known.assigned.get(last), ast.BinOp | ast.Subscript):
+            return {name}
+        return self.named(known, known.assigned[last])
+
+    def unions(self, where: Where) -> set[str]:
+        """Full names of unions of types."""
+        beginning, last = where
+        found = {name for name, module in self.modules.items() if isinstance(module.assigned.get(last), ast.BinOp)}
+        return {f"{name}.{last}" for name in found if name.startswith(beginning)}
+
+    def classes(self, where: Where) -> dict[str, ast.ClassDef]:
+        """Classes by full name."""
+        beginning, last = where
+        modules = (module for name, module in self.modules.items() if name.startswith(beginning))
+        return {f"{module.name}.{last}": module.classes[last] for module in modules if last in module.classes}
+
+    def kinds(self, family: str) -> set[str]:
+        """Classes of a family: those in its union."""
+        return self.leaves(_single(UNIONS[family], self.unions(UNIONS[family])))
+
+
+def _single(where: Where, found: Iterable[str]) -> str:
+    names = sorted(found)
+    if len(names) != 1:
+        raise StructureError(f"one {where[1]} is expected in {where[0]}*, there are {len(names)}: {', '.join(names)}")
+    return names[0]
+
+
+def _modules(root: Path, folder: str, package: str) -> Iterator[Module]:
+    for path in sorted((root / folder).rglob("*.py")):
+        inside = path.relative_to(root / folder).with_suffix("").parts
+        name = ".".join([package, *inside]).removesuffix(".__init__")
+        yield Module(name, path.relative_to(root).as_posix(), path.read_text("utf-8"))
+
+
+# ── writes ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Writes(ast.NodeVisitor):
+    """Collects fields of classes of state that one module writes, as (class, field).
+
+    A write is an assignment to the field or to an item of it, `del` of these, or a call of a method that changes it.
+    What is written is told by annotations of parameters, then by the variable's name.
+    """
+
+    def __init__(self, source: Source, module: Module) -> None:
+        self.found: set[tuple[str, str]] = set()
+        self._source = source
+        self._module = module
+        self._parameters: list[dict[str, set[str]]] = []
+        self.visit(module.tree)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        """Know the parameters of a function while it is read."""
+        annotated = {one.arg: one.annotation for one in _parameters(node) if one.annotation}
+        self._parameters.append({name: self._classes(annotation) for name, annotation in annotated.items()})
+        self.generic_visit(node)
+        self._parameters.pop()
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """See `x.field = …` and `del x.field`."""
+        if not isinstance(node.ctx, ast.Load):
+            self._write(node)
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """See `x.field[…] = …` and `del x.field[…]`."""
+        if not isinstance(node.ctx, ast.Load):
+            self._write(node)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """See `x.field.append(…)`."""
+        if isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            self._write(node.func.value)
+        self.generic_visit(node)
+
+    def _write(self, target: ast.expr) -> None:
+        while isinstance(target, ast.Subscript):
+            target = target.value
+        if isinstance(target, ast.Attribute) and (state := self._state(target.value)):
+            self.found.add((state, target.attr))
+
+    def _state(self, owner: ast.expr) -> str:
+        """Tell which class of state ``owner`` is of; empty if of none."""
+        match owner:
+            case ast.Name(id=name):
+                known = next((one[name] for one in reversed(self._parameters) if name in one), None)
+                return self._by_name(name) if known is None else _only(known & self._states())
+            case ast.Attribute(attr=name):
+                return self._by_name(name.lstrip("_"))
+            case ast.Subscript(value=ast.Name(id=name) | ast.Attribute(attr=name)):
+                return self._by_name(name.removesuffix("s"))
+        return ""
+
+    def _by_name(self, name: str) -> str:
+        """Tell the class by a variable's name. Of several it is the one that the module imports, or that is near it."""
+        candidates = self._states(name)
+        imported = {self._source.origin(one) for one in self._module.imports.values()} & candidates
+        package = self._module.name.rpartition(".")[0] + "."
+        return _only(imported or {state for state in candidates if state.startswith(package)})
+
+    def _states(self, variable: str | None = None) -> set[str]:
+        every = (where for name, states in STATES.items() if variable in (None, name) for where in states)
+        return {state for where in every for state in self._source.classes(where)}
+
+    def _classes(self, annotation: ast.expr) -> set[str]:
+        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+            annotation = ast.parse(annotation.value, mode="eval").body
+        return self._source.named(self._module, annotation)
+
+
+def _only(found: set[str]) -> str:
+    return next(iter(found)) if len(found) == 1 else ""
+
+
+def written_outside(source: Source, where: Where) -> Places:
+    """Fields of a class of state that other modules of the engine write."""
+    classes = source.classes(where)
+    state = _single(where, classes)
+    body = classes[state].body
+    fields = [node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    writers: dict[str, list[str]] = {}
+    for module, found in _written(source).items():
+        for _, field in sorted(one for one in found if one[0] == state and not state.startswith(module + ".")):
+            writers.setdefault(field, []).append(module.removeprefix(ENGINE))
+    most_first = sorted(set(fields) & writers.keys(), key=lambda field: (-len(writers[field]), field))
+    return {f"{field}: {', '.join(writers[field])}": 1 for field in most_first}
+
+
+@cache
+def _written(source: Source) -> dict[str, set[tuple[str, str]]]:
+    return {module.name: Writes(source, module).found for module in source.engine()}
+
+
+# ── outputs of control ────────────────────────────────────────────────────────────────────────────────
+
+
+def outputs(source: Source) -> Iterator[tuple[str, str]]:
+    """Outputs of functions of control, as (kind, function): what it leads to that somebody has to carry out.
+
+    There are four kinds: a function adds to ``effects`` that it takes, or to ``commands``; it returns orders; or it
+    returns refusals, which are errors that somebody is to be told of. An error that is raised is none of these: it
+    concerns the message's sender alone. A function without effects may build one order or one error.
+    """
+    orders = source.kinds("order")
+    for module in source.engine():
+        if module.name.startswith(CONTROL):
+            functions = (node for node in module.nodes if isinstance(node, ast.FunctionDef))
+            for node in functions:
+                name = f"{module.name.removeprefix(CONTROL)}.{node.name}"
+                yield from ((kind, name) for kind in _outputs(source, module, node, orders))
+
+
+def _outputs(source: Source, module: Module, node: ast.FunctionDef, orders: set[str]) -> Iterator[str]:
+    taken = [one.arg for one in _parameters(node) if one.arg in ("effects", "commands")]
+    yield from taken
+    returned = source.named(module, node.returns) if node.returns else set()
+    builds_one = not taken and node.returns is not None and returned == {source.full_name(module, node.returns)}
+    if not builds_one and returned & orders:
+        yield "orders"
+    if not builds_one and any(one.startswith(ERRORS) for one in returned):
+        yield "refusals"
+
+
+def _parameters(node: ast.FunctionDef) -> list[ast.arg]:
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+
+
+def kinds_of_outputs(source: Source) -> Places:
+    """Kinds of outputs that functions of control have."""
+    return {f"{kind}: {count} functions": 1 for kind, count in Counter(kind for kind, _ in outputs(source)).items()}
+
+
+def returned_outputs(source: Source) -> Places:
+    """Functions of control that return orders or refusals."""
+    return {f"{name}: {kind}": 1 for kind, name in outputs(source) if kind in ("orders", "refusals")}
+
+
+# ── imports ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def circles(source: Source) -> Places:
+    """Circles of imports: modules that all reach each other. Imports for type checking alone count, too."""
+    direct = {name: _imported_modules(source, module) for name, module in source.modules.items()}
+    reached = {name: _reachable(direct, name) for name in direct}
+    found = {frozenset(other for other in reached[name] if name in reached[other]) for name in direct}
+    return {", ".join(sorted(circle)): 1 for circle in sorted(found, key=sorted) if len(circle) > 1}
+
+
+def _imported_modules(source: Source, module: Module) -> set[str]:
+    """Modules that a module names. What is no module itself stands for the module that it is in."""
+    named = (one if one in source.modules else one.rpartition(".")[0] for one in module.imported)
+    return {name for name in named if name in source.modules and name != module.name}
+
+
+def _reachable(direct: Mapping[str, Iterable[str]], start: str) -> set[str]:
+    found, todo = set[str](), [start]
+    while todo:
+        new = [name for name in direct[todo.pop()] if name not in found]
+        found.update(new)
+        todo += new
+    return found
+
+
+# ── listings of all kinds ─────────────────────────────────────────────────────────────────────────────
+
+
+def listings(source: Source, family: str) -> Places:
+    """Places that name every kind of a family by hand: functions, and statements outside of these.
+
+    Import statements are none: they follow from the other places.
+    """
+    kinds = source.kinds(family)
+    named = {place: len(kinds & names) for place, names in _pieces(source).items()}
+    return {f"{place} names {count} of {len(kinds)}": 1 for place, count in named.items() if count >= MANY}
+
+
+@cache
+def _pieces(source: Source) -> dict[str, set[str]]:
+    """Full names that stand in each place of the source. An alias stands for itself."""
+    return {
+        f"{module.path} {name}": {source.full_name(module, node) for node in ast.walk(piece)}
+        for module in source.modules.values()
+        for name, piece in _pieces_of(module.tree.body)
+    }
+
+
+def _pieces_of(body: Iterable[ast.stmt], owner: str = "") -> Iterator[tuple[str, ast.stmt]]:
+    """Functions as a whole, and statements outside of functions, by name."""
+    for node in body:
+        match node:
+            case ast.ClassDef(name=name):
+                yield from _pieces_of(node.body, f"{owner}{name}.")
+            case ast.FunctionDef(name=name):
+                yield f"{owner}{name}()", node
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield f"{owner}{name}", node
+            case _:
+                yield f"{owner}line {node.lineno}", node
+
+
+# ── size ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lines(source: Source, package: str) -> Places:
+    """Lines of the modules of a package; ``gradserver`` is what belongs to no other package."""
+    return {m.path: m.text.count("\n") for m in source.modules.values() if _package(m) == package}
+
+
+def lines_of_product(source: Source) -> Places:
+    """Lines of all packages but the tools."""
+    sizes = Counter[str]()
+    for module in source.modules.values():
+        sizes[_package(module)] += module.text.count("\n")
+    return {package: count for package, count in sizes.items() if package not in TOOLS}
+
+
+def long_modules(source: Source) -> Places:
+    """Modules that are longer than a module may be."""
+    sizes = Counter({module.path: module.text.count("\n") for module in source.modules.values()})
+    return {f"{path}: {count} lines": 1 for path, count in sizes.most_common() if count > MAX_LINES}
+
+
+def _package(module: Module) -> str:
+    parts = module.path.split("/")
+    return parts[1] if parts[0] == "gradserver" and len(parts) > 2 else parts[0]
+
+
+# ── English ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def words(source: Source, which: Iterable[str]) -> Places:
+    """Words in docstrings, comments, string literals, and in documents."""
+    pattern = re.compile(rf"\b(?:{'|'.join(which)})\b", re.IGNORECASE)
+    texts = {module.path: [*module.strings, *module.comments] for module in source.modules.values()}
+    texts |= {path: [text] for path, text in source.documents.items()}
+    return _most_first({path: sum(len(pattern.findall(text)) for text in found) for path, found in texts.items()})
+
+
+def openings(source: Source) -> Places:
+    """Docstrings that begin with neither a verb nor a noun."""
+    pattern = re.compile(rf"\s*(?:{'|'.join(OPENINGS)})\b")
+    modules = source.modules.values()
+    return _most_first({m.path: sum(bool(pattern.match(text)) for text in m.docstrings) for m in modules})
+
+
+def _most_first(counts: Mapping[str, int]) -> Places:
+    return {place: count for place, count in Counter(counts).most_common() if count}
+
+
+# ── figures ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: how it is counted, what it is not to exceed, and what it is to come to. Less is better.
+
+    A limit that exceeds the figure by ``room`` or less need not be lowered.
+    """
+
+    what: str
+    count: Callable[[Source], Places]
+    limit: int | None = None
+    goal: int | None = None
+    room: int = 0
+
+
+FIGURES: Final = {
+    "Fields that other modules write": (
+        Figure("control's Group", partial(written_outside, where=GROUP), 59, 0),
+        Figure("data's Group", partial(written_outside, where=DATA_GROUP), 36, 0),
+        Figure("Exchange", partial(written_outside, where=EXCHANGE), 12, 0),
+    ),
+    "Outputs of control's functions": (
+        Figure("kinds of outputs", kinds_of_outputs, 3, 1),
+        Figure("functions that return orders or refusals", returned_outputs, 27, 0),
+    ),
+    "Imports": (Figure("circles", circles, 2, 0),),
+    "Places that name every kind by hand": (
+        Figure("records of the journal", partial(listings, family="record"), 7, 1),
+        Figure("messages", partial(listings, family="message"), 8, 1),
+        Figure("orders", partial(listings, family="order"), 5, 1),
+        Figure("reports", partial(listings, family="report"), 5, 1),
+    ),
+    "Lines": (
+        *(
+            Figure(package, partial(lines, package=package))
+            for package in ("engine", "channels", "ledger", "gradserver", "worker", "protocol", *TOOLS)
+        ),
+        Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 35_500, 25_000, room=500),
+        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 24, 0),
+    ),
+    "English": (
+        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 895, 0),
+        Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 78, 0),
+        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 725, 0),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A figure as it is in the source."""
+
+    figure: Figure
+    places: Places
+
+    @property
+    def value(self) -> int:
+        """The figure itself."""
+        return sum(self.places.values())
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it exceeds its limit."""
+        return self.figure.limit is not None and self.value > self.figure.limit
+
+    def row(self) -> str:
+        """One line of the table."""
+        limit, goal = self.figure.limit, self.figure.goal
+        is_better = limit is not None and self.value + self.figure.room < limit
+        remark = "  WORSE" if self.is_worse else "  lower its limit" if is_better else ""
+        return f"  {self.figure.what:<52}{self.value:>8,}{_shown(limit):>8}{_shown(goal):>8}{remark}"
+
+    def listing(self) -> str:
+        """All places, one in each line."""
+        counted = self.value > len(self.places)
+        counts = (f"{count:>8,}  {place}" if counted else f"    {place}" for place, count in self.places.items())
+        return "\n".join([f"\n{self.figure.what}: {self.value:,}", *counts])
+
+    def beyond(self, before: Result) -> Result:
+        """Places that count more often than they did ``before``."""
+        more = {place: count - before.places.get(place, 0) for place, count in self.places.items()}
+        return Result(self.figure, {place: count for place, count in more.items() if count > 0})
+
+
+def _shown(number: int | None) -> str:
+    return "–" if number is None else f"{number:,}"
+
+
+def measure(source: Source) -> list[Result]:
+    """Count every figure."""
+    return [Result(figure, figure.count(source)) for figures in FIGURES.values() for figure in figures]
+
+
+def table(results: Iterable[Result]) -> str:
+    """All figures under their headings, for people."""
+    by_figure = {result.figure: result for result in results}
+    rows = [f"{'':<54}{'now':>8}{'limit':>8}{'goal':>8}"]
+    for heading, figures in FIGURES.items():
+        rows += [heading, *(by_figure[figure].row() for figure in figures)]
+    return "\n".join(rows)
+
+
+def at(revision: str) -> Source:
+    """The source as it was in a revision of the repository."""
+    archive = subprocess.run(["git", "-C", str(ROOT), "archive", revision], check=True, stdout=subprocess.PIPE)
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["tar", "-x", "-C", folder], check=True, input=archive.stdout)
+        return Source(Path(folder))
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table; 1 if something got worse."""
+    parser = argparse.ArgumentParser(prog="python -m tests.structure", description=(__doc__ or "").partition("\n\n")[2])
+    parser.add_argument("--list", metavar="TEXT", nargs="?", const="", help="print the places of figures (with TEXT)")
+    parser.add_argument("--since", metavar="REVISION", help="print places that have come since a revision")
+    options = parser.parse_args(arguments)
+    results = measure(Source(ROOT))
+    worse = [result for result in results if result.is_worse]
+    print(table(results))
+    if options.since:
+        before = measure(at(options.since))
+        listed = [result.beyond(earlier) for result, earlier in zip(results, before, strict=True)]
+    elif options.list is not None:
+        listed = [result for result in results if options.list.lower() in result.figure.what.lower()]
+    else:
+        listed = worse
+    print("\n".join(result.listing() for result in listed if result.places))
+    for result in worse:
+        print(f"\nworse: {result.figure.what} is {result.value:,}, the limit is {result.figure.limit:,}")
+    if worse and not options.since:
+        print("\n`python -m tests.structure --since REVISION` tells what has come since then")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
