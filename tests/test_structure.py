@@ -252,6 +252,7 @@ def test_kinds_are_known_by_any_name_and_from_any_module(write: Write) -> None:
     table += "TABLE = One, messages.B, C, resuming.D, messages.E, resuming.F\n"
     files = {"protocol/messages.py": union, "protocol/wire.py": table}
     files["protocol/resuming.py"] = "".join(f"class {name}: pass\n" for name in "CDEF")
+    files["gradserver/demo/reports.py"] = "Message = int | str\n"  # another one
     assert structure.listings(write(files), "message") == {"protocol/wire.py TABLE names 6 of 6": 1}
 
 
