@@ -35,35 +35,34 @@ T = TypeVar("T")
 
 
 class LocalCluster:
-    """``world_size`` workers as threads of this process, exchanging by pointer through a coordinator.
+    """Cluster of ``world_size`` workers, as threads of this process, which exchange by pointer through a coordinator.
 
-    The engine, the reduction and the worker are those of a real cluster; only the channel differs.
+    The engine, the reduction and the worker are those of a real cluster. Only the channel differs.
 
-    Example::
+    For example:
 
         with gradserver.LocalCluster(world_size=4) as cluster:
             ranks = cluster.run(lambda worker: worker.rank)     # [0, 1, 2, 3]
 
-    With ``elastic`` the others go on when a worker dies, and `kill` lets one die::
+    With ``elastic`` the others continue when a worker dies. `kill` simulates a death:
 
         with gradserver.LocalCluster(4, elastic=(1, 8)) as cluster:
             cluster.run(train)                  # in which, say, rank 2 calls cluster.kill(2), and rank 0 cluster.add()
 
     Args:
         world_size: number of workers.
-        elastic: the least and the most workers that the group can go on with; None if all are needed.
-        quorum: in an elastic group, how many a round waits for (or which share of them: ``"75%"``); None for all.
-        backup: instead, how many it does not wait for.
-        grace: seconds that the others have when a quorum has given everything; 0.5 if nothing is said.
-        late: whether what comes too late is added to what its worker gives next (``"keep"``, if nothing is said), or
-            forgotten (``"drop"``).
-        timeout: seconds that any one exchange may wait for the others.
+        elastic: minimum and maximum number of workers of an elastic group. None if all are needed.
+        quorum: number or share (``"75%"``) of the workers that a round of an elastic group waits for. None for all.
+        backup: number of workers that a round does not wait for, instead of ``quorum``.
+        grace: seconds that the others have after a quorum has given everything. The default is 0.5.
+        late: ``"keep"`` (default) to add a late gradient to the next one of its worker, ``"drop"`` to forget it.
+        timeout: seconds that one exchange may wait for the others.
         credit: bytes that one worker may have in flight.
-        wire: what gradients travel as, see `gradserver.connect`: to try out what a codec does to a training.
-        backlog: bytes of results that a worker which joins may have unread while the others go on; 0: they wait for it.
-        nonfinite: what becomes of a gradient with NaN or Inf in it: ``"halt"`` ends the group with an error that names
-            worker, bucket and parameter; ``"leave-out"`` leaves that slice of it out of the mean; with ``"skip"`` no
-            worker applies the round; ``"propagate"`` passes it on as torch does, which a GradScaler needs.
+        wire: format in which gradients travel, see `gradserver.connect`. It shows the effect of a codec on a training.
+        backlog: bytes of results that a joining worker may leave unread while the others continue. With 0 they wait.
+        nonfinite: action on NaN or Inf in a gradient. ``"halt"`` ends the group with an error that names worker, bucket
+            and parameter. ``"leave-out"`` leaves that slice of it out of the mean. With ``"skip"`` no worker applies
+            the round. ``"propagate"`` passes it on, as torch does, which a GradScaler needs.
     """
 
     def __init__(
@@ -107,13 +106,12 @@ class LocalCluster:
     def run(self, fn: Callable[Concatenate[Worker, P], T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call ``fn(worker, …)`` in a thread for each worker, and return the results by rank.
 
-        A worker whose function has returned leaves the cluster when others wait for it: they hear at once that it has
-        left, and those of an elastic cluster go on without it. One that nobody waits for is there for the next `run`.
+        A worker whose function has returned leaves the cluster when others wait for it. They are told at once. Those of
+        an elastic cluster continue without it. A worker that no other waits for stays for the next `run`.
 
-        The first error that any of them raises is raised here, when all have ended; that worker is
-        taken out of the cluster, so that the others do not wait for it. Of a worker that is killed meanwhile
-        the result is None, and its error nobody's. Workers that are added meanwhile call it too, and their results
-        stand behind the others'.
+        The first error of any worker is raised here, when all have ended. That worker is removed from the cluster, so
+        that the others do not wait for it. The result of a killed worker is None, and its error is ignored. Added
+        workers call the function too, and their results follow the others'.
         """
         if self._closed:
             raise ClosedError("this LocalCluster is closed")
@@ -126,10 +124,10 @@ class LocalCluster:
         return results
 
     def add(self, name: str | None = None) -> Worker:
-        """Let one more worker join an elastic group; while `run` is under way, it calls its function too.
+        """Let one more worker join an elastic group. While `run` is in progress, the worker calls its function too.
 
         Args:
-            name: what to call it; that of one that was killed brings its rank back. None for a new name.
+            name: name of the worker. The name of a killed worker brings its rank back. None for a new name.
         """
         with self._changes:
             name = name or f"worker-{len(self.workers)}"
@@ -147,7 +145,7 @@ class LocalCluster:
         return worker
 
     def kill(self, rank: int) -> None:
-        """Let the worker of this rank die, as if its process did: it says no goodbye, and all that it calls fails."""
+        """Kill the worker of this rank, as if its process died. It says no goodbye, and all of its calls fail."""
         found = next((worker for worker in self._lines if worker.rank == rank), None)
         if found is None:
             raise InvalidRankError(f"there is no rank {rank!r} to kill among {len(self._lines)} workers")
@@ -156,11 +154,11 @@ class LocalCluster:
         line.channel.close()
 
     def snapshot(self) -> dict[str, object]:
-        """What the coordinator sees, as plain JSON values."""
+        """Return the coordinator's view, as plain JSON values."""
         return self._coordinator.snapshot()
 
     def close(self) -> None:
-        """Close every worker; closing twice does nothing, and in a forked child it is the parent's to close."""
+        """Close every worker. A second call does nothing. In a forked child, only the parent closes it."""
         if not self._closed and os.getpid() == self._process:
             self._closed = True
             for worker in self.workers:

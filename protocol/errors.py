@@ -47,10 +47,10 @@ from typing import ClassVar
 
 
 class GradServerError(Exception):
-    """Root of the tree. ``fields`` carries the typed facts of an error across the wire.
+    """Root of the error tree. ``fields`` carries the typed facts of an error across the wire.
 
-    A subclass declares its facts as annotated class attributes; they are given by keyword and
-    read as attributes, and one that was not given reads as its default.
+    A subclass declares its facts as annotated class attributes. They are given by keyword and read as attributes. A
+    fact that was not given reads as its default.
     """
 
     _FIELDS: ClassVar[frozenset[str]] = frozenset()
@@ -74,7 +74,7 @@ class GradServerError(Exception):
         return str(self.args[0])
 
     def again(self) -> GradServerError:
-        """A fresh instance that says the same, so that each raise has a traceback of its own."""
+        """Return a new instance with the same text and facts, so that each raise has a traceback of its own."""
         return type(self)(self.message, **self.fields)
 
 
@@ -87,7 +87,7 @@ class InvalidRankError(InvalidArgumentError):
 
 
 class SendToSelfError(InvalidRankError):
-    """A worker cannot send to, or receive from, itself."""
+    """A worker sends to itself, or receives from itself."""
 
 
 class InvalidWorldSizeError(InvalidArgumentError):
@@ -95,7 +95,7 @@ class InvalidWorldSizeError(InvalidArgumentError):
 
 
 class SizeMismatchError(InvalidArgumentError):
-    """Two lengths that must agree do not."""
+    """Two lengths that must be equal and are not."""
 
 
 class DTypeError(InvalidArgumentError):
@@ -107,7 +107,7 @@ class LayoutError(InvalidArgumentError):
 
 
 class UnsupportedOperationError(InvalidArgumentError):
-    """This operation does not exist for this element type."""
+    """An operation that does not exist for this element type."""
 
 
 class UsageError(GradServerError, RuntimeError):
@@ -115,7 +115,7 @@ class UsageError(GradServerError, RuntimeError):
 
 
 class ClosedError(UsageError):
-    """The worker, or the cluster, was closed."""
+    """Use of a worker, or of a cluster, after it was closed."""
 
 
 class OutOfStepError(UsageError):
@@ -123,29 +123,29 @@ class OutOfStepError(UsageError):
 
 
 class JoinRefusedError(GradServerError):
-    """The coordinator does not let this worker into the group; the message says why."""
+    """The coordinator does not let this worker into the group. The message gives the reason."""
 
 
 class QuotaExceededError(GradServerError):
-    """A group has had more written into the coordinator's journal than it may; the message says how much."""
+    """A group has caused more writing into the coordinator's journal than it may. The message gives the amount."""
 
 
 class DisagreementError(GradServerError):
-    """Members of one group asked for different things; the message shows both sides."""
+    """Members of one group ask for different things. The message shows both sides."""
 
 
 class PlanMismatchError(DisagreementError):
-    """The members' plans differ; the message names the first parameter that does."""
+    """The members' plans differ. The message names the first different parameter."""
 
 
 class CollectiveMismatchError(DisagreementError):
-    """The members called different collectives, or the same one on different tensors."""
+    """The members call different collectives, or the same one on different tensors."""
 
 
 class AbandonedError(DisagreementError):
-    """A member went on without this exchange, as it does when the exchange has failed at another data shard.
+    """A member continued without this exchange, as it does when the exchange has failed at another data shard.
 
-    A data shard says so to a worker. The worker raises what the other shard says.
+    A data shard reports this to a worker. The worker raises what the other shard reports.
     """
 
     def when_nothing_failed(self) -> CollectiveMismatchError:
@@ -154,21 +154,29 @@ class AbandonedError(DisagreementError):
 
 
 class DivergedError(DisagreementError):
-    """Replicas that must hold the same weights do not; the message names those that differ from most."""
+    """Replicas that must hold the same weights do not. The message names those that differ from most."""
 
 
 class MembershipChangedError(DisagreementError):
-    """Somebody left an elastic group, or was lost, in the midst of a collective that cannot go on without him.
+    """A worker left an elastic group, or was lost, during a collective that cannot continue without it.
 
-    It raises this at every member, once. Rank and world size are those of ``epoch`` from then on, and the call can
-    be repeated.
+    The collective raises this at every member, once. Rank and world size are those of ``epoch`` from then on. The call
+    can be repeated.
+
+    Attributes:
+        epoch: number of the new membership.
     """
 
     epoch: int = 0
 
 
 class PeerError(GradServerError):
-    """Something that another worker did, or stopped doing."""
+    """An error that another worker caused.
+
+    Attributes:
+        worker: name of that worker.
+        rank: its rank; -1 if it is not known.
+    """
 
     worker: str = ""
     rank: int = -1
@@ -183,11 +191,17 @@ class WorkerLeftError(PeerError):
 
 
 class LeftOutError(PeerError):
-    """The others of an elastic group go on without this worker, which did not come in time."""
+    """The others of an elastic group continue without this worker, which did not come in time."""
 
 
 class NonFiniteError(PeerError):
-    """A worker contributed NaN or Inf; nothing of that bucket reached anyone's weights."""
+    """A worker contributed NaN or Inf. Nothing of that bucket changed any weights.
+
+    Attributes:
+        bucket: name of the bucket.
+        parameter: name of the parameter.
+        round: number of the round.
+    """
 
     bucket: str = ""
     parameter: str = ""
@@ -195,7 +209,13 @@ class NonFiniteError(PeerError):
 
 
 class DeadlineError(GradServerError, TimeoutError):
-    """A wait ran out; ``missing`` names the workers that did not come."""
+    """A wait ran out.
+
+    Attributes:
+        missing: names of the workers that did not come.
+        bucket: name of the bucket that was waited for; empty if it was something else.
+        round: number of the round; -1 if it was something else.
+    """
 
     missing: tuple[str, ...] = ()
     bucket: str = ""
@@ -219,7 +239,7 @@ class ConnectionLostError(CoordinatorError):
 
 
 class CoordinatorStoppedError(CoordinatorError):
-    """The coordinator was stopped and said so."""
+    """The coordinator was stopped, and announced it."""
 
 
 class ProtocolError(GradServerError):
@@ -243,11 +263,11 @@ class UnexpectedMessageError(ProtocolError):
 
 
 class StateError(GradServerError):
-    """A file of a job's or a coordinator's state, or its directory, cannot be used; the message names it."""
+    """A file of a job's or a coordinator's state, or its directory, cannot be used. The message names it."""
 
 
 class BackendUnavailableError(GradServerError):
-    """A fast path that this machine, or this build, does not have; the message says why."""
+    """A fast path that this machine, or this build, does not have. The message gives the reason."""
 
 
 def _tree(root: type[GradServerError]) -> dict[str, type[GradServerError]]:

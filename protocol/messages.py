@@ -116,18 +116,20 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who is in an elastic group, from ``epoch`` on. A member goes by it when it is told to.
+    """Membership of an elastic group, from ``epoch`` on.
 
-    That is by the RoundDone of a round, or by the failure of a collective, that names this epoch or a later one.
+    It takes effect for a member when it is told so: by the RoundDone of a round, or by the failure of a collective,
+    that names this epoch or a later one.
 
     Attributes:
         epoch: number of this membership.
-        seats: the seats of those who are there, by rank. A seat is its occupant's for the group's life.
-        names: theirs, by rank.
-        reason: what has changed, for people.
-        lost: whether somebody was lost, rather than left.
-        entering: the seats among them of those who contribute to ``round`` as their first one. Until that is over for
-            a member they are not there for it: it may still be in collectives that were called before they came.
+        seats: seats of the members, by rank. A seat is a member's for the group's life.
+        names: names of the members, by rank.
+        reason: the change, for people.
+        lost: true if a worker was lost, rather than left.
+        entering: seats among them of the members that contribute to ``round`` as their first one. For another member
+            they are not there until that round is over. It may still be in collectives that were called before they
+            came.
         round: the round that they came with.
     """
 
@@ -140,7 +142,7 @@ class Membership:
     round: int = 0
 
     def behind(self, number: int) -> Membership:
-        """Who is there for a member that has ended round ``number``, and not the next one."""
+        """Return the membership for a member that has ended round ``number``, and not the next one."""
         if not self.entering or number >= self.round:
             return self
         there = [(seat, name) for seat, name in zip(self.seats, self.names, strict=True) if seat not in self.entering]

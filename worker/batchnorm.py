@@ -16,12 +16,12 @@ def convert_sync_batchnorm(module: nn.Module, worker: Worker) -> nn.Module:
     """Replace every BatchNorm in ``module`` by one that normalizes over the batches of all workers.
 
     Args:
-        module: is changed, but for a BatchNorm by itself. Parameters and buffers are kept, so that optimizers which
-            hold them stay valid.
-        worker: whose group it is.
+        module: module to change, unless it is a BatchNorm itself. Parameters and buffers are kept, so that optimizers
+            that hold them stay valid.
+        worker: worker whose group takes part.
 
     Returns:
-        The module; what takes its place if it is a BatchNorm itself.
+        The module, or its replacement if it is a BatchNorm itself.
     """
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         return SyncBatchNorm.of(module, worker)
@@ -31,20 +31,20 @@ def convert_sync_batchnorm(module: nn.Module, worker: Worker) -> nn.Module:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm whose statistics are those of all workers' batches together, whatever their sizes.
+    """BatchNorm with the statistics of all workers' batches together, whatever their sizes.
 
-    In training mode forward and backward make one collective each, also inside `DistributedDataParallel.no_sync`, so
-    all workers must run it equally often: with equally many batches (`ShardSampler` sees to that), and in the same
-    mode. In eval mode it is a BatchNorm as any other. So is a copy of it, which has no worker.
+    In training mode, forward and backward make one collective each, also inside `DistributedDataParallel.no_sync`. So
+    all workers must run it equally often, with equally many batches, and in the same mode. `ShardSampler` gives equally
+    many batches. In eval mode it is a plain BatchNorm. So is a copy of it, which has no worker.
 
-    `convert_sync_batchnorm` makes these. Inputs are of shape (N, C) or (N, C, …), floating, on any device.
+    `convert_sync_batchnorm` creates it. Inputs have the shape (N, C) or (N, C, …), are floating, and on any device.
     """
 
     _worker: Worker | None = None
 
     @classmethod
     def of(cls, plain: _BatchNorm, worker: Worker) -> SyncBatchNorm:
-        """What takes the place of ``plain``, with the same parameters and buffers."""
+        """Return the replacement for ``plain``, with the same parameters and buffers."""
         made = cls(plain.num_features, plain.eps, plain.momentum, plain.affine, plain.track_running_stats)
         made._parameters = plain._parameters
         made._buffers = plain._buffers
@@ -53,7 +53,7 @@ class SyncBatchNorm(_BatchNorm):
         return made
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The normalized input, of the same shape and element type."""
+        """Return the normalized input, of the same shape and element type."""
         self._check_input_dim(inputs)
         worker = self._worker
         if worker is None or not (self.training or self.running_mean is None):

@@ -40,9 +40,9 @@ Sizes = BlockShape | Sequence[int]
 
 
 class GradientExchange:
-    """Averages the gradients of a transformer among all workers, block by block.
+    """Average of the gradients of a transformer among all workers, block by block.
 
-    A whole training step::
+    A whole training step:
 
         exchange = GradientExchange(worker, num_blocks, BlockShape(hidden, kv_dim, intermediate),
                                     lm_head=lm_head.size, final_norm=final_norm.size, embedding=embedding.size)
@@ -58,16 +58,16 @@ class GradientExchange:
             count = 1                                       # 5. and nothing is divided twice
             optimizer_step()                                # 6.
 
-    Every worker pushes every bucket that is not empty, in any order, and then calls `finish`. A push returns at
-    once, so that the next block's backward can run beside it. Steps are matched strictly.
+    Every worker pushes every bucket that is not empty, in any order, and then calls `finish`. A push returns at once,
+    so that the next block's backward can run beside it. Steps are matched strictly.
 
-    A flat gradient is a one-dimensional numpy array or torch tensor. One that is contiguous and on the CPU is
-    exchanged where it lies: leave it alone until `finish` (or the handle's ``wait``) has returned. Anything else goes
-    through a copy, which is written back then.
+    A flat gradient is a one-dimensional numpy array or torch tensor. A gradient that is contiguous and on the CPU is
+    exchanged in its own memory. Leave it alone until `finish` (or the handle's ``wait``) has returned. Any other
+    gradient is exchanged through a copy, which is then written back.
 
     Args:
-        worker: from `connect` or `LocalCluster`. It may have several exchanges, and wrapped modules, each of which
-            has steps of its own; all workers must make and use them in the same order.
+        worker: worker from `connect` or `LocalCluster`. It may have several exchanges, and wrapped modules, each with
+            steps of its own. All workers must make and use them in the same order.
         num_blocks: number of blocks; may be 0.
         component_sizes: elements of each component of a block, in order; or one such sequence for each block.
         lm_head: elements of the head's gradient; 0 if there is none.
@@ -75,17 +75,17 @@ class GradientExchange:
         embedding: elements of the embedding's gradient.
         dtype: name of the element type.
         step: the first step, the same on all workers.
-        timeout: seconds that others may be waited for; None takes the worker's.
-        wire: codecs by bucket, as in `DistributedDataParallel`; keys are ``block.0`` and so on, and the names above.
+        timeout: seconds to wait for others; None takes the worker's.
+        wire: codecs by bucket, as in `DistributedDataParallel`. Keys are ``block.0`` and so on, and the names above.
 
     Attributes:
         step: the step that is open.
-        plan: what a step exchanges.
+        plan: the content of a step's exchange.
 
     Raises:
-        PlanMismatchError: the workers' sizes differ; names the first component that does.
+        PlanMismatchError: the workers' sizes differ. The error names the first different component.
         DisagreementError: the workers begin at different steps.
-        InvalidArgumentError: a number or a size that cannot be.
+        InvalidArgumentError: a number or a size is not possible.
     """
 
     def __init__(
@@ -122,25 +122,26 @@ class GradientExchange:
             self._check_first_step()
 
     def serve_state(self, snapshot: Callable[[], Tree]) -> None:
-        """Let workers join an elastic group: one that does gets what ``snapshot()`` returns, and the step.
+        """Let workers join an elastic group: each gets what ``snapshot()`` returns, and the step.
 
         Args:
-            snapshot: returns all that has state, as plain values and tensors. It is called between two steps.
+            snapshot: function that returns all state, as plain values and tensors. It is called between two steps.
         """
         self._worker.serve_state(lambda: {"step": self.step, "state": snapshot()})
 
     def enter(self, install: Callable[[Tree], object]) -> None:
-        """Come into the group that this worker joins: ``install`` gets a member's state, and `step` becomes theirs.
+        """Enter the group that this worker joins: ``install`` gets a member's state, and `step` becomes theirs.
 
-        The others wait meanwhile, and what this worker pushes from then on counts.
+        The others wait meanwhile, and this worker's later pushes count.
 
         Args:
-            install: is called with what a member's ``snapshot()`` has returned; again if that member is lost meanwhile.
+            install: function that is called with the result of a member's ``snapshot()``. It is called again if that
+                member is lost meanwhile.
 
         Raises:
-            DeadlineError: no step of the group was over in time.
+            DeadlineError: no step of the group ended in time.
             UsageError: this worker does not join, or no member has called `serve_state`.
-            StateError: what came is not the state of such an exchange.
+            StateError: the received state is not that of such an exchange.
         """
 
         def take(tree: Tree) -> None:
@@ -171,17 +172,19 @@ class GradientExchange:
         Args:
             step: the step that is open.
             index: 0 to num_blocks - 1.
-            gradient: flat, or a list of the components, of any shapes; either gets the mean.
-            component_sizes: how ``gradient`` is made up; checked against what was agreed on.
-            weight: this worker's weight (its number of samples, say), the same for the whole step. With 0 its
+            gradient: flat, or a list of the components, of any shapes. Either gets the mean.
+            component_sizes: sizes of the components of ``gradient``, checked against what was agreed on.
+            weight: weight of this worker, such as its number of samples; the same for the whole step. With 0 its
                 gradient does not count, and still becomes the mean of the others.
 
         Returns:
-            A handle; `finish` waits for all of them.
+            A handle. `finish` waits for all of them.
 
         Raises:
-            OutOfStepError: another step is open, or this block was pushed already.
-            SizeMismatchError, DTypeError, LayoutError: the gradient is not what was agreed on. Nothing was sent.
+            OutOfStepError: another step is open, or this block was already pushed.
+            SizeMismatchError: the gradient has another size than agreed. Nothing was sent.
+            DTypeError: the gradient has another element type than agreed. Nothing was sent.
+            LayoutError: the gradient has a layout that cannot be sent. Nothing was sent.
         """
         self._check_step(step, f"block {index}")
         if not 0 <= index < self._num_blocks:
@@ -191,7 +194,7 @@ class GradientExchange:
         return self._push(f"block.{index}", gradient, weight)
 
     def push_non_block(self, step: int, component: int, gradient: Any, *, weight: float = 1.0) -> Handle:
-        """Contribute the gradient of lm head (component 0), final norm (1) or embedding (2); see `push_block`."""
+        """Contribute the gradient of lm head (component 0), final norm (1) or embedding (2). See `push_block`."""
         if component not in range(len(NON_BLOCK_COMPONENTS)):
             raise InvalidArgumentError(f"component is 0 (lm head), 1 (final norm) or 2 (embedding), not {component!r}")
         self._check_step(step, NON_BLOCK_COMPONENTS[component])
@@ -204,8 +207,8 @@ class GradientExchange:
             timeout: seconds; None takes the exchange's.
 
         Raises:
-            OutOfStepError: some buckets were not pushed; names them.
-            GradServerError: whatever made a bucket fail, for example NonFiniteError or WorkerLostError.
+            OutOfStepError: some buckets were not pushed. The error names them.
+            GradServerError: a bucket failed, for example with NonFiniteError or WorkerLostError.
         """
         self._agreement.check()
         self._agreement.finish(self._timeout if timeout is None else timeout)
@@ -217,15 +220,15 @@ class GradientExchange:
 
     @property
     def skipped(self) -> bool:
-        """Whether no worker applies the last step, as somebody's gradients were not finite: all are zeros now.
+        """True if no worker applies the last step, as some gradients were not finite. All gradients are zeros then.
 
-        For coordinators that were started with ``--nonfinite skip``.
+        This needs a coordinator with ``--nonfinite skip``.
         """
         return self._worker.skipped
 
     @property
     def left_out(self) -> bool:
-        """Whether something that this worker gave to the last step was not finite, and so did not count."""
+        """True if a part of this worker's gradients in the last step was not finite, and so did not count."""
         return self._worker.left_out
 
     def _check_step(self, step: int, what: str) -> None:

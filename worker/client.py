@@ -43,19 +43,19 @@ _BARE: Final = simple_plan([("round", 1)], UINT8, Op.FIRST)
 
 
 class Worker(ObjectCollectives):
-    """One replica's membership of a group. Made by `gradserver.connect` or `gradserver.LocalCluster`.
+    """One replica's membership of a group. `gradserver.connect` and `gradserver.LocalCluster` create it.
 
-    Tensors are torch tensors or numpy arrays of any numeric element type. Collectives must be called
-    by all members in the same order; buckets of a plan are matched by round instead, and transfers by
-    source, target and tag, so that these may interleave freely.
+    Tensors are torch tensors or numpy arrays of any numeric element type. All members must call collectives in the
+    same order. Buckets of a plan are matched by round, and transfers by source, target and tag. So these may interleave
+    freely.
 
     Attributes:
-        name: what people call this worker.
+        name: name of this worker, for people.
         group: name of the group.
-        timeout: seconds that any one exchange waits for a worker that is alive, as the coordinator said.
-        wire: what gradients travel as, unless a plan says otherwise; see `gradserver.connect`.
-        channel: how gradients reach the coordinator: "memory" (threads of one process), "shm" (processes of one
-            host, where they lie in what `empty` returns) or "tcp".
+        timeout: seconds that one exchange waits for a worker that is alive. The coordinator decides it.
+        wire: format in which gradients travel, unless a plan says otherwise. See `gradserver.connect`.
+        channel: path of the gradients to the coordinator: "memory" (threads of one process), "shm" (processes of one
+            host) or "tcp". With "shm" the gradients lie in what `empty` returns.
     """
 
     def __init__(self, session: Session, channel: str = "memory", wire: str = "fp32") -> None:
@@ -77,10 +77,11 @@ class Worker(ObjectCollectives):
 
     @property
     def rank(self) -> int:
-        """This worker's place, ``0 … world_size - 1``.
+        """Place of this worker among the members, ``0 … world_size - 1``.
 
-        In an elastic group this and what follows change when others leave or are lost: in `finish_round` (and so in
-        ``backward()``), in a collective that raises MembershipChangedError, and nowhere else.
+        In an elastic group, rank, world size, names and epoch change when other workers leave or are lost. They change
+        in `finish_round` (and so in ``backward()``), in a collective that raises MembershipChangedError, and nowhere
+        else.
         """
         return self._session.membership.rank
 
@@ -91,77 +92,78 @@ class Worker(ObjectCollectives):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What people call the workers, by rank."""
+        """Names of the workers, by rank."""
         return self._session.membership.names
 
     @property
     def epoch(self) -> int:
-        """Number of this membership: each group that becomes complete gets a new one, and so does each change."""
+        """Number of this membership. Each group that becomes complete gets a new one, and so does each change."""
         return self._session.membership.epoch
 
     def on_membership(self, listener: Callable[[Membership], None]) -> None:
-        """Have ``listener`` called with the new membership whenever it has changed, in the thread that waits for it."""
+        """Call ``listener`` with the new membership after each change, in the thread that waits for the change."""
         self._session.on_membership(listener)
 
     # ── joining a group that trains already ───────────────────────────────────────────────────────────
 
     @property
     def joins(self) -> bool:
-        """Whether this worker joins an elastic group that trains already, and has yet to `enter` it.
+        """True if this worker joins an elastic group that already trains, and has not entered it yet.
 
-        Until then it can only `agree` on the plan; rank and names are what they would be if it were a member.
+        Until it calls `enter`, it can only `agree` on the plan. Rank and names are those that it would have as a
+        member.
         """
         return self._session.stage is Stage.JOINING
 
     @property
     def observes(self) -> bool:
-        """Whether this worker has entered, and nothing that it gives counts yet: it catches up with the others."""
+        """True if this worker has entered, and its contributions do not count yet: it catches up with the others."""
         return self._session.stage is Stage.OBSERVING
 
     @property
     def arrival(self) -> Arrival | None:
-        """How this worker got the state when it joined: from whom, how many bytes, in how many seconds.
+        """Source, size and duration of the state that this worker got when it joined.
 
-        None if it was there from the start, or has not got it yet.
+        None if the worker was a member from the start, or has not received the state yet.
         """
         return self._session.entry.arrival
 
     @property
     def has_next(self) -> bool:
-        """Whether this worker `observes`, and all results of its round are here already."""
+        """True if this worker `observes`, and all results of its round have arrived."""
         return self._session.has_next
 
     def serve_state(self, snapshot: Callable[[], Tree]) -> None:
-        """Let workers join: one that does gets what ``snapshot()`` returns. `gradserver.Job` calls this.
+        """Let workers join: each gets what ``snapshot()`` returns. `gradserver.Job` calls this.
 
-        It is called between two rounds, before the first push of the next one at the latest, and must return all that
-        has state: plain values and tensors, which are copied and then sent while training goes on.
+        ``snapshot`` is called between two rounds, before the first push of the next round at the latest. It must return
+        all state, as plain values and tensors. These are copied, and then sent while training continues.
         """
         if self._session.membership.seats:
             self._session.donor.serve(snapshot)
 
     def boundary(self) -> None:
-        """This worker's state is now that at a boundary between two rounds. Without this call its next push says so."""
+        """Declare that this worker's state is that between two rounds. Without this call, its next push declares it."""
         self._session.donor.give()
 
     def enter(self, install: Callable[[Tree], object] | None = None, waits: bool = False) -> int:
-        """Come into the group that this worker joins: ``install`` gets a member's state. `gradserver.Job` calls this.
+        """Enter the group that this worker joins: ``install`` gets a member's state. `gradserver.Job` calls this.
 
         In a group without a plan (see `next_round`) the others wait, and this worker is a member on return.
 
         Args:
-            install: is called with the state, as a tree of the same kind; more than once if a member is lost meanwhile.
-                None if there is no state.
-            waits: the others are to wait, so that what this worker pushes counts at once. They also do if it cannot
-                keep up with them.
+            install: function that is called with the state, as a tree of the same kind. It is called again if a member
+                is lost meanwhile. None if there is no state.
+            waits: true if the others are to wait, so that this worker's pushes count at once. They also wait if this
+                worker cannot keep up with them.
 
         Returns:
-            The first round that this worker takes part in. Without ``waits`` others do not wait for it: while it
-            `observes`, it gets the results of rounds, and what it pushes does not count. It is a member after the
-            first round in which it does.
+            The first round that this worker takes part in. Without ``waits`` the others do not wait for it. While it
+            `observes`, it gets the results of rounds, and its pushes do not count. It becomes a member after the first
+            round in which its pushes count.
 
         Raises:
-            DeadlineError: no round of the group was over for as long as this worker's timeout.
+            DeadlineError: no round of the group ended for as long as this worker's timeout.
             UsageError: no member can send its state.
         """
         install = install or (lambda _: None)
@@ -179,15 +181,15 @@ class Worker(ObjectCollectives):
         return self.round
 
     def next_round(self, timeout: Timeout = None) -> None:
-        """End a round in a group that exchanges no gradients, only collectives: between two rounds workers may join.
+        """End a round in a group that exchanges no gradients, only collectives. Workers may join between two rounds.
 
         All members call it between the same two collectives. A worker that joins calls `enter`, and takes part in
-        the collectives behind the next one. It gets what the function given to `serve_state` returns, or nothing.
-        In other groups rounds end with the exchange of gradients.
+        the collectives after the next round. It gets what the function given to `serve_state` returns, or nothing.
+        In other groups, rounds end with the exchange of gradients.
 
         Raises:
             UsageError: this group exchanges gradients, or this worker has not entered yet.
-            GradServerError: whatever made the round fail, for example WorkerLostError.
+            GradServerError: the round failed, for example with WorkerLostError.
         """
         if self._bare is None:
             if self._session.plan is not None:
@@ -209,30 +211,31 @@ class Worker(ObjectCollectives):
 
     @property
     def round(self) -> int:
-        """The round that is open or next. Rounds count from 0 over the group's life."""
+        """Number of the round that is open or next. Rounds count from 0 over the group's life."""
         return self._session.round
 
     def agree(self, plan: Plan, timeout: Timeout = None) -> Plan:
-        """Agree with all members on what a round exchanges; returns when everybody proposed the same plan.
+        """Agree with all members on what a round exchanges. Return when every member has proposed the same plan.
 
-        The plan takes the place of all that were agreed on before, by wrapped modules too.
+        The plan replaces all earlier plans, also those of wrapped modules.
 
         Returns:
             The plan, with this worker's codec (`Worker.wire`) for its larger means of float32.
 
         Raises:
-            PlanMismatchError: this worker's plan is not the others'; names the first difference, both sides.
-            DeadlineError: somebody did not propose in time; names them.
+            PlanMismatchError: this worker's plan is not the others'. The error shows both sides of the first
+                difference.
+            DeadlineError: a member did not propose in time. The error names it.
         """
         chosen = with_codec(plan, self._codec)
         self._session.agree(chosen, seconds(timeout))
         return chosen
 
     def agree_beside(self, plan: Plan, timeout: Timeout = None) -> Agreement:
-        """Agree with all members on a plan beside those that there are: each has rounds of its own.
+        """Agree with all members on a further plan, which has rounds of its own.
 
-        This is how several modules share one worker. All members must make their agreements in the same order, and
-        exchange them in the same order. See `agree` for what is raised.
+        Several modules share one worker in this way. All members must make their agreements in the same order, and
+        exchange them in the same order. It raises the errors of `agree`.
         """
         return self._session.agree(with_codec(plan, self._codec), seconds(timeout), beside=True)
 
@@ -241,15 +244,17 @@ class Worker(ObjectCollectives):
 
         Args:
             bucket: index into the plan.
-            data: one-dimensional and contiguous on the CPU, of the bucket's length and element type. The
-                result is written into it before the handle is done; leave it alone until then.
-            weight: this worker's weight, the same for all buckets of a round. With 0 nothing is sent and
-                the contribution does not count; the result comes all the same.
-            present: with False the contribution is zeros, which counts with its weight and is not sent.
+            data: one-dimensional and contiguous on the CPU, of the bucket's length and element type. The result is
+                written into it before the handle is done. Leave it alone until then.
+            weight: weight of this worker, the same for all buckets of a round. With 0 nothing is sent, and the
+                contribution does not count. The result comes all the same.
+            present: false if the contribution is zeros, which count with their weight and are not sent.
 
         Raises:
-            OutOfStepError: this bucket was pushed already and the round is not finished.
-            SizeMismatchError, DTypeError, LayoutError: ``data`` is not what the plan says. Nothing was sent.
+            OutOfStepError: this bucket was already pushed, and the round is not finished.
+            SizeMismatchError: ``data`` has another length than the plan says. Nothing was sent.
+            DTypeError: ``data`` has another element type than the plan says. Nothing was sent.
+            LayoutError: ``data`` has a layout that cannot be sent. Nothing was sent.
         """
         plan = self._session.plan
         if plan is None:
@@ -270,8 +275,8 @@ class Worker(ObjectCollectives):
         """Wait for the results of every bucket, and open the next round.
 
         Raises:
-            OutOfStepError: some buckets were not pushed; names them.
-            GradServerError: whatever made a bucket fail, for example NonFiniteError or WorkerLostError.
+            OutOfStepError: some buckets were not pushed. The error names them.
+            GradServerError: a bucket failed, for example with NonFiniteError or WorkerLostError.
         """
         if self._session.plan is None:
             raise UsageError("no plan was agreed on: call agree(plan) first, on every worker")
@@ -279,16 +284,16 @@ class Worker(ObjectCollectives):
 
     @property
     def skipped(self) -> bool:
-        """Whether the round that `finish_round` has finished last is not to be applied, by any worker.
+        """True if no worker applies the round that `finish_round` finished last.
 
-        That is so in a group that skips rounds (``serve --nonfinite skip``) if somebody's gradients were not finite.
-        What the buckets hold then is of no use.
+        This happens in a group that skips rounds (``serve --nonfinite skip``) if some gradients were not finite. The
+        contents of the buckets are then of no use.
         """
         return self._session.skipped
 
     @property
     def left_out(self) -> bool:
-        """Whether something that this worker gave to that round was not finite, and so did not count."""
+        """True if a part of this worker's contribution to that round was not finite, and so did not count."""
         return self._session.left_out
 
     # ── memory, and the end ───────────────────────────────────────────────────────────────────────────
@@ -300,24 +305,25 @@ class Worker(ObjectCollectives):
     @overload
     def empty(self, shape: tuple[int, ...] | int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]: ...
     def empty(self, shape: tuple[int, ...] | int, dtype: torch.dtype | npt.DTypeLike) -> Tensor:
-        """Uninitialised memory that the channel reads and writes without a copy.
+        """Allocate uninitialised memory that the channel reads and writes without a copy.
 
-        A torch tensor if ``dtype`` is torch's, else a numpy array of that dtype (or name, as ``"bfloat16"``).
+        The result is a torch tensor if ``dtype`` is torch's. Otherwise it is a numpy array of that dtype (or name, such
+        as ``"bfloat16"``).
         """
         made: Tensor = empty(shape, dtype, self._session.empty)
         return made
 
     def close(self, reason: str = "close() was called") -> None:
-        """Leave the group. Calls that are still waiting fail with ClosedError; closing twice does nothing."""
+        """Leave the group. Calls that still wait fail with ClosedError. A second call does nothing."""
         self._session.close(reason)
 
     def abort(self, reason: str) -> None:
-        """Leave because of an error: the others, who needed this worker, are told ``reason`` at once."""
+        """Leave because of an error. The others, which needed this worker, are told ``reason`` at once."""
         self._session.close(reason, failed=True)
 
     @property
     def closed(self) -> bool:
-        """Whether this worker can exchange nothing any more."""
+        """True if this worker can exchange nothing any more."""
         return self._session.closed
 
     def __enter__(self) -> Self:

@@ -48,13 +48,13 @@ _SYNONYMS = {"avg": Op.MEAN, "prod": Op.PRODUCT}
 
 
 class Collectives:
-    """What members of a group do together.
+    """Collectives and transfers of tensors among the members of a group.
 
-    Collectives must be called by all members in the same order; transfers are matched by source, target and tag.
+    All members must call collectives in the same order. Transfers are matched by source, target and tag.
 
-    With ``async_op`` a call returns a `Handle` at once, whose ``wait()`` returns the result. ``timeout`` says how long
-    this call waits, in seconds or as a timedelta; None for as long as the group does. If it runs out, that is this
-    call's affair alone: the exchange goes on, and the tensor is to be left alone until the worker is closed.
+    With ``async_op`` a call returns a `Handle` at once, whose ``wait()`` returns the result. ``timeout`` limits how
+    long this call waits, in seconds or as a timedelta. None means the group's limit. When it runs out, only this call
+    fails. The exchange continues, and the tensor must be left alone until the worker is closed.
     """
 
     _session: Session
@@ -62,10 +62,11 @@ class Collectives:
 
     @property
     def rank(self) -> int:
-        """This worker's place, ``0 … world_size - 1``.
+        """Place of this worker among the members, ``0 … world_size - 1``.
 
-        In an elastic group this and what follows change when others leave or are lost: in `Worker.finish_round` (and so
-        in ``backward()``), in a collective that raises MembershipChangedError, and nowhere else.
+        In an elastic group, rank and world size change when other workers leave or are lost. They change in
+        `Worker.finish_round` (and so in ``backward()``), in a collective that raises MembershipChangedError, and
+        nowhere else.
         """
         return self._session.membership.rank
 
@@ -98,10 +99,11 @@ class Collectives:
         Args:
             tensor: same shape and element type at every member.
             op: ``mean`` or ``avg`` (``sum(w·g) / sum(w)``; floating types), ``sum``, ``min``, ``max``, ``product`` or
-                ``prod``; in capitals, too, or one of ``torch.distributed.ReduceOp``. (torch's own default is the sum.)
-            weight: this member's weight in a mean; with 0 it does not count, and still gets the result.
-            async_op: return a `Handle` at once, whose ``wait()`` returns the tensor.
-            timeout: how long this call waits.
+                ``prod``. Capitals and members of ``torch.distributed.ReduceOp`` are allowed. (torch's default is the
+                sum.)
+            weight: weight of this member in a mean. With 0 it does not count, and still gets the result.
+            async_op: true to return a `Handle` at once, whose ``wait()`` returns the tensor.
+            timeout: limit for this call's wait.
 
         Returns:
             The tensor, or a Handle.
@@ -132,7 +134,8 @@ class Collectives:
     ) -> T | Handle[T]:
         """Overwrite ``tensor`` at every member by that of rank ``root`` (or ``src``; 0), in place.
 
-        Returns it, or a Handle.
+        Returns:
+            The tensor, or a Handle.
         """
         root = self._check_rank(root_of(root, "src", src), "root")
         is_root = root == self.rank
@@ -152,7 +155,7 @@ class Collectives:
         self, tensor: npt.NDArray[S], *, async_op: Yes, timeout: Timeout = ...
     ) -> Handle[npt.NDArray[S]]: ...
     def all_gather(self, tensor: Any, *, async_op: bool = False, timeout: Timeout = None) -> Any:
-        """Every member's ``tensor`` (same shape everywhere), stacked by rank: shape ``(world_size, *shape)``."""
+        """Stack every member's ``tensor`` by rank. All have the same shape; the result has ``(world_size, *shape)``."""
         source = bind(tensor, writes=False)
         gathered = like(tensor, (self.world_size, *source.shape))
         bound = bind(gathered, writes=True)
@@ -199,9 +202,9 @@ class Collectives:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """Combine ``tensor`` over all members, and get this rank's part of the result.
+        """Combine ``tensor`` over all members, and return this rank's part of the result.
 
-        ``tensor`` of shape ``(world_size · n, …)`` is left alone; the result has shape ``(n, …)``.
+        ``tensor`` has the shape ``(world_size · n, …)`` and stays unchanged. The result has the shape ``(n, …)``.
         """
         source = bind(tensor, writes=False)
         self._check_divisible("reduce_scatter", source.shape)
@@ -219,7 +222,7 @@ class Collectives:
     @overload
     def barrier(self, timeout: Timeout = ..., *, async_op: Yes) -> Handle[None]: ...
     def barrier(self, timeout: Timeout = None, *, async_op: bool = False) -> Handle[None] | None:
-        """Wait until every member has come here; or return a Handle of that."""
+        """Wait until every member has called this; or return a Handle of that."""
         handle: Handle[None]
         patience = seconds(timeout)
         if self.world_size == 1:
@@ -282,10 +285,10 @@ class Collectives:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """Every member's ``tensor`` (same shape everywhere) at rank ``root`` (or ``dst``; 0), stacked by rank.
+        """Stack every member's ``tensor`` by rank, at rank ``root`` (or ``dst``; 0). All have the same shape.
 
         Returns:
-            At that rank a tensor of shape ``(world_size, *shape)``, at the others None; or a Handle of that.
+            A tensor of shape ``(world_size, *shape)`` at that rank, None at the others; or a Handle of that.
         """
         root = self._check_rank(root_of(root, "dst", dst), "root")
         source = bind(tensor, writes=False)
@@ -335,11 +338,11 @@ class Collectives:
 
         Args:
             tensor: same shape and element type at every member.
-            parts: at rank ``root`` one such tensor for each rank: a list, or stacked. Nothing at the others.
-            root: who has the parts.
+            parts: one such tensor for each rank, as a list or stacked, at rank ``root``. None at the others.
+            root: rank that has the parts.
             src: ``root`` by torch's name.
-            async_op: return a `Handle` at once, whose ``wait()`` returns the tensor.
-            timeout: how long this call waits.
+            async_op: true to return a `Handle` at once, whose ``wait()`` returns the tensor.
+            timeout: limit for this call's wait.
 
         Returns:
             The tensor, or a Handle.
@@ -373,17 +376,18 @@ class Collectives:
     @overload
     def all_to_all(self, tensor: Sequence[T], *, async_op: Yes, timeout: Timeout = ...) -> Handle[list[T]]: ...
     def all_to_all(self, tensor: Any, *, async_op: bool = False, timeout: Timeout = None) -> Any:
-        """Give each rank its part of ``tensor``, and get from each rank this rank's part of its.
+        """Give each rank its part of ``tensor``, and get this rank's part of each rank's tensor.
 
         Args:
-            tensor: shape ``(world_size · n, …)``, the same at every member: part r of the first dimension is rank r's.
-                Or a list of one tensor for each rank, whose first dimensions may be any (also 0), at every member
-                others; all else of their shapes, and the element type, is the same everywhere.
-            async_op: return a `Handle` at once. (Of a list the sizes are exchanged before.)
-            timeout: how long this call waits.
+            tensor: shape ``(world_size · n, …)``, the same at every member. Part r of the first dimension is for rank
+                r. Or a list of one tensor for each rank. Their first dimensions may be any, also 0, and differ between
+                members. The rest of their shapes, and the element type, is the same everywhere.
+            async_op: true to return a `Handle` at once. (The sizes of a list are exchanged before.)
+            timeout: limit for this call's wait.
 
         Returns:
-            What the ranks gave, in the order of ranks: a tensor of the same shape, or a list of tensors; or a Handle.
+            The parts from all ranks, in the order of ranks: a tensor of the same shape, or a list of tensors; or a
+            Handle.
 
         Raises:
             CollectiveMismatchError: the members' tensors do not fit together.
@@ -436,9 +440,10 @@ class Collectives:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> T | Handle[T]:
-        """Send ``tensor`` to rank ``target`` (or ``dst``); done when that rank has taken it with `recv`.
+        """Send ``tensor`` to rank ``target`` (or ``dst``). The send is done when that rank has taken it with `recv`.
 
-        Returns it, or a Handle.
+        Returns:
+            The tensor, or a Handle.
         """
         target = self._check_peer(_peer_of("target", target, "dst", dst), "target", tag)
         bound = bind(tensor, writes=False)
@@ -476,9 +481,12 @@ class Collectives:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> T | Handle[T]:
-        """Overwrite ``tensor`` by what rank ``source`` (or ``src``) sends with the same tag. Returns it, or a Handle.
+        """Overwrite ``tensor`` by what rank ``source`` (or ``src``) sends with the same tag.
 
         Sends from one rank with one tag arrive in the order in which they were sent.
+
+        Returns:
+            The tensor, or a Handle.
         """
         source = self._check_peer(_peer_of("source", source, "src", src), "source", tag)
         bound = bind(tensor, writes=True)

@@ -62,48 +62,49 @@ def connect(
     wire: str = "fp32",
     reconnect: float = 60.0,
 ) -> Worker:
-    """Join a group, and wait until all of its workers have.
+    """Join a group, and wait until all of its workers have joined.
 
-    What is not given comes from the environment: ``url`` from GRADSERVER_URL, ``rank`` from RANK or
-    SLURM_PROCID, ``world_size`` from WORLD_SIZE or SLURM_NTASKS (as torchrun and Slurm set them), ``channel``
-    from GRADSERVER_CHANNEL. A rank that is nowhere given is assigned; a world size that is nowhere given is
-    the coordinator's.
+    Arguments that are not given come from the environment. ``url`` comes from GRADSERVER_URL. ``rank`` comes from
+    RANK or SLURM_PROCID. ``world_size`` comes from WORLD_SIZE or SLURM_NTASKS, as torchrun and Slurm set them.
+    ``channel`` comes from GRADSERVER_CHANNEL. The coordinator assigns a rank that is given nowhere. It also decides
+    a world size that is given nowhere.
 
-    Where there is no URL, a worker that is the only one trains by itself, without a coordinator, and says so in one
-    line: if the world size is 1, or if neither rank nor world size is given. With a URL it is a group of one there.
+    Without a URL, a single worker trains by itself, without a coordinator, and logs this in one line. A worker is
+    single if the world size is 1, or if neither rank nor world size is given. With a URL it is a group of one.
 
-    A connection that breaks before the group is complete is made anew, within ``timeout``.
+    If a connection breaks before the group is complete, this call connects again, within ``timeout``.
 
-    A worker that is still a member when its process ends leaves then, and the others are told of an uncaught error.
+    If a worker is still a member when its process ends, it leaves the group then. The others are told of an uncaught
+    error.
 
     Args:
-        url: ``tcp://HOST:PORT`` of the coordinator; ``""`` for none, whatever the environment says.
-        rank: the rank to have, 0 … world_size - 1.
+        url: ``tcp://HOST:PORT`` of the coordinator. ``""`` means none, whatever the environment says.
+        rank: the wanted rank, 0 … world_size - 1.
         world_size: number of workers that the group must have.
-        group: the group to join; a coordinator serves many.
-        name: what to call this worker in messages, and what it is known by when it comes back to an elastic group. If
-            it is not given: GRADSERVER_NAME, else the host's with LOCAL_RANK, SLURM_LOCALID or the process id. Of
-            several workers of one name all but the first get a number behind it, and a warning.
-        timeout: seconds to wait for the coordinator and the other workers. How long an exchange waits later for a
-            worker that is alive is the coordinator's to say: ``gradserver serve --round-timeout``, 30 minutes if
-            it says nothing.
-        channel: how gradients reach the coordinator: ``"shm"``, memory shared with a coordinator of the same
-            host; ``"tcp"``, the connection; or ``"auto"``, shared memory if that is possible.
-        wire: what float32 gradients travel as, to be the same at all members: ``"fp32"`` (as they are), or
-            with a loss ``"bf16"``, ``"fp16"``, ``"int8"``, ``"topk:FRACTION"`` or ``"randomk:FRACTION"``. It
-            concerns means of 64 KiB and more: buckets, where what is lost is made up for in later rounds, and
-            (the dense ones) `Worker.all_reduce`. Sums are fp32 always, and everybody gets the same bytes.
-        reconnect: seconds to wait for a coordinator that was lost, if it keeps its state on disk
-            (``gradserver serve --state-dir``) and the group is elastic. Nothing fails meanwhile.
+        group: name of the group. A coordinator serves many groups.
+        name: name of this worker in messages. An elastic group recognizes a worker that returns by its name. The
+            default is GRADSERVER_NAME, else the name of the host with LOCAL_RANK, SLURM_LOCALID or the process id. If
+            several workers have one name, all but the first get a number behind it, and a warning.
+        timeout: seconds to wait for the coordinator and the other workers. The coordinator decides how long a later
+            exchange waits for a worker that is alive: ``gradserver serve --round-timeout``, 30 minutes by default.
+        channel: path of the gradients to the coordinator. ``"shm"`` is memory shared with a coordinator on the same
+            host. ``"tcp"`` is the connection. ``"auto"`` is shared memory if that is possible.
+        wire: format in which float32 gradients travel, the same at all members. ``"fp32"`` is exact. ``"bf16"``,
+            ``"fp16"``, ``"int8"``, ``"topk:FRACTION"`` and ``"randomk:FRACTION"`` lose something. The format applies to
+            means of 64 KiB and more. Later rounds make up for the losses in buckets. The dense formats also apply to
+            `Worker.all_reduce`. Sums are always fp32, and every worker gets the same bytes.
+        reconnect: seconds to wait for a lost coordinator. This needs an elastic group, and a coordinator that keeps its
+            state on disk (``gradserver serve --state-dir``). Nothing fails meanwhile.
 
     Raises:
-        CoordinatorUnreachableError: nobody listens at ``url``, or whoever does is no coordinator.
-        JoinTimeoutError: not all workers came in time; names who is missing.
+        CoordinatorUnreachableError: nothing listens at ``url``, or the listener is no coordinator.
+        JoinTimeoutError: not all workers came in time. The error names the missing ones.
         JoinRefusedError: the rank is taken, or the group is complete.
-        ConnectionLostError: the last connection broke, and there is no time for another one.
-        InvalidRankError, InvalidWorldSizeError: out of range, or not the group's.
+        ConnectionLostError: the last connection broke, and no time is left for another one.
+        InvalidRankError: the rank is out of range.
+        InvalidWorldSizeError: the world size is out of range, or not the group's.
         BackendUnavailableError: memory cannot be shared, and ``channel`` is ``"shm"``.
-        InvalidArgumentError: there is no URL, and this worker is one of several; or an argument cannot be right.
+        InvalidArgumentError: there is no URL and this worker is one of several, or an argument can never be right.
     """
     url = (os.environ.get("GRADSERVER_URL") if url is None else url) or None
     _check_seconds("timeout", timeout, above=0)

@@ -25,9 +25,9 @@ Step = Callable[[], object] | Optimizer
 
 
 class DistributedDataParallel(nn.Module):
-    """Wraps a module so that ``backward()`` returns with the replicas' averaged gradients in every ``.grad``.
+    """Wrapper of a module whose ``backward()`` returns with the replicas' averaged gradients in every ``.grad``.
 
-    Example::
+    For example:
 
         worker = gradserver.connect("tcp://coordinator:7411")
         model = gradserver.DistributedDataParallel(model, worker)
@@ -37,74 +37,79 @@ class DistributedDataParallel(nn.Module):
                 loss(model(inputs), targets).backward()
                 optimizer.step()
 
-    Construction agrees with all other workers on what is exchanged, and then overwrites parameters and
-    buffers by those of rank 0 (see ``init_sync``). From then on the gradients live in one flat buffer per bucket,
-    last transformer block first, and each bucket is exchanged as soon as backward has completed it. The gradient
-    that every worker gets is ``sum(w·g) / sum(w)`` over the workers' gradients ``g`` and weights ``w`` (see
-    `set_weight`), the same bytes everywhere. It is the worker's own to change, by clipping for example.
+    Construction agrees with all other workers on what is exchanged. Then it overwrites parameters and buffers by those
+    of rank 0 (see ``init_sync``). From then on, the gradients live in one flat buffer per bucket, last transformer
+    block first. Each bucket is exchanged as soon as backward has completed it. Every worker gets the gradient
+    ``sum(w·g) / sum(w)`` over the workers' gradients ``g`` and weights ``w`` (see `set_weight`). The bytes are the same
+    everywhere. A worker may change its copy, by clipping for example.
 
-    What becomes of a gradient that is not finite, the coordinator was told (``serve --nonfinite``). By default every
-    worker gets a NonFiniteError that names worker and parameter. With ``leave-out`` it does not count (`left_out`);
-    with ``skip`` no worker applies the round (`skipped`); with ``propagate`` it is passed on as torch does. A
-    GradScaler, which overflows on purpose to find its scale, needs that: with ``skip`` it would not hear of it.
+    The coordinator decides what happens to a gradient that is not finite (``serve --nonfinite``). By default every
+    worker gets a NonFiniteError that names worker and parameter. With ``leave-out`` such a gradient does not count
+    (`left_out`). With ``skip`` no worker applies the round (`skipped`). With ``propagate`` it is passed on, as torch
+    does. A GradScaler overflows on purpose to find its scale, and needs ``propagate``. With ``skip`` it would not see
+    the overflow.
 
-    Exchanged is what backward computes outside of `no_sync`, in training mode and in eval mode alike, as torch has
-    it. (With ``exchange_in_eval=False`` gradients stay local in eval mode.)
+    Backwards outside of `no_sync` are exchanged, in training mode and in eval mode, as with torch. With
+    ``exchange_in_eval=False``, gradients stay local in eval mode.
 
-    A worker whose backward raises does not complete its round. It can do so without a gradient (`abandon_round`), and
-    all go on. Otherwise the others do not apply anything of the round: they get an error that names this worker when
-    it leaves the group, or when their wait runs out.
+    A worker whose backward raises does not complete its round. It can complete the round without a gradient
+    (`abandon_round`), and all continue. Otherwise the others apply nothing of the round. They get an error that names
+    this worker when it leaves the group, or when their wait runs out.
 
-    Wrap a module once it is on its device, in its final element type, loaded and with its parameters frozen.
-    Outputs should be tensors, or tuples, lists, dicts or dataclasses of them; with others only re-entrant
+    Wrap a module when it is on its device, in its final element type, loaded, and with its parameters frozen. Outputs
+    should be tensors, or tuples, lists, dicts or dataclasses of tensors. With other outputs, only re-entrant
     checkpoints do not work.
 
     Args:
-        module: floating or complex parameters on the CPU or on CUDA devices; those that require no gradient
-            now are not exchanged. Sparse gradients are not supported.
-        worker: from `connect` or `LocalCluster`. It may have several wrapped modules, each of which has rounds of its
-            own; all workers must wrap them, and train them, in the same order.
-        blocks: the transformer blocks, first to last, each of which becomes a bucket. None takes the ModuleList
-            with the most parameters; an empty sequence means none.
-        bucket_cap_mb: size in MiB of the buckets of a module, or part of one, that has no blocks.
-        find_unused_parameters: allow parameters that the loss does not depend on. To the average they
-            contribute zeros; where nobody has a gradient ``.grad`` stays None, and optimizers leave the
-            parameter alone. Without it they are an error.
-        static_graph: the loss depends on the same parameters in every step, equally often. The first step
-            learns which these are and exchanges after backward; later ones exchange during it, also where parameters
-            are unused, or used several times by re-entrant checkpoints. A change is an error.
-        gradient_as_bucket_view: ``.grad`` is a view of the flat buffer. Otherwise it is a tensor of its own,
+        module: module with floating or complex parameters on the CPU or on CUDA devices. Parameters that require no
+            gradient now are not exchanged. Sparse gradients are not supported.
+        worker: worker from `connect` or `LocalCluster`. It may have several wrapped modules, each with rounds of its
+            own. All workers must wrap them, and train them, in the same order.
+        blocks: the transformer blocks, first to last. Each becomes a bucket. None takes the ModuleList with the most
+            parameters. An empty sequence means none.
+        bucket_cap_mb: size in MiB of the buckets of a module, or of a part of one, that has no blocks.
+        find_unused_parameters: true to allow parameters that the loss does not depend on. They contribute zeros to the
+            average. If no worker has a gradient, ``.grad`` stays None, and optimizers skip the parameter. If false,
+            such parameters are an error.
+        static_graph: true if the loss depends on the same parameters in every step, equally often. The first step
+            learns them, and exchanges after backward. Later steps exchange during backward. This also works if
+            parameters are unused, or if re-entrant checkpoints use them several times. A change is an error.
+        gradient_as_bucket_view: true if ``.grad`` is a view of the flat buffer. Otherwise it is a tensor of its own,
             copied in and out.
-        delay_all_reduce: exchange after backward instead of during it.
-        broadcast_buffers: keep buffers alike, too: after each exchange all have those of the lowest rank that
-            took part with a batch. What has not changed since the last one does not travel. Otherwise they are never
+        delay_all_reduce: true to exchange after backward instead of during it.
+        broadcast_buffers: true to keep buffers alike. After each exchange, all have those of the lowest rank that
+            took part with a batch. A buffer that has not changed does not travel. If false, buffers are never
             exchanged.
-        buffers_to_ignore: names of buffers, as in ``module.named_buffers()``, that stay each worker's own. Names in
-            the module's ``_ddp_params_and_buffers_to_ignore``, which torch's wrapper reads, are left alone as well,
-            buffers and parameters.
-        exchange_in_eval: exchange in eval mode, too. Without it a backward in eval mode leaves its gradients with this
-            worker. All workers must then be in the same mode in each backward outside of `no_sync`: if they are not,
-            each gets an error that says which are in which.
-        accumulation: what becomes of gradients accumulated inside `no_sync`: their ``sum``, as torch has it,
-            or their ``mean`` over the number of backwards. A mean expects gradients to be zeroed after each
-            exchange.
-        init_sync: let all start with the parameters and buffers of rank 0. Without it nothing is sent: all workers
-            must have loaded the same, of which digests are compared. That is quicker where most weights are frozen.
-        timeout: seconds that one exchange may wait for others; None takes the worker's.
-        device_ids: known from torch's wrapper, and not needed: a module is exchanged on the device that it is on. It
-            may name just that one, as ``output_device`` may.
+        buffers_to_ignore: names of buffers, as in ``module.named_buffers()``, that stay local to each worker. Buffers
+            and parameters in the module's ``_ddp_params_and_buffers_to_ignore``, which torch's wrapper reads, stay
+            local too.
+        exchange_in_eval: true to exchange in eval mode, too. If false, a backward in eval mode leaves its gradients
+            with this worker. All workers must then be in the same mode in each backward outside of `no_sync`. Otherwise
+            each gets an error that lists the modes.
+        accumulation: result of gradients accumulated inside `no_sync`: their ``sum``, as with torch, or their ``mean``
+            over the number of backwards. A mean expects gradients to be zeroed after each exchange.
+        init_sync: true to start all workers with the parameters and buffers of rank 0. If false, nothing is sent. All
+            workers must then have loaded the same values, whose digests are compared. That is quicker if most weights
+            are frozen.
+        timeout: seconds that one exchange may wait for others. None takes the worker's.
+        device_ids: known from torch's wrapper, and not needed. A module is exchanged on its own device. This argument
+            may name only that device.
+        output_device: known from torch's wrapper, and not needed. It may name only the module's own device.
         process_group: known from torch's wrapper, and refused: the group is the worker's.
-        wire: what certain buckets travel as, by key: ``{"embedding": "topk:0.01", "block.0": "fp32"}``. The
-            others travel as `gradserver.connect` was told. Keys are those of ``plan``.
+        wire: formats of single buckets, by key: ``{"embedding": "topk:0.01", "block.0": "fp32"}``. The others travel
+            in the format given to `gradserver.connect`. Keys are those of ``plan``.
 
     Attributes:
         module: the wrapped module.
         worker: the worker.
 
     Raises:
-        PlanMismatchError: the workers' modules differ; names the first parameter that does. Nothing was overwritten.
-        DivergedError: ``init_sync`` is false, and the workers' weights differ; names the first parameter that does.
-        InvalidArgumentError: a module or an option that cannot be; LayoutError and DTypeError among them.
+        PlanMismatchError: the workers' modules differ. The error names the first different parameter. Nothing was
+            overwritten.
+        DivergedError: ``init_sync`` is false, and the workers' weights differ. The error names the first different
+            parameter.
+        InvalidArgumentError: the module or an option is not possible. LayoutError and DTypeError are among these
+            errors.
     """
 
     def __init__(
@@ -162,11 +167,11 @@ class DistributedDataParallel(nn.Module):
     # ── training ──────────────────────────────────────────────────────────────────────────────────────
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns.
+        """Call the module, and return its result.
 
         Raises:
-            OutOfStepError: an exchange, or a backward in the midst of one, failed before. In training mode only:
-                evaluation goes on.
+            OutOfStepError: an exchange, or a backward in the midst of one, failed before. This is raised in training
+                mode only, so that evaluation continues.
         """
         backward: Backward | None = self.__dict__.get("_backward")
         if backward is None or not torch.is_grad_enabled() or not backward.exchanges:
@@ -190,9 +195,9 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate: gradients of backwards inside add up in ``.grad``, and go into the next exchange outside.
+        """Accumulate gradients of the backwards inside in ``.grad``. They become part of the next exchange outside.
 
-        What counts is where ``backward()`` runs; the forward may be inside or outside.
+        Only the place of ``backward()`` counts. The forward may be inside or outside.
         """
         before, self._backward.syncs = self._backward.syncs, False
         try:
@@ -201,11 +206,11 @@ class DistributedDataParallel(nn.Module):
             self._backward.syncs = before
 
     def set_weight(self, weight: float) -> None:
-        """Let this worker's gradients count ``weight`` times from the next exchange on.
+        """Set the weight of this worker's gradients, from the next exchange on.
 
-        With the number of samples (or tokens) that its mean loss was taken over, the average is that over
-        all samples of all workers, however they are spread. A worker with weight 0 has no say, not even
-        with NaN, but gets the others' average; if all have 0 it is zeros.
+        With the number of samples (or tokens) behind its mean loss as the weight, the average is that over all samples
+        of all workers. A worker with weight 0 does not count, not even with NaN, but gets the others' average. If all
+        have weight 0, the average is zeros.
 
         Raises:
             InvalidArgumentError: ``weight`` is negative, not finite, or above 1e30.
@@ -214,22 +219,24 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def join(self, step: Step | Sequence[Step] | None = None) -> Iterator[None]:
-        """Train with a different number of batches on each worker: wrap the loop over them, on every worker.
+        """Train with a different number of batches on each worker.
 
-        A worker that comes to the end of the block while others still have batches takes part in their
-        exchanges with weight 0 and steps as they do, so that weights and optimizer states stay identical. When
-        nobody has a batch any more, all leave the block, with every ``.grad`` None. Gradients still
-        accumulated inside `no_sync` count in one more exchange. An exception is passed on at once.
+        Wrap the loop over the batches in this block, on every worker.
+
+        At the end of the block, a worker may find that others still have batches. It then takes part in their exchanges
+        with weight 0, and steps as they do. So weights and optimizer states stay identical. When no worker has a batch
+        any more, all leave the block, with every ``.grad`` None. Gradients still accumulated inside `no_sync` count in
+        one more exchange. An exception is passed on at once.
 
         Args:
-            step: what the loop does after each backward (outside of `no_sync`) to the weights: an optimizer, or a
-                function that steps optimizers, schedulers and so on, or several of these. Without it the optimizers
-                are those that have stepped this module's parameters in the loop, or in that of an earlier block; and
-                the workers' weights are compared in the end, as the loop may have done more.
+            step: what the loop does to the weights after each backward (outside of `no_sync`): an optimizer, a function
+                that steps optimizers and schedulers, or several of these. The default is the optimizers that have
+                stepped this module's parameters in the loop, or in that of an earlier block. The workers' weights are
+                then compared at the end, as the loop may have done more.
 
         Raises:
             UsageError: there is no ``step``, and no optimizer has stepped in the loop.
-            DivergedError: there is no ``step``, and the loop does more to weights than its optimizers.
+            DivergedError: there is no ``step``, and the loop changes weights by more than its optimizers.
         """
         learned = self._backward.optimizers
         steps = learned if step is None else list(step) if isinstance(step, Sequence) else [step]
@@ -251,9 +258,9 @@ class DistributedDataParallel(nn.Module):
             check_joined_weights(self.worker, self.module)
 
     def abandon_round(self) -> None:
-        """Take part in the open round without a backward, or without the rest of one that failed. Then go on.
+        """Complete the open round without a backward, or without the rest of one that failed.
 
-        Example::
+        For example:
 
             try:
                 loss(model(inputs), targets).backward()
@@ -262,13 +269,13 @@ class DistributedDataParallel(nn.Module):
             optimizer.step()
 
         The others wait for this worker's part of the round. This call completes it, and returns with the averaged
-        gradients in every ``.grad``, the same bytes as everywhere, so that the optimizer steps as it does there. Of
-        this worker counts what its backward had pushed before it failed: whole buckets, with its weight. The other
-        buckets are the mean of the others' gradients; those that nobody contributed to are zeros. Gradients that were
-        accumulated in `no_sync` are thrown away with the batch.
+        gradients in every ``.grad``. The bytes are the same everywhere, so that the optimizer steps as it does there.
+        The buckets that the backward had pushed before it failed count, with this worker's weight. The other buckets
+        are the mean of the others' gradients, or zeros if there are none. Gradients that were accumulated in `no_sync`
+        are thrown away with the batch.
 
-        It also does for a forward that failed, or a batch that is left out. Where one backward goes through several
-        wrapped modules, each of them needs the call. Errors of an exchange cannot be abandoned.
+        The call is also right for a forward that failed, or a batch that is omitted. If one backward goes through
+        several wrapped modules, each of them needs the call. Errors of an exchange cannot be abandoned.
 
         Raises:
             OutOfStepError: an exchange failed before.
@@ -276,36 +283,36 @@ class DistributedDataParallel(nn.Module):
         self._backward.abandon()
 
     def replay(self) -> bool:
-        """Take the gradients of a round in which this worker has no part, as it has just joined; False if it had none.
+        """Take the gradients of a round in which this worker has no part, as it has just joined. False without one.
 
-        Then all others have come to the end of a block of `join`, and so has this worker.
+        False means that all others have reached the end of a block of `join`, and so has this worker.
         """
         return self._backward.shadow()
 
     @property
     def ended(self) -> bool:
-        """Whether the others have come to the end of the present block of `join`."""
+        """True if the others have reached the end of the present block of `join`."""
         return self._backward.ended > 0
 
     @property
     def has_update(self) -> bool:
-        """Whether there were gradients in the last exchange: always, but for who has just joined."""
+        """True if there were gradients in the last exchange. It is false only for a worker that has just joined."""
         return self._backward.anybody
 
     @property
     def skipped(self) -> bool:
-        """Whether no worker applies the last exchange, as some gradients were not finite: every ``.grad`` is None.
+        """True if no worker applies the last exchange, as some gradients were not finite. Every ``.grad`` is None then.
 
-        For coordinators that were started with ``--nonfinite skip``. torch's optimizers leave parameters without a
-        gradient alone, so ``optimizer.step()`` does nothing; what else a loop does in each step it should leave out.
+        This needs a coordinator with ``--nonfinite skip``. torch's optimizers skip parameters without a gradient, so
+        ``optimizer.step()`` does nothing. The loop should omit its other actions of a step.
         """
         return self._rounds.skipped
 
     @property
     def left_out(self) -> bool:
-        """Whether something that this worker gave to the last exchange was not finite, and so did not count.
+        """True if a part of this worker's gradients in the last exchange was not finite, and so did not count.
 
-        For coordinators that were started with ``--nonfinite leave-out`` or ``skip``.
+        This needs a coordinator with ``--nonfinite leave-out`` or ``skip``.
         """
         return self._rounds.left_out
 
@@ -313,19 +320,19 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def exchange_seconds(self) -> float:
-        """Time that the thread which calls ``backward()`` has spent pushing and waiting so far, in seconds.
+        """Seconds that the thread which calls ``backward()`` has spent pushing and waiting so far.
 
-        (On CUDA the pushes are made beside it and do not count.)
+        (On CUDA another thread pushes, and its time does not count.)
         """
         return self._rounds.seconds
 
     @property
     def plan(self) -> Plan:
-        """What each round exchanges."""
+        """The content of each round's exchange."""
         return self._rounds.plan
 
     def describe(self) -> str:
-        """A table of what is exchanged: a line for each bucket with its key, element type, elements and MiB."""
+        """Return a table of what is exchanged: for each bucket its key, element type, elements and MiB."""
         rows = [("bucket", "type", "elements", "MiB")]
         rows += [
             (b.key, b.dtype.name, f"{b.numel:,}", f"{b.numel * b.dtype.itemsize / MIB:.2f}") for b in self.plan.buckets
@@ -337,17 +344,17 @@ class DistributedDataParallel(nn.Module):
     # ── state ─────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self, *args: Any, unwrapped: bool = False, **kwargs: Any) -> Any:
-        """The module's state. Keys begin with ``module.``, as torch's wrapper has it; ``unwrapped`` leaves that off."""
+        """Return the module's state. Unless ``unwrapped``, keys begin with ``module.``, as with torch's wrapper."""
         owner = self.module.state_dict if unwrapped else super().state_dict
         return owner(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state whose keys begin with ``module.``, or those of the module by itself.
+        """Load a state, with or without ``module.`` in front of its keys.
 
         All workers must load the same state: it is not exchanged.
 
         Raises:
-            InvalidArgumentError: ``assign`` is true, which would take the place of the parameters that are exchanged.
+            InvalidArgumentError: ``assign`` is true. It would replace the parameters that are exchanged.
         """
         if assign:
             raise InvalidArgumentError("assign=True would replace the parameters: load into the module, then wrap it")
@@ -357,7 +364,7 @@ class DistributedDataParallel(nn.Module):
         return super().load_state_dict(state_dict, strict)
 
     def unsaved_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are exchanged, and are not in the module's state: a worker that joins needs them too."""
+        """Return the buffers that are exchanged and not in the module's state. A worker that joins needs them too."""
         saved, exchanged = self.module.state_dict().keys(), self._rounds.buffer_names
         return {name: buffer for name, buffer in self.module.named_buffers() if name in exchanged and name not in saved}
 

@@ -49,9 +49,10 @@ NON_BLOCK_COMPONENTS: Final = ("lm_head", "final_norm", "embedding")
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """The widths of one transformer block, in elements: model, keys and values, feed-forward.
+    """Widths of one transformer block, in elements: model, keys and values, feed-forward.
 
-    Raises InvalidArgumentError for a width that is not a positive integer.
+    Raises:
+        InvalidArgumentError: a width is not a positive integer.
     """
 
     hidden: int
@@ -77,14 +78,16 @@ class BlockShape:
 
 
 def flatten(components: Iterable[ArrayT]) -> tuple[ArrayT, tuple[int, ...]]:
-    """Copy arrays of any shapes into one 1-D array; gives it and each component's number of elements.
+    """Copy arrays of any shapes into one 1-D array. Return it, and each component's number of elements.
 
-    ``components`` are all numpy arrays or all torch tensors, of one dtype and on one device, at least
-    one; each may be empty. They are read in C order. The result has their library, dtype and device,
-    and no autograd graph. `unflatten` is the inverse.
+    ``components`` are all numpy arrays or all torch tensors, of one dtype and on one device. There is at least one, and
+    each may be empty. They are read in C order. The result has their library, dtype and device, and no autograd graph.
+    `unflatten` is the inverse.
 
-    Raises InvalidArgumentError for no components and for something that is no array or not of the first
-    one's library, DTypeError for mixed dtypes, LayoutError for mixed devices and sparse tensors.
+    Raises:
+        InvalidArgumentError: there are no components, or one is no array, or not of the first one's library.
+        DTypeError: the dtypes are mixed.
+        LayoutError: the devices are mixed, or a tensor is sparse.
     """
     if _is_array(components):
         raise InvalidArgumentError("flatten takes a sequence of components, not one array")
@@ -100,13 +103,14 @@ def flatten(components: Iterable[ArrayT]) -> tuple[ArrayT, tuple[int, ...]]:
 
 
 def unflatten(flat: ArrayT, sizes: Sequence[int], shapes: Sequence[Sequence[int]] | None = None) -> list[ArrayT]:
-    """Views of ``flat``, one per component: writing to one writes to ``flat``. No element is copied.
+    """Return views of ``flat``, one per component. Writing to a view writes to ``flat``. No element is copied.
 
-    ``flat`` is a 1-D array or tensor, ``sizes`` the elements of each component in order. Without
-    ``shapes`` every view is 1-D; with them, view i has shape ``shapes[i]``.
+    ``flat`` is a 1-D array or tensor, and ``sizes`` has the elements of each component in order. Without ``shapes``
+    every view is 1-D. With them, view i has shape ``shapes[i]``.
 
-    Raises SizeMismatchError when the sizes do not sum to the length of ``flat`` or a shape does not hold
-    its size, InvalidArgumentError for a negative size and for ``flat`` that is no 1-D array.
+    Raises:
+        SizeMismatchError: the sizes do not sum to the length of ``flat``, or a shape does not hold its size.
+        InvalidArgumentError: a size is negative, or ``flat`` is no 1-D array.
     """
     if not _is_array(flat) or flat.ndim != 1:
         raise InvalidArgumentError(f"a flat gradient is a 1-D array or tensor, not {_describe(flat)}")
@@ -124,15 +128,17 @@ def unflatten(flat: ArrayT, sizes: Sequence[int], shapes: Sequence[Sequence[int]
 
 
 def local_mean(array: ArrayT, count: int) -> ArrayT:
-    """Turn a sum over ``count`` sequences into their mean, in place; gives ``array`` itself back.
+    """Turn a sum over ``count`` sequences into their mean, in place. Return ``array`` itself.
 
-    ``array`` has any shape and any floating or complex dtype. Narrow types are divided in fp32 and
-    rounded once, so that neither the count nor the quotient loses bits to the type. A count of 1 leaves
-    every bit as it is. On a GPU torch may multiply by the reciprocal, which can differ in the last bit.
+    ``array`` has any shape and any floating or complex dtype. Narrow types are divided in fp32 and rounded once. So
+    neither the count nor the quotient loses bits to the type. A count of 1 leaves every bit unchanged. On a GPU torch
+    may multiply by the reciprocal, which can differ in the last bit.
 
-    Raises InvalidArgumentError when ``count`` is not a positive integer, or ``array`` no array, and
-    DTypeError for integers and bools. A worker without any valid sequence has no mean: let it contribute
-    with weight 0.
+    A worker without any valid sequence has no mean. It should contribute with weight 0.
+
+    Raises:
+        InvalidArgumentError: ``count`` is not a positive integer, or ``array`` is no array.
+        DTypeError: the dtype is an integer or bool.
     """
     count = whole_number(count, "the number of accumulated sequences", least=1)
     if not _is_array(array):

@@ -43,14 +43,14 @@ class NotFinite(NamedTuple):
 
 
 class Handle(Generic[T_co]):
-    """Something that was begun and will be done: an exchange, or joining. `wait` gives its result.
+    """An operation in progress: an exchange, or joining. `wait` returns its result.
 
     Attributes:
-        weight: sum of the weights that counted, known when done; 0.0 when nobody's did.
-        present: whether anybody contributed data, known when done. If not, the result is zeros.
-        left_alone: bytes, from and up to, that nobody contributed to where the result then is what lies there already.
-        not_finite: what became of gradients that are not finite, known when done; None if there were none, and in
-            groups that pass them on.
+        weight: sum of the weights that counted, known when done. 0.0 if none counted.
+        present: true if some worker contributed data, known when done. Otherwise the result is zeros.
+        left_alone: byte ranges without a contribution, in which the result is what was there before.
+        not_finite: outcome for gradients that are not finite, known when done. None if there were none, and in groups
+            that pass them on.
     """
 
     __slots__ = (
@@ -94,25 +94,25 @@ class Handle(Generic[T_co]):
         self._lock.acquire()
 
     def done(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
+        """Return true if `wait` would return (or raise) at once."""
         if self._open and self._channel is not None:
             self._channel.look()
         return not self._open
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return (or raise) at once: `done` by torch's name."""
+        """Return true if `wait` would return (or raise) at once. It is `done` by torch's name."""
         return self.done()
 
     def wait(self, timeout: Timeout = None) -> T_co:
-        """Wait until done, and return the result: the tensor, for collectives.
+        """Wait until done, and return the result. For collectives this is the tensor.
 
         Args:
-            timeout: seconds; None for what the call was given, or the worker's. Waiting again after a DeadlineError is
-                allowed.
+            timeout: seconds. None means the timeout of the call, or that of the worker. After a DeadlineError, a
+                further wait is allowed.
 
         Raises:
-            DeadlineError: not done in time; names who is missing.
-            GradServerError: whatever made the exchange fail.
+            DeadlineError: the operation was not done in time. The error names the missing workers.
+            GradServerError: the exchange failed.
         """
         if self._open:
             self._wait(timeout)

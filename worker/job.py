@@ -58,9 +58,9 @@ class Told(NamedTuple):
 
 
 class Job:
-    """A training job: model, optimizer and all else that has state, which is saved and loaded as one.
+    """A training job: the model, the optimizer and all other state, which is saved and loaded as one.
 
-    Example::
+    For example:
 
         data = gradserver.ShardSampler.for_worker(dataset, worker, seed=17)
         loader = DataLoader(dataset, batch_size=32, sampler=data)
@@ -69,48 +69,50 @@ class Job:
             loss(model(inputs), targets).backward()
             job.step()
 
-    Started again, the same script goes on from the last checkpoint in ``runs/7``. With as many workers as before it
-    ends with the bits that it would have had without a stop, if its wire is not a lossy one and nothing else in it is
-    left to chance (such as the seeds of a loader's own processes). With another number of workers every sample that
-    was left of the epoch is still used: once, if the sampler has ``uneven="keep"``, which `batches` copes with.
+    Started again, the same script continues from the last checkpoint in ``runs/7``. With as many workers as before, it
+    ends with the bits of a run without a stop. This needs a lossless wire, and nothing else left to chance, such as the
+    seeds of a loader's processes. With another number of workers, every remaining sample of the epoch is still used. It
+    is used once if the sampler has ``uneven="keep"``, which `batches` supports.
 
     A checkpoint has the model's parameters and buffers (rank 0's), the optimizer, the scheduler, the objects in
-    ``state``, the round, how much of the epoch every worker had used, and each worker's generators of random numbers:
-    torch's, Python's and numpy's. The last are restored if the number of workers is the same.
+    ``state``, and the round. It also has the position of every worker in the epoch, and each worker's generators of
+    random numbers: torch's, Python's and numpy's. The generators are restored if the number of workers is the same.
 
-    All workers save at the same boundary between two rounds, after they have compared their weights. Rank 0 writes,
-    from a copy and in a thread, while training goes on. If that fails, for want of room on the disk for example, there
-    is a warning in the log, and the next save is the next try. What is due while that thread still writes is left out.
+    All workers save at the same boundary between two rounds, after they have compared their weights. Rank 0 writes from
+    a copy, in a thread, while training continues. If that fails, for want of room on the disk for example, the log has
+    a warning, and the next save is the next try. A save that is due while the thread still writes is omitted.
 
-    SIGTERM, which spot instances and batch systems send before they end a process, makes all workers save when the
-    round is over. The one that was told to stop then leaves, and its process ends with status 0. The others of a group
-    of fixed size cannot go on without it: they get a WorkerLeftError that says who left and where the checkpoint is.
-    Those of an elastic group go on. (A script that handles SIGTERM itself can call `stop`.)
+    Spot machines and batch systems send SIGTERM before they end a process. After SIGTERM all workers save when the
+    round is over. Then the worker that received the signal leaves, and its process ends with status 0. In a group of
+    fixed size the others get a WorkerLeftError, which names the worker and the checkpoint. In an elastic group the
+    others continue. A script that handles SIGTERM itself can call `stop`.
 
     Args:
-        model: the wrapped module. Or several that share a worker, as a generator and its discriminator do: a list, or a
-            mapping by name.
-        optimizer: its optimizer, made before the job; of several models a list or mapping of theirs.
-        scheduler: one of torch's learning-rate schedulers, or anything like it; stepped after each update. One whose
-            ``step`` needs an argument goes into ``state``, and is stepped by the loop.
-        data: what `batches` are drawn from.
-        state: what else has state, by name: objects with ``state_dict`` and ``load_state_dict``. A worker's own state
-            does not belong there: what is saved is that of rank 0.
-        checkpoint: directory of the checkpoints. If there are some, the job goes on from the one written last. It
-            should be the same for all workers, and must hold the same checkpoints for all that start.
-        every: save after each so many rounds. None: only on SIGTERM and when `save` is called.
-        keep: how many checkpoints to keep in the directory.
+        model: the wrapped module. Or several that share a worker, such as a generator and its discriminator: a list, or
+            a mapping by name.
+        optimizer: its optimizer, made before the job. For several models a list or mapping of optimizers.
+        scheduler: one of torch's learning-rate schedulers, or a similar object. It is stepped after each update. A
+            scheduler whose ``step`` needs an argument belongs into ``state``, and the loop steps it.
+        data: source of `batches`.
+        state: other objects with state, by name. They have ``state_dict`` and ``load_state_dict``. The state of rank 0
+            is saved, so a worker's own state does not belong there.
+        checkpoint: directory of the checkpoints. If it has some, the job continues from the one written last. It should
+            be the same for all workers, and must hold the same checkpoints for all that start.
+        every: number of rounds between two saves. None: save only on SIGTERM and when `save` is called.
+        keep: number of checkpoints to keep in the directory.
 
     Attributes:
-        model, optimizer, scheduler: as given; of several those that were wrapped first.
-        models: all of them, by name (or place in the list).
-        round: how many updates the weights have had since the job was first started.
-        entered: the value of ``round`` at which this worker joined, or has come to so far; 0 if it was there from the
+        model: the model, as given. Of several, the one that was wrapped first.
+        optimizer: the optimizer of ``model``.
+        scheduler: the scheduler of ``model``.
+        models: all models, by name (or place in the list).
+        round: number of updates of the weights since the job was first started.
+        entered: value of ``round`` at which this worker joined, or has come to so far. 0 if it was there from the
             start.
-        resumed: the checkpoint that it went on from; None for a new job.
+        resumed: the checkpoint that the job continued from. None for a new job.
 
     Raises:
-        StateError: a checkpoint cannot be read, or is of another job; names the file.
+        StateError: a checkpoint cannot be read, or belongs to another job. The error names the file.
         DisagreementError: the workers found different checkpoints.
     """
 
@@ -171,22 +173,22 @@ class Job:
         before: Callable[[], object] | None = None,
         after: Callable[[], object] | None = None,
     ) -> None:
-        """Update the weights by the averaged gradients, and save if that is due. To be called after each exchange.
+        """Update the weights by the averaged gradients, and save if that is due. Call it after each exchange.
+
+        The order is: ``before()``, for example clipping; the step of the optimizer and the scheduler; ``after()``, for
+        example a moving average; then the gradients are cleared.
 
         In a group that skips rounds with gradients that are not finite, such a round updates nothing.
 
-        Of several models those are updated that are named, or given; without any, all. Gradients that another model
-        got in the same backward are dropped, as a discriminator's are in the generator's step.
-
-        That is: ``before()``, for example clipping; the optimizer's and the scheduler's step; ``after()``, for
-        example a moving average; and the gradients are cleared.
+        Of several models, those that are named or given are updated. Without any, all are updated. Gradients that
+        another model got in the same backward are dropped, such as a discriminator's in the generator's step.
 
         Raises:
-            DivergedError: the workers' weights differ, which is looked at before each save; or this one's are not
-                those of the others, which is looked at behind the first round of who joins.
-            WorkerLeftError: somebody was told to stop; all is saved.
-            SystemExit: this worker was told to stop, and has left; all is saved.
-            StateError: the same, but it could not be saved.
+            DivergedError: the workers' weights differ. They are compared before each save. A worker that joined is
+                compared after its first round.
+            WorkerLeftError: another worker was told to stop. All is saved.
+            SystemExit: this worker was told to stop, and has left. All is saved.
+            StateError: a worker was told to stop, and the state could not be saved.
         """
         self._check_step(before, after)
         updated, before_it = chosen(self._parts, models), self.round
@@ -253,19 +255,19 @@ class Job:
         step: Callable[..., object] | None = None,
         **options: Any,
     ) -> Iterator[Any]:
-        """What ``loader`` gives in each epoch, from where the job is up to the end of the last one.
+        """Yield the batches of ``loader`` in each epoch, from the job's position to the end of the last epoch.
 
-        Workers may have different numbers of batches: who has none left takes part in the others' rounds, as in
-        `DistributedDataParallel.join`, until all have come to the end of the epoch.
+        Workers may have different numbers of batches. A worker without a batch takes part in the others' rounds, as in
+        `DistributedDataParallel.join`, until all have reached the end of the epoch.
 
         Args:
-            loader: a DataLoader whose ``sampler`` is the job's ``data``, or its ``batch_sampler`` where that is
-                DataRanges; or a data set.
-            epochs: how many the training has in all; those before a restart count.
-            step: what the loop does after each backward, if that is more than ``job.step()``: a function that calls
-                ``job.step(before=…, after=…)``. Workers without batches call it too; of several models it gets those
+            loader: a data set, or a DataLoader. The ``sampler`` of the DataLoader is the job's ``data``. With
+                DataRanges, its ``batch_sampler`` is.
+            epochs: number of epochs of the whole training, including those before a restart.
+            step: function that the loop calls after each backward, if that is more than ``job.step()``. It calls
+                ``job.step(before=…, after=…)``. Workers without batches call it too. With several models it gets those
                 that the others update: ``job.step(*models, before=…)``.
-            **options: of the loader, for a data set: ``num_workers`` and so on.
+            **options: options of the loader for a data set: ``num_workers`` and so on.
         """
         if self._position is None:
             raise UsageError("job.batches needs to know the sampler: Job(…, data=sampler)")
@@ -347,7 +349,7 @@ class Job:
         return found
 
     def stop(self) -> None:
-        """Save when this round is over, and leave, as on SIGTERM. Returns at once, and may be called in any thread."""
+        """Save when this round is over, and leave, as on SIGTERM. It returns at once. Any thread may call it."""
         if self._directory is None:
             raise UsageError("this job has no directory to save in: Job(…, checkpoint=DIRECTORY)")
         self._stopping = True
@@ -355,14 +357,15 @@ class Job:
     # ── saving ────────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, path: str | Path | None = None) -> None:
-        """Save now, and return when it is written. To be called by all workers between the same two rounds.
+        """Save now, and return when it is written. All workers call it between the same two rounds.
 
         Args:
-            path: the file to write; None for the next one in the job's directory.
+            path: the file to write. None for the next one in the job's directory.
 
         Raises:
-            StateError: it could not be written; names the file. At every worker, and the job can go on.
-            DivergedError: the workers' weights differ; nothing was written.
+            StateError: the file could not be written. Every worker gets this error, which names the file. The job can
+                continue.
+            DivergedError: the workers' weights differ. Nothing was written.
         """
         if path is None and self._directory is None:
             raise UsageError("where to? Give save(path), or Job(…, checkpoint=DIRECTORY)")
@@ -370,10 +373,10 @@ class Job:
         self._await(None if tree is None else Writing(partial(self._write, tree, path)))
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint: a file, or the last one of a directory. To be called by all workers.
+        """Continue from a checkpoint: a file, or the last one of a directory. All workers call it.
 
         Raises:
-            StateError: it cannot be read by some worker, or does not fit this job.
+            StateError: some worker cannot read it, or it does not fit this job.
             DisagreementError: the workers' checkpoints differ.
         """
         path = Path(path)

@@ -27,18 +27,18 @@ _PICKLE: Final = b"\1"
 
 
 class ObjectCollectives(Collectives):
-    """What members of a group do together with objects.
+    """Collectives of objects among the members of a group.
 
-    An object is made of dict, list, tuple, None, bool, int, float, str, bytes, numpy arrays and torch tensors, and
-    takes at most 256 MiB. With ``allow_pickle=True``, which all members then have to say, it may be anything that
-    pickle knows. Unpickling runs code that another member has chosen: allow it only where every worker is trusted.
+    An object is made of dict, list, tuple, None, bool, int, float, str, bytes, numpy arrays and torch tensors. It
+    takes at most 256 MiB. With ``allow_pickle=True`` at all members, it may be anything that pickle knows. Unpickling
+    runs code that another member has chosen. Allow it only where every worker is trusted.
 
-    Whoever gets an object gets a copy, also in a group of one. The calls are collectives: all members call them, in the
-    same order. They wait; ``timeout`` says how long.
+    A member that gets an object gets a copy, also in a group of one. All members call these in the same order. The
+    calls wait, at most for ``timeout``.
     """
 
     def all_gather_object(self, value: V, *, allow_pickle: bool = False, timeout: Timeout = None) -> list[V]:
-        """Every member's ``value``, by rank."""
+        """Return every member's ``value``, by rank."""
         return self._gather_objects(Kind.ALL_GATHER, value, -1, allow_pickle, timeout)
 
     def gather_object(
@@ -50,7 +50,7 @@ class ObjectCollectives(Collectives):
         allow_pickle: bool = False,
         timeout: Timeout = None,
     ) -> list[V] | None:
-        """Every member's ``value``, by rank, at rank ``root`` (or ``dst``; 0); None at the others."""
+        """Return every member's ``value``, by rank, at rank ``root`` (or ``dst``; 0), and None at the others."""
         root = self._check_rank(root_of(root, "dst", dst), "root")
         found = self._gather_objects(Kind.GATHER, value, root, allow_pickle, timeout)
         return found if root == self.rank else None
@@ -64,7 +64,7 @@ class ObjectCollectives(Collectives):
         allow_pickle: bool = False,
         timeout: Timeout = None,
     ) -> V:
-        """The ``value`` of rank ``root`` (or ``src``; 0), at every member; what the others give is not looked at."""
+        """Return the ``value`` of rank ``root`` (or ``src``; 0) at every member. The others' values are ignored."""
         root = self._check_rank(root_of(root, "src", src), "root")
         patience = seconds(timeout)
         data = np.frombuffer(_encoded(value, allow_pickle), np.uint8) if root == self.rank else np.empty(0, np.uint8)
@@ -85,7 +85,7 @@ class ObjectCollectives(Collectives):
         allow_pickle: bool = False,
         timeout: Timeout = None,
     ) -> V:
-        """What rank ``root`` (or ``src``; 0) has for this rank in its ``values``; the others give None."""
+        """Return this rank's one of the ``values`` of rank ``root`` (or ``src``; 0). The others give None."""
         root = self._check_rank(root_of(root, "src", src), "root")
         given = None
         if root == self.rank:

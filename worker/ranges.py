@@ -28,9 +28,9 @@ _NOT_RUNNING: Final = (
 
 
 class DataRanges:
-    """The samples of a data set, handed out by the coordinator as workers ask for them.
+    """Samples of a data set, which the coordinator hands out as workers ask for them.
 
-    Example::
+    For example:
 
         data = gradserver.DataRanges(len(dataset), worker, batch_size=32, seed=17)
         job = gradserver.Job(model, optimizer, data=data, checkpoint="runs/7")
@@ -39,20 +39,21 @@ class DataRanges:
             loss(model(inputs), targets).backward()
             job.step()
 
-    All workers draw the same order for an epoch, and each position in it is one worker's. It counts as used when the
-    round is over in which that worker contributed. What a worker had and did not use before it left or died is given to
-    others. So each sample is used once in each epoch, however many workers there are, and faster ones use more. Which
-    worker gets which is left to chance, as it depends on who asks first: for bits that repeat, take a ShardSampler.
+    All workers draw the same order for an epoch, and each position in it belongs to one worker. It counts as used when
+    the worker has contributed to a round, and the round is over. The samples that a worker had not used before it left
+    or died go to others. So each sample is used once in each epoch, for any number of workers, and faster workers use
+    more. Which worker gets which sample depends on the order of requests, and so on chance. Use a ShardSampler for bits
+    that repeat.
 
-    A worker may get nothing while others still have some. It goes on taking part in rounds (`Job.batches` and
-    `DistributedDataParallel.join` see to it), since what is left behind by the dead may yet come to it. Without a job::
+    A worker may get nothing while others still have some samples. It continues to take part in rounds, as the samples
+    of a dead worker may still come to it. `Job.batches` and `DistributedDataParallel.join` arrange this. Without a job:
 
         for _ in data.epochs(10):                # all that there is for this worker, then again what came back
             with model.join(optimizer):
                 for inputs, targets in data.batches(loader):
                     ...
 
-    with ``loader = DataLoader(dataset, batch_sampler=data, num_workers=4)``. Trainers without torch `take` indices::
+    with ``loader = DataLoader(dataset, batch_sampler=data, num_workers=4)``. Trainers without torch `take` indices:
 
         while not data.finished():
             indices = data.take()                # perhaps none
@@ -60,20 +61,21 @@ class DataRanges:
             worker.finish_round()
 
     Args:
-        dataset_or_length: anything with a length, or the number of samples; the same at every member.
-        worker: from `connect` or `LocalCluster`. Its group has to have a plan when the first batch is taken.
-        batch_size: samples in a batch, which may differ between workers, and be changed at any time.
+        dataset_or_length: any object with a length, or the number of samples; the same at every member.
+        worker: worker from `connect` or `LocalCluster`. Its group must have a plan when the first batch is taken.
+        batch_size: number of samples in a batch. It may differ between workers, and change at any time.
         seed: 0 … 2⁶⁴ - 1, the same at every member.
-        shuffle: draw a new order in each epoch; also the same at every member.
-        name: tells several kinds of data of one group apart.
-        prefetch: how many batches to claim ahead of what is asked for, so that nothing waits for the coordinator.
+        shuffle: true for a new order in each epoch; the same at every member.
+        name: name of this data, if a group has several kinds.
+        prefetch: number of batches to claim ahead, so that no worker waits for the coordinator.
 
     Attributes:
-        epoch: the one that batches are of. It is the group's: a worker that joins goes on where the others are.
+        epoch: epoch of the batches. It is the group's: a worker that joins continues where the others are.
 
     Raises:
-        DisagreementError: when the first batch is taken: others use other data under this name; names them, and both.
-        UsageError: this worker has DataRanges of this name, or its group has no rounds, as it has no plan.
+        DisagreementError: others use other data under this name. It is raised when the first batch is taken, and shows
+            both sides.
+        UsageError: this worker already has DataRanges of this name, or its group has no rounds, as it has no plan.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class DataRanges:
 
     @property
     def batch_size(self) -> int:
-        """Samples in a batch. The last ones of an epoch may be smaller."""
+        """Number of samples in a batch. The last batches of an epoch may be smaller."""
         return self._batch_size
 
     @batch_size.setter
@@ -127,19 +129,19 @@ class DataRanges:
 
     @property
     def order(self) -> dict[str, int | bool | str]:
-        """What an epoch's order follows from, besides its number; the same at every member."""
+        """Parameters that determine an epoch's order, besides its number. They are the same at every member."""
         return {"length": self.length, "seed": self._seed, "shuffle": self._shuffle, "name": self.name}
 
     # ── taking batches ────────────────────────────────────────────────────────────────────────────────
 
     def take(self) -> Indices:
-        """The indices of the next batch: used in this worker's next contribution. Empty if it gets nothing now."""
+        """Return the indices of the next batch, which this worker's next contribution uses. It may be empty."""
         ranges = self._draw()
         self._hand_over(ranges)
         return self._indices(ranges)
 
     def finished(self) -> bool:
-        """Whether every sample of the epoch is used up. Between two rounds all members hear the same."""
+        """Return true if every sample of the epoch is used. Between two rounds, all members get the same answer."""
         self._register()
         self._collect()
         if self._left or self._drawn:
@@ -153,7 +155,7 @@ class DataRanges:
         self.epoch, self._order = self.epoch + 1, None
 
     def epochs(self, stop: int) -> Iterator[int]:
-        """The number of each epoch from the present one on, up to ``stop``; more than once, if something came back."""
+        """Yield each epoch's number, from the present one up to ``stop``; more than once if samples came back."""
         self._register()  # the group may be in a later epoch
         while self.epoch < stop:
             if self.finished():
@@ -162,10 +164,10 @@ class DataRanges:
                 yield self.epoch
 
     def batches(self, loader: Iterable[Any] | None = None) -> Iterator[Any]:
-        """What ``loader`` gives for the batches that this worker gets, until there is nothing for it.
+        """Yield the batches of ``loader`` that this worker gets, until there is none for it.
 
         Args:
-            loader: a DataLoader whose ``batch_sampler`` these are. None: batches are the indices themselves.
+            loader: a DataLoader whose ``batch_sampler`` is this object. None: batches are the indices themselves.
         """
         if self._running:
             raise UsageError(f"there is a loop over batches of data {self.name!r} already")

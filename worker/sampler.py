@@ -39,7 +39,9 @@ class HasRank(Protocol):
 
 
 class ShardSampler(Sampler[int]):
-    """The samples of one rank: an interleaved shard of a permutation that all ranks share.
+    """Sampler of one rank: an interleaved shard of a permutation that all ranks share.
+
+    For example:
 
         sampler = ShardSampler(dataset, rank=0, world_size=4, seed=17)
         loader = DataLoader(dataset, batch_size=32, sampler=sampler)
@@ -47,30 +49,34 @@ class ShardSampler(Sampler[int]):
             sampler.set_epoch(epoch)
             for batch in loader: ...
 
-    ``dataset_or_length`` is anything with a length, or the number of samples; it must have the same
-    length on every rank, as must ``seed``, ``shuffle`` and ``uneven`` be the same.
+    ``world_size`` does not always divide the number of samples. ``uneven`` decides what happens then:
 
-    ``world_size`` does not always divide the number of samples. ``uneven`` says what happens then:
+    - ``"pad"``: all shards are equally long, as with torch's DistributedSampler. Up to ``world_size - 1`` samples from
+      the beginning of the epoch's order are given a second time. All ranks have equally many batches, so that a plain
+      loop works.
+    - ``"drop"``: all shards are equally long. The last ``length % world_size`` samples of the epoch's order are
+      omitted. With shuffling, each epoch omits other samples.
+    - ``"keep"``: shards are disjoint, cover every sample, and differ in size by at most one. Some ranks may have one
+      batch more than others, so the loop needs `DistributedDataParallel.join` or `Job.batches`.
 
-    - ``"pad"``, as torch's DistributedSampler does: all shards are equally long, and up to ``world_size - 1``
-      samples from the beginning of the epoch's order are given a second time. All ranks have equally many
-      batches, so that a plain loop works.
-    - ``"drop"``: all shards are equally long, and the last ``length % world_size`` samples of the epoch's
-      order are left out. Which samples those are changes with each shuffled epoch.
-    - ``"keep"``: shards are disjoint, cover every sample, and differ in size by at most one. Some ranks may
-      have one batch more than others, so the loop needs `DistributedDataParallel.join` or `Job.batches`.
+    ``rank``, ``world_size``, ``uneven``, ``epoch``, ``start`` and ``done`` can be read. `set_epoch` changes the last
+    three. A worker whose rank or world size changed needs a new sampler, which can continue in the midst of an epoch.
 
-    ``shuffle``: draw a new order in each epoch; without it, rank r of n reads r, r + n, r + 2n, ….
-    ``seed``: 0 … 2⁶⁴ - 1, together with the epoch the only source of randomness.
-    ``num_replicas``: torch's name for ``world_size``.
-    ``drop_last``: torch's name for ``uneven="drop"``.
+    Args:
+        dataset_or_length: any object with a length, or the number of samples; the same length on every rank.
+        rank: rank of this worker.
+        world_size: number of workers.
+        shuffle: true for a new order in each epoch, the same on every rank. Otherwise rank r of n reads r, r + n,
+            r + 2n, ….
+        seed: 0 … 2⁶⁴ - 1, the same on every rank. With the epoch, it is the only source of randomness.
+        uneven: ``"pad"`` (default), ``"drop"`` or ``"keep"``, the same on every rank.
+        num_replicas: torch's name for ``world_size``.
+        drop_last: torch's name for ``uneven="drop"``.
 
-    ``rank``, ``world_size``, ``uneven``, ``epoch``, ``start`` and ``done`` can be read; `set_epoch` is how the last
-    three change. A worker whose rank or world size changed needs a new sampler, which can go on in the midst of an
-    epoch.
-
-    Raises InvalidArgumentError for something without a length, a seed out of range, or an ``uneven`` that is none,
-    InvalidRankError and InvalidWorldSizeError for a rank that cannot be.
+    Raises:
+        InvalidArgumentError: the object has no length, the seed is out of range, or ``uneven`` is unknown.
+        InvalidRankError: the rank is out of range.
+        InvalidWorldSizeError: the world size is not a positive number.
     """
 
     def __init__(
@@ -103,7 +109,7 @@ class ShardSampler(Sampler[int]):
         uneven: Uneven | None = None,
         drop_last: bool = False,
     ) -> ShardSampler:
-        """A sampler for the rank and world size that ``worker`` has now; the rest as the constructor."""
+        """Create a sampler for the present rank and world size of ``worker``; see the constructor for the rest."""
         return cls(
             dataset_or_length,
             worker.rank,
@@ -117,20 +123,22 @@ class ShardSampler(Sampler[int]):
     def set_epoch(self, epoch: int, start: int = 0, done: Sequence[Sequence[int]] = ()) -> None:
         """Choose the order of the next iteration, and where in this rank's shard it begins.
 
-        Without this call each iteration repeats the same epoch. ``epoch``: 0 … 2⁶⁴ - 1, the same on
-        every rank. ``start``: how many of this rank's own samples, not batches, to skip, which is how
-        many it had consumed in this epoch before it stopped; every iteration and ``len`` leave them
-        out until the next call. It is meant for the same rank and world size as before the stop. An
-        iteration that has begun goes on with what it began with.
+        Without this call each iteration repeats the same epoch. An iteration that has begun does not change.
 
-        ``done``: what any number of workers had consumed of this epoch, the same on every rank: how many
-        samples each rank had, ``[(3, 3, 2)]`` for three workers, followed by what those after them had of
-        the rest, and so on. What is left is dealt anew, so that each sample is given once, but for those that
-        ``uneven="pad"`` repeats. Where the last ones were as many as there are now, each rank goes on in its own
-        shard instead, which sets ``start``.
+        Args:
+            epoch: 0 … 2⁶⁴ - 1, the same on every rank.
+            start: number of this rank's own samples (not batches) to skip. It is the number that the rank had used of
+                this epoch before a stop. Every iteration and ``len`` omit them until the next call. It needs the same
+                rank and world size as before the stop.
+            done: number of samples that each rank had used of this epoch, the same on every rank: ``[(3, 3, 2)]`` for
+                three workers. Counts of later workers, which used the rest, follow. The remaining samples are dealt
+                anew. Each of them is given once, but for those that ``uneven="pad"`` repeats. If the last counts are
+                for as many workers as there are now, each rank continues in its own shard instead, which sets
+                ``start``.
 
-        Raises InvalidArgumentError, and changes nothing, when ``epoch`` is out of range, ``start`` is not in
-        0 … the size of this rank's shard, or ``done`` counts samples that its ranks did not have.
+        Raises:
+            InvalidArgumentError: ``epoch`` or ``start`` is out of range, or ``done`` counts samples that its ranks did
+                not have. Nothing changes.
         """
         epoch = key_half(epoch, "epoch")
         start = whole_number(start, "start")
@@ -150,7 +158,7 @@ class ShardSampler(Sampler[int]):
 
     @property
     def order(self) -> dict[str, int | bool | str]:
-        """What an epoch's order follows from, besides its number; the same on every rank."""
+        """Parameters that determine an epoch's order, besides its number. They are the same on every rank."""
         return {
             "length": self._all_samples,
             "shuffle": self._shuffle,

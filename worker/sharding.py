@@ -45,13 +45,15 @@ def check_rank(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def shard_batches(num_batches: int, rank: int, world_size: int) -> range:
-    """The batch numbers of one worker: ``rank``, ``rank + world_size``, … below ``num_batches``.
+    """Return the batch numbers of one worker: ``rank``, ``rank + world_size``, … below ``num_batches``.
 
-    Over all ranks they cover ``0 … num_batches - 1``, each number once. A range is empty when there
-    are fewer batches than workers and ``rank`` is one of the last.
+    Over all ranks they cover ``0 … num_batches - 1``, each number once. With fewer batches than workers, the range of
+    the last ranks is empty.
 
-    Raises InvalidArgumentError for a negative ``num_batches``, InvalidWorldSizeError and
-    InvalidRankError as `check_rank` does.
+    Raises:
+        InvalidArgumentError: ``num_batches`` is negative.
+        InvalidWorldSizeError: ``world_size`` is not a positive number.
+        InvalidRankError: ``rank`` is not one of ``0 … world_size - 1``.
     """
     rank, world_size = check_rank(rank, world_size)
     return range(rank, whole_number(num_batches, "num_batches"), world_size)
