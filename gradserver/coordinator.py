@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
+from gradserver.engine.declared import Kind
 from gradserver.engine.events import (
     Close,
     Command,
@@ -27,7 +28,6 @@ from gradserver.engine.events import (
     Stop,
     Tick,
 )
-from gradserver.engine.records import Kind
 from gradserver.mean import Outcome
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Outlet

@@ -16,9 +16,11 @@ from functools import partial
 import numpy as np
 
 from gradserver.engine import Engine
+from gradserver.engine.declared import Kind as RecordKind
 from gradserver.engine.events import Close, Command, Disconnected, Event, Record, Reduce, Restored, Send
+from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.policy import OnNonFinite, Policy
-from gradserver.engine.records import Books, Dated, Kind as RecordKind, Round, RoundRecord, Start
+from gradserver.engine.records import Round, RoundRecord, Start
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError, MembershipChangedError
 from gradserver.protocol.exchange import PERSONAL, PORTIONED, ExchangeKey, Kind, Operation, Stream, gets
@@ -40,7 +42,7 @@ class Fused(Harness):
     """A harness whose coordinator is lost after so many more commands."""
 
     fuse: int = -1
-    books: Books = field(default_factory=Books)
+    books: JournalState = field(default_factory=JournalState)
     records: list[RecordKind] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     """Presences of those whose processes are known to run."""
@@ -48,7 +50,7 @@ class Fused(Harness):
     check: Callable[[Reduce], None] = lambda _: None
 
     def __post_init__(self) -> None:
-        self.books.take(Dated(0.0, Start(1, "", 0, 0.0, 0.0)))
+        self.books.apply(Dated(0.0, Start(1, "", 0, 0.0, 0.0)))
         self.begin()
 
     def begin(self) -> None:
@@ -75,7 +77,7 @@ class Fused(Harness):
                 case Close(connection):
                     self.closed.append(connection)
                 case Record(record):
-                    self.books.take(Dated(self.now, record))
+                    self.books.apply(Dated(self.now, record))
                     self.records.append(record)
         return commands
 
@@ -86,7 +88,7 @@ class Fused(Harness):
         self.fuse = -1
         self.incarnation += 1
         restored = tuple(record for _, record in self.books.records())
-        self.books.take(Dated(self.now, Start(self.incarnation, "", 0, 0.0, 0.0)))
+        self.books.apply(Dated(self.now, Start(self.incarnation, "", 0, 0.0, 0.0)))
         self.begin()
         self.feed(Restored(restored))
 

@@ -27,8 +27,8 @@ from gradserver.engine.events import (
     Sifted,
     Tick,
 )
+from gradserver.engine.journal_state import Dated
 from gradserver.engine.policy import OnNonFinite, Policy
-from gradserver.engine.records import Dated
 from gradserver.engine.shard import ShardEngine
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import ConnectionLostError
@@ -127,7 +127,7 @@ class Processes(Fused):
                 case Hire():
                     self.coming += not self.coming
                 case Record(record):
-                    self.books.take(Dated(self.now, record))
+                    self.books.apply(Dated(self.now, record))
                     self.records.append(record)
         return list(commands)
 

@@ -18,8 +18,9 @@ from hypothesis import Phase, given, settings, strategies as st
 
 from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine, records
+from gradserver.engine.declared import Kind
 from gradserver.engine.events import Garbled, Reduce
-from gradserver.engine.records import Closed, Epoch, Gap, Group as Founded, Kind, Round, RoundRecord
+from gradserver.engine.records import Closed, Epoch, Gap, Group as Founded, Round, RoundRecord
 from gradserver.ledger.journal import Entry, scan
 from gradserver.ledger.state import StateDir, files_of
 from gradserver.protocol import wire

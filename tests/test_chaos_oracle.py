@@ -13,7 +13,8 @@ from gradserver.chaos import generator, recount, tally
 from gradserver.chaos.explain import People
 from gradserver.chaos.oracle import LAG, PATIENCE, Oracle
 from gradserver.engine.events import Contribution, Reduce
-from gradserver.engine.records import Dated, Epoch, Gap, Group, Round, RoundRecord, Start
+from gradserver.engine.journal_state import Dated
+from gradserver.engine.records import Epoch, Gap, Group, Round, RoundRecord, Start
 from gradserver.protocol.digest import MODULUS, digest, places
 from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.reducer import reduce

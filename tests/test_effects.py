@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Close, CloseGroup, Heeded, Log, Record, Send
-from gradserver.engine.records import Closed, Kind
+from gradserver.engine.records import Closed
 from gradserver.protocol.errors import UsageError
 from gradserver.protocol.messages import Failure, Leave, Scope
 

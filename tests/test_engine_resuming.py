@@ -8,8 +8,9 @@ import pytest
 
 from gradserver.engine.control.shard_replacement import HIRE_SECONDS
 from gradserver.engine.events import Disconnected, Garbled, Log
+from gradserver.engine.journal_state import Dated
 from gradserver.engine.policy import OnNonFinite, Policy
-from gradserver.engine.records import Boundary, Dated, Epoch, Halt, Round, RoundRecord
+from gradserver.engine.records import Boundary, Epoch, Halt, Round, RoundRecord
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import (
     ConnectionLostError,
@@ -707,7 +708,7 @@ def test_who_comes_back_and_then_says_nothing_is_left_out() -> None:
 
 def test_a_group_that_was_halted_stays_so() -> None:
     group = Group()
-    group.harness.books.take(Dated(0.0, Halt("default", 1, 0, "NonFiniteError", "NaN")))
+    group.harness.books.apply(Dated(0.0, Halt("default", 1, 0, "NonFiniteError", "NaN")))
     group.harness.restart()
 
     group.resume(0)

@@ -11,9 +11,11 @@ from gradserver.engine import Engine
 from gradserver.engine.control.access import OPEN, Access
 from gradserver.engine.control.quota import ENDED_BUDGETS, REFILL_SECONDS, Account, counted
 from gradserver.engine.data_records import Claim as HandedOut, Data, Order
+from gradserver.engine.declared import Kind
 from gradserver.engine.events import Command, Record, Restored
+from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.policy import Policy
-from gradserver.engine.records import Books, Dated, Kind, Round, Spent, size_of
+from gradserver.engine.records import Round, Spent, size_of
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import GradServerError, JoinRefusedError, QuotaExceededError
 from gradserver.protocol.limits import KIB
@@ -315,12 +317,12 @@ def test_full_budgets_of_groups_that_have_ended_are_forgotten() -> None:
 
 
 def test_a_restarted_coordinator_goes_on_with_what_is_left_of_a_budget() -> None:
-    there, books = harness(), Books()
+    there, books = harness(), JournalState()
     for connection in (SEATS + 1, SEATS + 2):
         commands = there.join(connection, "w", world=1, group="abuser")
         commands += there.propose(connection - SEATS, large_plan(connection, 60 * KIB))
         for record in records(commands + there.leave(connection - SEATS)):
-            books.take(Dated(there.now, record))
+            books.apply(Dated(there.now, record))
     again = harness()
     again.feed(Restored(tuple(dated.record for dated in books.records()), frozenset()))
     assert isinstance(found_and_leave(again, SEATS + 3, "abuser"), JoinRefusedError)

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from gradserver.cli import main
-from gradserver.engine.records import Epoch, Gap, Group, Halt, Kind, Plan, Round, RoundRecord, Snapshot, Start
+from gradserver.engine.declared import Kind
+from gradserver.engine.records import Epoch, Gap, Group, Halt, Plan, Round, RoundRecord, Snapshot, Start
 from gradserver.ledger.journal import HEADER_BYTES, Entry, scan
 from gradserver.ledger.state import StateDir, files_of
 from gradserver.protocol.codecs import codec_of, seed_of

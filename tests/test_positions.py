@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gradserver.engine.data_records import Claim, Committed, Order
+from gradserver.engine.declared import Kind
+from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.lease_table import Positions
-from gradserver.engine.records import Books, Dated, Epoch, Group, Kind, Round, RoundRecord, decode, encode
+from gradserver.engine.records import Epoch, Group, Round, RoundRecord, decode, encode
 from gradserver.protocol.errors import DisagreementError, LimitExceededError, MalformedMessageError, OutOfStepError
 from gradserver.protocol.limits import MAX_DATA, MAX_NUMEL
 from gradserver.protocol.ranges import Ranges, both, count, lowest, minus, pack, union, unpack
@@ -150,14 +152,14 @@ class Model:
 
     def restart(self, restated: bool) -> None:
         """Control is made anew from what was written, or from a file that restates it; who is there says it again."""
-        read, books = [decode(*encode(record)) for record in self.written], Books()
+        read, books = [decode(*encode(record)) for record in self.written], JournalState()
         for record in read:
-            books.take(Dated(0.0, record))
+            books.apply(Dated(0.0, record))
         if restated:
-            read, books = [dated.record for dated in books.records()], Books()
+            read, books = [dated.record for dated in books.records()], JournalState()
             for record in read:
-                books.take(Dated(0.0, record))
-        self.positions = books.positions["g"]
+                books.apply(Dated(0.0, record))
+        self.positions = books.groups["g"].positions
         for seat in list(self.said):
             if seat in self.present:
                 self.positions.used("data", self.epoch, seat, self.round, self.said[seat], self.round)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from contextlib import suppress
-from typing import get_args
 
 import msgpack
 import numpy as np
@@ -12,15 +11,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gradserver.engine.data_records import Claim, Committed, Data, Holder, Order
+from gradserver.engine.declared import KINDS, Kind
 from gradserver.engine.events import Command, Log, Record, Send
+from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import (
     MAX_BODY_BYTES,
-    Books,
     Boundary,
     Closed,
     Cut,
-    Dated,
     Durable,
     Entered,
     Epoch,
@@ -28,7 +27,6 @@ from gradserver.engine.records import (
     Group,
     Halt,
     Handling,
-    Kind,
     Plan,
     Reset,
     Round,
@@ -83,7 +81,7 @@ def names(commands: list[Command]) -> list[str]:
 
 
 def test_every_kind_of_record_is_among_them() -> None:
-    assert {type(record) for record in RECORDS} == set(get_args(Kind))
+    assert {type(record) for record in RECORDS} == set(KINDS.values())
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
@@ -196,25 +194,25 @@ def some_records(group: str) -> list[Kind]:
 
 @given(st.lists(st.sampled_from([START, *some_records("g"), *some_records("h")]), max_size=30))
 def test_what_is_restated_says_all_that_was_written_before(written: list[Kind]) -> None:
-    books, again = Books(), Books()
+    books, again = JournalState(), JournalState()
     for number, record in enumerate(written):
-        books.take(Dated(float(number), record))
+        books.apply(Dated(float(number), record))
     for dated in books.records():
-        again.take(dated)
+        again.apply(dated)
     assert again.records() == books.records()
     assert len(books.records()) <= 1 + 2 * 6
 
 
 def test_what_has_ended_is_not_restated() -> None:
-    books = Books()
+    books = JournalState()
     for number, record in enumerate([START, *some_records("g"), *some_records("h")[:-1]]):
-        books.take(Dated(float(number), record))
+        books.apply(Dated(float(number), record))
     found = [record for _, record in books.records()]
-    assert {record.group for record in found if not isinstance(record, Start | Snapshot | Gap)} == {"h"}
+    assert {record.of_group for record in found} == {"", "h"}
     assert [type(record).__name__ for record in found] == ["Start", "Group", "Epoch", "Plan", "Round", "Halt", "Data"]
     assert [clock for clock, _ in books.records()] == [0, 12, 21, 16, 19, 20, 18]
     assert found[-1] == Data("h", "data", ORDER, "'a'", 0, True, ((30, 50_000),), ()), "'b' has departed"
-    books.take(Dated(22.0, START))
+    books.apply(Dated(22.0, START))
     assert books.records() == [(22.0, START)]
 
 

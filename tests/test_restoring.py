@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from gradserver.engine import Engine, records
+from gradserver.engine import Engine, declared
+from gradserver.engine.declared import Kind
 from gradserver.engine.events import Log, Restored
 from gradserver.engine.policy import OnNonFinite, Policy
-from gradserver.engine.records import Boundary, Closed, Durable, Epoch, Group, Handling, Kind, Plan, Reset, Start
+from gradserver.engine.records import Boundary, Closed, Durable, Epoch, Group, Handling, Plan, Reset, Start
 from gradserver.ledger.command import Selection, show
 from gradserver.ledger.state import StateDir, files_of
 from gradserver.protocol.errors import StateError
@@ -125,8 +126,8 @@ def test_a_group_that_is_to_have_a_fixed_size_now_is_given_up_aloud(tmp_path: Pa
 
 def test_a_record_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as later_version:
-        later_version.setitem(records._CHECKS, 60, records._CHECKS[records.CODES[Reset]])
-        later_version.setitem(records.CODES, Reset, 60)
+        later_version.setitem(declared.KINDS, 60, Reset)
+        later_version.setitem(declared.CODES, Reset, 60)
         write(tmp_path, *FOUNDED, Reset("g", 3))
 
     with pytest.raises(StateError, match=r"ledger-000001.gsl: the record at byte .* there is no kind of record 60"):

@@ -26,20 +26,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gradserver.cli import main
-from gradserver.engine.records import (
-    Closed,
-    Dated,
-    Durable,
-    Epoch,
-    Gap,
-    Group,
-    Kind,
-    Plan,
-    Round,
-    RoundRecord,
-    Snapshot,
-    Start,
-)
+from gradserver.engine.declared import Kind
+from gradserver.engine.journal_state import Dated
+from gradserver.engine.records import Closed, Durable, Epoch, Gap, Group, Plan, Round, RoundRecord, Snapshot, Start
 from gradserver.ledger import state
 from gradserver.ledger.journal import HEADER_BYTES, MAGIC, Entry, Fault, frame, header, number_of, scan
 from gradserver.ledger.state import EVERY_ROUND, StateDir, files_of

@@ -245,6 +245,14 @@ def test_what_does_not_name_all_kinds_does_not_count(write: Write, text: str) ->
     assert structure.listings(write(files), "record") == {HERE: 1}
 
 
+def test_kinds_may_derive_from_one_class(write: Write) -> None:
+    declared = "class Kind: pass\nclass Other: pass\n"
+    records = "from gradserver.engine.declared import Kind\n" + "".join(f"class {name}(Kind): pass\n" for name in NAMES)
+    table = f"from gradserver.engine.records import {', '.join(NAMES)}\nTABLE = A, B, C, D, E, F\n"
+    files = {"gradserver/ledger/tables.py": table} | engine(declared=declared, records=records)
+    assert structure.listings(write(files), "record") == {"gradserver/ledger/tables.py TABLE names 6 of 8": 1}
+
+
 def test_kinds_are_known_by_any_name_and_from_any_module(write: Write) -> None:
     union = "from gradserver.protocol.resuming import C, D, E, F\nclass A: pass\nclass B: pass\n"
     union += "First = A | B | C\nMessage = First | D | E | F\n"

@@ -144,13 +144,13 @@ worker.broadcast(torch.ones(3), root="0")
 """
 REVEALED = [
     "torch._tensor.Tensor",
-    "worker.handle.Handle[torch._tensor.Tensor]",
+    "gradserver.worker.handle.Handle[torch._tensor.Tensor]",
     "torch._tensor.Tensor",
     "torch._tensor.Tensor",
     "numpy.ndarray[tuple[Any, ...], numpy.dtype[numpy.float64]]",
-    "worker.handle.Handle[torch._tensor.Tensor]",
+    "gradserver.worker.handle.Handle[torch._tensor.Tensor]",
     "None",
-    "worker.handle.Handle[None]",
+    "gradserver.worker.handle.Handle[None]",
     "torch._tensor.Tensor",
     "numpy.ndarray[tuple[Any, ...], numpy.dtype[numpy.signedinteger[numpy._typing._nbit_base._32Bit]]]",
 ]

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gradserver.engine.records import Dated
+from gradserver.engine.journal_state import Dated
 from gradserver.ledger.journal import HEADER_BYTES, Entry, header, scan
 from gradserver.ledger.state import files_of
 

@@ -31,7 +31,8 @@ import numpy.typing as npt
 from gradserver.chaos import generator, recount, tally
 from gradserver.chaos.evidence import Met, Report
 from gradserver.chaos.explain import Account, Case, People, explain, search
-from gradserver.engine.records import Closed, Dated, Epoch, Gap, Group, Halt, Round, RoundRecord, Start
+from gradserver.engine.journal_state import Dated
+from gradserver.engine.records import Closed, Epoch, Gap, Group, Halt, Round, RoundRecord, Start
 
 Array = npt.NDArray[Any]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from gradserver.engine.declared import Kind
 from gradserver.engine.events import Close, Command, Hire, Log, Order, Record, Reduce, Report, Send
-from gradserver.engine.records import Kind
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.messages import Failure, Message, Scope

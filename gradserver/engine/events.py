@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gradserver.engine.declared import Kind
 from gradserver.engine.policy import Lateness, OnNonFinite
-from gradserver.engine.records import Kind, RoundRecord
+from gradserver.engine.records import RoundRecord
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import ExchangeKey, Operation

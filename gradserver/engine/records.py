@@ -4,21 +4,23 @@ A record says what was decided, or what happened, once. It is written before any
 asks for it stands before those that tell. Bodies are msgpack arrays of fields, numbers by rank are packed columns.
 What is written stays readable: a kind with other fields gets another number, and no number is used twice.
 
+A kind of record is declared once, as a class: `kind` gives it its number, and the type of each field has its check
+(`gradserver.engine.declared`). `gradserver.engine.journal_state` is what many records come to.
+
 Times are those of the coordinator's own clock, in seconds. `Start` says what the time of day was then.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Self
 
 import msgpack
 
-from gradserver.engine import data_records
-from gradserver.engine.data_records import Claim, Committed, Data
-from gradserver.engine.lease_table import Positions
+from gradserver.engine.data_records import Committed, committed
+from gradserver.engine.declared import CODES, KINDS, Field, Kind, kind
 from gradserver.engine.policy import OnNonFinite
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.checks import brief, integer, listed, number, text, unpack
@@ -27,7 +29,6 @@ from gradserver.protocol.limits import (
     MAX_BUCKETS,
     MAX_COUNTER,
     MAX_DATA,
-    MAX_ENDED_GROUPS,
     MAX_NAME_BYTES,
     MAX_ORDER_BYTES,
     MAX_RATE,
@@ -46,6 +47,49 @@ _MAX_CUT: Final = 1024
 """Places at which a record says that somebody was cut off, or not finite; it leaves out the others."""
 _MAX_SECONDS: Final = 1e12
 """Of any clock."""
+
+
+# ── fields ────────────────────────────────────────────────────────────────────────────────────────────
+
+_count = integer(0, MAX_COUNTER)
+_name = text(MAX_NAME_BYTES)
+_text = text(MAX_TEXT)
+_clock = number(-_MAX_SECONDS, _MAX_SECONDS)
+_weight = number(0.0, MAX_WEIGHT)
+_rank = integer(0, MAX_WORLD_SIZE - 1)
+
+
+def _cut(value: str) -> str:
+    return value[:MAX_TEXT]
+
+
+def _members(value: Any) -> tuple[tuple[int, str], ...]:
+    if type(value) is not list or len(value) > MAX_WORLD_SIZE or any(type(m) is not list or len(m) != 2 for m in value):
+        raise MalformedMessageError(f"expected the members of a group, got {brief(value)}")
+    return tuple((_rank(rank), _name(name)) for rank, name in value)
+
+
+def known_policy(value: Any) -> OnNonFinite:
+    """The check of what becomes of gradients that are not finite."""
+    if value not in tuple(OnNonFinite):
+        raise MalformedMessageError(f"expected what becomes of gradients that are not finite, got {brief(value)}")
+    return OnNonFinite(value)
+
+
+def _plan(value: Any) -> PlanTable:
+    if type(value) is not bytes:
+        raise MalformedMessageError(f"expected a plan, got {brief(value)}")
+    return decode_plan(value)
+
+
+Count = Annotated[int, Field(_count)]
+Name = Annotated[str, Field(_name, _cut)]
+Text = Annotated[str, Field(_text, _cut)]
+Clock = Annotated[float, Field(_clock)]
+Members = Annotated[tuple[tuple[int, str], ...], Field(_members)]
+
+
+# ── rounds ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,212 +129,6 @@ class RoundRecord:
         """The same, to be kept in memory. `dataclasses.replace` takes four times as long, in every round."""
         before = self.round, self.weights, self.opened, self.completed, self.last, self.arrivals
         return RoundRecord(*before, (), (), self.cut, self.section, self.nonfinite)
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A coordinator began to write. ``incarnation`` counts them; ``clock`` showed this at ``wall``, since 1970."""
-
-    incarnation: int
-    version: str
-    pid: int
-    wall: float
-    clock: float
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """As many records follow as are ``restated``: what still matters of all that was written before."""
-
-    restated: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """The disk has not taken as many records as are ``lost``, since the clock showed ``since``; ``reason`` says why."""
-
-    lost: int
-    since: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A group is complete. ``timeout`` in seconds."""
-
-    group: str
-    world: int
-    timeout: float
-
-
-@dataclass(frozen=True, slots=True)
-class Epoch:
-    """Who is in the group, from ``round`` on: names by rank. ``reason`` says what has changed."""
-
-    group: str
-    epoch: int
-    round: int
-    members: tuple[tuple[int, str], ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """From ``round`` on buckets are those of this plan."""
-
-    group: str
-    epoch: int
-    round: int
-    plan: PlanTable
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """A round is complete, and data ``used_up`` by it."""
-
-    group: str
-    epoch: int
-    record: RoundRecord
-    used_up: tuple[Committed, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A round goes on without what these have not given to it yet, because they are late. ``reason`` says how much."""
-
-    group: str
-    epoch: int
-    round: int
-    seats: tuple[int, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Halt:
-    """In ``round`` the group broke, and exchanges no bucket any more. ``error`` is a class's name."""
-
-    group: str
-    epoch: int
-    round: int
-    error: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """The group has ended after as many ``rounds``."""
-
-    group: str
-    epoch: int
-    rounds: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Durable:
-    """The group survives its coordinator: from ``secret`` follow the tokens by which its members are known.
-
-    ``rates`` are those of its data shards, by which slices are shared; none if there is one only.
-    """
-
-    group: str
-    secret: str
-    rates: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """Behind ``round`` the membership ``epoch`` is in force, another than when the round was complete."""
-
-    group: str
-    round: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Entered:
-    """These, by rank, contribute to ``round`` as their first one; written when that changes."""
-
-    group: str
-    round: int
-    members: tuple[tuple[int, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Reset:
-    """From ``round`` on, lossy codecs owe nothing: what they had kept back at the coordinator was lost with it."""
-
-    group: str
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Handling:
-    """What becomes of gradients of a group that are not finite. Without this record they halt it."""
-
-    group: str
-    nonfinite: OnNonFinite
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """The group has as many bytes of its journal quota used up as are ``nbytes``; it may have ended.
-
-    Written when that has changed by much, for a later coordinator.
-    """
-
-    group: str
-    nbytes: int
-
-
-Kind = (
-    Start
-    | Snapshot
-    | Gap
-    | Group
-    | Epoch
-    | Plan
-    | Round
-    | Cut
-    | Halt
-    | Closed
-    | Data
-    | Claim
-    | Durable
-    | Boundary
-    | Entered
-    | Reset
-    | Handling
-    | Spent
-)
-
-# ── fields ────────────────────────────────────────────────────────────────────────────────────────────
-
-_count = integer(0, MAX_COUNTER)
-_name = text(MAX_NAME_BYTES)
-_text = text(MAX_TEXT)
-_clock = number(-_MAX_SECONDS, _MAX_SECONDS)
-_weight = number(0.0, MAX_WEIGHT)
-_rank = integer(0, MAX_WORLD_SIZE - 1)
-
-
-def _members(value: Any) -> tuple[tuple[int, str], ...]:
-    if type(value) is not list or len(value) > MAX_WORLD_SIZE or any(type(m) is not list or len(m) != 2 for m in value):
-        raise MalformedMessageError(f"expected the members of a group, got {brief(value)}")
-    return tuple((_rank(rank), _name(name)) for rank, name in value)
-
-
-def known_policy(value: Any) -> OnNonFinite:
-    """The check of what becomes of gradients that are not finite."""
-    if value not in tuple(OnNonFinite):
-        raise MalformedMessageError(f"expected what becomes of gradients that are not finite, got {brief(value)}")
-    return OnNonFinite(value)
-
-
-def _plan(value: Any) -> PlanTable:
-    if type(value) is not bytes:
-        raise MalformedMessageError(f"expected a plan, got {brief(value)}")
-    return decode_plan(value)
 
 
 def column(code: str, values: Sequence[Any]) -> bytes:
@@ -369,31 +207,200 @@ def _not_finite(values: Sequence[int]) -> tuple[tuple[int, int, int, int], ...]:
 _took = number(0.0, MAX_TIMEOUT)
 _lag = number(-MAX_TIMEOUT, MAX_TIMEOUT)
 
-# ── records ───────────────────────────────────────────────────────────────────────────────────────────
 
-_TABLE: Final[tuple[tuple[int, type[Any], tuple[Callable[[Any], Any], ...]], ...]] = (
-    # number, class, the checks of its fields in order
-    (1, Start, (_count, _text, _count, _clock, _clock)),
-    (2, Snapshot, (_count,)),
-    (3, Gap, (_count, _clock, _text)),
-    (4, Group, (_name, integer(1, MAX_WORLD_SIZE), number(0.0, MAX_TIMEOUT))),
-    (5, Epoch, (_name, _count, _count, _members, _text)),
-    (6, Plan, (_name, _count, _count, _plan)),
-    (8, Halt, (_name, _count, _count, _text, _text)),
-    (9, Closed, (_name, _count, _count, _text)),
-    (10, Data, data_records.DATA),
-    (11, Claim, data_records.CLAIM),
-    (12, Durable, (_name, text(MAX_TOKEN), listed(number(0.0, MAX_RATE), MAX_SHARDS))),
-    (13, Boundary, (_name, _count, _count)),
-    (14, Reset, (_name, _count)),
-    (15, Cut, (_name, _count, _count, listed(_rank, MAX_WORLD_SIZE), _text)),
-    (16, Entered, (_name, _count, _members)),
-    (17, Handling, (_name, known_policy)),
-    (18, Spent, (_name, _count)),
-)
-_ROUND: Final = 7
-CODES: Final = {kind: code for code, kind, _ in _TABLE}
-_CHECKS: Final = {code: (kind, checks) for code, kind, checks in _TABLE}
+# ── kinds ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@kind(1)
+@dataclass(frozen=True, slots=True)
+class Start(Kind):
+    """A coordinator began to write. ``incarnation`` counts them; ``clock`` showed this at ``wall``, since 1970."""
+
+    incarnation: Count
+    version: Text
+    pid: Count
+    wall: Clock
+    clock: Clock
+
+
+@kind(2)
+@dataclass(frozen=True, slots=True)
+class Snapshot(Kind):
+    """As many records follow as are ``restated``: what still matters of all that was written before."""
+
+    restated: Count
+
+
+@kind(3)
+@dataclass(frozen=True, slots=True)
+class Gap(Kind):
+    """The disk has not taken as many records as are ``lost``, since the clock showed ``since``; ``reason`` says why."""
+
+    lost: Count
+    since: Clock
+    reason: Text
+
+
+@kind(4)
+@dataclass(frozen=True, slots=True)
+class Group(Kind):
+    """A group is complete. ``timeout`` in seconds."""
+
+    group: Name
+    world: Annotated[int, Field(integer(1, MAX_WORLD_SIZE))]
+    timeout: Annotated[float, Field(number(0.0, MAX_TIMEOUT))]
+
+
+@kind(5)
+@dataclass(frozen=True, slots=True)
+class Epoch(Kind):
+    """Who is in the group, from ``round`` on: names by rank. ``reason`` says what has changed."""
+
+    group: Name
+    epoch: Count
+    round: Count
+    members: Members
+    reason: Text
+
+
+@kind(6)
+@dataclass(frozen=True, slots=True)
+class Plan(Kind):
+    """From ``round`` on buckets are those of this plan."""
+
+    group: Name
+    epoch: Count
+    round: Count
+    plan: Annotated[PlanTable, Field(_plan, lambda plan: plan.encoded)]
+
+
+@kind(7)
+@dataclass(frozen=True, slots=True)
+class Round(Kind):
+    """A round is complete, and data ``used_up`` by it."""
+
+    group: str
+    epoch: int
+    record: RoundRecord
+    used_up: tuple[Committed, ...] = ()
+
+    def pack(self) -> list[Any]:
+        """Give its fields, as they are written."""
+        packed = [self.group, self.epoch, self.record.opened, *pack_round(self.record)]
+        if self.used_up:
+            packed.append([one.pack() for one in self.used_up])
+        return packed
+
+    @classmethod
+    def unpack(cls, values: list[Any]) -> Self:
+        """Make a record of what was read; MalformedMessageError says why there is none."""
+        if len(values) < 3:
+            raise MalformedMessageError(f"a Round of {len(values)} fields")
+        group, epoch, opened, *rest = values
+        used_up = committed(rest.pop()) if len(rest) > 8 and type(rest[-1]) is list else ()
+        return cls(_name(group), _count(epoch), unpack_round(rest, _clock(opened)), used_up)
+
+
+@kind(15)
+@dataclass(frozen=True, slots=True)
+class Cut(Kind):
+    """A round goes on without what these have not given to it yet, because they are late. ``reason`` says how much."""
+
+    group: Name
+    epoch: Count
+    round: Count
+    seats: Annotated[tuple[int, ...], Field(listed(_rank, MAX_WORLD_SIZE))]
+    reason: Text
+
+
+@kind(8)
+@dataclass(frozen=True, slots=True)
+class Halt(Kind):
+    """In ``round`` the group broke, and exchanges no bucket any more. ``error`` is a class's name."""
+
+    group: Name
+    epoch: Count
+    round: Count
+    error: Text
+    reason: Text
+
+
+@kind(9)
+@dataclass(frozen=True, slots=True)
+class Closed(Kind):
+    """The group has ended after as many ``rounds``."""
+
+    group: Name
+    epoch: Count
+    rounds: Count
+    reason: Text
+
+
+@kind(12)
+@dataclass(frozen=True, slots=True)
+class Durable(Kind):
+    """The group survives its coordinator: from ``secret`` follow the tokens by which its members are known.
+
+    ``rates`` are those of its data shards, by which slices are shared; none if there is one only.
+    """
+
+    group: Name
+    secret: Annotated[str, Field(text(MAX_TOKEN))]
+    rates: Annotated[tuple[float, ...], Field(listed(number(0.0, MAX_RATE), MAX_SHARDS))] = ()
+
+
+@kind(13)
+@dataclass(frozen=True, slots=True)
+class Boundary(Kind):
+    """Behind ``round`` the membership ``epoch`` is in force, another than when the round was complete."""
+
+    group: Name
+    round: Count
+    epoch: Count
+
+
+@kind(16)
+@dataclass(frozen=True, slots=True)
+class Entered(Kind):
+    """These, by rank, contribute to ``round`` as their first one; written when that changes."""
+
+    group: Name
+    round: Count
+    members: Members
+
+
+@kind(14)
+@dataclass(frozen=True, slots=True)
+class Reset(Kind):
+    """From ``round`` on, lossy codecs owe nothing: what they had kept back at the coordinator was lost with it."""
+
+    group: Name
+    round: Count
+
+
+@kind(17)
+@dataclass(frozen=True, slots=True)
+class Handling(Kind):
+    """What becomes of gradients of a group that are not finite. Without this record they halt it."""
+
+    group: Name
+    nonfinite: Annotated[OnNonFinite, Field(known_policy)]
+
+
+@kind(18)
+@dataclass(frozen=True, slots=True)
+class Spent(Kind):
+    """The group has as many bytes of its journal quota used up as are ``nbytes``; it may have ended.
+
+    Written when that has changed by much, for a later coordinator.
+    """
+
+    group: Name
+    nbytes: Count
+
+
+# ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────
+
 _packb = msgpack.Packer(autoreset=True, unicode_errors="replace").pack
 
 
@@ -441,124 +448,19 @@ _SOON: Final = 3600.0
 
 
 def _encode(record: Kind) -> tuple[int, bytes]:
-    if type(record) is Round:
-        fields_of_round = [record.group, record.epoch, record.record.opened, *pack_round(record.record)]
-        if record.used_up:
-            fields_of_round.append([one.pack() for one in record.used_up])
-        body: bytes = _packb(fields_of_round)
-        return _ROUND, body
-    if isinstance(record, Data | Claim):
-        return CODES[type(record)], _packb(record.pack())
-    values = [getattr(record, field.name) for field in fields(record)]
-    if type(record) is Plan:
-        values[-1] = record.plan.encoded
-    body = _packb([value[:MAX_TEXT] if type(value) is str else value for value in values])
+    body: bytes = _packb(record.pack())
     return CODES[type(record)], body
 
 
 def decode(code: int, body: Buffer) -> Kind:
     """The record of this kind; MalformedMessageError or LimitExceededError says why there is none."""
     values = _unpack(body)
-    if code == _ROUND:
-        if len(values) < 3:
-            raise MalformedMessageError(f"a Round of {len(values)} fields")
-        group, epoch, opened, *rest = values
-        used_up = data_records.committed(rest.pop()) if len(rest) > 8 and type(rest[-1]) is list else ()
-        return Round(_name(group), _count(epoch), unpack_round(rest, _clock(opened)), used_up)
-    if code not in _CHECKS:
+    if code not in KINDS:
         raise MalformedMessageError(f"there is no kind of record {code}: a later version may have written it")
-    kind, checks = _CHECKS[code]
-    if len(values) != len(checks):
-        raise MalformedMessageError(f"{kind.__name__} has {len(checks)} fields, got {len(values)}")
-    record: Kind = kind(*(check(value) for check, value in zip(checks, values, strict=True)))
-    return record
+    return KINDS[code].unpack(values)
 
 
 def _unpack(body: Buffer) -> list[Any]:
     if len(body) > MAX_BODY_BYTES:
         raise LimitExceededError(f"a record of {len(body)} bytes, the limit is {MAX_BODY_BYTES}")
     return unpack(body, "no record", MAX_DATA * MAX_WORLD_SIZE, maps=False)
-
-
-class Dated(NamedTuple):
-    """A record, and what the clock showed when it was written."""
-
-    clock: float
-    record: Kind
-
-
-_MAX_SPENT: Final = 2 * MAX_ENDED_GROUPS
-"""Groups whose used quota is restated: more than there can be in all."""
-MAX_EPOCHS: Final = 256
-"""Memberships that a member may have to hear of when it comes back."""
-
-
-class Books:
-    """What still matters of all that was written: taken one after the other, and given back to begin a file with.
-
-    Also what a later coordinator goes on from, as far as groups are durable.
-    """
-
-    def __init__(self) -> None:
-        self._start: list[Dated] = []
-        self._groups: dict[str, dict[type[Any], Dated]] = {}
-        """Of each group that has not ended, the latest record of each kind."""
-        self.positions: dict[str, Positions] = {}
-        """Of the same groups: what is used, and by whom."""
-        self._epochs: dict[str, dict[int, Dated]] = {}
-        """Of each, the memberships from that on which is in force, by epoch; of more than some the latest."""
-        self._spent: dict[str, Dated] = {}
-        """What groups have used of their quota, also if they have ended."""
-
-    def take(self, dated: Dated) -> None:
-        """What was written next."""
-        record = dated.record
-        match record:
-            case Start():
-                self._start = [dated]
-                for group in [group for group, latest in self._groups.items() if Durable not in latest]:
-                    self._forget(group)  # it ended with the coordinator that had it
-            case Spent(group, nbytes):
-                self._spent.pop(group, None)
-                if nbytes:
-                    self._spent[group] = dated
-                if len(self._spent) > _MAX_SPENT:
-                    del self._spent[next(iter(self._spent))]
-            case Group(group):
-                self._groups[group], self._epochs[group] = {Group: dated}, {}
-                self.positions[group] = Positions()
-            case Closed(group):
-                self._forget(group)
-            case Epoch(group, epoch) if group in self._groups:
-                self.positions[group].keep_only(rank for rank, _ in record.members)
-                known = self._epochs[group]
-                known[epoch] = dated
-                if len(known) > MAX_EPOCHS:
-                    del known[min(known)]
-            case Data(group) | Claim(group) if group in self._groups:
-                self.positions[group].restore(record)
-                self._groups[group][Data] = dated
-            case Plan(group) | Halt(group) | Durable(group) | Entered(group) | Handling(group) if group in self._groups:
-                self._groups[group][type(record)] = dated
-            case Round(group, epoch) | Boundary(group, _, epoch) if group in self._groups:
-                if type(record) is Round:
-                    self._groups[group].pop(Boundary, None)
-                    for used_up in record.used_up:
-                        self.positions[group].restore(used_up)
-                self._groups[group][type(record)] = dated
-                self._epochs[group] = {known: dated for known, dated in self._epochs[group].items() if known >= epoch}
-
-    def _forget(self, group: str) -> None:
-        self._groups.pop(group, None)
-        self._epochs.pop(group, None)
-        self.positions.pop(group, None)
-
-    def records(self) -> list[Dated]:
-        """What is to be restated, in an order in which it can be read."""
-        restated = [*self._start, *self._spent.values()]
-        for group, latest in self._groups.items():
-            restated += [latest[kind] for kind in (Group, Durable, Handling) if kind in latest]
-            restated += self._epochs[group].values()
-            restated += [latest[kind] for kind in (Entered, Plan, Round, Boundary, Halt) if kind in latest]
-            restated += [Dated(latest[Data].clock, state) for state in self.positions[group].states(group)]
-        return restated

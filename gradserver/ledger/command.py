@@ -8,18 +8,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-from gradserver.engine.records import (
-    Gap,
-    Group,
-    Kind,
-    Plan,
-    Round,
-    RoundRecord,
-    Snapshot,
-    Start,
-)
+from gradserver.engine.declared import Kind
+from gradserver.engine.records import Gap, Group, Plan, Round, RoundRecord, Snapshot, Start
 from gradserver.ledger.journal import Entry, Fault, number_of, scan
 from gradserver.ledger.repair import repair
 from gradserver.ledger.state import files_of
@@ -27,9 +19,6 @@ from gradserver.ledger.tables import Story, hexadecimal, moment, one_round, roun
 from gradserver.protocol.errors import StateError, reason_of
 from gradserver.protocol.exchange import EXACT
 from gradserver.protocol.limits import KIB, MIB
-
-_OF_NO_GROUP: Final = (Start, Snapshot, Gap)
-"""Kinds of records of the coordinator itself. All others are of a group, also those that are yet to come."""
 
 
 class Selection(NamedTuple):
@@ -200,8 +189,8 @@ def _stories(written: Iterator[Written], selection: Selection) -> tuple[list[Sto
         elif isinstance(record, Group) and not (restated and record.group in living):
             living[record.group] = Story(record, clock, start)
             stories.append(living[record.group])
-        elif not isinstance(record, _OF_NO_GROUP) and record.group in living and not restated:
-            story = living[record.group]
+        elif (group := record.of_group) in living and not restated:
+            story = living[group]
             story.take(record, clock)
             if isinstance(record, Round) and not selection.is_all and selection.has(record.record.round):
                 story.chosen.append(record)
@@ -243,7 +232,7 @@ def _lines(written: Iterator[Written], selection: Selection) -> Iterator[dict[st
             start = record
         if restated or isinstance(record, Snapshot):
             continue
-        if not isinstance(record, _OF_NO_GROUP) and selection.group not in (None, record.group):
+        if record.of_group and selection.group not in (None, record.of_group):
             continue
         if isinstance(record, Round):
             if selection.has(record.record.round):

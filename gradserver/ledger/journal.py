@@ -23,7 +23,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gradserver.engine.records import MAX_BODY_BYTES, Dated, decode, encode
+from gradserver.engine.journal_state import Dated
+from gradserver.engine.records import MAX_BODY_BYTES, decode, encode
 from gradserver.protocol.errors import GradServerError, StateError
 from gradserver.protocol.limits import MIB
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gradserver.engine.records import Dated, Epoch, Kind, Plan, Round, Snapshot, Start
+from gradserver.engine.declared import Kind
+from gradserver.engine.journal_state import Dated
+from gradserver.engine.records import Epoch, Plan, Round, Snapshot, Start
 from gradserver.ledger.journal import HEADER_BYTES, Entry, Fault, check_format, frame, header, scan
 from gradserver.ledger.state import OWN, file_number, lock, sync_directory
 from gradserver.protocol.errors import StateError, reason_of

@@ -24,7 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from gradserver.engine.records import CODES, Books, Dated, Gap, Kind, Round, Snapshot, Start
+from gradserver.engine.declared import CODES, Kind
+from gradserver.engine.journal_state import Dated, JournalState
+from gradserver.engine.records import Gap, Round, Snapshot, Start
 from gradserver.ledger.journal import Entry, Fault, frame, header, number_of, scan
 from gradserver.protocol.errors import ProtocolError, StateError, reason_of
 from gradserver.protocol.limits import MIB
@@ -74,7 +76,7 @@ class StateDir:
     ) -> None:
         self.path, self._keep, self._file_bytes, self._retry = path, keep, file_bytes, retry
         self._sync = sync
-        self._books = Books()
+        self._fold = JournalState()
         self._trouble: str | None = None
         self._lost, self._lost_since, self._retry_at = 0, 0.0, 0.0
         self._file = path
@@ -94,7 +96,7 @@ class StateDir:
         try:
             _keep_to_owner(path)
             self.incarnation = self._resume() + 1
-            self.restored: tuple[Kind, ...] = tuple(dated.record for dated in self._books.records())
+            self.restored: tuple[Kind, ...] = tuple(dated.record for dated in self._fold.records())
             self._begin_or_tell()
             self.append(Start(self.incarnation, version, os.getpid(), time.time(), time.monotonic()))
         except BaseException:
@@ -128,7 +130,7 @@ class StateDir:
                 self._fail(error)
         if self._trouble is not None:
             self._lost += 1
-        self._books.take(dated)
+        self._fold.apply(dated)
         if self._trouble is None and self._size >= self._full:
             self._begin_or_tell()
         elif self._trouble is None and self._size >= self._restate_at:
@@ -212,7 +214,7 @@ class StateDir:
         writer = "another version of gradserver"
         for entry in entries[first:]:
             dated = _read(self._file, entry, writer)
-            self._books.take(dated)
+            self._fold.apply(dated)
             if isinstance(dated.record, Start):
                 writer = f"gradserver {dated.record.version}"
         self._restate_at = self._size + _RESTATED_BYTES
@@ -277,7 +279,7 @@ class StateDir:
             self._delete_old()
 
     def _snapshot(self, now: float) -> list[Dated]:
-        restated = [dated for dated in self._books.records() if self._is_readable(dated)]
+        restated = [dated for dated in self._fold.records() if self._is_readable(dated)]
         return [Dated(now, Snapshot(len(restated))), *restated]
 
     def _is_readable(self, dated: Dated) -> bool:

@@ -10,6 +10,7 @@ from statistics import median
 from textwrap import wrap
 
 from gradserver.engine.data_records import Data
+from gradserver.engine.declared import Kind
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import (
     Closed,
@@ -19,7 +20,6 @@ from gradserver.engine.records import (
     Group,
     Halt,
     Handling,
-    Kind,
     Plan,
     Reset,
     Round,

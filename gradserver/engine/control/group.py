@@ -13,9 +13,10 @@ from gradserver.engine.control.quota import Account
 from gradserver.engine.control.turns import Turns
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Seat
+from gradserver.engine.journal_state import MAX_EPOCHS
 from gradserver.engine.lease_table import Positions
 from gradserver.engine.policy import OnNonFinite, Policy
-from gradserver.engine.records import MAX_EPOCHS, RoundRecord
+from gradserver.engine.records import RoundRecord
 from gradserver.engine.seats import Seats
 from gradserver.protocol.errors import (
     GradServerError,

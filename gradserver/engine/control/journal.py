@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.quota import counted, used_ranges
 from gradserver.engine.data_records import Claim, Committed
+from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
 from gradserver.engine.lease_table import Use
 from gradserver.engine.policy import OnNonFinite
@@ -20,7 +21,6 @@ from gradserver.engine.records import (
     Group as Founded,
     Halt,
     Handling,
-    Kind,
     Plan,
     Reset,
     Round,

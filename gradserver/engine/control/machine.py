@@ -58,6 +58,7 @@ from gradserver.engine.control.members import (
 from gradserver.engine.control.registry import HERE, Registry
 from gradserver.engine.control.rounds import close_round, completed, end_rounds, heeded
 from gradserver.engine.control.shards import count_round
+from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import (
     Absent,
@@ -75,7 +76,6 @@ from gradserver.engine.events import (
     Violation,
 )
 from gradserver.engine.orders import decode_report
-from gradserver.engine.records import Kind
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
     ConnectionLostError,

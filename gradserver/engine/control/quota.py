@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from gradserver.engine.data_records import Claim, Data
-from gradserver.engine.records import Boundary, Cut, Kind, Round, Spent, size_of
+from gradserver.engine.declared import Kind
+from gradserver.engine.records import Boundary, Cut, Round, Spent, size_of
 from gradserver.protocol.errors import JoinRefusedError, QuotaExceededError
 from gradserver.protocol.limits import MAX_ENDED_GROUPS, MIB
 from gradserver.protocol.ranges import PAIR_BYTES, Ranges

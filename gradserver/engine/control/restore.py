@@ -11,27 +11,12 @@ from gradserver.engine.control import journal
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.welcome import token_of
-from gradserver.engine.data_records import Claim, Data
+from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Admit, Depart, Expect, RemoteOrder, Reseat, Seat, SetPlan
-from gradserver.engine.lease_table import Positions
+from gradserver.engine.journal_state import Dated, GroupState, JournalState
 from gradserver.engine.policy import OnNonFinite, Policy
-from gradserver.engine.records import (
-    Boundary,
-    Closed,
-    Durable,
-    Entered,
-    Epoch,
-    Group as Founded,
-    Halt,
-    Handling,
-    Kind,
-    Plan,
-    Round,
-    RoundRecord,
-    Spent,
-    Start,
-)
+from gradserver.engine.records import Durable, Entered, Epoch, Group as Founded, Halt, Handling, Plan, Round, Spent
 from gradserver.engine.seats import Seats
 from gradserver.protocol.errors import ERRORS, GradServerError, WorkerLostError
 from gradserver.protocol.messages import Membership
@@ -53,30 +38,22 @@ def restore(registry: Registry, records: Sequence[Kind], kept: Collection[str], 
 
 
 def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Effects) -> Iterable[Group]:
-    """The durable groups that records speak of, and that have not ended."""
-    past: dict[str, _Past] = {}
+    """Give the durable groups that records speak of, and that have not ended, as they were."""
+    state = JournalState()
     for record in records:
-        match record:
-            case Start():
-                past = {name: found for name, found in past.items() if found.secret}
-            case Founded(name):
-                past[name] = _Past(record)
-            case Closed(name):
-                past.pop(name, None)
-            case _ if (name := getattr(record, "group", "")) in past:
-                past[name].take(record)
-    for name, found in past.items():
+        state.apply(Dated(now, record))
+    for name, found in state.groups.items():
         policy = registry.told(name)
-        if not found.secret or not found.epochs:
+        if not found.is_durable or not found.epochs:
             continue
         if not isinstance(policy, Policy):
             what = "it is served with another number of workers now, and ends"
             effects.log(f"group {name!r} was durable: {what}", warning=True)
             continue
-        group = found.group(policy, now)
+        group = _group(name, found, policy, now)
         group.round_timeout = registry.round_timeout or group.timeout
-        if found.entered is not None:
-            _promote(registry, group, found.entered, now, effects)
+        if (entered := _entered(group, found)) is not None:
+            _promote(registry, group, entered, now, effects)
         names = ", ".join(group.seats.present_names())
         what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
         effects.log(f"group {name!r}: {what}; it was in round {group.rounds}, epoch {group.epoch}")
@@ -119,90 +96,61 @@ def reopen(registry: Registry, group: Group, shard: int = 0) -> Iterable[RemoteO
         yield Reseat(group.name, group.epoch, group.seats.present)
 
 
-class _Past:
-    """What records say of one group."""
+def _group(name: str, found: GroupState, policy: Policy, now: float) -> Group:
+    """Make the group as it was, with everybody away."""
+    epochs = [dated.record for dated in found.epochs.values() if isinstance(dated.record, Epoch)]
+    founded, durable, latest = found.latest(Founded), found.latest(Durable), epochs[-1]
+    assert founded is not None
+    assert durable is not None
+    handling = found.latest(Handling)
+    names = {seat: name for epoch in epochs for seat, name in epoch.members}
+    world = max(names) + 1
+    group = Group(name, world, policy, OnNonFinite.HALT if handling is None else handling.nonfinite)
+    group.seats = Seats(names.get(seat, "") for seat in range(world))  # some were nobody's yet
+    group.table, group.founders = Table(len(latest.members), durable.rates), world
+    further = max(len(durable.rates) - 1, 0)
+    group.shards, group.urls, group.lacking = (-1,) * further, ("",) * further, set(range(further))
+    group.recovering = bool(further)
+    group.restored = group.uncertain = True
+    group.members = {seat: Seat(-1, name) for seat, name in latest.members}
+    for seat in names:
+        if seat not in group.members:
+            group.seats.depart(seat)
+    group.away = dict.fromkeys(group.members, now + policy.reconnect)
+    group.epoch = group.founded = latest.epoch
+    group.timeout, group.secret, group.told = founded.timeout, durable.secret, found.told
+    group.positions = found.positions
+    group.rounds = group.told[0] + 1
+    if (plan := found.latest(Plan)) is not None:
+        group.plan, group.planned = plan.plan, plan.round
+        group.rounds = max(group.rounds, group.planned)
+        group.table.set_plan(group.plan)
+        group.busy_shards = group.table.busy(group.plan)
+    _tell_again(group, found, epochs)
+    return group
 
-    def __init__(self, founded: Founded) -> None:
-        self.founded = founded
-        self.secret = ""
-        self.rates: tuple[float, ...] = ()
-        self.nonfinite = OnNonFinite.HALT
-        self.epochs: list[Epoch] = []
-        self.plan: Plan | None = None
-        self.told = -1, 0
-        """The last round that is over, and the epoch that is in force behind it."""
-        self.done: RoundRecord | None = None
-        """What was written of it."""
-        self.halt: Halt | None = None
-        self.entered: Entered | None = None
-        """Who contributed to the open round as his first one."""
-        self.positions = Positions()
 
-    def take(self, record: Kind) -> None:
-        """What was written next."""
-        match record:
-            case Durable(_, secret, rates):
-                self.secret, self.rates = secret, rates
-            case Handling(_, nonfinite):
-                self.nonfinite = nonfinite
-            case Epoch():
-                self.epochs.append(record)
-                self.positions.keep_only(seat for seat, _ in record.members)
-            case Entered():
-                self.entered = record
-            case Data() | Claim():
-                self.positions.restore(record)
-            case Plan():
-                self.plan = record
-            case Round(_, epoch, done, used_up):
-                self.told, self.done = (done.round, epoch), done.without_digests()
-                for committed in used_up:
-                    self.positions.restore(committed)
-            case Boundary(_, number, epoch):
-                self.told = number, epoch
-            case Halt():
-                self.halt = record
+def _tell_again(group: Group, found: GroupState, epochs: Iterable[Epoch]) -> None:
+    """Note what members may not have heard of: memberships, the last round, and why the group is broken."""
+    entered = _entered(group, found)
+    for epoch in epochs:
+        seats, present = zip(*sorted(epoch.members), strict=True)
+        group.news.append(Membership(epoch.epoch, seats, present, epoch.reason, True, *_early(epoch, entered)))
+    if (done := found.latest(Round)) is not None:
+        group.ledger.append(done.record.without_digests())
+    if (halt := found.latest(Halt)) is not None:
+        group.broken = ERRORS.get(halt.error, GradServerError)(halt.reason)
 
-    def group(self, policy: Policy, now: float) -> Group:
-        """The group as it was, with everybody away."""
-        latest = self.epochs[-1]
-        names = {seat: name for epoch in self.epochs for seat, name in epoch.members}
-        world = max(names) + 1
-        group = Group(self.founded.group, world, policy, self.nonfinite)
-        group.seats = Seats(names.get(seat, "") for seat in range(world))  # some were nobody's yet
-        group.table, group.founders = Table(len(latest.members), self.rates), world
-        further = max(len(self.rates) - 1, 0)
-        group.shards, group.urls, group.lacking = (-1,) * further, ("",) * further, set(range(further))
-        group.recovering = bool(further)
-        group.restored = group.uncertain = True
-        group.members = {seat: Seat(-1, name) for seat, name in latest.members}
-        for seat in names:
-            if seat not in group.members:
-                group.seats.depart(seat)
-        group.away = dict.fromkeys(group.members, now + policy.reconnect)
-        group.epoch = group.founded = latest.epoch
-        group.timeout, group.secret, group.told = self.founded.timeout, self.secret, self.told
-        group.positions = self.positions
-        group.rounds = self.told[0] + 1
-        if self.plan is not None:
-            group.plan, group.planned = self.plan.plan, self.plan.round
-            group.rounds = max(group.rounds, group.planned)
-            group.table.set_plan(group.plan)
-            group.busy_shards = group.table.busy(group.plan)
-        if self.entered is not None and self.entered.round < group.rounds:
-            self.entered = None  # that round is over
-        for epoch in self.epochs:
-            seats, present = zip(*sorted(epoch.members), strict=True)
-            group.news.append(Membership(epoch.epoch, seats, present, epoch.reason, True, *self._early(epoch)))
-        if self.done is not None:
-            group.ledger.append(self.done)
-        if self.halt is not None:
-            group.broken = ERRORS.get(self.halt.error, GradServerError)(self.halt.reason)
-        return group
 
-    def _early(self, epoch: Epoch) -> tuple[tuple[int, ...], int]:
-        """Who was a member in ``epoch`` before the round was over that he came with, and which one that was."""
-        if self.entered is None:
-            return (), 0
-        early = sorted({*epoch.members}.intersection(self.entered.members))
-        return tuple(seat for seat, _ in early), self.entered.round
+def _entered(group: Group, found: GroupState) -> Entered | None:
+    """Give the record of those that contribute to the open round as their first one."""
+    entered = found.latest(Entered)
+    return None if entered is None or entered.round < group.rounds else entered  # else that round is over
+
+
+def _early(epoch: Epoch, entered: Entered | None) -> tuple[tuple[int, ...], int]:
+    """Give the members of ``epoch`` that were so before their first round was over, and which round that was."""
+    if entered is None:
+        return (), 0
+    early = sorted({*epoch.members}.intersection(entered.members))
+    return tuple(seat for seat, _ in early), entered.round

@@ -1,0 +1,145 @@
+"""What many records come to: the one fold of the journal, by which it is compacted, restored and gone on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple, TypeVar
+
+from gradserver.engine.data_records import Claim, Data
+from gradserver.engine.declared import Kind
+from gradserver.engine.lease_table import Positions
+from gradserver.engine.records import (
+    Boundary,
+    Closed,
+    Durable,
+    Entered,
+    Epoch,
+    Group,
+    Halt,
+    Handling,
+    Plan,
+    Round,
+    Spent,
+    Start,
+)
+from gradserver.protocol.limits import MAX_ENDED_GROUPS
+
+K = TypeVar("K", bound=Kind)
+
+_MAX_SPENT: Final = 2 * MAX_ENDED_GROUPS
+"""Groups whose used quota is restated: more than there can be in all."""
+MAX_EPOCHS: Final = 256
+"""Memberships that a member may have to hear of when it comes back."""
+_BEFORE: Final[tuple[type[Kind], ...]] = (Group, Durable, Handling)
+"""Kinds of which a group's latest record is restated before its memberships, in this order."""
+_BEHIND: Final[tuple[type[Kind], ...]] = (Entered, Plan, Round, Boundary, Halt)
+"""The same behind them."""
+_LATEST: Final = frozenset(_BEFORE + _BEHIND)
+
+
+class Dated(NamedTuple):
+    """A record, and what the clock showed when it was written."""
+
+    clock: float
+    record: Kind
+
+
+class GroupState:
+    """What the records of one group, which has not ended, come to.
+
+    Attributes:
+        epochs: the memberships from that on which is in force, by epoch; of more than some the latest.
+        positions: which samples are used, and by which members.
+    """
+
+    def __init__(self, founded: Dated) -> None:
+        self._latest: dict[type[Kind], Dated] = {Group: founded}
+        self.epochs: dict[int, Dated] = {}
+        self.positions = Positions()
+        self._leased: Dated | None = None
+
+    def latest(self, kind: type[K]) -> K | None:
+        """The latest record of a kind."""
+        dated = self._latest.get(kind)
+        return None if dated is None or not isinstance(dated.record, kind) else dated.record
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether it survives its coordinator."""
+        return Durable in self._latest
+
+    @property
+    def told(self) -> tuple[int, int]:
+        """The last round that is over, and the epoch that is in force behind it."""
+        boundary, done = self.latest(Boundary), self.latest(Round)
+        if boundary is not None:
+            return boundary.round, boundary.epoch
+        return (-1, 0) if done is None else (done.record.round, done.epoch)
+
+    def apply(self, dated: Dated) -> None:
+        """Take the group's next record."""
+        record = dated.record
+        match record:
+            case Epoch(_, epoch):
+                self.positions.keep_only(rank for rank, _ in record.members)
+                self.epochs[epoch] = dated
+                if len(self.epochs) > MAX_EPOCHS:
+                    del self.epochs[min(self.epochs)]
+            case Data() | Claim():
+                self.positions.restore(record)
+                self._leased = dated
+            case Round(_, epoch) | Boundary(_, _, epoch):
+                if isinstance(record, Round):
+                    self._latest.pop(Boundary, None)
+                    for used_up in record.used_up:
+                        self.positions.restore(used_up)
+                self.epochs = {known: news for known, news in self.epochs.items() if known >= epoch}
+        if type(record) in _LATEST:
+            self._latest[type(record)] = dated
+
+    def records(self, name: str) -> Iterable[Dated]:
+        """What is to be restated of it, in an order in which it can be read."""
+        yield from (self._latest[kind] for kind in _BEFORE if kind in self._latest)
+        yield from self.epochs.values()
+        yield from (self._latest[kind] for kind in _BEHIND if kind in self._latest)
+        for state in self.positions.states(name):
+            yield Dated(0.0 if self._leased is None else self._leased.clock, state)
+
+
+class JournalState:
+    """What all records come to: taken one after the other, and given back to begin a file with.
+
+    Attributes:
+        groups: those that have not ended, by name.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[str, GroupState] = {}
+        self._start: list[Dated] = []
+        self._spent: dict[str, Dated] = {}
+        """What groups have used of their quota, also if they have ended."""
+
+    def apply(self, dated: Dated) -> None:
+        """Take what was written next."""
+        record = dated.record
+        match record:
+            case Start():
+                self._start = [dated]  # a group that is not durable ended with the coordinator that had it
+                self.groups = {name: group for name, group in self.groups.items() if group.is_durable}
+            case Spent(group, nbytes):
+                self._spent.pop(group, None)
+                if nbytes:
+                    self._spent[group] = dated
+                if len(self._spent) > _MAX_SPENT:
+                    del self._spent[next(iter(self._spent))]
+            case Group(group):
+                self.groups[group] = GroupState(dated)
+            case Closed(group):
+                self.groups.pop(group, None)
+            case _ if (group := record.of_group) in self.groups:
+                self.groups[group].apply(dated)
+
+    def records(self) -> list[Dated]:
+        """What is to be restated, in an order in which it can be read."""
+        groups = (dated for name, group in self.groups.items() for dated in group.records(name))
+        return [*self._start, *self._spent.values(), *groups]
