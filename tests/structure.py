@@ -210,12 +210,15 @@ class Source:
         if unions := self.unions(where):
             return self.leaves(_single(where, unions))
         base = _single(where, self.classes(where))
-        return {
+        found = {
             f"{module.name}.{name}"
             for module in self.modules.values()
             for name, made in module.classes.items()
             if any(self.full_name(module, one) == base for one in made.bases)
         }
+        if not found:
+            raise StructureError(f"no class derives from {base}")
+        return found
 
 
 def _single(where: Where, found: Iterable[str]) -> str:

@@ -266,6 +266,11 @@ def test_kinds_are_known_by_any_name_and_from_any_module(write: Write) -> None:
 
 def test_a_union_that_is_not_there_is_an_error(write: Write) -> None:
     with pytest.raises(StructureError, match=r"one Order is expected in gradserver\.engine\.\*, there are 0"):
+        structure.listings(write(engine(events="Order = 1")), "order")
+
+
+def test_a_class_from_which_none_derives_is_an_error(write: Write) -> None:
+    with pytest.raises(StructureError, match=r"no class derives from gradserver\.engine\.events\.Order"):
         structure.listings(write(engine(events="class Order: pass")), "order")
 
 
