@@ -182,6 +182,23 @@ def test_books_that_are_opened_for_a_member_cost_a_joiner_its_state_and_no_more(
     assert group.names() == ["w0", "w1"]
 
 
+def test_members_are_asked_what_they_hold_behind_all_results_that_they_are_sent() -> None:
+    """A round waits for a joiner alone, which is turned away when somebody comes back."""
+    group = Joinable(2)
+    group.join(2, "spot")
+    group.round(1, range(2))
+    group.told(1, SEATS)
+    for seat in range(2):
+        group.harness.push(seat, bucket(2))
+
+    group.come_back(0, group.tokens[0])
+
+    assert group.told(1, SEATS) == [Resumed(1, 2)]
+    group.hold(0, 2)
+    group.hold(1, 2, connection=SEATS)
+    assert group.told(1, SEATS) == [Standing(2, 2)]
+
+
 def test_books_that_are_opened_make_a_member_of_who_contributes() -> None:
     group, _ = entered()
     group.told(2, SEATS)

@@ -137,14 +137,14 @@ def resume(registry: Registry, connection: int, message: Resume, now: float, eff
     registry.places.pop(group.members[message.seat].connection, None)
     registry.places[connection] = group.name
     shard_replacement.missed(group, now)
-    if not group.recovering:
-        evict_all(registry, learners.disturbed(group), now, effects)
+    disturbed = [] if group.recovering else learners.disturbed(group)
     version = registry.next_epoch()
     for order in _attach(registry, group, message, connection, version, now, effects):
         if isinstance(order, Attach):
             effects.order(order)
         else:
             registry.order(group, order, effects)
+    evict_all(registry, disturbed, now, effects)  # all that waited for them is void by now: no result comes of it
     if group.shards:
         registry.order_all(group, [], effects)
 
