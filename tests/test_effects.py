@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Close, CloseGroup, Heeded, Log, Record, Send
-from gradserver.engine.records import Closed
+from gradserver.engine.records import Closed, Round, RoundRecord
 from gradserver.protocol.errors import UsageError
 from gradserver.protocol.messages import Failure, Leave, Scope
 
@@ -42,6 +42,17 @@ def test_records_stay_in_the_order_in_which_they_are_written_if_nothing_was_said
     effects.journal(record(2))
 
     assert effects.commands == [Record(record(1)), Record(record(2))]
+
+
+def test_a_decision_is_written_before_the_round_that_it_follows_from() -> None:
+    """If nothing is written behind it, the round counts as open, and the decision is known."""
+    done = Round("g", 1, RoundRecord(0, (1.0,), 0.0, 0.0, 0, ((0.0, 0.0),)))
+    effects = Effects()
+    effects.journal(record(1))
+    effects.journal_behind(done)
+    effects.journal(record(2))
+
+    assert effects.commands == [Record(record(1)), Record(record(2)), Record(done)]
 
 
 def test_a_connection_is_told_why_it_is_closed() -> None:

@@ -7,6 +7,7 @@ from typing import Final
 
 from gradserver.engine.declared import Kind
 from gradserver.engine.events import Close, Command, Hire, Log, Order, Record, Reduce, Report, Send
+from gradserver.engine.records import Round
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.messages import Failure, Message, Scope
@@ -46,9 +47,12 @@ class Effects:
         self.commands.append(Close(connection))
 
     def journal(self, record: Kind) -> None:
-        """Write a decision before all else that this event leads to, and behind what else is written because of it."""
+        """Write a decision before all else that this event leads to, and behind what else is written because of it.
+
+        A round that this event completes is written behind it. If nothing more is written, the round counts as open.
+        """
         commands = self.commands
-        at = next((index for index, command in enumerate(commands) if type(command) is not Record), len(commands))
+        at = next((index for index, one in enumerate(commands) if not _is_decision(one)), len(commands))
         commands.insert(at, Record(record))
 
     def journal_behind(self, record: Kind) -> None:
@@ -84,3 +88,8 @@ class Effects:
         """Give the reports, which are heeded now."""
         reports, self.reports = self.reports, []
         return reports
+
+
+def _is_decision(command: Command) -> bool:
+    """Return whether ``command`` writes something else than a round that is complete."""
+    return type(command) is Record and type(command.record) is not Round
