@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,11 +21,23 @@ from gradserver.engine.declared import Kind as RecordKind
 from gradserver.engine.events import Close, Command, Disconnected, Event, Record, Reduce, Restored, Send
 from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.policy import OnNonFinite, Policy
-from gradserver.engine.records import Round, RoundRecord, Start
+from gradserver.engine.records import Boundary, Entered, Epoch, Round, RoundRecord, Start
+from gradserver.protocol import messages
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError, MembershipChangedError
 from gradserver.protocol.exchange import PERSONAL, PORTIONED, ExchangeKey, Kind, Operation, Stream, gets
-from gradserver.protocol.messages import Failure, Follow, Message, Opened, Push, Result, Scope, Welcome
+from gradserver.protocol.messages import (
+    Failure,
+    Follow,
+    Membership,
+    Message,
+    Opened,
+    Push,
+    Result,
+    RoundDone,
+    Scope,
+    Welcome,
+)
 from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests import receivers
 from tests.elastic_harness import Cluster, Giver, Member, Step, contribution
@@ -35,6 +48,13 @@ POLICY = Policy(1, 8)
 
 class CrashError(Exception):
     """The coordinator was lost."""
+
+
+class Trap(NamedTuple):
+    """A process is lost so many commands behind the next record of a kind."""
+
+    kind: type[RecordKind]
+    commands: int
 
 
 @dataclass
@@ -48,6 +68,12 @@ class Fused(Harness):
     """Presences of those whose processes are known to run."""
     incarnation: int = 1
     check: Callable[[Reduce], None] = lambda _: None
+    traps: list[Trap] = field(default_factory=list)
+    """Set one after the other."""
+    plant: Callable[[list[Command]], list[Command]] = lambda commands: commands
+    """A fault of the coordinator: what it does instead of these commands."""
+    ends: dict[int, int] = field(default_factory=dict)
+    """What is written of each round that is over: the epoch behind it."""
 
     def __post_init__(self) -> None:
         self.books.apply(Dated(0.0, Start(1, "", 0, 0.0, 0.0)))
@@ -61,7 +87,7 @@ class Fused(Harness):
         self.engine = Engine(*told, nonfinite=first)
 
     def feed(self, event: Event) -> list[Command]:
-        commands = self.engine.handle(event, self.now)
+        commands = self.plant(self.engine.handle(event, self.now))
         self.engine.validate()
         receivers.check(commands)
         for command in commands:
@@ -70,6 +96,7 @@ class Fused(Harness):
             self.fuse -= 1
             match command:
                 case Send(connection, message, payloads) if connection >= 0:
+                    self.check_is_written(message)
                     self.inbox[connection].append((message, [bytes(payload) for payload in payloads]))
                 case Reduce():
                     self.check(command)
@@ -77,20 +104,46 @@ class Fused(Harness):
                 case Close(connection):
                     self.closed.append(connection)
                 case Record(record):
-                    self.books.apply(Dated(self.now, record))
-                    self.records.append(record)
+                    self.write(record)
         return commands
 
+    def write(self, record: RecordKind) -> None:
+        """Keep a record, and light a fuse if it is the one that the next trap waits for."""
+        self.books.apply(Dated(self.now, record))
+        self.records.append(record)
+        if self.traps and self.fuse < 0 and isinstance(record, self.traps[0].kind):
+            self.fuse = self.traps.pop(0).commands
+        match record:
+            case Round(_, epoch, done):
+                self.ends[done.round] = epoch
+            case Boundary(_, number, epoch):
+                self.ends[number] = epoch
+
+    def check_is_written(self, message: Message) -> None:
+        """Nobody is told what the next coordinator would not know, unless nothing of that round could be written."""
+        match message:
+            case RoundDone(number, epoch):
+                assert self.ends.get(number, epoch) == epoch, "told before it is written"
+            case Membership(epoch):
+                assert any(isinstance(one, Epoch) and one.epoch == epoch for one in self.records), "not written"
+            case messages.Entered(number):
+                entered = [one.round for one in self.records if isinstance(one, Entered)]
+                assert entered[-1:] == [number], "told before it is written"
+
     def restart(self) -> None:
-        """The next coordinator, with what is written down of the one before."""
+        """The next coordinator, with what is written down of the one before; it may be lost at once, too."""
         self.reduces.clear()
         self.inbox.clear()
         self.fuse = -1
-        self.incarnation += 1
         restored = tuple(record for _, record in self.books.records())
+        self.incarnation += 1
         self.books.apply(Dated(self.now, Start(self.incarnation, "", 0, 0.0, 0.0)))
         self.begin()
-        self.feed(Restored(restored))
+        try:
+            self.feed(Restored(restored))
+        except CrashError:
+            self.restart()
+        self.fuse = -1
 
 
 @dataclass

@@ -27,7 +27,6 @@ from gradserver.engine.events import (
     Sifted,
     Tick,
 )
-from gradserver.engine.journal_state import Dated
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.shard import ShardEngine
 from gradserver.protocol.buffer import Buffer
@@ -108,7 +107,7 @@ class Processes(Fused):
 
     def feed_at(self, process: int, event: Event) -> list[object]:
         mind = self.minds[process] if process else self.engine
-        commands = mind.handle(event, self.now)
+        commands = mind.handle(event, self.now) if process else self.plant(self.engine.handle(event, self.now))
         mind.validate()
         receivers.check(commands)
         for command in commands:
@@ -117,6 +116,7 @@ class Processes(Fused):
             self.fuse -= 1
             match command:
                 case Send(connection, message, payloads):
+                    self.check_is_written(message)
                     self.sent_from(process, connection, message, [bytes(payload) for payload in payloads])
                 case Reduce():
                     self.check(command)
@@ -127,8 +127,7 @@ class Processes(Fused):
                 case Hire():
                     self.coming += not self.coming
                 case Record(record):
-                    self.books.apply(Dated(self.now, record))
-                    self.records.append(record)
+                    self.write(record)
         return list(commands)
 
     def sent_from(self, process: int, connection: int, message: Message, payloads: list[bytes]) -> None:
@@ -292,6 +291,7 @@ class Spread(Durable):
                 (task,) = [task for task in self.tasks if task.key == key]
                 assert self.spread.share(task).shard_of(index) == place
                 assert index not in task.answers, "a second result for one slice"
+                assert self.said.get(place) == self.heard.get(place), "a result behind Resumed"
                 task.answers[index] = weight, payload if self.gets(task) else None
                 if key.stream == Stream.BUCKET:
                     bad = {seat for seat, own in enumerate(message.weights) if own < 0}
@@ -566,7 +566,7 @@ class Sharded(Crashing):
             if 0 not in member.lines:
                 return  # what it read has made it do that already
             waiting = self.harness.waiting.get(line, deque())
-            for _ in range(self.random.randint(0, len(waiting)) if noticed else 0):
+            for _ in range(self.read_before(len(waiting)) if noticed else 0):
                 if waiting and not isinstance(waiting[0][0], Fetch | Resumed | Failure):
                     message, payloads = waiting.popleft()
                     member.hear(place, message, bytes(payloads[0]) if payloads else None)
@@ -575,6 +575,10 @@ class Sharded(Crashing):
             self.harness.waiting.pop(line, None)
             self.notices.append(partial(self.tell_of_end, process, line, "connection reset"))
         member.lines, member.stands, member.attending = {}, set(), set()
+
+    def read_before(self, count: int) -> int:
+        """How many of ``count`` messages a member reads before it notices the end of its connection."""
+        return self.random.randint(0, count)
 
     def tell_of_end(self, process: int, line: int, reason: str, incarnation: int = 0) -> None:
         if process in self.harness.minds or (not process and incarnation in (0, self.harness.incarnation)):

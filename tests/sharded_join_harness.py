@@ -89,11 +89,10 @@ class Latecomer(Spread):
                 self.token, self.urls, self.version = message.token, message.shards, message.founded
                 self.stands = set(range(len(message.shards) + 1))
                 self.attending = self.stands - {0}
+                self.begin_to_join()
             case Attended():
                 self.awaited.discard(place)
-                if not self.awaited and not self.attending:
-                    self.spread.say_to(self, 0, Serve())
-                    self.propose()
+                self.begin_to_join()
             case Agreed() if self.agreed + 1 < len(self.spread.modules):
                 self.agreed += 1
                 self.propose()
@@ -126,6 +125,12 @@ class Latecomer(Spread):
                 super().hear(place, message, payload)
             case _:
                 super().hear(place, message, payload)
+
+    def begin_to_join(self) -> None:
+        """Propose a plan, once all shards have let it in."""
+        if not self.awaited and not self.attending:
+            self.spread.say_to(self, 0, Serve())
+            self.propose()
 
     def propose(self) -> None:
         """Say what it wants to exchange, one module after the other."""

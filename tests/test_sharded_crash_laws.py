@@ -16,7 +16,7 @@ from tests.elastic_harness import Step
 from tests.engine_harness import TIMEOUT
 from tests.examples import examples
 from tests.sharded_crash_harness import Sharded, Spread
-from tests.sharded_join_harness import Joinable
+from tests.sharded_join_harness import Joinable, Latecomer
 from tests.test_engine_crash_laws import answers, nothing_was_lost
 from tests.test_shard_laws import many_rates, small_shares
 
@@ -197,7 +197,19 @@ def nobody_was_left_out(cluster: Joinable) -> None:
         assert set(got.values()) == {cluster.expected(key, index, task.operation)}
     written = cluster.rounds()
     assert sorted(set(written)) == list(range(sum(step.kind is None for step in cluster.program)))
+    boundaries_are_the_same_for_all(cluster)
     cluster.check_records()
+
+
+def boundaries_are_the_same_for_all(cluster: Joinable) -> None:
+    """Behind each round all who contributed to it go by the same epoch and seats."""
+    found: dict[int, set[tuple[int, tuple[int, ...]]]] = {}
+    for member in cluster.members.values():
+        first = member.first if isinstance(member, Latecomer) else 0
+        for number, boundary in member.boundaries.items():
+            if number >= first:
+                found.setdefault(number, set()).add(boundary)
+    assert all(len(alike) == 1 for alike in found.values()), found
 
 
 @given(worlds, sizes, long_programs, seeds, many_rates, kills, fuses, breaks, joins)

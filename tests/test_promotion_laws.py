@@ -1,0 +1,185 @@
+"""The laws of joiners that become members of a durable group, while processes are lost between any two commands.
+
+Somebody joins, catches up and is promoted at the end of a round. The coordinator, a data shard or connections are lost
+meanwhile, most of all just behind what is written down of it: an `Entered`, an `Epoch`, a `Boundary`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from gradserver.engine.declared import Kind as RecordKind
+from gradserver.engine.events import Command, Record
+from gradserver.engine.records import Boundary, Entered, Epoch, Round
+from gradserver.protocol.exchange import Kind
+from tests.crash_harness import Trap
+from tests.elastic_harness import Step
+from tests.examples import examples
+from tests.sharded_join_harness import Joinable, Latecomer
+from tests.test_shard_laws import RATES, small_shares
+from tests.test_sharded_crash_laws import nobody_was_left_out, plan_joins, plan_losses
+
+ALONE = (1.0,)
+"""Rates of a coordinator without further data shards."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small() -> Iterator[None]:
+    with small_shares():
+        yield
+
+
+class Course(NamedTuple):
+    """What a run is made of."""
+
+    world: int
+    buckets: list[int]
+    program: list[Step]
+    joins: list[int]
+    traps: list[Trap]
+    fuses: list[int]
+    kills: dict[int, int]
+    breaks: dict[int, int]
+    seed: int
+
+
+class Promoting(Joinable):
+    """A group whose members read all, nothing or some of what is on its way when a connection ends."""
+
+    def read_before(self, count: int) -> int:
+        return self.random.choice([0, count, self.random.randint(0, count)])
+
+
+steps = st.one_of(st.just(Step()), st.just(Step()), st.builds(Step, st.just(Kind.ALL_REDUCE), st.integers(1, 10)))
+traps = st.builds(Trap, st.sampled_from([Boundary, Epoch, Entered]), st.integers(0, 9))
+seats = st.integers(0, 2)
+
+
+def courses(kills: st.SearchStrategy[dict[int, int]]) -> st.SearchStrategy[Course]:
+    return st.builds(
+        Course,
+        world=st.integers(1, 3),
+        buckets=st.lists(st.integers(1, 9), min_size=1, max_size=2),
+        program=st.lists(steps, min_size=5, max_size=9),
+        joins=st.lists(st.integers(0, 40), min_size=1, max_size=2),
+        traps=st.lists(traps, max_size=4),
+        fuses=st.lists(st.integers(0, 60), max_size=2),
+        kills=kills,
+        breaks=st.dictionaries(st.integers(0, 120), seats, max_size=2),
+        seed=st.integers(0, 2**20),
+    )
+
+
+def course_of(seed: int, *, shards: bool) -> Course:
+    """A course that ``seed`` decides."""
+    chance = random.Random(seed)
+    return Course(
+        world=chance.randint(1, 3),
+        buckets=[chance.randint(1, 9) for _ in range(chance.randint(1, 2))],
+        program=[chance.choice((Step(), Step(), Step(Kind.ALL_REDUCE, 7))) for _ in range(chance.randint(5, 9))],
+        joins=[chance.randint(0, 40) for _ in range(chance.randint(1, 2))],
+        traps=[
+            Trap(chance.choice((Boundary, Epoch, Entered)), chance.randint(0, 9)) for _ in range(chance.randint(0, 4))
+        ],
+        fuses=[chance.randint(0, 60) for _ in range(chance.randint(0, 1))],
+        kills={chance.randint(0, 150): chance.randint(0, 3) for _ in range(chance.randint(0, 2) * shards)},
+        breaks={chance.randint(0, 120): chance.randint(0, 2) for _ in range(chance.randint(0, 1))},
+        seed=seed,
+    )
+
+
+Plant = Callable[[list[Command]], list[Command]]
+
+
+def run(course: Course, rates: tuple[float, ...] = ALONE, plant: Plant | None = None) -> Joinable:
+    cluster = Promoting(course.world, course.buckets, course.program, course.seed, rates)
+    plan_losses(cluster, course.kills, course.fuses, course.breaks)
+    plan_joins(cluster, course.joins)
+    cluster.harness.traps = list(course.traps)
+    cluster.harness.plant = plant or cluster.harness.plant
+    cluster.run()
+    return cluster
+
+
+@given(courses(st.just({})))
+@settings(max_examples=examples(40))
+def test_a_coordinator_that_is_lost_while_somebody_becomes_a_member_costs_nobody_anything(course: Course) -> None:
+    nobody_was_left_out(run(course))
+
+
+@given(courses(st.dictionaries(st.integers(0, 150), st.integers(0, 3), max_size=2)), st.sampled_from(RATES))
+@settings(max_examples=examples(20))
+def test_a_data_shard_that_is_lost_while_somebody_becomes_a_member_costs_nobody_anything(
+    course: Course, rates: tuple[float, ...]
+) -> None:
+    nobody_was_left_out(run(course, rates))
+
+
+@pytest.mark.parametrize("seed", [22])
+def test_who_contributed_is_a_member_also_if_nothing_is_written_behind_the_round(seed: int) -> None:
+    promotions_cost_nothing_in_run(seed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)  # it computes all that time, and others may beside it
+@pytest.mark.parametrize("part", range(4))
+def test_thousands_of_promotions_cost_nobody_anything(part: int) -> None:
+    for seed in range(300 * part, 300 * (part + 1)):
+        promotions_cost_nothing_in_run(seed)
+
+
+def promotions_cost_nothing_in_run(seed: int) -> int:
+    """How many became members."""
+    promoted = 0
+    for rates in (ALONE, RATES[seed % len(RATES)]):
+        cluster = run(course_of(seed, shards=rates != ALONE), rates)
+        nobody_was_left_out(cluster)
+        promoted += sum(isinstance(member, Latecomer) for member in cluster.members.values())
+    return promoted
+
+
+# ── the laws find these faults ────────────────────────────────────────────────────────────────────────
+
+
+def _is(command: Command, *kinds: type[RecordKind]) -> bool:
+    return isinstance(command, Record) and isinstance(command.record, kinds)
+
+
+def _boundary_before_round(commands: list[Command]) -> list[Command]:
+    if not any(_is(command, Round) for command in commands):
+        return commands
+    return sorted(commands, key=lambda command: not _is(command, Boundary))
+
+
+def _written_behind(commands: list[Command]) -> list[Command]:
+    return sorted(commands, key=lambda command: isinstance(command, Record))
+
+
+def _never_written(kind: type[RecordKind]) -> Plant:
+    return lambda commands: [command for command in commands if not _is(command, kind)]
+
+
+FAULTS: dict[str, Plant] = {
+    "the boundary is written before its round": _boundary_before_round,
+    "all is told before it is written": _written_behind,
+    "no boundary is written": _never_written(Boundary),
+    "nobody is written down as entered": _never_written(Entered),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_what_is_written_of_a_promotion_is_found(fault: str) -> None:
+    assert any(breaks_a_law(course_of(seed, shards=False), FAULTS[fault]) for seed in range(80))
+
+
+def breaks_a_law(course: Course, plant: Plant) -> bool:
+    try:
+        nobody_was_left_out(run(course, plant=plant))
+    except AssertionError:
+        return True
+    return False
