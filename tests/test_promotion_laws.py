@@ -96,8 +96,10 @@ def course_of(seed: int, *, shards: bool) -> Course:
 Plant = Callable[[list[Command]], list[Command]]
 
 
-def run(course: Course, rates: tuple[float, ...] = ALONE, plant: Plant | None = None) -> Joinable:
-    cluster = Promoting(course.world, course.buckets, course.program, course.seed, rates)
+def run(
+    course: Course, rates: tuple[float, ...] = ALONE, plant: Plant | None = None, sections: tuple[int, ...] = ()
+) -> Joinable:
+    cluster = Promoting(course.world, course.buckets, course.program, course.seed, rates, sections)
     plan_losses(cluster, course.kills, course.fuses, course.breaks)
     plan_joins(cluster, course.joins)
     cluster.harness.traps = list(course.traps)
@@ -120,6 +122,17 @@ def test_a_data_shard_that_is_lost_while_somebody_becomes_a_member_costs_nobody_
     nobody_was_left_out(run(course, rates))
 
 
+def who_joins_mixes_no_sections_in_run(seed: int) -> None:
+    """Three modules share the group."""
+    chance = random.Random(seed)
+    program = [Step(section=chance.randint(0, 2)) for _ in range(chance.randint(5, 9))]
+    course = course_of(seed, shards=True)._replace(program=program, buckets=[chance.randint(1, 9) for _ in range(3)])
+    cluster = run(course, (ALONE, *RATES)[seed % (len(RATES) + 1)], sections=(1, 1, 1))
+    nobody_was_left_out(cluster)
+    for number in range(len(program)):
+        cluster.exchanged_in(number)
+
+
 @pytest.mark.parametrize("seed", [22])
 def test_who_contributed_is_a_member_also_if_nothing_is_written_behind_the_round(seed: int) -> None:
     promotions_cost_nothing_in_run(seed)
@@ -131,6 +144,7 @@ def test_who_contributed_is_a_member_also_if_nothing_is_written_behind_the_round
 def test_thousands_of_promotions_cost_nobody_anything(part: int) -> None:
     for seed in range(300 * part, 300 * (part + 1)):
         promotions_cost_nothing_in_run(seed)
+        who_joins_mixes_no_sections_in_run(seed)
 
 
 def promotions_cost_nothing_in_run(seed: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -94,6 +95,23 @@ def run(course: Course) -> LateCluster:
             break
         cluster.harness.wait(2.0)
     cluster.finish()
+    return cluster
+
+
+def comes_to_its_end_in_run(seed: int) -> LateCluster:
+    """A run that ``seed`` decides. One member does nothing for a while, so some rounds are closed without it."""
+    chance, keeps = random.Random(seed), bool(seed % 2)
+    lateness = (
+        Lateness(quorum=2, keeps=keeps),
+        Lateness(percent=60.0, keeps=keeps),
+        Lateness(backup=1, grace=0.0, keeps=keeps),
+    )[seed % 3]
+    what = ["step", "step", "deliver", "deliver", "reduce", "pass", "wait", "run", "run"]
+    steps = [("run", chance.randint(0, 2)), *((chance.choice(what), chance.randint(0, 2)) for _ in range(40))]
+    deaths = {chance.randint(5, 39): chance.randint(0, 2)} if seed % 4 == 3 else {}
+    sizes = [chance.randint(1, 3) for _ in range(chance.randint(1, 3))]
+    cluster = run(Course(sizes, lateness, steps, deaths, ((), (1.0, 1.0), (2.0, 1.0, 1.0))[seed // 3 % 3], seed))
+    assert cluster.finished, "somebody waits"
     return cluster
 
 

@@ -194,7 +194,14 @@ def _plain(value: object) -> object:
 
 def scenarios() -> dict[str, Callable[[], object]]:
     """Runs of the laws, by name: each is the same every time."""
-    from tests import test_engine_crash_laws, test_section_laws, test_sharded_crash_laws
+    from tests import (
+        lossy_harness,
+        test_engine_crash_laws,
+        test_promotion_laws,
+        test_section_laws,
+        test_sharded_crash_laws,
+        test_stragglers,
+    )
 
     found: dict[str, Callable[[], object]] = {}
     for seed in range(12):
@@ -203,6 +210,11 @@ def scenarios() -> dict[str, Callable[[], object]]:
         found[f"joining {seed}"] = partial(_joining, seed)
     for seed in range(4):
         found[f"sections {seed}"] = partial(test_section_laws.no_sections_are_mixed_in_run, seed)
+        found[f"sections joined {seed}"] = partial(test_promotion_laws.who_joins_mixes_no_sections_in_run, seed)
+        found[f"promotions {seed}"] = partial(test_promotion_laws.promotions_cost_nothing_in_run, seed)
+        found[f"lossy {seed}"] = partial(lossy_harness.run, seed)
+    for seed in range(12):
+        found[f"quorum {seed}"] = partial(test_stragglers.comes_to_its_end_in_run, seed)
     return found
 
 
