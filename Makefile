@@ -52,8 +52,9 @@ chaos: $(STAMP) ## Harm a group with one shard and one with three, for 40 s each
 mutants: $(STAMP) ## Plant faults in copies of the product, each of which chaos must find by itself
 	$(BIN)/python -m tests.mutants
 
+# Not --quiet: warnings that it hides do not count for --strict either.
 docs: $(STAMP) ## Build the documentation into site/: open site/index.html
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: $(STAMP) docs ## Check style, types, imports, structure, documentation, and that the wheel works by itself
 	$(BIN)/ruff check
