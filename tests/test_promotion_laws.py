@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import combinations
 from typing import NamedTuple
 
 import pytest
@@ -21,8 +23,15 @@ from tests.crash_harness import Trap
 from tests.elastic_harness import Step
 from tests.examples import examples
 from tests.sharded_join_harness import Joinable, Latecomer
+from tests.test_engine_crash_laws import answers
 from tests.test_shard_laws import RATES, small_shares
-from tests.test_sharded_crash_laws import nobody_was_left_out, plan_joins, plan_losses
+from tests.test_sharded_crash_laws import (
+    boundaries_are_the_same_for_all,
+    nobody_was_left_out,
+    one_then_other,
+    plan_joins,
+    plan_losses,
+)
 
 ALONE = (1.0,)
 """Rates of a coordinator without further data shards."""
@@ -46,6 +55,7 @@ class Course(NamedTuple):
     kills: dict[int, int]
     breaks: dict[int, int]
     seed: int
+    deaths: dict[int, int]
 
 
 class Promoting(Joinable):
@@ -54,13 +64,28 @@ class Promoting(Joinable):
     def read_before(self, count: int) -> int:
         return self.random.choice([0, count, self.random.randint(0, count)])
 
+    def die(self, which: int) -> None:
+        """A member dies, unless it is the last. Each process that it is connected to notices sooner or later."""
+        if len(self.members) < 2:
+            return
+        seat = sorted(self.members)[which % len(self.members)]
+        member = self.gone[seat] = self.members.pop(seat)
+        for place, line in member.lines.items():
+            self.harness.waiting.pop(line, None)
+            self.notices.append(partial(self.tell_of_end, self.process_at(member, place), line, "it died"))
+        member.lines = {}
+
 
 steps = st.one_of(st.just(Step()), st.just(Step()), st.builds(Step, st.just(Kind.ALL_REDUCE), st.integers(1, 10)))
 traps = st.builds(Trap, st.sampled_from([Boundary, Epoch, Entered]), st.integers(0, 9))
 seats = st.integers(0, 2)
+nothing: st.SearchStrategy[dict[int, int]] = st.just({})
+losses = st.dictionaries(st.integers(0, 150), st.integers(0, 3), max_size=2)
 
 
-def courses(kills: st.SearchStrategy[dict[int, int]]) -> st.SearchStrategy[Course]:
+def courses(
+    kills: st.SearchStrategy[dict[int, int]], deaths: st.SearchStrategy[dict[int, int]] = nothing
+) -> st.SearchStrategy[Course]:
     return st.builds(
         Course,
         world=st.integers(1, 3),
@@ -72,6 +97,7 @@ def courses(kills: st.SearchStrategy[dict[int, int]]) -> st.SearchStrategy[Cours
         kills=kills,
         breaks=st.dictionaries(st.integers(0, 120), seats, max_size=2),
         seed=st.integers(0, 2**20),
+        deaths=deaths,
     )
 
 
@@ -90,6 +116,7 @@ def course_of(seed: int, *, shards: bool) -> Course:
         kills={chance.randint(0, 150): chance.randint(0, 3) for _ in range(chance.randint(0, 2) * shards)},
         breaks={chance.randint(0, 120): chance.randint(0, 2) for _ in range(chance.randint(0, 1))},
         seed=seed,
+        deaths={},
     )
 
 
@@ -102,19 +129,21 @@ def run(
     cluster = Promoting(course.world, course.buckets, course.program, course.seed, rates, sections)
     plan_losses(cluster, course.kills, course.fuses, course.breaks)
     plan_joins(cluster, course.joins)
+    for step, which in course.deaths.items():
+        cluster.at[step] = partial(one_then_other, cluster.at.get(step, lambda: None), partial(cluster.die, which))
     cluster.harness.traps = list(course.traps)
     cluster.harness.plant = plant or cluster.harness.plant
     cluster.run()
     return cluster
 
 
-@given(courses(st.just({})))
+@given(courses(nothing))
 @settings(max_examples=examples(40))
 def test_a_coordinator_that_is_lost_while_somebody_becomes_a_member_costs_nobody_anything(course: Course) -> None:
     nobody_was_left_out(run(course))
 
 
-@given(courses(st.dictionaries(st.integers(0, 150), st.integers(0, 3), max_size=2)), st.sampled_from(RATES))
+@given(courses(losses), st.sampled_from(RATES))
 @settings(max_examples=examples(20))
 def test_a_data_shard_that_is_lost_while_somebody_becomes_a_member_costs_nobody_anything(
     course: Course, rates: tuple[float, ...]
@@ -136,6 +165,30 @@ def who_joins_mixes_no_sections_in_run(seed: int) -> None:
 @pytest.mark.parametrize("seed", [22])
 def test_who_contributed_is_a_member_also_if_nothing_is_written_behind_the_round(seed: int) -> None:
     promotions_cost_nothing_in_run(seed)
+
+
+@given(courses(losses, losses), st.sampled_from([ALONE, *RATES]))
+@settings(max_examples=examples(20))
+def test_members_that_die_meanwhile_cost_the_others_no_round_and_all_get_the_same(
+    course: Course, rates: tuple[float, ...]
+) -> None:
+    program = [Step()] * len(course.program)  # what becomes of collectives depends on when a member dies
+    those_left_have_the_same(run(course._replace(program=program), rates))
+
+
+def those_left_have_the_same(cluster: Joinable) -> None:
+    """All that are left have finished, with the exact mean of their own gradients and those of some that are gone."""
+    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    for (key, index), got in answers(cluster).items():
+        (outcome,) = set(got.values())
+        pushed = cluster.pushed[key, index]
+        operation = next(iter(pushed.values())).operation
+        gone = [seat for seat in pushed if seat in cluster.gone]
+        some = [set(lost) for count in range(len(gone) + 1) for lost in combinations(gone, count)]
+        counted = [{seat: task for seat, task in pushed.items() if seat not in lost} for lost in some]
+        assert outcome in [cluster.outcome(those, index, operation) for those in counted]
+    assert sorted(set(cluster.rounds())) == list(range(len(cluster.program)))
+    boundaries_are_the_same_for_all(cluster)
 
 
 @pytest.mark.long
