@@ -32,7 +32,8 @@ from gradserver.protocol.messages import (
     Serve,
     Welcome,
 )
-from gradserver.protocol.resuming import Resumed
+from gradserver.protocol.resuming import Resumed, Span
+from gradserver.protocol.shards import Share
 from tests.elastic_harness import Step, state
 from tests.engine_harness import TIMEOUT, Outcome, Task, all_reduce, bucket, proposal
 from tests.sharded_crash_harness import Sharded, Spread
@@ -163,6 +164,7 @@ class Latecomer(Spread):
         if self.begins < 0 or self.inside:
             return
         while self.listens and self.begins <= self.over and self.has(self.begins):
+            self.keep(self.begins)
             self.begins += 1
         if self.first >= 0:
             if self.first == self.begins:
@@ -170,6 +172,12 @@ class Latecomer(Spread):
         elif not self.ready_said and (not self.listens or self.begins > self.over):
             self.ready_said = True
             self.spread.say_to(self, 0, Ready(self.number))
+
+    def keep(self, number: int) -> None:
+        """Hold the results of a round that it has gone through, as a member does."""
+        for part, index in self.joinable.slices(number):
+            outcome, weights = self.unasked[bucket(number, part), index]
+            self.kept[part, index] = number, outcome, weights
 
     def has(self, number: int) -> bool:
         """Whether all results of a round are here."""
@@ -228,12 +236,17 @@ class Joinable(Sharded):
 
     def slices(self, number: int) -> list[tuple[int, int]]:
         """Part and index of each slice of round ``number``."""
-        found = []
-        for part in self.parts_of(number):
-            operation = all_reduce(self.buckets[part])
-            task = Task(bucket(0, part), operation, layout_of(operation, 2), None, 0.0)
-            found += [(part, index) for index in range(self.share(task).layout.count)]
-        return found
+        return [(part, index) for part in self.parts_of(number) for index in range(self.share_of(part).layout.count)]
+
+    def share_of(self, part: int) -> Share:
+        """Which slices of a bucket are whose."""
+        operation = all_reduce(self.buckets[part])
+        return self.share(Task(bucket(0, part), operation, layout_of(operation, 2), None, 0.0))
+
+    def place_of(self, member: Spread, span: Span) -> int:
+        if span.key.stream == Stream.BUCKET:  # which a learner may hold without having begun it
+            return self.share_of(span.key.part).shard_of(span.first)
+        return super().place_of(member, span)
 
     def join(self, name: str = "") -> None:
         """One more wants in."""
