@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import Round
@@ -256,6 +256,8 @@ def test_a_coordinator_that_is_lost_changes_no_outcome(
     test_sharded_crash_laws.fuses,
     st.sampled_from(SIFTING),
 )
+# a shard without a slice says late that it is up, when another one has been lost
+@example(1, [1], [Step()] * 4, 1759, (1.0, 1.0, 1.0), {38: 0}, [9], OnNonFinite.LEAVE_OUT)
 @settings(max_examples=examples(30))
 def test_a_shard_that_is_lost_changes_no_outcome(
     world: int,

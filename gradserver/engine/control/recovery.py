@@ -62,6 +62,8 @@ def begin_if_due(registry: Registry, group: Group, now: float, effects: Effects)
 
 def caught_up(registry: Registry, group: Group, report: CaughtUp, source: int, effects: Effects) -> None:
     """Some have all of a round, and have yet to hear that it is over: when all shards say so."""
+    if group.lacking:
+        return  # a shard was lost meanwhile, and with it this recovery: the next one begins when there is another
     _check(group, report)
     group.caught_up.add(source)
     if len(group.caught_up) <= len(group.shards):
@@ -80,6 +82,8 @@ def recovered(group: Group, report: Recovered, source: int, effects: Effects) ->
 
     The first shard to say so tells the round. Where one has no slices, later rounds may be over before it says so.
     """
+    if group.lacking:
+        return  # as above
     if not group.standing:
         _check(group, report)
         group.rounds = report.round
