@@ -167,10 +167,6 @@ class Plan:
         return len(self.sections) > 1
 
     @cached_property
-    def _places(self) -> dict[int, int]:
-        return {part: place for place, section in enumerate(self.each) for part in section.parts}
-
-    @cached_property
     def _sections(self) -> dict[int, Section]:
         return {part: section for section in self.each for part in section.parts}
 
@@ -182,13 +178,9 @@ class Plan:
         """The section of bucket ``part``, which is not vacant."""
         return self._sections[part]
 
-    def place_of(self, part: int) -> int:
-        """How many sections came before that of bucket ``part``, which is not vacant."""
-        return self._places[part]
-
     def is_vacant(self, part: int) -> bool:
         """Whether there is no bucket ``part``, or it is in no section."""
-        return part not in self._places
+        return part not in self._sections
 
     def section(self, number: int) -> Section | None:
         """The section called ``number``, if there is one."""
@@ -228,7 +220,7 @@ class Plan:
     @property
     def size(self) -> str:
         """How large a round of it is, in words."""
-        count = len(self._places)
+        count = len(self._sections)
         modules = f" of {len(self.sections)} modules, {self.nbytes / 1e6:.1f} MB" if self.is_shared else ""
         return f"{count} bucket{'s' * (count != 1)}" + (modules or f", {self.nbytes / 1e6:.1f} MB a round")
 

@@ -339,6 +339,21 @@ def test_a_round_of_two_modules_at_once_is_refused() -> None:
     alone(work)
 
 
+def test_a_round_of_one_module_is_not_finished_for_another() -> None:
+    def work(worker: Worker) -> None:
+        plan = simple_plan([("b0", 2)], FLOAT32)
+        one, two = worker.agree_beside(plan), worker.agree_beside(plan)
+        worker.push(one.first, np.zeros(2, np.float32))
+        with pytest.raises(
+            OutOfStepError, match=r"round 0 cannot be finished: these buckets were not pushed: \['b0'\]"
+        ):
+            two.finish(None)
+        one.finish(None)
+        assert worker.round == 1
+
+    alone(work)
+
+
 # ── elastic groups ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -73,7 +73,7 @@ class Boundaries(Traffic):
         plan, pushed, is_elastic = self.plan, self._pushed, bool(self.membership.seats)
         assert plan is not None
         parts = parts or self._open or plan.each[0].parts
-        if len(pushed) < len(parts):
+        if len(pushed) < len(parts) or parts != self._open:  # what is pushed may be another module's
             self._check_all_pushed(plan, parts)
         for handle in pushed.values():
             self._await(handle, timeout)
