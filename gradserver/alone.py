@@ -10,11 +10,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
 
-from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
 from gradserver.local import Alarm, Inbox
 from gradserver.protocol.channel import Outlet, memory_pair
 from gradserver.protocol.errors import GradServerError
+from gradserver.runtime import Coordinator
 from gradserver.worker import connect as daemons
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import UrlMissingError, Wish

@@ -365,9 +365,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _serve_as_told(arguments: argparse.Namespace) -> int:
-    from gradserver.channels.attendance import Patience
     from gradserver.daemon import Ledger, serve, serve_shard
     from gradserver.engine.policy import RECONNECT_SECONDS, on_non_finite
+    from gradserver.transport.liveness import Patience
 
     patience = Patience(arguments.dead_after, arguments.frozen_after)
     if arguments.join is not None:

@@ -18,10 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 import gradserver
-from gradserver.channels.attendance import Patience
-from gradserver.channels.tcp import TcpServer
 from gradserver.children import SHARD_TOKEN, Children
-from gradserver.coordinator import Coordinator, Residuals
 from gradserver.engine import Engine
 from gradserver.engine.control.access import Access
 from gradserver.engine.policy import OnNonFinite, Policy
@@ -29,6 +26,9 @@ from gradserver.protocol.errors import CoordinatorStoppedError
 from gradserver.protocol.limits import CREDIT_BYTES, JOURNAL_QUOTA_BYTES, MAX_TOKEN, MIB, ROUND_TIMEOUT
 from gradserver.protocol.messages import Enlist
 from gradserver.protocol.url import numeric_url, parse_url
+from gradserver.runtime import Coordinator, Residuals
+from gradserver.transport.liveness import Patience
+from gradserver.transport.server import TcpServer
 
 if TYPE_CHECKING:
     from gradserver.ledger.state import StateDir
@@ -161,7 +161,7 @@ def serve_shard(
         CoordinatorError: the coordinator is gone, or was not there.
     """
     from gradserver.engine.shard import ShardEngine  # here, as a coordinator needs none of it
-    from gradserver.shard import Link, advertised, find_again
+    from gradserver.transport.shard_link import Link, advertised, find_again
 
     _raise_limits()
     keep_memory()

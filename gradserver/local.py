@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
-from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
 from gradserver.engine.policy import Policy, lateness_of, on_non_finite
 from gradserver.protocol.buffer import Buffer
@@ -23,6 +22,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import BACKLOG_BYTES, CREDIT_BYTES
 from gradserver.protocol.messages import Join, Message
+from gradserver.runtime import Coordinator
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
 from gradserver.worker.session import Session

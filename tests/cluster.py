@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import IO, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 import gradserver
-from gradserver.channels.tcp import TcpServer
-from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
 from gradserver.engine.policy import on_non_finite
 from gradserver.local import LocalCluster
 from gradserver.protocol.limits import CREDIT_BYTES
+from gradserver.runtime import Coordinator
 from gradserver.status import fetch
+from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
 from tests.nursery import Child, nursery

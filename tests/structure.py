@@ -528,7 +528,7 @@ FIGURES: Final = {
     "Lines": (
         *(
             Figure(package, partial(lines, package=package))
-            for package in ("engine", "channels", "ledger", "gradserver", "worker", "protocol", *TOOLS)
+            for package in ("engine", "transport", "ledger", "gradserver", "worker", "protocol", *TOOLS)
         ),
         Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 35_500, 25_000, room=500),
         Figure(f"modules of more than {MAX_LINES} lines", long_modules, 24, 0),

@@ -16,7 +16,12 @@ from typing import Any
 
 import pytest
 
-from gradserver.channels.traffic import (
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.limits import MIB, SLICE_BYTES
+from gradserver.protocol.messages import Join, Message, Ping, Push, StatusRequest, Welcome
+from gradserver.protocol.wire import encode
+from gradserver.transport.traffic import (
     MEMBERS_MESSAGES,
     MESSAGE_BYTES,
     PARTED_MESSAGES,
@@ -28,11 +33,6 @@ from gradserver.channels.traffic import (
     Traffic,
     _queued,
 )
-from gradserver.protocol.dtypes import FLOAT32
-from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from gradserver.protocol.limits import MIB, SLICE_BYTES
-from gradserver.protocol.messages import Join, Message, Ping, Push, StatusRequest, Welcome
-from gradserver.protocol.wire import encode
 from gradserver.worker.connect import connect
 from tests.cluster import PATIENCE, Daemon, Program, joined, wait_until, worker_program
 from tests.strangers import Stranger

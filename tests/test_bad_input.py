@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import zmq
 
-from gradserver.channels.tcp import TcpServer
 from gradserver.protocol.dtypes import BY_NAME, FLOAT32
 from gradserver.protocol.errors import (
     CollectiveMismatchError,
@@ -55,6 +54,7 @@ from gradserver.protocol.messages import (
 from gradserver.protocol.plan import simple_plan
 from gradserver.protocol.url import no_coordinator, parse_target
 from gradserver.protocol.wire import decode, encode
+from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
 from gradserver.worker.greeting import takes_no_workers
@@ -305,7 +305,7 @@ def test_thousands_of_messages_from_strangers_while_a_group_trains() -> None:
 
 LISTENER = """
 import sys, zmq
-from gradserver.channels.binding import bind_router
+from gradserver.transport.binding import bind_router
 router = zmq.Context().socket(zmq.ROUTER)
 print(bind_router(router, "tcp://127.0.0.1:0"), flush=True)
 sys.stdin.readline()
@@ -515,7 +515,7 @@ def punctual(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that waits for hours, beyond its own timeout, for whoever has shown to be a coordinator."""
     monkeypatch.setattr("gradserver.worker.connect.VERDICT_SECONDS", 3600.0)
     monkeypatch.setattr("gradserver.worker.session._FAREWELL_SECONDS", 3600.0)
-    monkeypatch.setattr("gradserver.worker.line._LINGER_MS", 3_600_000)
+    monkeypatch.setattr("gradserver.worker.transport.line._LINGER_MS", 3_600_000)
 
 
 @pytest.mark.usefixtures("punctual")

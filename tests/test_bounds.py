@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings, strategies as st
 
-from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine, records
 from gradserver.engine.declared import Kind
 from gradserver.engine.events import Garbled, Reduce
@@ -71,6 +70,7 @@ from gradserver.protocol.messages import (
 from gradserver.protocol.positions import Claim, Register, Used
 from gradserver.protocol.ranges import pack
 from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
+from gradserver.runtime import Coordinator
 from tests.crash_harness import Crashing, Durable
 from tests.elastic_harness import Step
 from tests.engine_harness import SEATS, Outcome, bucket, floats, small_slices

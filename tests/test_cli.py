@@ -423,7 +423,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 def test_no_command_loads_what_others_need() -> None:
     code = (
         "import sys; from gradserver import cli; cli._parser().parse_args(['serve']); import gradserver.daemon; "
-        "print(sorted({'gradserver.bench', 'gradserver.demo', 'gradserver.shard'} & set(sys.modules)))"
+        "print(sorted({'gradserver.bench', 'gradserver.demo', 'gradserver.transport.shard_link'} & set(sys.modules)))"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from gradserver import connect
-from gradserver.channels.tcp import TcpServer
 from gradserver.protocol.errors import (
     CoordinatorUnreachableError,
     InvalidArgumentError,
@@ -23,6 +22,7 @@ from gradserver.protocol.errors import (
     JoinRefusedError,
     JoinTimeoutError,
 )
+from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
 from tests.cluster import Task, coordinator, joined, together, wait_until
 

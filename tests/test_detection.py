@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import zmq
 
-from gradserver.channels.attendance import Attendance, Patience
-from gradserver.channels.binding import bind_router
-from gradserver.channels.peers import Peer
 from gradserver.protocol.errors import LeftOutError
 from gradserver.protocol.messages import Join, Present
 from gradserver.protocol.numbers import Numbers
+from gradserver.transport.binding import bind_router
+from gradserver.transport.liveness import Attendance, Patience
+from gradserver.transport.peers import Peer
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
 from tests.cluster import PATIENCE, Daemon, Program, Task, together, wait_until, worker_program
@@ -262,7 +262,7 @@ def test_a_server_that_stands_still_in_the_midst_of_a_look_gives_peers_time_to_s
 ) -> None:
     """What was seen before it stood still is not as old as it seems."""
     now = 1000.0
-    monkeypatch.setattr("gradserver.channels.attendance.time.monotonic", lambda: now)
+    monkeypatch.setattr("gradserver.transport.liveness.time.monotonic", lambda: now)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         looking = Attendance(router, None, Patience(frozen_after=1.0))

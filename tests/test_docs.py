@@ -17,7 +17,6 @@ import pytest
 
 import gradserver
 from gradserver import cli
-from gradserver.channels import attendance, binding, tcp
 from gradserver.protocol import limits
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import GradServerError
@@ -25,6 +24,7 @@ from gradserver.protocol.exchange import Pool
 from gradserver.protocol.numbers import GAP_SECONDS
 from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.status import fetch
+from gradserver.transport import binding, liveness, server
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
 from tests.cluster import Daemon, Program, Task, coordinator, together, wait_until
@@ -204,15 +204,15 @@ def test_numbers_are_those_of_the_code() -> None:
     serve = parse("serve")
     for option, default in (("--dead-after", serve.dead_after), ("--frozen-after", serve.frozen_after)):
         assert f"| `{option} S` | {default:g} s |" in architecture
-    assert f"closed after {attendance._SILENT:g}·S of silence" in architecture
-    assert f"not open again {attendance._BACK:g}·S later" in architecture
+    assert f"closed after {liveness._SILENT:g}·S of silence" in architecture
+    assert f"not open again {liveness._BACK:g}·S later" in architecture
     _, idle, interval, probes = binding._KEEPALIVE.values()
     assert f"host is gone is closed after {idle + interval * probes} s, by the system" in architecture
-    noticed = attendance._ENLISTING_SECONDS + attendance._BACK * serve.frozen_after
+    noticed = liveness._ENLISTING_SECONDS + liveness._BACK * serve.frozen_after
     assert f"in that very moment is noticed after {noticed:.0f} s" in architecture
     assert f"after {limits.COORDINATOR_SILENCE:g} s of silence" in architecture
     assert f"a receiver waits {GAP_SECONDS:g} s" in architecture
-    assert f"tcp, slice of {tcp._ZERO_COPY_BYTES // limits.KIB} KiB and more" in architecture
+    assert f"tcp, slice of {server._ZERO_COPY_BYTES // limits.KIB} KiB and more" in architecture
 
 
 def test_changelog_knows_this_version() -> None:

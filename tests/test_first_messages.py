@@ -110,7 +110,7 @@ def test_who_cannot_come_to_a_data_shard_hears_soon_why(kind: type[Message], mon
     """It is a member already then, so another connection would not help."""
     loser = Loser(kind is Attend, kind)
     with Daemon("--allow-shards") as daemon, Shard(daemon.url) as shard, relay(shard.url, loser) as through:
-        monkeypatch.setattr("gradserver.worker.tcp.beside", lambda *_: through)
+        monkeypatch.setattr("gradserver.worker.transport.tcp.beside", lambda *_: through)
         joining = Task(connect, daemon.url, 0, 1, timeout=PATIENCE, channel="tcp")
         assert "was lost on the way" in str(joining.error(ConnectionLostError, PATIENCE / 2))
         assert loser.lost == 1

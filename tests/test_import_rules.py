@@ -25,7 +25,7 @@ BREACHES = {
         "gradserver.worker.client",
     ],
     "gradserver.engine.outward": ["asyncio", "multiprocessing", "random", "selectors", "torch", "zmq"],
-    "gradserver.engine.upward": ["gradserver", "gradserver.coordinator", "gradserver.worker.client"],
+    "gradserver.engine.upward": ["gradserver", "gradserver.runtime", "gradserver.worker.client"],
     "gradserver.engine.control.aside": ["gradserver.engine.data"],
     "gradserver.engine.data.aside": ["gradserver.engine.control"],
     "gradserver.aside": ["gradserver.worker", "gradserver.worker.client", "torch", "pickle"],
@@ -50,7 +50,7 @@ MODULES = [
     *("gradserver.protocol", "gradserver.protocol.errors"),
     *("gradserver.worker", "gradserver.worker.client"),
     *("gradserver", "gradserver.engine", "gradserver.engine.control", "gradserver.engine.data"),
-    *("gradserver.coordinator", "gradserver.config"),
+    *("gradserver.runtime", "gradserver.config"),
     *("gradserver.cli", "gradserver.demo", "gradserver.local", "gradserver.alone"),
 ]
 

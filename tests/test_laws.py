@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Lock, Receiver
@@ -27,6 +26,7 @@ from gradserver.protocol.limits import MIN_CREDIT_BYTES
 from gradserver.protocol.messages import HERE, Join, Message, Place, Push
 from gradserver.protocol.plan import Bucket, Component, Plan, simple_plan
 from gradserver.protocol.wire import decode, encode
+from gradserver.runtime import Coordinator
 from gradserver.status import fetch
 from gradserver.worker.client import Worker
 from gradserver.worker.collectives import ReductionName

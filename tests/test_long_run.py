@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from gradserver.channels.traffic import STRANGERS_KNOWN
+from gradserver.transport.traffic import STRANGERS_KNOWN
 from tests.cluster import Daemon, Program, wait_until
 from tests.long_run_program import LEADER
 

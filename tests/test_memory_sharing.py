@@ -29,9 +29,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from gradserver.channels.tcp import TcpServer
-from gradserver.channels.unix import MAX_STRANGERS
-from gradserver.coordinator import Coordinator
 from gradserver.engine import Engine
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.dtypes import FLOAT32
@@ -66,11 +63,14 @@ from gradserver.protocol.sharing import (
     decode_packet,
     encode_packet,
 )
+from gradserver.runtime import Coordinator
+from gradserver.transport.local import MAX_STRANGERS
+from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
-from gradserver.worker.memory import ALIGNMENT, ARENA_BYTES, OWN_SEGMENT_BYTES, SharedMemory
-from gradserver.worker.tcp import TcpChannel
 from gradserver.worker.tensors import Bytes, empty
+from gradserver.worker.transport.shared_memory import ALIGNMENT, ARENA_BYTES, OWN_SEGMENT_BYTES, SharedMemory
+from gradserver.worker.transport.tcp import TcpChannel
 from tests.cluster import PATIENCE, ROOT, Daemon, Program, Task, coordinator, together, wait_until
 from tests.examples import examples
 from tests.strangers import Stranger

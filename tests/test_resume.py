@@ -42,7 +42,7 @@ from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, 
 from gradserver.worker import resume
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
-from gradserver.worker.tcp import TcpChannel
+from gradserver.worker.transport.tcp import TcpChannel
 from tests.cluster import TIMEOUT, Task, wait_until
 from tests.scripted import TOKEN, Scripted, joining
 

@@ -283,7 +283,7 @@ def test_lines_are_counted_by_package_and_a_long_module_is_named(write: Write) -
             "gradserver/cli.py": "x = 1\n" * 401,
             "gradserver/engine/__init__.py": "x = 1\n" * 400,
             "gradserver/chaos/relay.py": "x = 1\n" * 7,
-            "worker/tcp.py": "x = 1\n" * 5,
+            "worker/transport/tcp.py": "x = 1\n" * 5,
             "protocol/codecs/base.py": "x = 1\n" * 3,
         }
     )

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradserver.channels.tcp import TcpServer
 from gradserver.protocol.errors import (
     ClosedError,
     ConnectionLostError,
@@ -23,9 +22,10 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import COORDINATOR_SILENCE
 from gradserver.protocol.messages import Present
+from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
-from gradserver.worker.presence import Presence
-from gradserver.worker.tcp import TcpChannel
+from gradserver.worker.transport.beacon import Presence
+from gradserver.worker.transport.tcp import TcpChannel
 from tests.cluster import Daemon, Program, Task, coordinator, errors, joined, together, wait_until, worker_program
 
 DEATH_IS_NOTICED_WITHIN = 3.0
@@ -308,7 +308,7 @@ def test_worker_that_computed_meanwhile_finds_its_coordinator_dead(daemon: Daemo
 
 @pytest.mark.parametrize("silence", [2.0, pytest.param(COORDINATOR_SILENCE, marks=pytest.mark.long)])
 def test_frozen_coordinator_is_noticed_soon(daemon: Daemon, silence: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradserver.worker.line.COORDINATOR_SILENCE", silence)
+    monkeypatch.setattr("gradserver.worker.transport.line.COORDINATOR_SILENCE", silence)
     with joined(daemon.url, 2) as (zero, _):
         waiting = Task(zero.barrier)
         assert not waiting.ended(0.05)

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
-from gradserver.channels.hosted import Line
-from gradserver.channels.unix import UnixServer
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.messages import Place
 from gradserver.protocol.sharing import Offer, SharingMessage, decode_packet, encode_packet
+from gradserver.transport.local import UnixServer
+from gradserver.transport.local_peers import Line
 from tests.cluster import Task, wait_until
 
 WORKER = b"worker"

@@ -20,7 +20,7 @@ from gradserver import GradServerError, Handle, Worker, connect
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.messages import BePresent, Message
 from gradserver.protocol.plan import simple_plan
-from gradserver.worker.presence import Presence
+from gradserver.worker.transport.beacon import Presence
 
 
 def say(what: str) -> None:

@@ -33,7 +33,7 @@ from gradserver.worker.greeting import takes_no_workers
 from gradserver.worker.handle import VERDICT_SECONDS, Handle
 from gradserver.worker.resume import Lifeline
 from gradserver.worker.session import Session, ShardReceiver
-from gradserver.worker.tcp import TcpChannel
+from gradserver.worker.transport.tcp import TcpChannel
 
 log = logging.getLogger("gradserver")
 

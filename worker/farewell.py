@@ -16,9 +16,9 @@ from gradserver.protocol.errors import ConnectionLostError, GradServerError, Lef
 from gradserver.protocol.messages import Failure, Message, Welcome
 from gradserver.protocol.resuming import Resume
 from gradserver.worker.handle import Handle
-from gradserver.worker.line import reach
 from gradserver.worker.session import Session
-from gradserver.worker.tcp import TcpChannel
+from gradserver.worker.transport.line import reach
+from gradserver.worker.transport.tcp import TcpChannel
 
 _ASK_SECONDS: Final = 1.0
 """How long to connect may take, and how long the answer."""

@@ -53,13 +53,13 @@ from gradserver.protocol.resuming import Resumed
 from gradserver.worker.clock import Clock
 from gradserver.worker.handle import VERDICT_SECONDS
 from gradserver.worker.interrupts import uninterrupted
-from gradserver.worker.line import reach
-from gradserver.worker.memory import SharedMemory
-from gradserver.worker.presence import Presence
 from gradserver.worker.regions import Regions
 from gradserver.worker.session import Session, ShardReceiver
 from gradserver.worker.standing import Books
-from gradserver.worker.tcp import TcpChannel
+from gradserver.worker.transport.beacon import Presence
+from gradserver.worker.transport.line import reach
+from gradserver.worker.transport.shared_memory import SharedMemory
+from gradserver.worker.transport.tcp import TcpChannel
 
 log = logging.getLogger("gradserver")
 
@@ -79,7 +79,7 @@ _ANSWER_SECONDS: Final = 10.0
 
 
 class Lifeline:
-    """The channel of a durable group: as `gradserver.worker.tcp.TcpChannel`, and made anew whenever it breaks.
+    """The channel of a durable group: a `gradserver.worker.transport.tcp.TcpChannel`, made anew whenever it breaks.
 
     Args:
         channel: the connection that stands.

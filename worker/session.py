@@ -50,7 +50,6 @@ from gradserver.protocol.plan import Plan, Section, decode_plan
 from gradserver.protocol.positions import Claimed, Located
 from gradserver.protocol.resuming import Fetch, Resumed, Standing
 from gradserver.protocol.shards import Table
-from gradserver.worker import forking
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.boundaries import Boundaries
 from gradserver.worker.handle import Handle
@@ -59,6 +58,7 @@ from gradserver.worker.slots import Slots
 from gradserver.worker.stages import Stage
 from gradserver.worker.standing import Books
 from gradserver.worker.tensors import Bytes
+from gradserver.worker.transport import forking
 
 log = logging.getLogger("gradserver")
 

@@ -1,6 +1,6 @@
 """Memory that a worker shares, as the coordinator holds it: checked, mapped, and found again.
 
-A worker hands over memory as a file descriptor (`.unix` takes it in, `gradserver.protocol.sharing` has the talk).
+A worker hands over memory as a file descriptor (`.local` takes it in, `gradserver.protocol.sharing` has the talk).
 The memory has no name in any file system: it is gone with the last process that maps it, however that one ended.
 
 Whoever hands it over may be hostile. What could become dangerous later is made impossible before the first byte

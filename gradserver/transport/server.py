@@ -5,7 +5,7 @@ a frozen or cut-off one when its heartbeats stop (they are answered by libzmq's 
 whose Python is busy is not taken for dead). Either way the socket's monitor says that *a* connection
 closed; which one shows when a Ping can no longer be routed to it.
 
-Workers of the same host may talk through a local socket (`.unix`), once they have joined here. That their
+Workers of the same host may talk through a local socket (`.local`), once they have joined here. That their
 processes have ended is then known from there, within milliseconds and for certain.
 """
 
@@ -24,14 +24,6 @@ from typing import Final
 
 import zmq
 
-from gradserver.channels.attendance import Attendance, Patience, Verdict
-from gradserver.channels.binding import bind_router
-from gradserver.channels.hosted import Line
-from gradserver.channels.peers import Link, Peer
-from gradserver.channels.strangers import Strangers
-from gradserver.channels.traffic import MEMBERS_RATE, Connections, unread_text
-from gradserver.channels.unix import UnixServer
-from gradserver.coordinator import Coordinator
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
     ConnectionLostError,
@@ -63,6 +55,14 @@ from gradserver.protocol.messages import (
 from gradserver.protocol.numbers import Numbers
 from gradserver.protocol.resuming import Held, Holding, Resume
 from gradserver.protocol.wire import decode, encode
+from gradserver.runtime import Coordinator
+from gradserver.transport.binding import bind_router
+from gradserver.transport.handshake import Strangers
+from gradserver.transport.liveness import Attendance, Patience, Verdict
+from gradserver.transport.local import UnixServer
+from gradserver.transport.local_peers import Line
+from gradserver.transport.peers import Link, Peer
+from gradserver.transport.traffic import MEMBERS_RATE, Connections, unread_text
 
 log = logging.getLogger("gradserver")
 

@@ -18,7 +18,6 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from gradserver.coordinator import Coordinator
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
     ConnectionLostError,
@@ -37,6 +36,7 @@ from gradserver.protocol.numbers import Frames, Numbers
 from gradserver.protocol.presence import presence_options
 from gradserver.protocol.url import no_coordinator, numeric_url, parse_target, parse_url
 from gradserver.protocol.wire import decode, encode
+from gradserver.runtime import Coordinator
 
 log = logging.getLogger("gradserver")
 

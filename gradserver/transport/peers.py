@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from gradserver.channels.hosted import Line
-from gradserver.channels.traffic import MEMBERS_MESSAGES, MEMBERS_RATE, Traffic
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.messages import Failure, Message, Ping, Scope, Welcome
 from gradserver.protocol.numbers import Numbers
+from gradserver.transport.local_peers import Line
+from gradserver.transport.traffic import MEMBERS_MESSAGES, MEMBERS_RATE, Traffic
 
 _PING: Final = Ping()
 

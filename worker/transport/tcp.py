@@ -8,8 +8,8 @@ Sockets are not safe to share, so every call on one is made under a lock. Their 
 edge-triggered, and any call can swallow the edge: therefore a reader first takes what there is and then
 waits, and a sender looks whether something came in under his hands, and if so wakes the reader.
 
-With processes of the same host messages pass through local sockets (`gradserver.worker.unix`), which signal as long as
-there is something to take. ZeroMQ's connections stay, and say who is alive.
+With processes of the same host messages pass through local sockets (`.local`), which signal as long as there is
+something to take. ZeroMQ's connections stay, and say who is alive.
 
 One reader reads all sockets. When one connection is lost, everything is: nothing goes without any of the shards.
 """
@@ -47,10 +47,10 @@ from gradserver.protocol.messages import BePresent, Failure, MemoryAt, Message, 
 from gradserver.protocol.url import no_coordinator
 from gradserver.protocol.wire import decode, encode
 from gradserver.worker.interrupts import admits, uninterrupted, watch
-from gradserver.worker.line import Line, beside, wait_for_listener
-from gradserver.worker.memory import SharedMemory
-from gradserver.worker.presence import Presence
-from gradserver.worker.unix import LocalLine
+from gradserver.worker.transport.beacon import Presence
+from gradserver.worker.transport.line import Line, beside, wait_for_listener
+from gradserver.worker.transport.local import LocalLine
+from gradserver.worker.transport.shared_memory import SharedMemory
 
 log = logging.getLogger("gradserver")
 

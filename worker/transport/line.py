@@ -16,9 +16,9 @@ from gradserver.protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS, M
 from gradserver.protocol.messages import BePresent, Message
 from gradserver.protocol.numbers import Frames, Numbers
 from gradserver.protocol.url import numeric_url, parse_target, parse_url
-from gradserver.worker import forking
-from gradserver.worker.presence import Presence
-from gradserver.worker.unix import LocalLine
+from gradserver.worker.transport import forking
+from gradserver.worker.transport.beacon import Presence
+from gradserver.worker.transport.local import LocalLine
 
 log = logging.getLogger("gradserver")
 

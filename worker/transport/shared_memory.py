@@ -40,7 +40,7 @@ from gradserver.protocol.sharing import (
     Offer,
     Taken,
 )
-from gradserver.worker.unix import connect_all, reason_of
+from gradserver.worker.transport.local import connect_all, reason_of
 
 log = logging.getLogger("gradserver")
 

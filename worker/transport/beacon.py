@@ -18,7 +18,7 @@ from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.messages import BePresent, Message, Ping, Present
 from gradserver.protocol.presence import beat_of, presence_options
 from gradserver.protocol.wire import encode
-from gradserver.worker import forking
+from gradserver.worker.transport import forking
 
 _LOOK_MS: Final = 50
 """How often to look whether it was closed before it has reached anybody."""

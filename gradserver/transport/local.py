@@ -2,7 +2,7 @@
 
 The socket's name belongs to a network namespace, so a worker that cannot see this host's processes finds nobody
 there, and stays with TCP. Who may speak here has a token, which the worker gets through its ZeroMQ connection. That
-one stays, and takes over whenever a local connection ends. Who has come here is known by his process (`.ended`), so
+one stays, and takes over whenever a local connection ends. Who has come here is known by his process (`.pidfd`), so
 that its end is noticed at once, and for certain.
 
 Whoever is at the other end may be hostile. Nothing here waits: sockets do not block, and only one packet of each is
@@ -22,9 +22,6 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from gradserver.channels.ended import has_ended, process_of
-from gradserver.channels.hosted import Guest, Line
-from gradserver.channels.memory import Segments
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError, LimitExceededError, UnexpectedMessageError
 from gradserver.protocol.messages import Place
@@ -39,6 +36,9 @@ from gradserver.protocol.sharing import (
     Talking,
     decode_packet,
 )
+from gradserver.transport.local_peers import Guest, Line
+from gradserver.transport.pidfd import has_ended, process_of
+from gradserver.transport.shared_memory import Segments
 
 log = logging.getLogger("gradserver")
 

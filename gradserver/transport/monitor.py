@@ -9,7 +9,7 @@ from typing import Final
 
 import zmq
 
-from gradserver.channels.traffic import Connections
+from gradserver.transport.traffic import Connections
 
 _PROBES: Final = (0.0, 0.02, 0.1, 0.5)
 """Seconds after a disconnect at which to probe: the monitor may speak before routing has noticed."""

@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from gradserver.channels.memory import Segments
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.packets import PacketStream
 from gradserver.protocol.sharing import MAX_PACKET_BYTES, SharingMessage, encode_packet
+from gradserver.transport.shared_memory import Segments
 
 MAX_QUEUED: Final = 50_000
 """Packets that may wait for a worker which does not read; credits keep members far below it."""

@@ -30,13 +30,13 @@ from typing import Final, NamedTuple
 
 import zmq
 
-from gradserver.channels.disconnects import Disconnects
-from gradserver.channels.peers import Peer
-from gradserver.channels.traffic import Connections
-from gradserver.channels.unix import UnixServer
 from gradserver.protocol.messages import BePresent, Enlist, Message, Present, Welcome
 from gradserver.protocol.presence import presence_of
 from gradserver.protocol.resuming import Resume
+from gradserver.transport.local import UnixServer
+from gradserver.transport.monitor import Disconnects
+from gradserver.transport.peers import Peer
+from gradserver.transport.traffic import Connections
 
 _GONE: Final = "it died, froze or lost its network"
 _ENDED: Final = "its process ended"

@@ -22,7 +22,7 @@ _KEEPALIVE: Final = {
 """Connections whose host is gone are closed after 30 s, whoever's they are.
 
 The system asks, and not libzmq by its heartbeats: whatever comes, an answer to one too, has libzmq wait for the next
-beat of a presence (`.attendance`) before it looks for silence again, so one that froze right behind it went unnoticed.
+beat of a presence (`.liveness`) before it looks for silence again, so one that froze right behind it went unnoticed.
 """
 
 _RECEIVE_QUEUE: Final = 0
