@@ -1,4 +1,4 @@
-"""Numbers, sizes and codecs on the command line, with an error that says what they must be."""
+"""Parsers of numbers, sizes and codecs on the command line. Their errors name the allowed values."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ N = TypeVar("N", int, float)
 
 
 def number(kind: Callable[[str], N], low: N, high: N, what: str = "", limits: str = "{} to {}") -> Callable[[str], N]:
-    """A parser of numbers.
+    """Make a parser of numbers.
 
     Args:
         kind: int or float.
-        low: the least that it takes.
-        high: the most.
-        what: what the text should be; a whole number unless said otherwise.
+        low: the lowest number that it accepts.
+        high: the highest.
+        what: name of such a number; empty for a whole number.
         limits: how ``low`` and ``high`` are written.
     """
     allowed = f"{what} is {limits}" if what else limits
@@ -40,7 +40,7 @@ def number(kind: Callable[[str], N], low: N, high: N, what: str = "", limits: st
 
 
 def workers(text: str) -> int | Policy:
-    """How many workers a group has: N, or MIN:MAX, or MIN: if it is elastic."""
+    """Parse the size of a group: N, or MIN:MAX or MIN: of an elastic one."""
     from gradserver.engine.policy import Policy
     from gradserver.protocol.errors import InvalidWorldSizeError
 
@@ -55,30 +55,30 @@ def workers(text: str) -> int | Policy:
 
 
 def workers_of(text: str) -> tuple[str, int | Policy]:
-    """The same with the group's name in front: NAME=N; an empty name if none is said, ``*`` for any other group."""
+    """Parse NAME=SIZE or SIZE. The name is empty if none is given, and ``*`` for groups that are not named."""
     name, equals, size = text.rpartition("=")
     if equals and (not name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES):
-        raise argparse.ArgumentTypeError(f"{text!r} does not begin with the name of a group")
+        raise argparse.ArgumentTypeError(f"{text!r} does not begin with a valid name of a group")
     return name, workers(size)
 
 
 ANY: Final = ("any",)
-"""As names of groups: all names there can be."""
+"""Names of groups that stand for every name."""
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names of groups, with commas between them; `ANY` for all."""
+    """Parse names of groups, with commas between them; `ANY` for all."""
     found = tuple(name.strip() for name in text.split(","))
     for name in found:
         if not name or not name.isprintable():
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of names with commas between them")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of names, separated by commas")
         if len(name.encode()) > MAX_NAME_BYTES:
-            raise argparse.ArgumentTypeError(f"{name[:40]!r}… is longer than a name can be: {MAX_NAME_BYTES} bytes")
+            raise argparse.ArgumentTypeError(f"{name[:40]!r}… is longer than {MAX_NAME_BYTES} bytes")
     return found
 
 
 def quorum(text: str) -> int | str:
-    """A number of workers, or a share of them."""
+    """Parse a number of workers, or a share of them."""
     if not text.endswith("%"):
         return number(int, 1, MAX_WORLD_SIZE, "a number of workers, or a share such as 75%", "{} to {}")(text)
     share = number(float, 1.0, 100.0, "a share in percent", "{:g} to {:g}")
@@ -90,23 +90,23 @@ _UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": 1024 * MIB, "TiB": 1024 * 1024 *
 
 
 def size(text: str) -> int:
-    """A number of bytes, with or without a unit."""
+    """Parse a number of bytes with its unit."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?([KMGT]iB)", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: a number and KiB, MiB, GiB or TiB, 500MiB for example")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: a number and KiB, MiB, GiB or TiB, such as 500MiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 def sync(text: str) -> float | None:
-    """Seconds between two syncs; 0 for one behind every round, None for none."""
+    """Parse the seconds between two syncs; 0 for one behind every round, None for none."""
     if text in ("none", "round"):
         return None if text == "none" else 0.0
     return number(float, 0.01, 3600, "none, round, or a number of seconds", "{:g} to {:g}")(text)
 
 
 def codec(text: str) -> str:
-    """The whole name of a codec that saves bytes, or of fp32."""
-    from gradserver.protocol.codecs import codec_of  # here, as a command line is to come up without numpy
+    """Parse the full name of a codec that saves bytes, or of fp32."""
+    from gradserver.protocol.codecs import codec_of  # imported here: the command line starts without numpy
     from gradserver.protocol.codecs.base import BLOCK
     from gradserver.protocol.errors import InvalidArgumentError
 

@@ -34,7 +34,7 @@ _OF_THE_LATE = ("quorum", "grace", "backup", "late")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. Errors of the user's get one line, and status 1 or 2."""
+    """Run one command and return its exit status. An error of the user prints one line, with status 1 or 2."""
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
@@ -49,27 +49,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradserver",
-        description="Keeps the replicas of a data-parallel training job in step over ordinary networks.",
-        epilog="A first look, about a minute on two cores: gradserver demo",
+        description="Keep the replicas of a data-parallel training job synchronized over ordinary networks.",
+        epilog="To try it out, run `gradserver demo`. It takes about a minute on two cores.",
     )
     parser.add_argument("--version", action="version", version=f"gradserver {gradserver.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
     commands.add_parser("serve", help="run a coordinator", description=_serve.__doc__, fill=_add_serve)
-    commands.add_parser("status", help="show what a coordinator sees", description=_status.__doc__, fill=_add_status)
-    text = "show what a coordinator wrote down: who contributed, who was slow, what was lost"
+    commands.add_parser(
+        "status", help="show the state of a running coordinator", description=_status.__doc__, fill=_add_status
+    )
+    text = "show the ledger of a coordinator: contributions, stragglers and lost workers of each round"
     commands.add_parser("ledger", help=text, description=_ledger.__doc__, fill=_add_ledger)
     commands.add_parser("demo", help="train a small GPT across processes of this machine", fill=_add_demo)
-    text = "measure it here, beside gloo and what the machine can do at most"
+    text = "measure gradserver on this machine, beside gloo and the limits of the hardware"
     commands.add_parser("bench", help=text, fill=_add_bench)
-    text = "harm its processes on this machine, and check that no round is wrong or lost"
+    text = "inject faults into a group on this machine, and check that no round is wrong or lost"
     commands.add_parser("chaos", help=text, fill=_add_chaos)
     return parser
 
 
 class _Command(argparse.ArgumentParser):
-    """The parser of a command, which `fill` gives its arguments only when it is needed.
+    """Parser of a command. `fill` adds its arguments when they are needed, not before.
 
-    So nobody who starts a coordinator waits for what the benchmark's arguments import.
+    Starting a coordinator therefore does not import what the benchmark's arguments need.
     """
 
     def __init__(self, fill: Callable[[argparse.ArgumentParser], None] | None = None, **options: Any) -> None:
@@ -77,7 +79,7 @@ class _Command(argparse.ArgumentParser):
         self._fill = fill
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """What every way of parsing goes through, and each command's help too."""
+        """Add the arguments, then parse. Every way of parsing calls this, and so does the help of a command."""
         fill, self._fill = self._fill, None
         if fill is not None:
             fill(self)
@@ -88,19 +90,19 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bind",
         metavar="URL",
-        help=f"tcp://HOST:PORT to listen on (default {DEFAULT_BIND}: this machine only; "
-        "tcp://0.0.0.0:7411 is reachable from others; port 0 picks a free one)",
+        help=f"address to listen on, as tcp://HOST:PORT (default {DEFAULT_BIND}, which only this machine can reach). "
+        "With tcp://0.0.0.0:7411 other machines can connect. Port 0 picks a free port",
     )
     parser.add_argument(
-        "--credit", type=_mebibytes, metavar="MIB", help="MiB that one worker may have in flight (default 16)"
+        "--credit", type=_mebibytes, metavar="MIB", help="limit of the MiB that one worker has in flight (default 16)"
     )
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     _add_nonfinite(parser)
     _add_groups(parser.add_argument_group("groups"))
-    _add_lateness(parser.add_argument_group("late workers of an elastic group"))
-    _add_silence(parser.add_argument_group("workers that die or freeze"))
+    _add_lateness(parser.add_argument_group("stragglers and learners of an elastic group"))
+    _add_silence(parser.add_argument_group("liveness"))
     _add_shards(parser.add_argument_group("data shards"))
-    _add_ledger_options(parser.add_argument_group("what is kept on disk"))
+    _add_ledger_options(parser.add_argument_group("ledger and durability"))
     parser.set_defaults(run=_serve)
 
 
@@ -110,28 +112,29 @@ def _add_groups(parser: argparse._ArgumentGroup) -> None:
         type=workers_of,
         action="append",
         metavar="[GROUP=]N|MIN:MAX",
-        help="workers in the group; without it each worker says world_size. MIN:MAX (or MIN:) makes it elastic: "
-        "it begins with MIN to MAX, and goes on without those that leave or die while MIN are left. "
-        "Once for each group: `--workers 2:8 --workers critics=1:4`; `*=1:8` is for groups that are not named",
+        help="number of workers in the group; without this option each worker passes world_size. MIN:MAX (or MIN:) "
+        "makes the group elastic: it begins with MIN to MAX workers, and continues without those that leave or are "
+        "lost while MIN are left. Repeat the option for further groups: `--workers 2:8 --workers critics=1:4`; "
+        "`*=1:8` applies to every group that is not named",
     )
     parser.add_argument(
         "--group",
         default="default",
         metavar="NAME",
-        help="the group that --workers speaks of when it names none (default: default)",
+        help="group that --workers applies to if it names none (default: default)",
     )
     parser.add_argument(
         "--groups",
         type=names,
         metavar="NAME,…",
-        help="serve groups of these names only; `any` for groups of any name "
-        "(default: the group that --workers speaks of; without --workers, any)",
+        help="serve only groups of these names; `any` allows every name "
+        "(default: the groups of --workers; without --workers, any)",
     )
     parser.add_argument(
         "--gather",
         type=number(float, 0, 3600, "a number of seconds", "{:g} to {:g}"),
         metavar="S",
-        help="seconds that an elastic group waits for more than MIN before it begins (default 2)",
+        help="seconds that an elastic group waits for more than MIN workers before it begins (default 2)",
     )
 
 
@@ -139,10 +142,10 @@ def _add_nonfinite(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nonfinite",
         choices=("halt", "leave-out", "skip", "propagate"),
-        help="what becomes of a gradient with NaN or Inf in it: the group halts with an error that names worker, "
-        "bucket and parameter (default); that slice of it is left out of the mean; no worker applies the round; or it "
-        "is passed on as torch does, which a GradScaler needs. A group that survives its coordinator (--state-dir) "
-        "goes on as it began",
+        help="policy for a gradient that contains NaN or Inf. halt (default): the group halts with an error that names "
+        "worker, bucket and parameter. leave-out: the slice is left out of the mean. skip: no worker applies the "
+        "round. propagate: the mean is computed as torch does, which a GradScaler needs. A group that survives its "
+        "coordinator (--state-dir) keeps the policy with which it began",
     )
 
 
@@ -151,46 +154,47 @@ def _add_lateness(parser: argparse._ArgumentGroup) -> None:
         "--quorum",
         type=quorum,
         metavar="Q|P%",
-        help="close a round when so many workers have given everything, or so many percent of those who are there, "
-        "and the others had time enough (default: all)",
+        help="close a round when Q workers, or P percent of those present, have contributed everything and the "
+        "stragglers have had their grace period (default: wait for all)",
     )
     parser.add_argument(
         "--grace",
         type=number(float, 0, 3600, "a number of seconds", "{:g} to {:g}"),
         metavar="S",
-        help="with --quorum: seconds that the others have at least (default 0.5)",
+        help="with --quorum: shortest grace period of stragglers, in seconds (default 0.5)",
     )
     parser.add_argument(
         "--backup",
         type=number(int, 1, MAX_WORLD_SIZE - 1, "a number of workers"),
         metavar="B",
-        help="instead of --quorum: close a round when all but B have given everything, whoever these are",
+        help="instead of --quorum: close a round as soon as all workers but any B have contributed everything",
     )
     parser.add_argument(
         "--late",
         choices=("keep", "drop"),
-        help="with --quorum or --backup: whether a worker adds what came too late to what it gives next, or forgets it "
-        "(default keep)",
+        help="with --quorum or --backup: keep carries over what a straggler contributed too late, to its next "
+        "contribution; drop discards it (default keep)",
     )
     parser.add_argument(
         "--backlog",
         type=number(int, 0, 1 << 20, "a number of MiB"),
         metavar="MIB",
-        help="MiB of results that a member of an elastic group may leave unread, before it is left out, and that who "
-        "joins may, before the others wait for it; 0: they always do (default 64)",
+        help="limit of the MiB of unread results, for elastic groups. Above it a member is left out, and the others "
+        "wait for a learner; with 0 they always wait for learners (default 64)",
     )
     parser.add_argument(
         "--state-timeout",
         type=number(float, 1, 86_400, "a number of seconds", "{:g} to {:g}"),
         metavar="S",
-        help="seconds that the members of an elastic group wait for a worker that joins to get its state, at most, and "
-        "eight times as many as for the first byte of it (default 120)",
+        help="seconds that an elastic group waits at most while a learner receives the state from its donor; for the "
+        "first byte it waits eight times as long (default 120)",
     )
     parser.add_argument(
         "--state-rate",
         type=number(float, 0.001, 1e6, "a number of MiB", "{:g} to {:g}"),
         metavar="MIB",
-        help="MiB of that state that must come in a second, or they go on without it (default 4)",
+        help="slowest transfer of that state, in MiB per second; below it the group continues without the learner "
+        "(default 4)",
     )
 
 
@@ -201,21 +205,21 @@ def _add_silence(parser: argparse._ArgumentGroup) -> None:
         type=seconds,
         default=1.0,
         metavar="S",
-        help="seconds after which the owner of a connection that broke is dead (default 1)",
+        help="seconds after which a worker whose connection broke is lost (default 1)",
     )
     parser.add_argument(
         "--frozen-after",
         type=seconds,
         default=3.0,
         metavar="S",
-        help="seconds of silence after which a worker is taken for frozen, or cut off (default 3; one that computes "
-        "is not silent)",
+        help="seconds of silence after which a worker is lost, as it is frozen or unreachable; a worker that computes "
+        "is not silent (default 3)",
     )
     parser.add_argument(
         "--round-timeout",
         type=number(float, 0.5, MAX_TIMEOUT, "a number of seconds", "{:g} to {:g}"),
         metavar="S",
-        help="seconds that others wait for a worker that is alive but busy: with validation, compilation, or a "
+        help="seconds that a group waits for a worker that is alive but busy with validation, compilation or a "
         f"checkpoint (default {ROUND_TIMEOUT:g})",
     )
 
@@ -226,34 +230,33 @@ def _add_shards(parser: argparse._ArgumentGroup) -> None:
         type=number(int, 1, MAX_SHARDS, "a number of data shards"),
         default=1,
         metavar="S",
-        help="processes of this machine that hold slices (default 1: the coordinator alone)",
+        help="number of data shards, which are processes of this machine; the coordinator is the first (default 1)",
     )
     parser.add_argument(
         "--allow-shards",
         action="store_true",
-        help="take data shards that others start with --join, too: whoever reaches the port can then offer one, and "
-        "hold back or falsify what it holds (default: none but those of --shards)",
+        help="accept data shards that were started elsewhere with --join. Every host that can reach the port can then "
+        "offer one, and can withhold or falsify the slices that it holds (default: accept only those of --shards)",
     )
     parser.add_argument(
         "--join",
         metavar="URL",
-        help="be a data shard of the coordinator at URL, which must allow it (--allow-shards), and hold some of its "
-        "slices here "
-        "(then --bind is by default a free port of the address from which that one is reached)",
+        help="run a data shard of the coordinator at URL instead of a coordinator. The coordinator must allow it "
+        "(--allow-shards). --bind is then by default a free port of the address that reaches the coordinator",
     )
     parser.add_argument(
         "--reconnect",
         type=number(float, 0, 3600, "a number of seconds", "{:g} to {:g}"),
         metavar="S",
-        help="with --join: seconds to look for a lost coordinator that has a --state-dir, and may be started again "
+        help="with --join: seconds to wait until a lost coordinator with --state-dir has been started again "
         "(default 60)",
     )
     parser.add_argument(
         "--rate",
         type=number(float, 0, MAX_RATE, "a rate in Gbit/s", "{:g} to {:g}"),
         metavar="GBIT",
-        help="this machine's link in Gbit/s: shards get slices by their rates (default: all alike; "
-        "0 at a coordinator: none but small ones)",
+        help="rate of this machine's link in Gbit/s. Data shards get slices in proportion to their rates; a "
+        "coordinator with 0 gets only small ones (default: all shards alike)",
     )
 
 
@@ -261,44 +264,50 @@ def _add_ledger_options(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--state-dir",
         metavar="DIR",
-        help="write the ledger into DIR: who contributed to each round, when, and digests (see `gradserver ledger`). "
-        "Killed and started again with the same DIR, the coordinator goes on with its elastic groups",
+        help="write the ledger to DIR: the contributions to each round, with times and digests (see "
+        "`gradserver ledger`). A coordinator that was killed and is started again with the same DIR continues its "
+        "elastic groups",
     )
     parser.add_argument(
         "--ledger-hashes",
         choices=("on", "off"),
         default="on",
-        help="hash contributions and results for the ledger: of every round, or of as many as take 2 %% of the time "
-        "(default on)",
+        help="write digests of contributions and results to the ledger, of every round or of as many rounds as take "
+        "2 %% of the time (default on)",
     )
     parser.add_argument(
         "--ledger-keep",
         type=size,
         default=1024 * MIB,
         metavar="SIZE",
-        help="delete the ledger's oldest files above this size, 500MiB or 2GiB for example (default 1GiB)",
+        help="limit of the ledger's size, such as 500MiB or 2GiB; above it the oldest files are deleted (default 1GiB)",
     )
     parser.add_argument(
         "--journal-quota",
         type=size,
         default=JOURNAL_QUOTA_BYTES,
         metavar="SIZE",
-        help="let the members of one group fill at most SIZE of the ledger in an hour by joining, leaving, plans and "
-        "claims of data; then the group is refused more of these. Rounds are not counted (default 256MiB; "
-        "0KiB: no limit)",
+        help="limit of what one group writes to the ledger in an hour by joins, departures, plans and leases. Above it "
+        "the coordinator refuses such requests. Rounds do not count; 0KiB is no limit (default 256MiB)",
     )
     parser.add_argument(
         "--sync",
         type=sync,
         default=1.0,
         metavar="none|SECONDS|round",
-        help="how much of the ledger a power failure may cost (default 1 second; the coordinator's own death costs "
-        "nothing of it)",
+        help="flush the ledger to disk never, at this interval, or behind every round. A power failure loses what was "
+        "not flushed; the death of the coordinator alone loses nothing (default 1 second)",
     )
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", nargs="?", default=DEFAULT_BIND, metavar="URL", help=f"default {DEFAULT_BIND}")
+    parser.add_argument(
+        "url",
+        nargs="?",
+        default=DEFAULT_BIND,
+        metavar="URL",
+        help=f"the coordinator's address (default {DEFAULT_BIND})",
+    )
     parser.add_argument("--json", action="store_true", help="print one snapshot as JSON")
     parser.add_argument(
         "--interval",
@@ -311,22 +320,26 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ledger(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="FILE|DIR", help="the directory that --state-dir named, or a file in it")
-    parser.add_argument("--round", type=number(int, 0, MAX_COUNTER), metavar="N", help="all about round N")
-    parser.add_argument("--from", dest="first", type=number(int, 0, MAX_COUNTER), metavar="N", help="rounds from N on")
-    parser.add_argument("--to", dest="last", type=number(int, 0, MAX_COUNTER), metavar="M", help="rounds up to M")
-    parser.add_argument("--group", metavar="NAME", help="this group only")
+    parser.add_argument("path", metavar="FILE|DIR", help="the coordinator's --state-dir, or a file in it")
+    parser.add_argument("--round", type=number(int, 0, MAX_COUNTER), metavar="N", help="show all details of round N")
+    parser.add_argument(
+        "--from", dest="first", type=number(int, 0, MAX_COUNTER), metavar="N", help="show rounds from N on"
+    )
+    parser.add_argument("--to", dest="last", type=number(int, 0, MAX_COUNTER), metavar="M", help="show rounds up to M")
+    parser.add_argument("--group", metavar="NAME", help="show this group only")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--json", action="store_true", help="print every record as a line of JSON")
-    instead.add_argument("--verify", action="store_true", help="check every byte, and that no round is missing")
+    instead.add_argument("--json", action="store_true", help="print each record as one line of JSON")
     instead.add_argument(
-        "--export", metavar="FILE", help="write all that can be read to FILE, as lines of JSON, without secrets"
+        "--verify", action="store_true", help="check every byte of the files, and that no round is missing"
+    )
+    instead.add_argument(
+        "--export", metavar="FILE", help="write every readable record to FILE, as lines of JSON, without secrets"
     )
     instead.add_argument(
         "--repair",
         action="store_true",
-        help="leave out what is damaged or of another version, say what is lost, and keep the files as they were "
-        "beside it (while no coordinator uses them)",
+        help="remove records that are damaged or of another version, and print what is lost. The original files are "
+        "kept beside the new ones. Requires that no coordinator uses the directory",
     )
     parser.set_defaults(run=_ledger)
 
@@ -353,11 +366,11 @@ def _add_chaos(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    """Run a coordinator until SIGTERM or SIGINT. Prints `listening on tcp://HOST:PORT` when it is ready."""
+    """Run a coordinator until SIGTERM or SIGINT. It prints `listening on tcp://HOST:PORT` when it is ready."""
     logging.basicConfig(
         level=logging.WARNING if arguments.quiet else logging.INFO, format="%(asctime)s %(levelname).1s %(message)s"
     )
-    gc.disable()  # until it serves: a start makes what stays, and looking for garbage is a tenth of its time
+    gc.disable()  # until it serves: a start makes objects that stay, and garbage collection takes a tenth of its time
     try:
         return _serve_as_told(arguments)
     finally:
@@ -386,16 +399,20 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
         for option in (*told, "allow_shards", "nonfinite"):
             if getattr(arguments, option) not in (None, False):
                 raise InvalidArgumentError(
-                    f"--{option.replace('_', '-')} is the coordinator's to say, not a data shard's (--join)"
+                    f"--{option.replace('_', '-')} is an option of coordinators, not of data shards (--join)"
                 )
         if arguments.shards != 1:
-            raise InvalidArgumentError("--shards is for a coordinator: run --join once for each further data shard")
+            raise InvalidArgumentError(
+                "--shards is an option of coordinators: run `gradserver serve --join` once for each data shard"
+            )
         if arguments.rate == 0:
-            raise InvalidArgumentError("a data shard of rate 0 would hold nothing")
+            raise InvalidArgumentError(
+                "a data shard of rate 0 would hold no slices: with --join, --rate must be above 0"
+            )
         reconnect = RECONNECT_SECONDS if arguments.reconnect is None else arguments.reconnect
         return serve_shard(arguments.join, arguments.bind, arguments.rate, patience=patience, reconnect=reconnect)
     if arguments.reconnect is not None:
-        raise InvalidArgumentError("--reconnect is for a data shard (--join): how long it looks for its coordinator")
+        raise InvalidArgumentError("--reconnect is an option of data shards: it requires --join")
     ledger = None
     if arguments.state_dir is not None:
         hashes = arguments.ledger_hashes == "on"
@@ -418,7 +435,7 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
 
 
 def _names_of_groups(arguments: argparse.Namespace) -> frozenset[str] | None:
-    """The groups that may be founded; None for any."""
+    """Collect the names that groups may have; None for any."""
     if arguments.groups is None:
         told = _sizes(arguments)
         return frozenset(told) if told and OTHERS not in told else None
@@ -426,42 +443,42 @@ def _names_of_groups(arguments: argparse.Namespace) -> frozenset[str] | None:
         return None
     for name in _sizes(arguments):
         if name != OTHERS and name not in arguments.groups:
-            raise InvalidArgumentError(f"--workers speaks of group {name!r}, which --groups does not name")
+            raise InvalidArgumentError(f"--workers has group {name!r}, which --groups does not allow")
     return frozenset(arguments.groups)
 
 
 def _sizes(arguments: argparse.Namespace) -> dict[str, int | Policy]:
-    """What --workers says of each group."""
+    """Collect what --workers says of each group."""
     told: dict[str, int | Policy] = {}
     for name, count in arguments.workers or ():
         group = name or arguments.group
         if group in told:
-            raise InvalidArgumentError(f"--workers speaks of group {group!r} twice: name another one, as NAME=MIN:MAX")
+            raise InvalidArgumentError(f"--workers has group {group!r} twice: name another group, as NAME=MIN:MAX")
         told[group] = count
     return told
 
 
 def _worlds(arguments: argparse.Namespace) -> dict[str, int | Policy]:
-    """The sizes of groups that --workers speaks of. Other options are for all of them that are elastic."""
+    """Collect sizes and policies of the groups of --workers. The other options apply to all elastic ones."""
     from gradserver.engine.policy import Policy, lateness_of
 
     sizes = _sizes(arguments)
     lateness = lateness_of(arguments.quorum, arguments.backup or 0, arguments.grace, arguments.late)
     if lateness is not None:
         if not sizes:
-            raise InvalidArgumentError("--quorum and --backup need to know how many workers there are: --workers")
+            raise InvalidArgumentError("--quorum and --backup need the number of workers: give --workers")
         sizes = {name: Policy(size, size) if isinstance(size, int) else size for name, size in sizes.items()}
     if not any(isinstance(size, Policy) for size in sizes.values()):
         for option in ("gather", "backlog", "state_timeout", "state_rate"):
             if getattr(arguments, option) is not None:
-                raise InvalidArgumentError(f"--{option.replace('_', '-')} is for elastic groups: --workers MIN:MAX")
+                raise InvalidArgumentError(f"--{option.replace('_', '-')} requires an elastic group: --workers MIN:MAX")
     return {
         name: _policy(arguments, size, lateness) if isinstance(size, Policy) else size for name, size in sizes.items()
     }
 
 
 def _policy(arguments: argparse.Namespace, size: Policy, lateness: Lateness | None) -> Policy:
-    """An elastic group, as the options say."""
+    """Make the policy of an elastic group from the options."""
     gather = size.gather if arguments.gather is None else arguments.gather
     backlog = size.backlog if arguments.backlog is None else arguments.backlog * MIB
     told = {
@@ -473,14 +490,14 @@ def _policy(arguments: argparse.Namespace, size: Policy, lateness: Lateness | No
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    """Show the groups of a coordinator: members, round, rates, and who is being waited for."""
+    """Show the groups of a coordinator: members, round, rates, and the workers that a round waits for."""
     from gradserver.status import show
 
     return show(arguments.url, arguments.interval, arguments.json)
 
 
 def _ledger(arguments: argparse.Namespace) -> int:
-    """Show what a coordinator with --state-dir wrote down: who contributed to which round, and who was slow and why."""
+    """Show the ledger of a coordinator with --state-dir: the contributions to each round, and what was slow and why."""
     from gradserver.ledger import command
 
     if arguments.export is not None:

@@ -1,4 +1,4 @@
-"""``gradserver status``: what a coordinator sees, for people."""
+"""``gradserver status``: the state of a running coordinator, for people."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def show(url: str, interval: float, as_json: bool) -> int:
         print(json.dumps(first, indent=2))
         return 0
     if "shard" in first:
-        print(f"data shard {first['shard']['number']} of the coordinator at {first['shard']['primary']}: ask that one")
+        shard = first["shard"]
+        print(f"{url} is data shard {shard['number']} of the coordinator at {shard['primary']}: ask the coordinator")
         return 0
     if first["groups"]:
         time.sleep(interval)
@@ -41,7 +42,7 @@ def show(url: str, interval: float, as_json: bool) -> int:
 
 
 def survey(url: str) -> dict[str, Any]:
-    """One snapshot of a coordinator, with the traffic of its further data shards counted in."""
+    """Take a snapshot of a coordinator, and add the traffic of its other data shards."""
     snapshot = fetch(url)
     for shard in snapshot.get("shards", []):
         if not shard["number"]:
@@ -64,7 +65,7 @@ def _traffic(group: dict[str, Any]) -> int:
 
 
 def _add(group: dict[str, Any], there: dict[str, Any]) -> None:
-    """Count in what another shard sees of a group."""
+    """Add what another data shard sees of a group."""
     for counter in ("bytes_in", "bytes_out", "slices"):
         group[counter] += there[counter]
     group["outstanding"] = [one + other for one, other in zip(group["outstanding"], there["outstanding"], strict=True)]
@@ -73,13 +74,13 @@ def _add(group: dict[str, Any], there: dict[str, Any]) -> None:
 
 
 def _beside(url: str, primary: str) -> str:
-    """``url`` of a data shard, which may say that it listens everywhere on its coordinator's host."""
+    """Complete the ``url`` of a data shard: if it listens on every address, it is on its coordinator's host."""
     host, port = parse_url(url)
     return f"tcp://{parse_url(primary)[0]}:{port}" if host in ("*", "0.0.0.0", "[::]") else url
 
 
 def fetch(url: str) -> dict[str, Any]:
-    """One snapshot. CoordinatorUnreachableError if none came in time."""
+    """Take one snapshot. CoordinatorUnreachableError if none comes in time."""
     address = _reach(url)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -98,7 +99,7 @@ def fetch(url: str) -> dict[str, Any]:
             raise CoordinatorUnreachableError(no_coordinator(url, "coordinator", closed=True))
         if not ready:
             raise CoordinatorUnreachableError(
-                f"whatever listens at {url} has not answered as a gradserver coordinator "
+                f"the process that listens at {url} did not answer as a gradserver coordinator "
                 f"within {_PATIENCE_MS / 1000:g} s"
             )
         frames = dealer.recv_multipart()
@@ -119,7 +120,7 @@ def fetch(url: str) -> dict[str, Any]:
 
 
 def _reach(url: str) -> str:
-    """The URL with the address at which a plain connection can be made."""
+    """Resolve a URL to an address that accepts a plain connection."""
     try:
         with socket.create_connection(parse_target(url), timeout=_PATIENCE_MS / 1000) as connection:
             return numeric_url(*connection.getpeername()[:2])
@@ -131,16 +132,16 @@ def _reach(url: str) -> str:
 
 
 def render(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Lines that show ``after``, with rates since ``before``."""
+    """Render ``after`` as lines, with rates since ``before``."""
     lines = [f"coordinator at {after['url']}, up {_duration(after['uptime'])}"]
     seconds = max(after["uptime"] - before["uptime"], 1e-9)
     ledger = after.get("ledger", {})
     if ledger.get("trouble"):
-        lines.append(f"the ledger cannot be written: {ledger['file']}: {ledger['trouble']}")
+        lines.append(f"ledger cannot be written: {ledger['file']}: {ledger['trouble']}")
     if len(after.get("shards", [])) > 1:
         lines += _shards(before, after, seconds)
     if not after["groups"]:
-        return [*lines, "no groups: no worker has joined"]
+        return [*lines, "no groups: no worker has joined yet"]
     for name, group in after["groups"].items():
         lines += ["", *_group(name, group, before["groups"].get(name, {}), seconds)]
     return lines
@@ -184,12 +185,12 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
         lines.append(f"  plan: {group['plan']['buckets']} buckets, {_size(group['plan']['bytes'])} a round")
     flights = group.get("outstanding", [])
     last = (group["last_round"] or {}).get("last", -1)
-    columns = ["rank", "worker", "in flight", "last round", "seat"]
+    columns = ["rank", "worker", "in flight", "last round", "member"]
     rows = []
     for member in group["members"]:
-        seat = member.get("seat", member["rank"])
-        flight, waited = f"{flights[seat] / 1e6:.1f} MB", "last to come" if seat == last else ""
-        rows.append([member["rank"], member["name"], flight, waited, seat])
+        member_id = member.get("seat", member["rank"])
+        flight, waited = f"{flights[member_id] / 1e6:.1f} MB", "came last" if member_id == last else ""
+        rows.append([member["rank"], member["name"], flight, waited, member_id])
     lines += table(columns, rows) if elastic else table(columns[:-1], [row[:-1] for row in rows])
     for exchange in group.get("open", []):
         lines.append(

@@ -523,7 +523,7 @@ def test_silent_server_is_told_from_a_coordinator() -> None:
     with plain_server() as url:
         error = Task(connect, url, 0, 2, timeout=0.2).error(CoordinatorUnreachableError)
 
-    assert str(error) == f"whatever listens at {url} has not answered as a gradserver coordinator within 0.2 s"
+    assert str(error) == f"the process that listens at {url} did not answer as a gradserver coordinator within 0.2 s"
 
 
 @pytest.mark.parametrize("kind", [zmq.PUB, zmq.PULL, zmq.PAIR, zmq.SUB])
@@ -551,7 +551,7 @@ def test_socket_that_never_answers_is_told_from_a_coordinator(kind: int) -> None
     with impostor(kind) as url:
         error = Task(connect, url, 0, 2, timeout=0.2).error(CoordinatorUnreachableError)
 
-    assert str(error) == f"whatever listens at {url} has not answered as a gradserver coordinator within 0.2 s"
+    assert str(error) == f"the process that listens at {url} did not answer as a gradserver coordinator within 0.2 s"
 
 
 def other_version(error: GradServerError) -> bytes:
@@ -565,7 +565,7 @@ def other_version(error: GradServerError) -> bytes:
     ("reply", "kind", "message"),
     [
         ([b"hello"], MalformedMessageError, "answers, but not as a gradserver coordinator: not a gradserver message"),
-        ([encode(Status()), b"x" * (MAX_FRAME_BYTES - 1)], CoordinatorUnreachableError, "has not answered as"),
+        ([encode(Status()), b"x" * (MAX_FRAME_BYTES - 1)], CoordinatorUnreachableError, "did not answer as"),
         ([encode(Welcome("g", 7, 1, 1 << 24, ("a", "b")))], MalformedMessageError, "a Welcome as rank 7 of 2"),
         (
             [other_version(VersionMismatchError("the peer speaks protocol version 1, this side version 2"))],

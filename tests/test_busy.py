@@ -56,7 +56,7 @@ def test_a_data_shard_does_not_take_the_coordinators_round_timeout(capsys: pytes
     from gradserver.cli import main
 
     assert main(["serve", "--join", "tcp://127.0.0.1:1", "--round-timeout", "5"]) != 0
-    assert "--round-timeout is the coordinator's to say" in capsys.readouterr().err
+    assert "--round-timeout is an option of coordinators, not of data shards" in capsys.readouterr().err
 
 
 def test_who_waits_long_reads_in_the_log_what_for(

@@ -160,7 +160,9 @@ def status_when(pattern: str, capsys: pytest.CaptureFixture[str], url: str) -> s
 
 def test_status_of_an_idle_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
     with coordinator() as server:
-        assert status(capsys, server.url) == f"coordinator at {server.url}, up 0 s\nno groups: no worker has joined\n"
+        assert (
+            status(capsys, server.url) == f"coordinator at {server.url}, up 0 s\nno groups: no worker has joined yet\n"
+        )
 
 
 def test_status_of_a_group_that_forms_shows_who_waits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,9 +311,9 @@ def test_a_group_that_nobody_allowed_is_refused_with_what_to_do() -> None:
 
 def test_workers_of_a_group_that_groups_does_not_name_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--workers", "1", "--groups", "mine"]) == 1
-    assert "--workers speaks of group 'default', which --groups does not name" in capsys.readouterr().err
+    assert "--workers has group 'default', which --groups does not allow" in capsys.readouterr().err
     assert main(["serve", "--workers", "1", "--workers", "default=1:2"]) == 1
-    assert "--workers speaks of group 'default' twice: name another one, as NAME=MIN:MAX" in capsys.readouterr().err
+    assert "--workers has group 'default' twice: name another group, as NAME=MIN:MAX" in capsys.readouterr().err
 
 
 def complaint(capsys: pytest.CaptureFixture[str], url: str) -> str:
@@ -341,7 +343,7 @@ def test_status_of_something_silent(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
     with plain_server() as url:
         assert complaint(capsys, url) == (
-            f"gradserver: whatever listens at {url} has not answered as a gradserver coordinator within 0.2 s\n"
+            f"gradserver: the process that listens at {url} did not answer as a gradserver coordinator within 0.2 s\n"
         )
 
 
@@ -381,8 +383,8 @@ def test_status_of_no_url(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "the following arguments are required: COMMAND"),
         (["train"], "invalid choice: 'train'"),
-        (["serve", "--groups", "a,,b"], "'a,,b' is not a list of names with commas between them"),
-        (["serve", "--groups", "a" * 129], "is longer than a name can be: 128 bytes"),
+        (["serve", "--groups", "a,,b"], "'a,,b' is not a list of names, separated by commas"),
+        (["serve", "--groups", "a" * 129], "is longer than 128 bytes"),
         (["serve", "--workers", "0"], "0 is out of range: a number of workers is 1 to 1024"),
         (["serve", "--workers", "two"], "'two' is not a number of workers"),
         (["serve", "--credit", "1"], "1 is out of range: a number of MiB is 2 to "),

@@ -109,11 +109,11 @@ def test_sizes_that_cannot_be_are_told_with_the_usage(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--workers", "2", "--gather", "1"], "--gather is for elastic groups: --workers MIN:MAX"),
-        (["--join", "tcp://127.0.0.1:1", "--gather", "1"], "--gather is the coordinator's to say"),
-        (["--join", "tcp://127.0.0.1:1", "--quorum", "1"], "--quorum is the coordinator's to say"),
-        (["--workers", "2", "--backlog", "8"], "--backlog is for elastic groups: --workers MIN:MAX"),
-        (["--quorum", "2"], "--quorum and --backup need to know how many workers there are: --workers"),
+        (["--workers", "2", "--gather", "1"], "--gather requires an elastic group: --workers MIN:MAX"),
+        (["--join", "tcp://127.0.0.1:1", "--gather", "1"], "--gather is an option of coordinators, not of data shards"),
+        (["--join", "tcp://127.0.0.1:1", "--quorum", "1"], "--quorum is an option of coordinators, not of data shards"),
+        (["--workers", "2", "--backlog", "8"], "--backlog requires an elastic group: --workers MIN:MAX"),
+        (["--quorum", "2"], "--quorum and --backup need the number of workers: give --workers"),
         (["--workers", "2:4", "--grace", "1"], "need a quorum or backups"),
         (["--workers", "2:4", "--quorum", "2", "--backup", "1"], "there is a quorum or there are backups"),
     ],

@@ -417,14 +417,14 @@ def test_options_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) 
     for options, message in (
         (("--sync", "often"), "'often' is not none, round, or a number of seconds"),
         (("--sync", "0"), "out of range"),
-        (("--ledger-keep", "much"), "'much' is no size: a number and KiB, MiB, GiB or TiB, 500MiB for example"),
+        (("--ledger-keep", "much"), "'much' is not a size: a number and KiB, MiB, GiB or TiB, such as 500MiB"),
         (("--ledger-hashes", "maybe"), "invalid choice"),
     ):
         with pytest.raises(SystemExit):
             main(["serve", *options])
         assert message in capsys.readouterr().err
     assert main(["serve", "--join", "tcp://127.0.0.1:1", "--state-dir", "x"]) == 1
-    assert "--state-dir is the coordinator's to say" in capsys.readouterr().err
+    assert "--state-dir is an option of coordinators, not of data shards" in capsys.readouterr().err
 
 
 def test_status_tells_of_a_ledger_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -436,4 +436,4 @@ def test_status_tells_of_a_ledger_that_cannot_be_written(tmp_path: Path, capsys:
             together(workers, lambda worker: worker.barrier())
             assert main(["status", daemon.url, "--interval", "0.05"]) == 0
     out = capsys.readouterr().out
-    assert f"the ledger cannot be written: {tmp_path}/ledger-000001.gsl: file too large" in out
+    assert f"ledger cannot be written: {tmp_path}/ledger-000001.gsl: file too large" in out

@@ -523,7 +523,7 @@ def test_joining_where_nobody_is_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
         daemon.serve_shard(url, None)
     with (
         plain_server() as silent,
-        pytest.raises(CoordinatorUnreachableError, match="has not answered|is no gradserver"),
+        pytest.raises(CoordinatorUnreachableError, match="did not answer|is no gradserver"),
     ):
         daemon.serve_shard(silent, None)
 
@@ -531,12 +531,15 @@ def test_joining_where_nobody_is_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (["--workers", "2"], "--workers is the coordinator's to say"),
-        (["--credit", "8"], "--credit is the coordinator's to say"),
-        (["--groups", "mine"], "--groups is the coordinator's to say"),
-        (["--allow-shards"], "--allow-shards is the coordinator's to say"),
-        (["--shards", "2"], "--shards is for a coordinator"),
-        (["--rate", "0"], "a data shard of rate 0 would hold nothing"),
+        (["--workers", "2"], "--workers is an option of coordinators, not of data shards"),
+        (["--credit", "8"], "--credit is an option of coordinators, not of data shards"),
+        (["--groups", "mine"], "--groups is an option of coordinators, not of data shards"),
+        (["--allow-shards"], "--allow-shards is an option of coordinators, not of data shards"),
+        (
+            ["--shards", "2"],
+            "--shards is an option of coordinators: run `gradserver serve --join` once for each data shard",
+        ),
+        (["--rate", "0"], "a data shard of rate 0 would hold no slices"),
     ],
 )
 def test_options_that_are_a_coordinators_are_refused(options: list[str], what: str) -> None:
@@ -577,8 +580,8 @@ def test_status_shows_the_shards_and_counts_their_traffic(capsys: pytest.Capture
         assert re.search(rf"0 +{coordinator.url} +10 Gbit/s +[0-9.]+ MB/s +25%", text), text
         assert re.search(rf"1 +{shard.url} +30 Gbit/s +[0-9.]+ MB/s +75%", text), text
         assert main(["status", shard.url]) == 0
-        assert f"data shard 1 of the coordinator at {coordinator.url}: ask that one" in capsys.readouterr().out
+        assert f"data shard 1 of the coordinator at {coordinator.url}: ask the coordinator" in capsys.readouterr().out
         shard.send_signal(signal.SIGSTOP)
         assert main(["status", coordinator.url, "--json"]) == 0
-        assert "has not answered" in json.loads(capsys.readouterr().out)["shards"][1]["error"]
+        assert "did not answer" in json.loads(capsys.readouterr().out)["shards"][1]["error"]
         shard.send_signal(signal.SIGCONT)

@@ -277,7 +277,7 @@ def _await_welcome(joining: Handle, connection: TcpChannel, left: float, timeout
         else:
             return
     raise CoordinatorUnreachableError(
-        f"whatever listens at {connection.url} has not answered as a gradserver coordinator within {timeout:g} s"
+        f"the process that listens at {connection.url} did not answer as a gradserver coordinator within {timeout:g} s"
     )
 
 

@@ -148,7 +148,8 @@ class Link:
                 raise CoordinatorUnreachableError(no_coordinator(self.primary, "coordinator", closed))
             self._ask()
         raise CoordinatorUnreachableError(
-            f"whatever listens at {self.primary} has not answered as a gradserver coordinator within {timeout:g} s"
+            f"the process that listens at {self.primary} did not answer as a gradserver coordinator "
+            f"within {timeout:g} s"
         )
 
     # ── as the loop sees it ───────────────────────────────────────────────────────────────────────────
