@@ -2,5 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 Buffer = bytes | bytearray | memoryview
 """Anything contiguous whose `len` counts bytes; numpy arrays go as ``array.view(np.uint8).data``."""
+Bytes = npt.NDArray[np.uint8]
+"""Memory as it is exchanged: contiguous, and counted in bytes."""

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import gradserver
+from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.digest import MODULUS, digest
 from gradserver.protocol.messages import Transfer
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
-from gradserver.worker.tensors import Bytes, bind
+from gradserver.worker.tensors import bind
 from tests.models import images, loss_of, optimizer_state, seeded, state_of
 from tests.worker_programs import say, told
 

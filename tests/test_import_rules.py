@@ -31,12 +31,15 @@ BREACHES = {
     "gradserver.aside": ["gradserver.worker", "gradserver.worker.client", "torch", "pickle"],
     "gradserver.upward": ["gradserver.local", "gradserver.cli", "gradserver.demo"],
     "gradserver.worker.aside": ["gradserver", "gradserver.engine", "pickle"],
+    "gradserver.worker.member.outward": ["socket", "threading", "time", "logging", "torch", "zmq"],
+    "gradserver.worker.member.upward": ["gradserver.worker.client"],
 }
 
 # Module to add -> what it imports; none of it breaks a rule.
 PERMITTED = {
     "gradserver.protocol.fine": ["struct", "msgpack", "numpy", "gradserver.protocol.errors"],
     "gradserver.engine.fine": ["heapq", "gradserver.protocol.errors", "gradserver.engine"],
+    "gradserver.worker.member.fine": ["numpy", "gradserver.protocol.errors", "gradserver.worker.member"],
     "gradserver.worker.fine": ["torch", "zmq", "threading", "gradserver.protocol.errors"],
     "gradserver.fine": ["gradserver", "gradserver.engine", "zmq", "threading", "gradserver.protocol.errors"],
     "gradserver.local.fine": ["gradserver.worker.client"],
@@ -48,7 +51,7 @@ PERMITTED = {
 # A skeleton of the project: the rules are about names, and name more modules than a test should depend on.
 MODULES = [
     *("gradserver.protocol", "gradserver.protocol.errors"),
-    *("gradserver.worker", "gradserver.worker.client"),
+    *("gradserver.worker", "gradserver.worker.client", "gradserver.worker.member"),
     *("gradserver", "gradserver.engine", "gradserver.engine.control", "gradserver.engine.data"),
     *("gradserver.runtime", "gradserver.config"),
     *("gradserver.cli", "gradserver.demo", "gradserver.local", "gradserver.alone"),
@@ -93,7 +96,7 @@ def test_breach_is_reported(report: str, module: str, imported: str) -> None:
 
 
 def test_every_rule_is_broken_by_some_breach(report: str) -> None:
-    assert "Contracts: 0 kept, 8 broken." in report
+    assert "Contracts: 0 kept, 9 broken." in report
 
 
 def test_what_the_rules_permit_passes(tmp_path: Path) -> None:

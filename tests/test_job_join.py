@@ -541,7 +541,7 @@ def test_who_joins_a_group_with_a_quorum_can_be_late_from_its_first_round_on(
             model = DistributedDataParallel(Convolutional(), worker)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
             job = Job(model, optimizer)
-            entry = worker._session.entry
+            entry = worker._session.learner
             while not end or job.round < end:
                 if entry.round is not None and job.round >= entry.round and not holding.is_set():
                     first = entry.round

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gradserver.engine import Engine
-from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Lock, Receiver
 from gradserver.protocol.dtypes import BY_NAME, FLOAT32, numpy_dtype
 from gradserver.protocol.errors import DeadlineError
@@ -32,7 +32,6 @@ from gradserver.worker.client import Worker
 from gradserver.worker.collectives import ReductionName
 from gradserver.worker.handle import Handle
 from gradserver.worker.session import Session
-from gradserver.worker.tensors import Bytes
 from tests.cluster import Program, joined, members, together
 from tests.engine_harness import small_slices
 from tests.examples import examples

@@ -30,7 +30,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from gradserver.engine import Engine
-from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import (
     BackendUnavailableError,
@@ -68,7 +68,7 @@ from gradserver.transport.local import MAX_STRANGERS
 from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
-from gradserver.worker.tensors import Bytes, empty
+from gradserver.worker.tensors import empty
 from gradserver.worker.transport.shared_memory import ALIGNMENT, ARENA_BYTES, OWN_SEGMENT_BYTES, SharedMemory
 from gradserver.worker.transport.tcp import TcpChannel
 from tests.cluster import PATIENCE, ROOT, Daemon, Program, Task, coordinator, together, wait_until

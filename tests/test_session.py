@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Lock, Receiver
 from gradserver.protocol.dtypes import UINT8
 from gradserver.protocol.errors import (
@@ -46,7 +46,6 @@ from gradserver.protocol.messages import (
 from gradserver.protocol.plan import Plan, simple_plan
 from gradserver.worker.handle import Handle
 from gradserver.worker.session import Session
-from gradserver.worker.tensors import Bytes
 from tests.cluster import Task, wait_until
 
 NAMES = ("w0", "w1", "w2")

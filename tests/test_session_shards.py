@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.dtypes import UINT8
 from gradserver.protocol.errors import (
     AbandonedError,
@@ -36,10 +37,9 @@ from gradserver.protocol.plan import simple_plan
 from gradserver.protocol.resuming import Resumed, Standing
 from gradserver.worker.clock import Clock
 from gradserver.worker.handle import Handle
-from gradserver.worker.regions import Regions
+from gradserver.worker.member.regions import Regions
 from gradserver.worker.session import Session, ShardReceiver
 from gradserver.worker.standing import Books
-from gradserver.worker.tensors import Bytes
 from tests.cluster import Task, wait_until
 from tests.test_session import CREDIT, NAMES, Tape, bucket, collective, joined_session, memory, slice_of
 

@@ -201,7 +201,7 @@ def test_a_round_has_its_quorum_and_nothing_is_left_behind(course: Course) -> No
     assert not any(group.outstanding.values())
     for member in cluster.members.values():
         assert member.session._backlog.nbytes == 0
-        assert all(not any(shard.outbox._in_flight.values()) for shard in member.session._shards)
+        assert all(not any(shard.queue._in_flight.values()) for shard in member.session._shards)
 
 
 def test_two_shards_that_find_different_members_late_do_not_cut_off_both() -> None:

@@ -18,7 +18,7 @@ from gradserver.protocol.exchange import Op, unasked_cost
 from gradserver.protocol.limits import MIB, MIN_SLICE_COST, SLICE_BYTES
 from gradserver.protocol.messages import HERE, Leave, Push, Result, RoundDone, Taken
 from gradserver.protocol.plan import simple_plan
-from gradserver.worker.backlog import Backlog
+from gradserver.worker.member.backlog import Backlog
 from gradserver.worker.session import Session
 from tests.engine_harness import (
     SEATS,

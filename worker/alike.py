@@ -26,7 +26,7 @@ from gradserver.protocol.limits import MIB
 from gradserver.protocol.messages import Membership
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
-from gradserver.worker.stages import Stage
+from gradserver.worker.member.learner import Stage
 from gradserver.worker.tensors import bind
 from gradserver.worker.tree import Tree, from_bytes, to_bytes
 

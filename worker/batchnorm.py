@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradserver.worker.client import Worker
-from gradserver.worker.stages import Stage
+from gradserver.worker.member.learner import Stage
 
 
 def convert_sync_batchnorm(module: nn.Module, worker: Worker) -> nn.Module:

@@ -1,6 +1,6 @@
 """What a member does between two rounds: it waits until one is over for all, and goes by who is in the next.
 
-The stages of who joins are those of `gradserver.worker.entry`.
+The stages of who joins are those of `gradserver.worker.member.learner`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradserver.protocol.plan import Plan
 from gradserver.worker.claims import Claims
 from gradserver.worker.handle import Handle
 from gradserver.worker.interrupts import uninterrupted
-from gradserver.worker.stages import Stage
+from gradserver.worker.member.learner import Stage
 from gradserver.worker.traffic import Traffic
 
 log = logging.getLogger("gradserver")
@@ -138,7 +138,7 @@ class Boundaries(Traffic):
             if waiting is not None:
                 self.check_open()
         if waiting is not None:
-            waiting.wait(timeout)
+            handle.wait(timeout)
         with self._state:
             epoch = self._announced.epoch_after(self.round)
         self.adopt(epoch, self.round)
@@ -171,30 +171,32 @@ class Boundaries(Traffic):
         if not isinstance(error, MembershipChangedError):
             return
         with self._state:
-            waiting = self._announced.wait_for_epoch(error.epoch, Handle(self.timeout, self._channel))
+            handle = Handle(self.timeout, self._channel)
+            waiting = self._announced.wait_for_epoch(error.epoch, handle)
             if waiting is not None:
                 self.check_open()
         if waiting is not None:
-            waiting.wait()
+            handle.wait()
         self.adopt(error.epoch, self.round - 1)
 
     @property
     def is_inside(self) -> bool:
         """Whether this worker contributes, or was told that it is to."""
-        return self.entry.round is not None or self.stage in (Stage.ENTERED, Stage.MEMBER)
+        return self.learner.round is not None or self.stage in (Stage.ENTERED, Stage.MEMBER)
 
     def next_instruction(self, seen: int) -> tuple[Transfer, int | None]:
         """For who joins: the next transfer after number ``seen``; or the round from which on it contributes."""
         while True:
             with self._state:
                 self.check_open()
-                transfer, number = self.entry.transfer, self.entry.round
+                transfer, number = self.learner.transfer, self.learner.round
                 if number is not None and transfer is not None:
                     self.stage, self.round = Stage.ENTERED, number
                     return transfer, number
                 if transfer is not None and transfer.number > seen:
                     return transfer, None
-                handle = self.entry.wait(Handle(self.timeout, self._channel, None, _no_entry))
+                handle = Handle(self.timeout, self._channel, None, _no_entry)
+                self.learner.wait(handle)
             handle.wait()
 
     def observe(self, transfer: Transfer, install: Callable[[], object]) -> bool:
@@ -206,13 +208,13 @@ class Boundaries(Traffic):
             self.tell(Enter(transfer.number, True))
             return False
         with self._state:
-            self.stage, self.round = Stage.OBSERVING, self.entry.begins
+            self.stage, self.round = Stage.OBSERVING, self.learner.begins
             self._backlog.forget(self.round)
         self._say_if_caught_up()
         return True
 
     def _outgrown(self, transfer: Transfer) -> bool:
-        return self.entry.behind or self.entry.transfer is not transfer
+        return self.learner.behind or self.learner.transfer is not transfer
 
     @property
     def has_next(self) -> bool:
@@ -221,7 +223,7 @@ class Boundaries(Traffic):
             return self.stage is Stage.OBSERVING and self._backlog.has(self.round)
 
     def _say_if_caught_up(self) -> None:
-        entry = self.entry
+        entry = self.learner
         if self.stage is Stage.OBSERVING and not entry.ready and not self.has_next and entry.transfer is not None:
             entry.ready = True
             self.tell(Ready(entry.transfer.number))

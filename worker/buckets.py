@@ -26,12 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.dtypes import BY_NAME, UINT8
 from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.limits import KIB, MIB
 from gradserver.protocol.plan import Bucket, Component
-from gradserver.worker.tensors import Bytes, bind, wire_dtype
+from gradserver.worker.tensors import bind, wire_dtype
 
 USED_KEY: Final = "used"
 SENDER_KEY: Final = "sender"

@@ -23,12 +23,11 @@ from gradserver.protocol.messages import Membership
 from gradserver.protocol.plan import Plan, simple_plan, with_codec
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.collectives import S, check_weight, finished
-from gradserver.worker.entry import Arrival
 from gradserver.worker.handle import Handle, Timeout, seconds
 from gradserver.worker.joiner import enter
+from gradserver.worker.member.learner import Arrival, Stage
 from gradserver.worker.objects import ObjectCollectives
 from gradserver.worker.session import Session
-from gradserver.worker.stages import Stage
 from gradserver.worker.tensors import Tensor, bind, empty
 from gradserver.worker.tree import Tree
 
@@ -126,7 +125,7 @@ class Worker(ObjectCollectives):
 
         None if the worker was a member from the start, or has not received the state yet.
         """
-        return self._session.entry.arrival
+        return self._session.learner.arrival
 
     @property
     def has_next(self) -> bool:

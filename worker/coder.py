@@ -7,10 +7,9 @@ from collections import deque
 
 import numpy as np
 
-from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.codecs import Feedback, Scratch, is_finite, seed_of
 from gradserver.protocol.exchange import ExchangeKey, Layout
-from gradserver.worker.tensors import Bytes
 
 _threads = threading.local()
 _free: deque[Bytes] = deque(maxlen=64)

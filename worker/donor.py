@@ -22,12 +22,12 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.digest import MODULUS, digest
 from gradserver.protocol.errors import GradServerError, WorkerLostError
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.messages import Message, RoundDone, Serve, StateFailed, Transfer
 from gradserver.worker.handle import Handle
-from gradserver.worker.tensors import Bytes
 from gradserver.worker.tree import Packed, Tree, pack
 
 log = logging.getLogger("gradserver")

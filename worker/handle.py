@@ -7,11 +7,12 @@ import math
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias
 
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.errors import DeadlineError, GradServerError, InvalidArgumentError
 from gradserver.worker.interrupts import admits
+from gradserver.worker.member.waiter import NotFinite
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # a handle of which nothing is said is a Handle[Any]
@@ -31,15 +32,6 @@ VERDICT_SECONDS: Final = 2.0
 """How long after its own timeout a worker waits for the coordinator to say who was missing."""
 REMINDER_SECONDS: Final = 60.0
 """Wait after which the log first says what is waited for; the next reminders come after twice as long each."""
-
-
-class NotFinite(NamedTuple):
-    """Of an exchange to which somebody gave what is not finite."""
-
-    own: bool
-    """Whether this worker did."""
-    skips: bool
-    """Whether nothing of the round is to be applied; else the result is the mean of the others."""
 
 
 class Handle(Generic[T_co]):

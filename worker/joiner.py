@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.digest import MODULUS, digest
 from gradserver.protocol.errors import DeadlineError, MalformedMessageError, PeerError, UsageError
 from gradserver.protocol.messages import Enter, Ready, Transfer
 from gradserver.worker.donor import HEAD, IN_FLIGHT, PART_BYTES, TAIL
-from gradserver.worker.entry import Arrival
 from gradserver.worker.handle import Handle
+from gradserver.worker.member.learner import Arrival, Stage
 from gradserver.worker.session import Session
-from gradserver.worker.stages import Stage
-from gradserver.worker.tensors import Bytes
 from gradserver.worker.tree import MAX_MANIFEST_BYTES, Tree, unpack
 
 log = logging.getLogger("gradserver")
@@ -53,7 +52,7 @@ def enter(session: Session, install: Callable[[Tree], object], waits: bool) -> i
             continue
         arrival = Arrival(_name_of(session, transfer.donor), nbytes, time.monotonic() - began)
         log.info("the state of %r came: %.1f MB in %.2f s", arrival.donor, nbytes / 1e6, arrival.seconds)
-        session.entry.arrival = arrival
+        session.learner.arrival = arrival
         if not transfer.waits and session.observe(transfer, partial(install, tree)):
             return session.round
         if transfer.waits:

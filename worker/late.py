@@ -29,13 +29,14 @@ from gradserver.protocol.limits import MAX_TEXT
 from gradserver.protocol.messages import Leave, Result, Taken, Welcome
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.shards import Table
-from gradserver.worker.backlog import Backlog, Unasked, room_for
-from gradserver.worker.entry import Entry
 from gradserver.worker.handle import Handle
-from gradserver.worker.kept import Kept, is_finite
-from gradserver.worker.outbox import Exchange, ShardTraffic
-from gradserver.worker.stages import Stage
-from gradserver.worker.unasked import Read, lacks, overrun
+from gradserver.worker.member.backlog import Backlog, Unasked, room_for
+from gradserver.worker.member.carryover import CarryOver, is_finite
+from gradserver.worker.member.exchanges import Exchange
+from gradserver.worker.member.learner import Learner, Stage
+from gradserver.worker.member.sendqueue import ShardTraffic
+from gradserver.worker.member.stragglers import Read, lacks, overrun
+from gradserver.worker.member.waiter import Waiter
 
 log = logging.getLogger("gradserver")
 
@@ -49,7 +50,7 @@ class Latecomer(ABC):
     round: int
     stage: Stage
     plan: Plan | None
-    entry: Entry
+    learner: Learner
     _channel: Channel
     _state: threading.Lock
     _shards: list[ShardTraffic]
@@ -59,7 +60,7 @@ class Latecomer(ABC):
     def _expect_nothing(self) -> None:
         self._backlog = Backlog()
         self._read = Read()
-        self._kept = Kept()
+        self._kept = CarryOver()
         self._failures: dict[int, GradServerError] = {}
         """What made a round fail that this worker is in, or has yet to come to."""
         self._late_rounds = 0
@@ -132,7 +133,7 @@ class Latecomer(ABC):
         for shard in self._shards:
             for exchange in shard.exchanges.values():
                 if exchange.key.stream == Stream.BUCKET and exchange.key.number == self._late:
-                    shard.outbox.hold_back(exchange)
+                    shard.queue.hold_back(exchange)
 
     def _read_unasked(self, payload: Buffer | None, shard: int) -> None:
         with self._state:
@@ -145,7 +146,7 @@ class Latecomer(ABC):
         """There is no room for a result of round ``number``."""
         if self.stage is Stage.JOINING:
             with self._state:
-                self.entry.behind = True
+                self.learner.behind = True
                 if self.plan is not None:
                     self._expect(self.plan)  # what has come is of no use, and takes room
             return
@@ -154,17 +155,17 @@ class Latecomer(ABC):
             self._channel.send(Leave(error.message[:MAX_TEXT], True))
         self.lost(error)
 
-    def _fail_held_back(self, key: ExchangeKey, error: GradServerError) -> list[Handle]:
+    def _fail_held_back(self, key: ExchangeKey, error: GradServerError) -> list[Waiter]:
         """Of a round for which this worker is late, and which has failed, it may hear no more. With the lock held."""
         if key.stream != Stream.BUCKET or not self.membership.late or key.number < self.round:
             return []
         self._failures.setdefault(key.number, error)
-        handles: list[Handle] = []
+        handles: list[Waiter] = []
         for shard in self._shards:
             lost = [e for e in shard.exchanges.values() if e.held_back and e.key.number == key.number]
             for exchange in lost:
                 del shard.exchanges[exchange.key]
-                shard.outbox.write_off(exchange)
+                shard.queue.write_off(exchange)
                 handles.append(exchange.handle)
         return handles
 

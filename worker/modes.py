@@ -19,7 +19,7 @@ import numpy as np
 from gradserver.protocol.errors import DisagreementError
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
-from gradserver.worker.stages import Stage
+from gradserver.worker.member.learner import Stage
 
 _MAX_NAMED = 16
 

@@ -53,7 +53,7 @@ from gradserver.protocol.resuming import Resumed
 from gradserver.worker.clock import Clock
 from gradserver.worker.handle import VERDICT_SECONDS
 from gradserver.worker.interrupts import uninterrupted
-from gradserver.worker.regions import Regions
+from gradserver.worker.member.regions import Regions
 from gradserver.worker.session import Session, ShardReceiver
 from gradserver.worker.standing import Books
 from gradserver.worker.transport.beacon import Presence

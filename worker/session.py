@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, NoReturn, Protocol
 
-from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.errors import (
     ClosedError,
@@ -53,11 +53,10 @@ from gradserver.protocol.shards import Table
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.boundaries import Boundaries
 from gradserver.worker.handle import Handle
-from gradserver.worker.outbox import ShardTraffic
-from gradserver.worker.slots import Slots
-from gradserver.worker.stages import Stage
+from gradserver.worker.member.learner import Stage
+from gradserver.worker.member.sendqueue import ShardTraffic
+from gradserver.worker.member.slots import Slots
 from gradserver.worker.standing import Books
-from gradserver.worker.tensors import Bytes
 from gradserver.worker.transport import forking
 
 log = logging.getLogger("gradserver")
@@ -196,7 +195,7 @@ class Session(Boundaries):
         with self._state:
             still_open, self._closed = self._closed is None, self._closed or error
             for shard in self._shards:
-                shard.outbox.clear()
+                shard.queue.clear()
         if still_open:
             self._say_goodbye(Leave(reason[:MAX_REASON], failed))
         self._channel.close()
@@ -244,7 +243,7 @@ class Session(Boundaries):
     def _channels(self) -> set[Channel]:
         """Channels that somebody may wait at."""
         waiting = [exchange.handle for shard in self._shards for exchange in shard.exchanges.values()]
-        return {handle._channel for handle in waiting if handle._channel is not None}
+        return {one._channel for one in waiting if isinstance(one, Handle) and one._channel is not None}
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         assert self._disowned is not None
@@ -298,25 +297,25 @@ class Session(Boundaries):
             case RoundDone():
                 seat = self.seat_of(self.membership.rank)
                 with self._state:
-                    before = self.entry.transfer
-                    waiting = self._announced.round_done(message) + self.entry.heard(message, seat)
+                    before = self.learner.transfer
+                    waiting = self._announced.round_done(message) + self.learner.heard(message, seat)
                     self.donor.asked(message, seat)
-                if before is not None and (latest := self.entry.transfer) is not None and latest is not before:
+                if before is not None and (latest := self.learner.transfer) is not None and latest is not before:
                     self._take_from_another(latest)
                 for handle in waiting:
                     handle._complete()
             case Entered(number):
                 with self._state:
-                    waiting = self.entry.entered(number)
+                    waiting = self.learner.entered(number)
                 for handle in waiting:
                     handle._complete()
             case Agreed():
                 self._take_agreed(message, payloads)
             case Opened():
                 with self._state:
-                    waiting = self.turns.opened(message)
-                for handle in waiting:
-                    handle._complete()
+                    followers = self.turns.opened(message)
+                for follower in followers:
+                    follower._complete()
             case Located() | Claimed():
                 self.claims.answered(message, payloads)
             case Resumed() | Fetch() | Standing() if self.books is not None:
@@ -446,7 +445,7 @@ class Session(Boundaries):
 
     def _fail_everything(self, error: GradServerError) -> None:
         with self._state:
-            handles = self._give_up() + self.entry.give_up()
+            handles = self._give_up() + self.learner.give_up()
             handles += self._attending.values()
             handles += [self._joining] if self._joining is not None else []
             handles += [self._proposal.handle] if self._proposal is not None else []

@@ -27,9 +27,10 @@ from gradserver.protocol.messages import Result
 from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from gradserver.worker.clock import Clock
 from gradserver.worker.handle import Handle
-from gradserver.worker.outbox import Exchange, ShardTraffic
-from gradserver.worker.regions import Regions
-from gradserver.worker.retained import Kept, Retained, runs
+from gradserver.worker.member.exchanges import Exchange
+from gradserver.worker.member.regions import Regions
+from gradserver.worker.member.retained import Kept, Retained, runs
+from gradserver.worker.member.sendqueue import ShardTraffic
 
 if TYPE_CHECKING:
     from gradserver.worker.session import Session
@@ -194,7 +195,7 @@ class Books:
             exchanges = list(shard.exchanges.values())
             for exchange in exchanges:
                 self._again += exchange.rewind()
-            shard.outbox.rewind(exchanges)
+            shard.queue.rewind(exchanges)
             shard.held = False
             done = not any(other.held for other in session._shards)
             if done:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.dtypes import DType, dtype_of, numpy_dtype
 from gradserver.protocol.errors import DTypeError, LayoutError
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 Tensor: TypeAlias = "torch.Tensor | npt.NDArray[np.generic]"
 """What is exchanged."""
-Bytes = npt.NDArray[np.uint8]
 """A flat, contiguous view of somebody's memory."""
 
 

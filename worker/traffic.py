@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.codecs import Feedback
 from gradserver.protocol.dtypes import UINT8
@@ -44,16 +44,16 @@ from gradserver.protocol.plan import Plan
 from gradserver.protocol.shards import Table
 from gradserver.worker.coder import Coder
 from gradserver.worker.donor import Donor, nobody_takes_it
-from gradserver.worker.entry import Entry
-from gradserver.worker.handle import VERDICT_SECONDS, Handle, NotFinite
+from gradserver.worker.handle import VERDICT_SECONDS, Handle
 from gradserver.worker.interrupts import uninterrupted
 from gradserver.worker.late import Latecomer
-from gradserver.worker.membership import Announced
-from gradserver.worker.outbox import NO_SLICES, Destination, Exchange, ShardTraffic, Siblings, Source
-from gradserver.worker.slots import Slots
-from gradserver.worker.stages import Stage
+from gradserver.worker.member.announced import Announced
+from gradserver.worker.member.exchanges import NO_SLICES, Destination, Exchange, Siblings, Source
+from gradserver.worker.member.learner import Learner, Stage
+from gradserver.worker.member.sendqueue import ShardTraffic
+from gradserver.worker.member.slots import Slots
+from gradserver.worker.member.waiter import NotFinite, Waiter
 from gradserver.worker.standing import Books
-from gradserver.worker.tensors import Bytes
 from gradserver.worker.turns import Turns
 
 _NOT_SENT = "the member that was to send its state does not"
@@ -107,7 +107,7 @@ class Traffic(Latecomer):
         """Whether gradients that are not finite are left out, or their rounds skipped."""
         self.skipped = self.left_out = False
         self.donor = Donor(self)
-        self.entry = Entry()
+        self.learner = Learner()
 
     @property
     def membership(self) -> Welcome:
@@ -161,7 +161,7 @@ class Traffic(Latecomer):
             if self.stage is Stage.JOINING:
                 raise self._not_yet("exchange gradients")
             if self.stage is Stage.OBSERVING:
-                if self.entry.round is not None and self.round >= self.entry.round:
+                if self.learner.round is not None and self.round >= self.learner.round:
                     self.stage = Stage.ENTERED
                 else:
                     self._late = self.round  # so nothing of it is sent
@@ -210,7 +210,7 @@ class Traffic(Latecomer):
         if len(self._pushed) < len(self._open) or self.books is not None:
             return False
         is_small = operation.numel * operation.dtype.itemsize <= SLICE_BYTES
-        return is_small and self.stage is Stage.MEMBER and not any(shard.outbox.waiting for shard in self._shards)
+        return is_small and self.stage is Stage.MEMBER and not any(shard.queue.waiting for shard in self._shards)
 
     def _feedback_of(self, index: int, operation: Operation) -> Feedback | None:
         if not operation.is_lossy:
@@ -279,7 +279,7 @@ class Traffic(Latecomer):
             gives = self.seat_of(self.membership.rank) == transfer.donor
             if gives:
                 self.donor.check(transfer)
-            elif self.entry.transfer is not None and self.entry.transfer.number > transfer.number:
+            elif self.learner.transfer is not None and self.learner.transfer.number > transfer.number:
                 raise WorkerLostError(_NOT_SENT)
             handle = self._begin(key, operation, memory if gives else None, None if gives else memory, 1.0)
         self._pump()
@@ -368,7 +368,7 @@ class Traffic(Latecomer):
         assert self.plan is not None
         return self._table.share(result.key, self.plan.buckets[result.key.part].operation).shard_of(result.slice)
 
-    def part_is_void(self, part: Exchange) -> tuple[Handle | None, GradServerError | None]:
+    def part_is_void(self, part: Exchange) -> tuple[Waiter | None, GradServerError | None]:
         """Nobody will answer a part that was given up; who hears of it now, and of which error. With the lock held."""
         assert part.siblings is not None
         del self._shards[part.shard].exchanges[part.key]
@@ -388,7 +388,7 @@ class Traffic(Latecomer):
             try:
                 self._pump_again = False
                 shards = self._shards
-                while (shards[0].outbox.waiting or len(shards) > 1) and (push := self._next_push()) is not None:
+                while (shards[0].queue.waiting or len(shards) > 1) and (push := self._next_push()) is not None:
                     self._channel.send(*push)
             except (ClosedError, ConnectionError) as error:
                 self.lost(error if isinstance(error, GradServerError) else ClosedError(str(error)))
@@ -399,9 +399,9 @@ class Traffic(Latecomer):
         with self._state:
             turn = self._turn
             for shard in (*self._shards[turn:], *self._shards[:turn]) if turn else self._shards:
-                if not shard.outbox.waiting or shard.held:
+                if not shard.queue.waiting or shard.held:
                     continue
-                push = shard.outbox.next(self.membership.credit, partial(self._frontier, shard))
+                push = shard.queue.next(self.membership.credit, partial(self._frontier, shard))
                 if push is not None:
                     self._turn = (shard.number + 1) % len(self._shards)
                     return *push, shard.number
@@ -437,7 +437,7 @@ class Traffic(Latecomer):
 
     def idle(self) -> bool:
         """Whether no results are due, and none come unasked: who may be late reads them whatever else it does."""
-        if self.stage is Stage.OBSERVING or (self.stage is Stage.JOINING and self.entry.transfer is not None):
+        if self.stage is Stage.OBSERVING or (self.stage is Stage.JOINING and self.learner.transfer is not None):
             return False
         return not self.membership.late and not any(shard.exchanges for shard in self._shards)
 
@@ -488,7 +488,7 @@ class Traffic(Latecomer):
                 return  # it failed meanwhile, in another thread
             if self.books is not None:
                 self.books.answered(exchange, result, payload)
-            there.outbox.answered(exchange, start, stop)
+            there.queue.answered(exchange, start, stop)
             handle.present |= result.present
             handle.weight = max(handle.weight, result.weight)  # slices differ where somebody died in between
             if result.nonfinite:
@@ -498,13 +498,13 @@ class Traffic(Latecomer):
                 there.exchanges.pop(result.key, None)
                 if exchange.siblings is not None:
                     done, error = self._part_over(exchange, exchange.siblings, None)
-            more = there.outbox.waiting > 0
+            more = there.queue.waiting > 0
         if done:
             handle._complete(error)
         if more:
             self._pump()
 
-    def note_not_finite(self, handle: Handle, result: Result) -> None:
+    def note_not_finite(self, handle: Waiter, result: Result) -> None:
         """Some gave what is not finite to the slices of ``result``. With the lock held."""
         own = self.seat_of(self.membership.rank) in result.nonfinite
         before = handle.not_finite
@@ -516,7 +516,7 @@ class Traffic(Latecomer):
             exchange, done = there.exchanges.pop(key, None), True
             held_back = self._fail_held_back(key, error)
             if exchange is not None:
-                there.outbox.write_off(exchange)
+                there.queue.write_off(exchange)
                 if exchange.siblings is not None:
                     done, verdict = self._part_over(exchange, exchange.siblings, error)
                     reason = verdict or error
@@ -548,7 +548,7 @@ class Traffic(Latecomer):
             siblings.error = error
             for shard in self._shards:
                 other = shard.exchanges.get(part.key)
-                if other is not None and shard.outbox.drop(other):
+                if other is not None and shard.queue.drop(other):
                     del shard.exchanges[part.key]
                     siblings.left -= 1
         waits = any(
@@ -557,13 +557,13 @@ class Traffic(Latecomer):
         failed = siblings.error is not None and not waits
         return siblings.left == 0 or failed, siblings.error or siblings.verdict
 
-    def _give_up(self) -> list[Handle]:
+    def _give_up(self) -> list[Waiter]:
         """Forget all that is under way, and give what waits for it. With the lock held."""
-        handles = [exchange.handle for shard in self._shards for exchange in shard.exchanges.values()]
+        handles: list[Waiter] = [exchange.handle for shard in self._shards for exchange in shard.exchanges.values()]
         handles += [*self._inquiries.values(), *self._announced.give_up()]
         for shard in self._shards:
             shard.exchanges.clear()
-            shard.outbox.clear()
+            shard.queue.clear()
         self._inquiries.clear()
         return handles
 

@@ -29,12 +29,12 @@ from typing import Any, Final, TypeAlias
 import msgpack
 import numpy as np
 
-from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.checks import brief, integer
 from gradserver.protocol.dtypes import BY_CODE, DType, numpy_dtype
 from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, MalformedMessageError
 from gradserver.protocol.limits import MAX_DIMENSIONS, MAX_NUMEL, MIB
-from gradserver.worker.tensors import Bytes, bind, is_torch
+from gradserver.worker.tensors import bind, is_torch
 
 Tree: TypeAlias = Any
 """A tree, as the head of this module has it."""

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.exchange import Layout
 from gradserver.protocol.frames import parts, slices_of
-from gradserver.worker.outbox import Writer
-from gradserver.worker.tensors import Bytes
+from gradserver.worker.member.exchanges import Writer
 
 Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 

@@ -1,33 +1,23 @@
-"""What a worker has begun, and what of it may be sent: exchanges, and the credit they draw on.
-
-Each pool (`gradserver.protocol.exchange.Pool`) may have so many bytes in flight. Collectives and transfers are sent
-in the order in which they were called, which all members share. Buckets become ready in an order that
-members do not share, so two of them could each fill their credit with what the other has not begun.
-Therefore the *frontier*, the first slice in the plan's order that was not answered, may always be sent:
-the first unfinished slice of all is everybody's frontier, so something can always move.
-"""
+"""What a worker exchanges: each exchange that it has begun, and what of it was sent and answered."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import IN_PLACE, ExchangeKey, Kind, Layout, Op, Operation, Pool, Stream
 from gradserver.protocol.limits import MAX_SLICES
 from gradserver.protocol.messages import HERE, Place, Push, Result
-from gradserver.worker.coder import Coder
-from gradserver.worker.handle import Handle
-from gradserver.worker.kept import Contribution
-from gradserver.worker.regions import Regions
-from gradserver.worker.slots import SLOT_BYTES, SMALLEST_BYTES, Slot, Slots
-from gradserver.worker.tensors import Bytes
+from gradserver.worker.member.carryover import Contribution
+from gradserver.worker.member.regions import Regions
+from gradserver.worker.member.slots import SLOT_BYTES, SMALLEST_BYTES, Slot, Slots
+from gradserver.worker.member.waiter import Waiter
 
 NO_SLICES: Final[Mapping[int, float]] = MappingProxyType({})
 
@@ -52,6 +42,19 @@ class Parted(Protocol):
 
 Source = Bytes | Parted
 """Where contributions come from: memory as long as the exchange (or a slice, if there is one), or slice by slice."""
+
+
+class Coding(Protocol):
+    """Encodes what a lossy exchange contributes, and decodes what comes back: `gradserver.worker.coder.Coder`."""
+
+    def encode(self, index: int) -> Buffer:
+        """Encode the contribution to slice ``index``: once, though it may be sent again."""
+
+    def given(self, index: int) -> Bytes:
+        """Give what is, or would have been, contributed to slice ``index``."""
+
+    def decode(self, index: int, payload: Buffer | None) -> None:
+        """Put the result of slice ``index`` where it belongs."""
 
 
 class Staged(NamedTuple):
@@ -137,10 +140,10 @@ class Exchange:
         source: Source | None,
         destination: Destination | None,
         weight: float,
-        handle: Handle,
+        handle: Waiter,
         channel: Channel,
         slots: Slots,
-        coder: Coder | None = None,
+        coder: Coding | None = None,
         shard: int = 0,
         interval: tuple[int, int] | None = None,
         siblings: Siblings | None = None,
@@ -382,112 +385,3 @@ class Exchange:
         while index in self.answered:
             index += 1
         return index
-
-
-class Outbox:
-    """Exchanges with slices yet to be sent to one shard. Not safe to share: the session's lock guards it."""
-
-    def __init__(self) -> None:
-        self._unsent: dict[Pool, deque[Exchange]] = {pool: deque() for pool in Pool}
-        self._in_flight = dict.fromkeys(Pool, 0)
-        self.waiting = 0
-        """How many exchanges have slices yet to be sent."""
-
-    def add(self, exchange: Exchange) -> None:
-        """``exchange`` is to be sent, behind what its pool holds already."""
-        self._unsent[exchange.pool].append(exchange)
-        self.waiting += 1
-
-    def next(self, credit: int, frontier: Callable[[], Exchange | None]) -> tuple[Push, Sequence[Buffer]] | None:
-        """The next message that ``credit`` bytes for each pool allow; None if there is none.
-
-        ``frontier`` is asked for the exchange of buckets that may be sent without credit.
-        """
-        if not self.waiting:
-            return None
-        for pool, unsent in self._unsent.items():
-            if not unsent:
-                continue
-            exchange = unsent[0]
-            if self._in_flight[pool] + exchange.next_cost() <= credit and (push := self._push(exchange)) is not None:
-                return push
-            # Neither credit nor slots that are taken may hold back what everybody waits for.
-            first = frontier() if pool is Pool.BUCKETS else None
-            if first is not None and (push := self._push(first)) is not None:
-                return push
-        return None
-
-    def _push(self, exchange: Exchange) -> tuple[Push, Sequence[Buffer]] | None:
-        before = exchange.sent
-        push = exchange.push()
-        if push is not None:
-            self._in_flight[exchange.pool] += exchange.cost(before, exchange.sent)
-            if exchange.sent == exchange.stop:
-                self._remove(exchange)
-        return push
-
-    def answered(self, exchange: Exchange, start: int, stop: int) -> None:
-        """The slices from ``start`` up to ``stop`` have their result: their credit is free again."""
-        if start < exchange.sent:  # else it came unasked
-            self._in_flight[exchange.pool] -= exchange.cost(start, min(stop, exchange.sent))
-        exchange.settle(start, stop)
-
-    def write_off(self, exchange: Exchange) -> None:
-        """Take back the credit of slices that will not be answered, and send no more of them."""
-        for index in range(exchange.start, exchange.sent):
-            if index not in exchange.answered:
-                self._in_flight[exchange.pool] -= exchange.cost(index, index + 1)
-        exchange.write_off()
-        if exchange.sent < exchange.stop:
-            self._remove(exchange)
-
-    def hold_back(self, exchange: Exchange) -> None:
-        """Send no more of ``exchange``, whose results are on their way whatever is sent."""
-        exchange.held_back = True
-        self._remove(exchange)
-
-    def drop(self, exchange: Exchange) -> bool:
-        """Send no more of ``exchange``, which has failed elsewhere. Whether there is nothing left to be answered."""
-        exchange.dropped = True
-        if exchange.sent < exchange.stop:
-            self._remove(exchange)
-            exchange.stop = exchange.sent
-        return exchange.done
-
-    def rewind(self, exchanges: Iterable[Exchange]) -> None:
-        """Nothing is under way any more: ``exchanges``, in the order in which they began, are what is to be sent."""
-        self.clear()
-        self._in_flight = dict.fromkeys(Pool, 0)
-        for exchange in exchanges:
-            if exchange.sent < exchange.stop and not exchange.held_back:
-                self.add(exchange)
-
-    def clear(self) -> None:
-        """Send nothing more."""
-        for unsent in self._unsent.values():
-            unsent.clear()
-        self.waiting = 0
-
-    def _remove(self, exchange: Exchange) -> None:
-        unsent = self._unsent[exchange.pool]
-        if exchange in unsent:  # not after `clear`
-            unsent.remove(exchange)
-            self.waiting -= 1
-
-
-class ShardTraffic:
-    """What is under way with one data shard. Number 0 is the coordinator itself."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.held = False
-        """Nothing is pushed, until it is known again what of it counts."""
-        self.exchanges: dict[ExchangeKey, Exchange] = {}
-        self.outbox = Outbox()
-
-    def add(self, exchange: Exchange, is_over: bool = False) -> None:
-        """``exchange`` has begun; if it ``is_over``, nothing of it is to be sent."""
-        self.exchanges[exchange.key] = exchange
-        self.outbox.add(exchange)
-        if is_over:
-            self.outbox.hold_back(exchange)

@@ -7,7 +7,7 @@ from gradserver.protocol.errors import LeftOutError
 from gradserver.protocol.exchange import unasked_cost
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.messages import Result
-from gradserver.worker.backlog import Backlog
+from gradserver.worker.member.backlog import Backlog
 
 _TOLD_BYTES = 1 * MIB
 """So much is read before a data shard is told of it."""

@@ -18,10 +18,20 @@ when it has ENTERED counts as that of a member; collectives it takes part in fro
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 from gradserver.protocol.messages import RoundDone, Transfer
-from gradserver.worker.handle import Handle
+from gradserver.worker.member.waiter import Waiter
+
+
+class Stage(Enum):
+    """One's own part in a group."""
+
+    JOINING = "joins a group that trains already"
+    OBSERVING = "catches up with a group that trains already"
+    ENTERED = "has just joined, and is in its first round"
+    MEMBER = "is a member"
 
 
 class Arrival(NamedTuple):
@@ -38,7 +48,7 @@ class Arrival(NamedTuple):
     seconds: float
 
 
-class Entry:
+class Learner:
     """What the coordinator has told somebody who joins. Not safe to share: the session's lock guards it."""
 
     def __init__(self) -> None:
@@ -54,26 +64,25 @@ class Entry:
         """Whether it has said that it has caught up."""
         self.arrival: Arrival | None = None
         """How it got its state."""
-        self._waiting: Handle | None = None
+        self._waiting: Waiter | None = None
 
-    def heard(self, done: RoundDone, seat: int) -> list[Handle]:
+    def heard(self, done: RoundDone, seat: int) -> list[Waiter]:
         """A round is over; gives who waits for that."""
         for transfer in done.transfers:
             if transfer.joiner == seat:
                 self.transfer, self.begins, self.behind = transfer, done.round + 1, False
         return self.give_up()
 
-    def entered(self, number: int) -> list[Handle]:
+    def entered(self, number: int) -> list[Waiter]:
         """It may contribute; gives who waits for that."""
         self.round = number
         return self.give_up()
 
-    def wait(self, handle: Handle) -> Handle:
-        """``handle``, which is done when there is any news."""
+    def wait(self, handle: Waiter) -> None:
+        """Have ``handle`` done when there is any news."""
         self._waiting = handle
-        return handle
 
-    def give_up(self) -> list[Handle]:
+    def give_up(self) -> list[Waiter]:
         """Who waits."""
         waiting, self._waiting = self._waiting, None
         return [] if waiting is None else [waiting]

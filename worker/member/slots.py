@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.limits import KIB, MIB
 from gradserver.protocol.messages import Place
-from gradserver.worker.tensors import Bytes
 
 SLOT_BYTES: Final = 2 * MIB
 SLOTS: Final = 2

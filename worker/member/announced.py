@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradserver.protocol.messages import Membership, RoundDone
-from gradserver.worker.handle import Handle
+from gradserver.worker.member.waiter import Waiter
 
 
 class Announced:
@@ -23,13 +23,13 @@ class Announced:
         self._done = RoundDone(-1, 0)
         self._epochs: dict[int, int] = {}
         """Those in force after rounds that are over for the others, and not for this worker."""
-        self._waiting: list[tuple[Callable[[], bool], Handle]] = []
+        self._waiting: list[tuple[Callable[[], bool], Waiter]] = []
 
     def welcomed(self, epoch: int) -> None:
         """The membership that this worker came into."""
         self._latest = self._in_force = epoch
 
-    def add(self, membership: Membership) -> list[Handle]:
+    def add(self, membership: Membership) -> list[Waiter]:
         """The coordinator has told of it; gives who waits for that."""
         if membership.epoch > self._in_force:
             self._memberships[membership.epoch] = membership
@@ -55,21 +55,21 @@ class Announced:
         """Whether round ``number`` waits for somebody who joins."""
         return self._done.round == number - 1 and any(transfer.waits for transfer in self._done.transfers)
 
-    def round_done(self, done: RoundDone) -> list[Handle]:
+    def round_done(self, done: RoundDone) -> list[Waiter]:
         """A round is over; gives who waits for that."""
         if done.round >= self._done.round:
             self._done = done
         self._epochs[done.round] = done.epoch
         return self._satisfied()
 
-    def wait_for_round(self, number: int, handle: Handle, is_told: bool = True) -> Handle | None:
+    def wait_for_round(self, number: int, handle: Waiter, is_told: bool = True) -> Waiter | None:
         """``handle``, which is done when round ``number`` is over; None if it is.
 
         And when the membership that is then in force was told of, if this worker ``is_told`` of memberships.
         """
         return self._wait_until(lambda: self._is_over(number, is_told), handle)
 
-    def wait_for_epoch(self, epoch: int, handle: Handle) -> Handle | None:
+    def wait_for_epoch(self, epoch: int, handle: Waiter) -> Waiter | None:
         """``handle``, which is done when the membership ``epoch`` was told of; None if it was.
 
         A data shard may speak of it before that: it cuts somebody off when it is told to, and members hear of it when
@@ -82,13 +82,13 @@ class Announced:
             return False
         return not is_told or self._epochs.get(number, self._done.epoch) <= self._latest
 
-    def _wait_until(self, there: Callable[[], bool], handle: Handle) -> Handle | None:
+    def _wait_until(self, there: Callable[[], bool], handle: Waiter) -> Waiter | None:
         if there():
             return None
         self._waiting.append((there, handle))
         return handle
 
-    def _satisfied(self) -> list[Handle]:
+    def _satisfied(self) -> list[Waiter]:
         done = [handle for there, handle in self._waiting if there()]
         self._waiting = [(there, handle) for there, handle in self._waiting if handle not in done]
         return done
@@ -109,7 +109,7 @@ class Announced:
         """How many rounds are over."""
         return self._done.round + 1
 
-    def give_up(self) -> list[Handle]:
+    def give_up(self) -> list[Waiter]:
         """Who waits for what will not come."""
         waiting, self._waiting = self._waiting, []
         return [handle for _, handle in waiting]

@@ -1,7 +1,7 @@
 """Where the coordinator of a durable group writes results: beside contributions, which stay whole if it dies meanwhile.
 
 There is a region for each bucket that lies in shared memory. A result stays there when it was copied over, as what the
-worker keeps of it (`gradserver.worker.retained`), until the next round's takes its place.
+worker keeps of it (`gradserver.worker.member.retained`), until the next round's takes its place.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.messages import Place
-from gradserver.worker.tensors import Bytes
 
 
 class Region(NamedTuple):

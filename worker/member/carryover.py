@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.dtypes import DType, numpy_dtype
 from gradserver.protocol.exchange import Layout
 from gradserver.protocol.limits import MAX_WEIGHT
-from gradserver.worker.tensors import Bytes
 
 _WIDE = {"float64": np.float64, "complex64": np.complex64, "complex128": np.complex128}
 
@@ -22,7 +22,7 @@ class Contribution(NamedTuple):
     data: Bytes | None
 
 
-class Kept:
+class CarryOver:
     """By bucket and slice. Not safe to share: the session's lock guards it.
 
     It holds one copy of the gradients at most, and none of a worker that is in time.
