@@ -1,4 +1,4 @@
-# Every target sets itself up: on a machine with Python 3.11 or newer, git and make, `make demo` is all there is to do.
+# Every target sets itself up: `make demo` works on any machine with Python 3.11 or newer, git and make.
 #
 #   PYTHON=python3.13     the interpreter for the virtual environment
 #   DEMO_ARGS="…"         options for `gradserver demo`
@@ -16,7 +16,7 @@ LOWEST := .venv-lowest
 STAMP := $(VENV)/.installed-$(subst /,-,$(PYTHON))
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-# The tests start hundreds of processes, and each would compile everything anew where this is set.
+# The tests start hundreds of processes. Where this is set, each would compile everything anew.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
@@ -26,7 +26,7 @@ help: ## Show this list
 	@echo "gradserver: make TARGET"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-setup: $(STAMP) ## Create .venv and install everything, pinned (the other targets do this by themselves)
+setup: $(STAMP) ## Create .venv and install everything, pinned (other targets do this themselves)
 
 demo: $(STAMP) ## Train a small language model with two workers and a coordinator on this machine
 	@$(BIN)/gradserver demo $(DEMO_ARGS)
@@ -37,26 +37,26 @@ test: $(STAMP) ## Run the tests, apart from the long ones
 test-long: $(STAMP) ## Run the long tests, and property tests with ten times the examples
 	GRADSERVER_TEST_EXAMPLES=10 $(BIN)/pytest -m "long or hypothesis" --numprocesses 2 --dist worksteal $(TEST_ARGS)
 
-test-lowest: ## Run the tests with the oldest versions of what gradserver needs (lowest.txt), in .venv-lowest
+test-lowest: ## Run the tests with the oldest supported dependencies (lowest.txt), in .venv-lowest
 	@[ -x $(LOWEST)/bin/pytest ] || { $(PYTHON) -m venv --clear $(LOWEST) && \
 	  $(LOWEST)/bin/python -m pip -qq --disable-pip-version-check install -c lowest.txt -e '.[demo]' \
 	    hypothesis pytest pytest-timeout; }
-	@# Old libraries warn of what newer ones beside them have deprecated: warnings fail only the usual tests.
+	@# Old libraries use what newer ones have deprecated. So warnings fail the usual tests only.
 	$(LOWEST)/bin/pytest -m "not long" -W default --ignore tests/test_import_rules.py --ignore tests/test_packaging.py \
 	  --deselect tests/test_deploy.py::test_container_is_built_from_all_that_the_package_needs $(TEST_ARGS)
 
-chaos: $(STAMP) ## Harm a group with one shard and one with three, for 40 s each, and recompute every round
+chaos: $(STAMP) ## Disturb a group with one shard and one with three, for 40 s each, and recompute every round
 	$(BIN)/gradserver chaos --workers 8 --seconds 40 --least 50 $(CHAOS_ARGS)
 	$(BIN)/gradserver chaos --workers 8 --seconds 40 --least 40 --shards 3 --apart 4 $(CHAOS_ARGS)
 
-mutants: $(STAMP) ## Plant faults in copies of the product, each of which chaos must find by itself
+mutants: $(STAMP) ## Plant faults in copies of the product, and let chaos find each of them
 	$(BIN)/python -m tests.mutants
 
-# Not --quiet: warnings that it hides do not count for --strict either.
+# Without --quiet: warnings that it hides do not count for --strict either.
 docs: $(STAMP) ## Build the documentation into site/: open site/index.html
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-check: $(STAMP) docs ## Check style, types, imports, structure, documentation, and that the wheel works by itself
+check: $(STAMP) docs ## Check style, types, imports, structure, documentation, and the wheel
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -68,12 +68,12 @@ format: $(STAMP) ## Rewrite the sources in the project's style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-clean: ## Remove all that the other targets made, .venv included
+clean: ## Remove everything that the other targets made, .venv included
 	rm -rf $(VENV) $(LOWEST) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find gradserver protocol worker tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
-# Hatchling goes first: the project is then built with the pinned one. The stamp bears the interpreter's name, so that
-# naming another one is noticed, and an environment made for another version is emptied first.
+# Hatchling is installed first, so that the project is built with the pinned one. The stamp has the interpreter's name, so
+# that another one is noticed. An environment of another version is emptied first.
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "make: there is no '$(PYTHON)' here. Install Python 3.11 or newer (Debian, Ubuntu: apt install" \

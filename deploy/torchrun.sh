@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A coordinator and N workers on this machine, which torchrun starts and watches:
+# A coordinator, and N workers that torchrun starts and watches, on this machine:
 #
 #     deploy/torchrun.sh N train.py --its --own --options
 #
@@ -10,7 +10,7 @@ set -euo pipefail
 workers=${1:?"usage: torchrun.sh NUMBER_OF_WORKERS SCRIPT [OPTIONS]"}
 shift
 
-# Port 0 takes a free one; the coordinator's first line says which: listening on tcp://127.0.0.1:PORT
+# Port 0 takes a free one. The coordinator's first line names it: listening on tcp://127.0.0.1:PORT
 coproc coordinator { exec gradserver serve --bind tcp://127.0.0.1:0 --workers "$workers"; }
 pid=$coordinator_PID
 trap 'kill "$pid" 2>/dev/null && wait "$pid" || true' EXIT

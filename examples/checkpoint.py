@@ -1,12 +1,12 @@
-"""A job that can be stopped at any time: started again, it goes on where it was.
+"""A job that can be stopped at any time. Started again, it continues where it was.
 
     gradserver serve --workers 2                    # in one terminal: on tcp://127.0.0.1:7411
 
     export GRADSERVER_URL=tcp://127.0.0.1:7411      # in two others
     python examples/checkpoint.py
 
-Stop one of them with `kill`, or all of them with `kill -9`, start both again, and the weights in the end are those of a
-run that nobody stopped.
+Stop one of them with `kill`, or all of them with `kill -9`. Start both again. In the end the weights are those of a run
+that was not stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import gradserver
 
 SAMPLES, BATCH, EPOCHS = 400, 20, 5
 DIRECTORY = os.environ.get("CHECKPOINTS", "checkpoints")
-PAUSE = float(os.environ.get("PAUSE", "0.1"))  # seconds after each round, so that there is time to stop it
+PAUSE = float(os.environ.get("PAUSE", "0.1"))  # seconds after each round: time to stop the job
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
         job = gradserver.Job(model, optimizer, scheduler, data=data, checkpoint=DIRECTORY, every=10)
         print(f"from round {job.round}", flush=True)
         if job.resumed is None:
-            torch.manual_seed(worker.rank)  # dropout; a job that goes on has its generators back
+            torch.manual_seed(worker.rank)  # for dropout; a job that continues has its generators back
         for inputs, targets in job.batches(DataLoader(dataset, BATCH, sampler=data), epochs=EPOCHS):
             loss = F.binary_cross_entropy_with_logits(model(inputs).squeeze(1), targets)
             loss.backward()  # type: ignore[no-untyped-call]

@@ -1,12 +1,12 @@
-"""A job whose workers may die, freeze and come: started again, or another time, the script joins those who train.
+"""A job that workers join, and that continues when they die or freeze. A script that starts later joins the others.
 
     gradserver serve --workers 1:8 --state-dir state   # in one terminal: on tcp://127.0.0.1:7411
 
-    export GRADSERVER_URL=tcp://127.0.0.1:7411         # in as many others as you like
+    export GRADSERVER_URL=tcp://127.0.0.1:7411         # in any number of others
     python examples/elastic.py
 
-Kill one with `kill -9`, and start it again: it gets everything from another worker, and goes on with the others. Stop
-one with Ctrl-Z, and let it go on with `fg` after some seconds: it is told that the others went on without it, and
+Kill a worker with `kill -9`, and start it again: it gets the state from another worker, and trains with the others.
+Stop one with Ctrl-Z, and continue it with `fg` after some seconds: it hears that the others went on without it, and
 joins again. Kill the coordinator and start it again: the workers wait for it.
 """
 
@@ -24,11 +24,11 @@ from torch.utils.data import TensorDataset
 import gradserver
 
 SAMPLES, BATCH, EPOCHS = 3000, 20, 5
-PAUSE = float(os.environ.get("PAUSE", "0.1"))  # seconds after each round, so that there is time to disturb it
+PAUSE = float(os.environ.get("PAUSE", "0.1"))  # seconds after each round: time to disturb the job
 
 
 def train(worker: gradserver.Worker) -> None:
-    """From where the group is to the end."""
+    """Train from the round that the group is in to the end."""
     points = torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(points, (points[:, 1] > torch.sin(2 * points[:, 0])).float())
     network = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))

@@ -1,8 +1,8 @@
-"""Four workers as threads of this process: every collective, with no port and no daemon.
+"""Every collective, by four workers that are threads of this process: no port, no daemon.
 
     python examples/local_cluster.py
 
-Between processes the same function works with the worker that `gradserver.connect` gives.
+The same function works between processes, with the worker that `gradserver.connect` returns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import gradserver
 
 
 def work(worker: gradserver.Worker) -> str:
-    """What each of the four does. Tensors may be torch tensors or numpy arrays."""
+    """Call every collective. Tensors may be torch tensors or numpy arrays."""
     rank, size = worker.rank, worker.world_size
 
     mean = worker.all_reduce(np.full(3, rank, np.float32))  # in place; the tensor is returned

@@ -1,7 +1,7 @@
-"""A trainer with gradients of its own: each block's is averaged while backward is at the next one.
+"""A trainer that computes its own gradients. Each block's is averaged while backward computes the next.
 
-A residual network in plain numpy. Two workers (threads here; with `gradserver.connect` they are processes) train on
-half of the samples each, and end where one worker ends that has all of them.
+It trains a residual network in plain numpy. Two workers train on half of the samples each: threads here, processes with
+`gradserver.connect`. They end with the weights of one worker that has all samples.
 
     python examples/own_gradients.py
 """
@@ -19,7 +19,7 @@ INPUTS, WIDTH, BLOCKS, STEPS, RATE = 8, 16, 3, 60, 0.05
 
 
 class Network:
-    """An embedding, residual blocks of a weight and a bias, and a head."""
+    """Weights of an embedding, of residual blocks (a weight and a bias each), and of a head."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
@@ -32,7 +32,7 @@ class Network:
 
 
 def train(worker: gradserver.Worker, inputs: Array, targets: Array) -> tuple[float, Array]:
-    """Train on this worker's share of the samples; its last loss, and the weights of all blocks."""
+    """Train on this worker's share of the samples. Return its last loss, and the weights of all blocks."""
     mine = gradserver.shard_batches(len(inputs), worker.rank, worker.world_size)
     inputs, targets, count, net = inputs[mine], targets[mine], len(mine), Network()
     sizes = (WIDTH * WIDTH, WIDTH)  # elements of each component of a block
@@ -43,9 +43,9 @@ def train(worker: gradserver.Worker, inputs: Array, targets: Array) -> tuple[flo
             hidden.append(np.tanh(x[-1] @ weight + bias))
             x.append(x[-1] + hidden[-1])
         error = x[-1] @ net.head - targets
-        down = 2 * error / count  # gradients are means over this worker's samples, and it counts with their number
+        down = 2 * error / count  # means over this worker's samples; their number is its weight
         gradients = [[x[-1].T @ down]]
-        exchange.push_non_block(step, 0, gradients[-1], weight=count)  # returns at once, and backward goes on
+        exchange.push_non_block(step, 0, gradients[-1], weight=count)  # returns at once; backward goes on
         down = down @ net.head.T
         for index in reversed(range(BLOCKS)):
             inner = down * (1 - hidden[index] ** 2)
@@ -54,7 +54,7 @@ def train(worker: gradserver.Worker, inputs: Array, targets: Array) -> tuple[flo
             down = down + inner @ net.blocks[index][0].T
         gradients.append([inputs.T @ down])
         exchange.push_non_block(step, 2, gradients[-1], weight=count)
-        exchange.finish()  # now all of them hold the mean over all samples of all workers
+        exchange.finish()  # now all gradients are means over the samples of all workers
 
         parameters = [(net.head,), *net.blocks[::-1], (net.embedding,)]
         for own, means in zip(parameters, gradients, strict=True):

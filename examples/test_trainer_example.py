@@ -1,8 +1,8 @@
-"""How a trainer's own test suite uses gradserver: workers are threads, there is no port, no sleep and no mock.
+"""A trainer's own tests with gradserver. Workers are threads; there is no port, no sleep and no mock.
 
     pytest examples/test_trainer_example.py
 
-The trainer under test takes a worker, and does not know what is behind it.
+The trainer under test takes a worker, as it does between processes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ TARGETS = INPUTS.sum(dim=1, keepdim=True).sin()
 
 
 def train(worker: gradserver.Worker, steps: int = 5, *, exchange: bool = True, poisoned_rank: int = -1) -> Tensor:
-    """The trainer under test; gives the weights in the end."""
+    """Train, and return the last weights. This is the trainer under test."""
     network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-    model = gradserver.DistributedDataParallel(network, worker)  # and so all begin with rank 0's weights
+    model = gradserver.DistributedDataParallel(network, worker)  # all begin with rank 0's weights
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs, targets = INPUTS[worker.rank :: worker.world_size], TARGETS[worker.rank :: worker.world_size]
     if worker.rank == poisoned_rank:
@@ -51,7 +51,7 @@ def test_replicas_are_identical(cluster: gradserver.LocalCluster) -> None:
 
 
 def test_without_the_exchange_replicas_diverge(cluster: gradserver.LocalCluster) -> None:
-    """A test of the test above: it would notice."""
+    """Check that the test above can fail."""
     with cluster:
         first, *others = cluster.run(train, exchange=False)
     assert not any(torch.equal(first, other) for other in others)

@@ -536,7 +536,7 @@ FIGURES: Final = {
     "English": (
         Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 732, 0),
         Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 69, 0),
-        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 688, 0),
+        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 687, 0),
     ),
 }
 
