@@ -205,20 +205,30 @@ class Source:
         return {f"{module.name}.{last}": module.classes[last] for module in modules if last in module.classes}
 
     def kinds(self, family: str) -> set[str]:
-        """Classes of a family: those in its union, or else those that derive from its class."""
+        """Classes of a family. In place of a class from which others derive it has these."""
+        found = set[str]()
+        for base in self.bases(family):
+            found |= self.derived(base) or {base}
+        return found
+
+    def bases(self, family: str) -> set[str]:
+        """Classes in the union of a family, or else the class from which all of it derive."""
         where = FAMILIES[family]
         if unions := self.unions(where):
             return self.leaves(_single(where, unions))
         base = _single(where, self.classes(where))
-        found = {
+        if not self.derived(base):
+            raise StructureError(f"no class derives from {base}")
+        return {base}
+
+    def derived(self, base: str) -> set[str]:
+        """Classes that derive from a class."""
+        return {
             f"{module.name}.{name}"
             for module in self.modules.values()
             for name, made in module.classes.items()
             if any(self.full_name(module, one) == base for one in made.bases)
         }
-        if not found:
-            raise StructureError(f"no class derives from {base}")
-        return found
 
 
 def _single(where: Where, found: Iterable[str]) -> str:
@@ -345,7 +355,7 @@ def outputs(source: Source) -> Iterator[tuple[str, str]]:
     returns refusals, which are errors that somebody is to be told of. An error that is raised is none of these: it
     concerns the message's sender alone. A function without effects may build one order or one error.
     """
-    orders = source.kinds("order")
+    orders = source.kinds("order") | source.bases("order")
     for module in source.engine():
         if module.name.startswith(CONTROL):
             functions = (node for node in module.nodes if isinstance(node, ast.FunctionDef))
@@ -522,8 +532,8 @@ FIGURES: Final = {
     "Places that name every kind by hand": (
         Figure("records of the journal", partial(listings, family="record"), 2, 1),
         Figure("messages", partial(listings, family="message"), 8, 1),
-        Figure("orders", partial(listings, family="order"), 5, 1),
-        Figure("reports", partial(listings, family="report"), 5, 1),
+        Figure("orders", partial(listings, family="order"), 1, 1),
+        Figure("reports", partial(listings, family="report"), 1, 1),
     ),
     "Lines": (
         *(

@@ -26,6 +26,7 @@ from gradserver.engine.events import (
     Planned,
     Received,
     RemoteOrder,
+    RemoteReport,
     RoundCompleted,
     Seat,
     Send,
@@ -33,7 +34,7 @@ from gradserver.engine.events import (
     Stop,
     Tick,
 )
-from gradserver.engine.orders import RemoteReport, decode_order, decode_report, encode_order, encode_report
+from gradserver.engine.orders import decode_order, decode_report, encode_order, encode_report
 from gradserver.engine.policy import Lateness, OnNonFinite
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.shard import ATTENDING_SECONDS, MAX_ATTENDING, ShardEngine
@@ -48,7 +49,7 @@ from gradserver.protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from gradserver.protocol.limits import MAX_NAME_BYTES, MAX_REPORT_BYTES, MAX_SHARDS, MAX_WORLD_SIZE
+from gradserver.protocol.limits import MAX_COUNTER, MAX_NAME_BYTES, MAX_REPORT_BYTES, MAX_SHARDS, MAX_WORLD_SIZE
 from gradserver.protocol.messages import (
     Agreed,
     Attend,
@@ -473,6 +474,45 @@ def test_any_change_of_a_field_is_refused_or_understood(sample: list[Any], data:
 def test_orders_that_cannot_be_are_refused(fields: list[Any]) -> None:
     with pytest.raises(ProtocolError):
         decode_order(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ([], "expected the name of one order, got list of length 0"),
+        ([7, "g"], "expected the name of one order, got list of length 2"),
+        (["launch", "g"], "there is no order 'launch'"),
+        (["close"], "CloseGroup has 1 fields, got 0"),
+        (["plan", "g", "text", 0], "SetPlan.plan: expected a plan, got str of length 4"),
+        (["depart", "g", 2000, ["E", "t", {}], 0, True], "Depart.rank: expected an integer from 0 to 1023, got 2000"),
+        (["halt", "g", ["E", "t"], True], "Halt.error: expected an error, got list of length 2"),
+        (["expect", "g", [1, 2], 3, False, [7]], "Expect has 2 seats and 1 transfers"),
+        (
+            ["expect", "g", [1, "2"], 3, False, []],
+            "Expect.seats: expected an integer from 0 to 1023, got str of length 1",
+        ),
+    ],
+)
+def test_a_refusal_names_the_order_and_the_field(fields: list[Any], text: str) -> None:
+    with pytest.raises(MalformedMessageError) as refused:
+        decode_order(msgpack.packb(fields))
+    assert refused.value.message == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (["launched", 1, "g"], "there is no report 'launched'"),
+        (["heeded"], "Heeded without an epoch"),
+        (["behind", 1, "g", 4, -1], f"Behind.round: expected an integer from 0 to {MAX_COUNTER}, got -1"),
+        (["round", 1, "g", None, True], "RoundCompleted.record: expected a round, got None"),
+        (["late", 1, "g", 4, [1], "why", 1], "Late.tell: expected true or false, got 1"),
+    ],
+)
+def test_a_refusal_names_the_report_and_the_field(fields: list[Any], text: str) -> None:
+    with pytest.raises(MalformedMessageError) as refused:
+        decode_report(msgpack.packb(fields), 0.0)
+    assert refused.value.message == text
 
 
 def test_reports_have_a_limit() -> None:

@@ -231,6 +231,14 @@ def test_each_place_that_names_all_kinds_counts(write: Write, place: str, text: 
     assert found == {HERE: 1, f"gradserver/ledger/tables.py {place}": 1}
 
 
+def test_a_class_of_a_union_stands_for_those_that_derive_from_it(write: Write) -> None:
+    names = "ABCDEFG"
+    orders = "class Declared: pass\nclass Attach: pass\n" + "".join(f"class {name}(Declared): pass\n" for name in names)
+    taken = f"from gradserver.engine.events import {', '.join(names)}, Attach\nTABLE = ({', '.join(names)}, Attach)\n"
+    source = write(engine(events=orders + "Order = Declared | Attach\n", shard=taken))
+    assert structure.listings(source, "order") == {"gradserver/engine/shard.py TABLE names 8 of 8": 1}
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -6,18 +6,30 @@ What there is one of for every slice is a named tuple: a frozen dataclass takes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Self
 
 from gradserver.engine.declared import Kind
 from gradserver.engine.policy import Lateness, OnNonFinite
-from gradserver.engine.records import RoundRecord
+from gradserver.engine.records import RoundRecord, known_policy, pack_round, unpack_round
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.checks import brief, facts, flag, integer, listed, number, text
+from gradserver.protocol.declared import Declared, Family, Field
+from gradserver.protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError
 from gradserver.protocol.exchange import ExchangeKey, Operation
-from gradserver.protocol.limits import BACKLOG_BYTES
-from gradserver.protocol.messages import Message
-from gradserver.protocol.plan import Plan
+from gradserver.protocol.fields import Count, EncodedPlan, Flag, Name, Rank, Ranks, Rates, Seconds, Text, Token, Tokens
+from gradserver.protocol.limits import (
+    BACKLOG_BYTES,
+    MAX_COUNTER,
+    MAX_NAME_BYTES,
+    MAX_SHARDS,
+    MAX_TEXT,
+    MAX_TIMEOUT,
+    MAX_WORLD_SIZE,
+)
+from gradserver.protocol.messages import Failure, Message, Scope
 
 # ── events: what happened ─────────────────────────────────────────────────────────────────────────────
 
@@ -239,7 +251,7 @@ class Record:
 Command = Send | Reduce | Close | Hire | Log | Record
 
 
-# ── orders: what control tells data ───────────────────────────────────────────────────────────────────
+# ── fields of orders and reports ──────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +262,62 @@ class Seat:
     name: str
 
 
+def _seat(value: Any) -> Seat:
+    return Seat(-1, _name(value))
+
+
+def _lateness(value: Any) -> Lateness | None:
+    if value is None:
+        return None
+    if type(value) is not list or len(value) != 5:
+        raise MalformedMessageError(f"expected when somebody is late, got {brief(value)}")
+    quorum, percent, backup, grace, keeps = value
+    seconds = number(0.0, MAX_TIMEOUT)(grace)
+    try:
+        return Lateness(_count(quorum), number(0.0, 100.0)(percent), _count(backup), seconds, flag(keeps))
+    except InvalidArgumentError as error:
+        raise MalformedMessageError(f"no word of who is late: {error.message}") from error
+
+
+def _pack_error(error: GradServerError) -> list[Any]:
+    failure = Failure.of(error, Scope.EXCHANGE)
+    return [failure.error, failure.text, failure.fields]
+
+
+def _error(value: Any) -> GradServerError:
+    if type(value) is not list or len(value) != 3:
+        raise MalformedMessageError(f"expected an error, got {brief(value)}")
+    name, message, fields = value
+    return Failure(Scope.EXCHANGE, _text(name), _text(message), facts(fields)).exception()
+
+
+_name = text(MAX_NAME_BYTES)
+_text = text(MAX_TEXT)
+_count = integer(0, MAX_COUNTER)
+_Seats = Annotated[tuple[Seat, ...], Field(listed(_seat, MAX_WORLD_SIZE), lambda seats: [seat.name for seat in seats])]
+_Error = Annotated[GradServerError, Field(_error, _pack_error)]
+
+# ── orders: what control tells data ───────────────────────────────────────────────────────────────────
+
+
+class RemoteOrder(Declared):
+    """An order that data halves elsewhere are told, too: the base of dataclasses that `order` has given a name."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:
+
+        @property
+        def group(self) -> str:
+            """The name of the group."""
+
+
+order: Final = Family[str, RemoteOrder]("order")
+"""Declares an order by the name that it has on its way to a data shard."""
+
+
+@order("open")
 @dataclass(frozen=True, slots=True)
-class OpenGroup:
+class OpenGroup(RemoteOrder):
     """A group is complete. ``seats`` by rank; ``credit`` in bytes for each; ``timeout`` in seconds.
 
     ``rates`` are those of its data shards (none if there is one only), and ``shard`` is the place of this one among
@@ -263,69 +329,81 @@ class OpenGroup:
     not finite.
     """
 
-    group: str
-    epoch: int
-    seats: tuple[Seat, ...]
-    credit: int
-    timeout: float
-    rates: tuple[float, ...] = ()
-    shard: int = 0
-    tokens: tuple[str, ...] = ()
-    elastic: bool = False
-    digests: bool = False
-    backlog: int = BACKLOG_BYTES
-    lateness: Lateness | None = None
-    durable: bool = False
-    nonfinite: OnNonFinite = OnNonFinite.HALT
+    group: Name
+    epoch: Count
+    seats: _Seats
+    credit: Count
+    timeout: Seconds
+    rates: Rates = ()
+    shard: Annotated[int, Field(integer(1, MAX_SHARDS - 1))] = 0
+    tokens: Tokens = ()
+    elastic: Flag = False
+    digests: Flag = False
+    backlog: Count = BACKLOG_BYTES
+    lateness: Annotated[Lateness | None, Field(_lateness, lambda late: late and astuple(late))] = None
+    durable: Flag = False
+    nonfinite: Annotated[OnNonFinite, Field(known_policy)] = OnNonFinite.HALT
+
+    def verify(self) -> None:
+        """Raise MalformedMessageError if there are not as many tokens as seats, or no shard of this number."""
+        if not self.seats or len(self.tokens) != len(self.seats):
+            raise MalformedMessageError(f"OpenGroup has {len(self.seats)} seats and {len(self.tokens)} tokens")
+        if self.shard >= len(self.rates) or not any(self.rates):
+            raise MalformedMessageError(f"OpenGroup is for shard {self.shard}, and has the rates {self.rates}")
 
 
+@order("plan")
 @dataclass(frozen=True, slots=True)
-class SetPlan:
+class SetPlan(RemoteOrder):
     """All members agreed; ``first_round`` is the first one to be exchanged by this plan."""
 
-    group: str
-    plan: Plan
-    first_round: int
+    group: Name
+    plan: EncodedPlan
+    first_round: Count
 
 
+@order("depart")
 @dataclass(frozen=True, slots=True)
-class Depart:
+class Depart(RemoteOrder):
     """A member is gone: what it has contributed counts, what still needs it fails with ``error``.
 
     ``epoch`` is that of the membership without it, if the group is elastic. If its process has ``ended``, nobody
     writes to memory that it shared.
     """
 
-    group: str
-    rank: int
-    error: GradServerError
-    epoch: int = 0
-    ended: bool = False
+    group: Name
+    rank: Rank
+    error: _Error
+    epoch: Count = 0
+    ended: Flag = False
 
 
+@order("close")
 @dataclass(frozen=True, slots=True)
-class CloseGroup:
+class CloseGroup(RemoteOrder):
     """The last member is gone."""
 
-    group: str
+    group: Name
 
 
+@order("halt")
 @dataclass(frozen=True, slots=True)
-class Halt:
+class Halt(RemoteOrder):
     """Another shard has reported `Halted`: here, too, the group exchanges nothing more, or no bucket any more."""
 
-    group: str
-    error: GradServerError
-    buckets_only: bool
+    group: Name
+    error: _Error
+    buckets_only: Flag
 
 
+@order("cut")
 @dataclass(frozen=True, slots=True)
-class CutRound:
+class CutRound(RemoteOrder):
     """Round ``round`` goes on without what these seats have not given to it yet. From the next one on they are in."""
 
-    group: str
-    round: int
-    seats: tuple[int, ...]
+    group: Name
+    round: Count
+    seats: Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,16 +415,18 @@ class Attach:
     connection: int
 
 
+@order("detach")
 @dataclass(frozen=True, slots=True)
-class Detach:
+class Detach(RemoteOrder):
     """The connection of a member of a durable group broke. It is waited for."""
 
-    group: str
-    seat: int
+    group: Name
+    seat: Rank
 
 
+@order("recover")
 @dataclass(frozen=True, slots=True)
-class Recover:
+class Recover(RemoteOrder):
     """All that is open is void: find out who holds which results, and go on from there.
 
     ``version`` is a new number, by which this is told from what was before. The group is in ``round``, as far as
@@ -354,100 +434,122 @@ class Recover:
     Results of rounds before ``own`` may be an earlier coordinator's, and name seats that only members know of.
     """
 
-    group: str
-    version: int
-    round: int
-    latest: int
-    own: int
+    group: Name
+    version: Count
+    round: Count
+    latest: Count
+    own: Count
 
 
+@order("proceed")
 @dataclass(frozen=True, slots=True)
-class Proceed:
+class Proceed(RemoteOrder):
     """Those who had yet to hear that their round is over have been told."""
 
-    group: str
+    group: Name
 
 
+@order("admit")
 @dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(RemoteOrder):
     """Somebody is to join: ``seat`` is its own, ``token`` what it shows a shard elsewhere. It may take transfers."""
 
-    group: str
-    seat: int
-    occupant: Seat
-    token: str = ""
+    group: Name
+    seat: Rank
+    occupant: Annotated[Seat, Field(_seat, attrgetter("name"))]
+    token: Token = ""
 
 
+@order("expect")
 @dataclass(frozen=True, slots=True)
-class Expect:
+class Expect(RemoteOrder):
     """Those who are to join with these seats contribute from ``round`` on, which has not begun; or they ``listen``.
 
     ``transfers`` has the number of the transfer in which each gets the state, in the order of ``seats``; it is empty if
     they have it.
     """
 
-    group: str
-    seats: tuple[int, ...]
-    round: int
-    listen: bool = False
-    transfers: tuple[int, ...] = ()
+    group: Name
+    seats: Ranks
+    round: Count
+    listen: Flag = False
+    transfers: Annotated[tuple[int, ...], Field(listed(_count, MAX_WORLD_SIZE))] = ()
+
+    def verify(self) -> None:
+        """Raise MalformedMessageError if there are neither no transfers nor one for each seat."""
+        if len(self.transfers) not in (0, len(self.seats)):
+            raise MalformedMessageError(f"Expect has {len(self.seats)} seats and {len(self.transfers)} transfers")
 
 
+@order("excuse")
 @dataclass(frozen=True, slots=True)
-class Excuse:
+class Excuse(RemoteOrder):
     """Who is to join with this seat does not contribute after all: it has not got the state."""
 
-    group: str
-    seat: int
+    group: Name
+    seat: Rank
 
 
+@order("reseat")
 @dataclass(frozen=True, slots=True)
-class Reseat:
+class Reseat(RemoteOrder):
     """From ``epoch`` on ``seats`` are the members: those who have joined take part in all, from the next round on."""
 
-    group: str
-    epoch: int
-    seats: tuple[int, ...]
+    group: Name
+    epoch: Count
+    seats: Ranks
 
 
-RemoteOrder = (
-    OpenGroup
-    | SetPlan
-    | Depart
-    | CloseGroup
-    | Halt
-    | CutRound
-    | Admit
-    | Expect
-    | Excuse
-    | Reseat
-    | Detach
-    | Recover
-    | Proceed
-)
-"""What data halves elsewhere are told, too. Who attaches comes to them by himself."""
+HEEDED: Final = (Admit, Expect, Excuse, Reseat)
+"""Orders about the members of an elastic group: a data shard elsewhere reports `Heeded`, as of some `Depart`."""
 Order = RemoteOrder | Attach
+"""A member attaches to data halves elsewhere by itself."""
 
 # ── reports: what data tells control ──────────────────────────────────────────────────────────────────
 
 
+class RemoteReport(Declared):
+    """A report about one group, also from data halves elsewhere: the base of dataclasses that `report` has named."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:
+
+        @property
+        def group(self) -> str:
+            """The name of the group."""
+
+    def at(self, now: float) -> Self:  # noqa: ARG002 - some reports speak of times
+        """Give the same by the clock of its receiver, which shows ``now``. It was read as if that had shown zero."""
+        return self
+
+
+report: Final = Family[str, RemoteReport]("report")
+"""Declares a report by the name that it has on its way from a data shard."""
+
+
+@report("round")
 @dataclass(frozen=True, slots=True)
-class RoundCompleted:
+class RoundCompleted(RemoteReport):
     """Every bucket of a round was exchanged, as far as this shard has to do with it."""
 
-    group: str
-    record: RoundRecord
-    adopted: bool = False
-    """Whether nothing of it was made anew since the group's books were opened."""
+    group: Name
+    record: Annotated[RoundRecord, Field(partial(unpack_round, completed=0.0), pack_round)]
+    adopted: Flag = False
+    """True if nothing of it was made anew since the group's books were opened."""
+
+    def at(self, now: float) -> Self:
+        """Give the same, as if the round had ended ``now``."""
+        return replace(self, record=self.record.moved(now))
 
 
+@report("halted")
 @dataclass(frozen=True, slots=True)
-class Halted:
+class Halted(RemoteReport):
     """The group can exchange nothing more (or no bucket any more); data already failed what was open."""
 
-    group: str
-    error: GradServerError
-    buckets_only: bool = False
+    group: Name
+    error: _Error
+    buckets_only: Flag = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,85 +560,91 @@ class Violation:
     error: GradServerError
 
 
+@report("planned")
 @dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(RemoteReport):
     """A shard elsewhere goes by the plan of this hash from now on."""
 
-    group: str
-    hash: str
+    group: Name
+    hash: Token
 
 
+@report("absent")
 @dataclass(frozen=True, slots=True)
-class Absent:
+class Absent(RemoteReport):
     """A member is not at this shard any more: its connection broke, or it broke the protocol. It is to depart.
 
     ``ended`` is as in `Disconnected`.
     """
 
-    group: str
-    rank: int
-    error: GradServerError
-    ended: bool = False
+    group: Name
+    rank: Rank
+    error: _Error
+    ended: Flag = False
 
 
+@report("heeded")
 @dataclass(frozen=True, slots=True)
-class Heeded:
+class Heeded(RemoteReport):
     """A shard elsewhere goes by the next of the orders that concern who is in an elastic group."""
 
-    group: str
+    group: Name
 
 
+@report("behind")
 @dataclass(frozen=True, slots=True)
-class Behind:
+class Behind(RemoteReport):
     """A seat that listens has left too much unread, and is sent nothing more unasked, from ``round`` on."""
 
-    group: str
-    rank: int
-    round: int
+    group: Name
+    rank: Rank
+    round: Count
 
 
+@report("late")
 @dataclass(frozen=True, slots=True)
-class Late:
+class Late(RemoteReport):
     """These seats keep a quorum waiting in ``round``; ``why`` says how long, and what is usual.
 
     ``tell`` is whether people are to hear of it: not of every round.
     """
 
-    group: str
-    round: int
-    seats: tuple[int, ...]
-    why: str
-    tell: bool
+    group: Name
+    round: Count
+    seats: Ranks
+    why: Text
+    tell: Flag
 
 
+@report("state")
 @dataclass(frozen=True, slots=True)
-class StateComes:
+class StateComes(RemoteReport):
     """Of the state that ``donor`` sends to ``rank`` in transfer ``number``, so much more has come; 0: it is asked."""
 
-    group: str
-    rank: int
-    donor: int
-    number: int
-    nbytes: int
+    group: Name
+    rank: Rank
+    donor: Rank
+    number: Count
+    nbytes: Count
 
 
+@report("caught up")
 @dataclass(frozen=True, slots=True)
-class CaughtUp:
+class CaughtUp(RemoteReport):
     """In recovery: these ``seats`` have all of the round before ``round``, and have not heard that it is over."""
 
-    group: str
-    round: int
-    seats: tuple[int, ...]
+    group: Name
+    round: Count
+    seats: Ranks
 
 
+@report("recovered")
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class Recovered(RemoteReport):
     """Members go on, with ``round``."""
 
-    group: str
-    round: int
+    group: Name
+    round: Count
 
 
-GroupReport = RoundCompleted | Halted | Planned | Absent | Heeded | Behind | Late | StateComes | CaughtUp | Recovered
-"""What a data half says of one group."""
-Report = GroupReport | Violation
+Report = RemoteReport | Violation

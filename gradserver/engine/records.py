@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Self
 
 import msgpack
@@ -25,6 +25,7 @@ from gradserver.engine.policy import OnNonFinite
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.checks import brief, integer, listed, number, text, unpack
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
+from gradserver.protocol.fields import Count, EncodedPlan, Ranks
 from gradserver.protocol.limits import (
     MAX_BUCKETS,
     MAX_COUNTER,
@@ -39,7 +40,6 @@ from gradserver.protocol.limits import (
     MAX_WEIGHT,
     MAX_WORLD_SIZE,
 )
-from gradserver.protocol.plan import Plan as PlanTable, decode_plan
 
 MAX_BODY_BYTES: Final = MAX_ORDER_BYTES
 """One record without its frame: a plan, at most."""
@@ -76,13 +76,6 @@ def known_policy(value: Any) -> OnNonFinite:
     return OnNonFinite(value)
 
 
-def _plan(value: Any) -> PlanTable:
-    if type(value) is not bytes:
-        raise MalformedMessageError(f"expected a plan, got {brief(value)}")
-    return decode_plan(value)
-
-
-Count = Annotated[int, Field(_count)]
 Name = Annotated[str, Field(_name, _cut)]
 Text = Annotated[str, Field(_text, _cut)]
 Clock = Annotated[float, Field(_clock)]
@@ -129,6 +122,12 @@ class RoundRecord:
         """The same, to be kept in memory. `dataclasses.replace` takes four times as long, in every round."""
         before = self.round, self.weights, self.opened, self.completed, self.last, self.arrivals
         return RoundRecord(*before, (), (), self.cut, self.section, self.nonfinite)
+
+    def moved(self, seconds: float) -> RoundRecord:
+        """Give the same round, so much later."""
+        arrivals = tuple((first + seconds, last + seconds) for first, last in self.arrivals)
+        opened, completed = self.opened + seconds, self.completed + seconds
+        return replace(self, opened=opened, completed=completed, arrivals=arrivals)
 
 
 def column(code: str, values: Sequence[Any]) -> bytes:
@@ -271,7 +270,7 @@ class Plan(Kind):
     group: Name
     epoch: Count
     round: Count
-    plan: Annotated[PlanTable, Field(_plan, lambda plan: plan.encoded)]
+    plan: EncodedPlan
 
 
 @kind(7)
@@ -309,7 +308,7 @@ class Cut(Kind):
     group: Name
     epoch: Count
     round: Count
-    seats: Annotated[tuple[int, ...], Field(listed(_rank, MAX_WORLD_SIZE))]
+    seats: Ranks
     reason: Text
 
 

@@ -27,16 +27,14 @@ from typing import Final
 from gradserver.engine.data.half import Data
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import (
+    HEEDED,
     Absent,
-    Admit,
     CloseGroup,
     Command,
     Depart,
     Detach,
     Disconnected,
     Event,
-    Excuse,
-    Expect,
     Garbled,
     Heeded,
     OpenGroup,
@@ -45,8 +43,8 @@ from gradserver.engine.events import (
     Recover,
     Reduce,
     Reduced,
+    RemoteOrder,
     Report,
-    Reseat,
     SetPlan,
     Stop,
     Tick,
@@ -179,20 +177,28 @@ class ShardEngine:
         if not isinstance(order, OpenGroup) and order.group not in self.data.groups:
             raise UnexpectedMessageError(f"an order about group {order.group!r}, which was not opened")
         if isinstance(order, Depart | CloseGroup):
-            for connection, (name, rank) in list(self._seats.items()):
-                if name == order.group and (isinstance(order, CloseGroup) or rank == order.rank):
-                    del self._seats[connection]
-                    effects.close(connection)
+            self._part_from(order, effects)
         if isinstance(order, Detach):
             self._detach(order, effects)
             return
         self.data.obey(order, now, effects)
+        self._answer(order, effects)
+
+    def _answer(self, order: RemoteOrder, effects: Effects) -> None:
+        """Tell workers or the coordinator what follows from an order that is carried out."""
         if isinstance(order, OpenGroup | Recover):
             self._admit_waiting(order, effects)
         elif isinstance(order, SetPlan):
             effects.report(Planned(order.group, order.plan.hash))
-        elif isinstance(order, Admit | Expect | Excuse | Reseat) or (isinstance(order, Depart) and order.epoch):
+        elif isinstance(order, HEEDED) or (isinstance(order, Depart) and order.epoch):
             effects.report(Heeded(order.group))
+
+    def _part_from(self, order: Depart | CloseGroup, effects: Effects) -> None:
+        """Close the connections of the member that departs, or of all members."""
+        for connection, (name, rank) in list(self._seats.items()):
+            if name == order.group and (isinstance(order, CloseGroup) or rank == order.rank):
+                del self._seats[connection]
+                effects.close(connection)
 
     def _detach(self, order: Detach, effects: Effects) -> None:
         """A member has lost some connection, here or elsewhere: that to this shard is void, and it makes a new one."""

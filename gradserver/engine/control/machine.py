@@ -64,12 +64,12 @@ from gradserver.engine.events import (
     Absent,
     Behind,
     CaughtUp,
-    GroupReport,
     Halted,
     Heeded,
     Late,
     Planned,
     Recovered,
+    RemoteReport,
     Report,
     RoundCompleted,
     StateComes,
@@ -186,7 +186,7 @@ class Control:
         elif (group := self.groups.get(report.group)) is not None:  # else it has ended meanwhile
             self._heed(group, report, now, effects, source)
 
-    def _heed(self, group: Group, report: GroupReport, now: float, effects: Effects, source: int) -> None:
+    def _heed(self, group: Group, report: RemoteReport, now: float, effects: Effects, source: int) -> None:
         registry = self._registry
         match report:
             case RoundCompleted(_, record, adopted):
