@@ -295,6 +295,7 @@ _name = text(MAX_NAME_BYTES)
 _text = text(MAX_TEXT)
 _count = integer(0, MAX_COUNTER)
 _Seats = Annotated[tuple[Seat, ...], Field(listed(_seat, MAX_WORLD_SIZE), lambda seats: [seat.name for seat in seats])]
+_Lateness = Annotated[Lateness | None, Field(_lateness, lambda late: late and astuple(late))]
 _Error = Annotated[GradServerError, Field(_error, _pack_error)]
 
 # ── orders: what control tells data ───────────────────────────────────────────────────────────────────
@@ -340,7 +341,7 @@ class OpenGroup(RemoteOrder):
     elastic: Flag = False
     digests: Flag = False
     backlog: Count = BACKLOG_BYTES
-    lateness: Annotated[Lateness | None, Field(_lateness, lambda late: late and astuple(late))] = None
+    lateness: _Lateness = None
     durable: Flag = False
     nonfinite: Annotated[OnNonFinite, Field(known_policy)] = OnNonFinite.HALT
 
