@@ -297,8 +297,8 @@ def test_a_whole_ledger_is_verified(trained: Path, capsys: pytest.CaptureFixture
     status, out, _ = run(capsys, trained, "--verify")
     assert status == 0
     assert out[0].startswith("ledger-000001.gsl: ")
-    assert out[0].endswith("KiB, whole")
-    assert out[1:] == ["group 'default', epoch 1: rounds 0 to 2", "no round is missing between these"]
+    assert out[0].endswith("KiB, intact")
+    assert out[1:] == ["group 'default', epoch 1: rounds 0 to 2", "no rounds are missing"]
 
 
 def test_wrong_paths_groups_and_rounds_are_told_with_what_there_is(
@@ -307,14 +307,14 @@ def test_wrong_paths_groups_and_rounds_are_told_with_what_there_is(
     text = tmp_path / "text"
     text.write_text("hello")
     for arguments, message in (
-        (("/nowhere",), "there is no ledger at /nowhere: no such file or directory"),
-        ((tmp_path,), f"{tmp_path} has no ledger in it: a coordinator writes one with `gradserver serve --state-dir"),
+        (("/nowhere",), "no ledger at /nowhere: no such file or directory"),
+        ((tmp_path,), f"{tmp_path} contains no ledger: `gradserver serve --state-dir {tmp_path}` writes one"),
         ((text,), f"{text} is no ledger file: it does not begin as one"),
         ((text, "--verify"), f"{text} is no ledger file: it does not begin as one"),
-        ((trained, "--round", 99), f"{trained} says nothing of round 99; it has rounds 0 to 2 of group 'default'"),
-        ((trained, "--round", 99, "--json"), f"{trained} says nothing of round 99; it has rounds 0 to 2 of group"),
-        ((trained, "--from", 3, "--to", 9), f"{trained} says nothing of rounds from 3 to 9; it has rounds 0 to 2"),
-        ((trained, "--group", "g"), f"{trained} says nothing of group 'g'; it has 'default'"),
+        ((trained, "--round", 99), f"{trained} has no round 99; it has rounds 0 to 2 of group 'default'"),
+        ((trained, "--round", 99, "--json"), f"{trained} has no round 99; it has rounds 0 to 2 of group"),
+        ((trained, "--from", 3, "--to", 9), f"{trained} has no rounds from 3 to 9; it has rounds 0 to 2"),
+        ((trained, "--group", "g"), f"{trained} has no group 'g'; its groups: 'default'"),
     ):
         status, out, err = run(capsys, *arguments)
         assert (status, out) == (1, [])
@@ -366,7 +366,7 @@ def test_rounds_are_shown_once_however_many_files_there_are(tmp_path: Path, caps
     _, out, _ = run(capsys, tmp_path, "--json")
     assert [json.loads(line)["kind"] for line in out].count("group") == 1
     status, out, _ = run(capsys, tmp_path, "--verify")
-    assert (status, out[-1]) == (0, "no round is missing between these")
+    assert (status, out[-1]) == (0, "no rounds are missing")
     last = files_of(tmp_path)[-1][1]
     _, out, _ = run(capsys, last)  # which alone says who they are, too
     assert any("a" in line.split() for line in out)
@@ -390,11 +390,13 @@ def test_damage_is_told_and_the_rest_is_shown(tmp_path: Path, capsys: pytest.Cap
     status, out, err = run(capsys, tmp_path, "--from", 0)
     assert status == 1
     assert [int(line.split()[0]) for line in out[2:]] == [0, 1, 3, 4]
-    assert err == [f"gradserver: {file} is damaged: bytes {place} to {entries[-2].at} are no record, and left out here"]
+    assert err == [
+        f"gradserver: {file} is damaged: bytes {place} to {entries[-2].at} are not a record and were skipped"
+    ]
     status, out, _ = run(capsys, tmp_path, "--verify")
     assert status == 1
     assert out[0].endswith("KiB, damaged")
-    assert out[1] == f"  bytes {place} to {entries[-2].at} are no record"
+    assert out[1] == f"  bytes {place} to {entries[-2].at} are not a record"
     assert out[-1] == "group 'g', epoch 1: rounds 2 to 2 are missing"
 
 
@@ -410,7 +412,7 @@ def test_a_file_that_is_being_written_is_read_as_far_as_it_goes(
         assert (status, err) == (0, [])
     status, out, _ = run(capsys, tmp_path, "--verify")
     assert status == 0
-    assert re.search(r"whole but for its last 1\d\d bytes, a part of a record$", out[0])
+    assert re.search(r"intact except for its last 1\d\d bytes, an incomplete record$", out[0])
 
 
 def test_options_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

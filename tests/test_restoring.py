@@ -154,8 +154,8 @@ def test_the_ledger_shows_one_life_of_a_group_that_survived_and_no_secret(
 
     text = capsys.readouterr().out
     assert text.count("group 'g'") == 1
-    assert "behind round 0: its coordinator was started anew, incarnation 2" in text
-    assert "before round 1: residuals reset" in text
+    assert "after round 0: its coordinator was started again, incarnation 2" in text
+    assert "before round 1: residuals of lossy codecs were lost, and reset" in text
     assert show(str(tmp_path), Selection(), True, False) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {"kind": "durable", "group": "g"}.items() <= next(x for x in lines if x["kind"] == "durable").items()

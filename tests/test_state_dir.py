@@ -138,7 +138,7 @@ def test_what_was_more_open_before_is_closed_to_others(tmp_path: Path, caplog: p
 
     assert mode_of(newest(tmp_path)) == 0o600
     assert caplog.messages == [
-        f"{tmp_path} may be written to by others (mode 777), who can put other files there: chmod go-w it"
+        f"{tmp_path} can be written by other users (mode 777), which can put files there: run chmod go-w on it"
     ]
 
 
@@ -204,7 +204,7 @@ def test_a_file_that_is_torn_at_any_byte_says_all_that_was_whole(
         assert not any(isinstance(item, Fault) for item in entries)
         assert entries[-1] == round_record(9)
         torn = size - (whole[-1] if whole else HEADER_BYTES)
-        assert ([f"its last {torn} bytes are cut off" in message for message in caplog.messages] == [True]) == bool(
+        assert ([f"its last {torn} bytes were removed" in message for message in caplog.messages] == [True]) == bool(
             torn
         )
 
@@ -341,8 +341,8 @@ def test_what_another_version_wrote_besides_is_left_out_by_repair_and_all_else_g
     assert main(["ledger", str(tmp_path), "--repair"]) == 0
 
     out = capsys.readouterr().out
-    assert "9 records kept, 21 bytes in 1 place lost; the file as it was is ledger-000001.gsl.damaged" in out
-    assert "behind round 2 of group 'g', before round 3 of group 'g'" in out
+    assert "9 records kept, 21 bytes in 1 place lost; the original file is now ledger-000001.gsl.damaged" in out
+    assert "after round 2 of group 'g', before round 3 of group 'g'" in out
     assert "there is no kind of record 60" in out
     assert file.read_bytes() == b"".join(pieces)
     assert (tmp_path / "ledger-000001.gsl.damaged").read_bytes() == before
@@ -365,12 +365,12 @@ def test_repair_keeps_what_is_whole_and_says_which_rounds_are_lost(
 
     out = capsys.readouterr().out
     start = sum(map(len, pieces[: which[0]]))
-    assert f"bytes {start} to {start + sum(len(pieces[at]) for at in which) - 1}, behind round 0 of group 'g'" in out
-    assert f"they are no record; {told} missing of group 'g'" in out
+    assert f"bytes {start} to {start + sum(len(pieces[at]) for at in which) - 1}, after round 0 of group 'g'" in out
+    assert f"are not a record; {told} missing in group 'g'" in out
     assert file.read_bytes() == b"".join(piece for at, piece in enumerate(pieces) if at not in which)
     assert main(["ledger", str(tmp_path), "--repair"]) == 0
     assert "ledger-000001.gsl: " in (said := capsys.readouterr().out)
-    assert "records, whole" in said
+    assert "records, intact" in said
     with opened(tmp_path):
         pass
 
@@ -509,7 +509,7 @@ def test_a_disk_that_fails_leaves_whole_records_and_is_tried_again(
         assert found.snapshot() == {"file": str(newest(tmp_path)), "trouble": os.strerror(failure).lower(), "lost": 5}
         (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
         why = os.strerror(failure).lower()
-        assert f"cannot write {newest(tmp_path)}: {why}. Training goes on" in warning.getMessage()
+        assert f"cannot write {newest(tmp_path)}: {why}. Training continues" in warning.getMessage()
         disk.failure = None
         found.append(round_record(6))
         assert found.snapshot()["trouble"] is None
@@ -522,7 +522,7 @@ def test_a_disk_that_fails_leaves_whole_records_and_is_tried_again(
     assert isinstance(restated[4], Gap)
     assert (restated[4].lost, restated[4].reason) == (5, why)
     assert restated[5:] == [round_record(6), round_record(7)]
-    assert f"{second} can be written: 5 records before it were lost" in caplog.messages
+    assert f"{second} can be written again: 5 records before it were lost" in caplog.messages
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -676,7 +676,7 @@ def test_a_second_daemon_on_a_directory_is_refused(tmp_path: Path) -> None:
             (complaint,) = second.complaints()
             assert complaint == (
                 f"gradserver: {tmp_path} is in use by the coordinator with process id {daemon.pid}: "
-                "each needs a directory of its own"
+                "each coordinator needs its own directory"
             )
     with Daemon("--state-dir", str(tmp_path)):  # the first was killed: nothing is left of its lock
         assert starts_in(tmp_path) == [1, 2]
@@ -715,7 +715,7 @@ def test_training_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
         assert daemon.end() == 0
         (complaint,) = [line for line in daemon.complaints() if "cannot write" in line]
     (file,) = [file for _, file in files_of(tmp_path)]
-    assert f"cannot write {file}: file too large. Training goes on" in complaint
+    assert f"cannot write {file}: file too large. Training continues" in complaint
     assert file.stat().st_size <= 8192
     numbers = [item.record.round for item in items(file) if isinstance(item, Round)]
     assert numbers == list(range(len(numbers)))

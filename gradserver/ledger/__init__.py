@@ -1,1 +1,1 @@
-"""What a coordinator writes down: the files (`gradserver.ledger.state`), and how they are read (`.command`)."""
+"""The ledger of a coordinator: its files (`gradserver.ledger.state`), and the command that reads them (`.command`)."""

@@ -1,4 +1,4 @@
-"""``gradserver ledger``: what a coordinator wrote down, for people, for programs, and checked."""
+"""``gradserver ledger``: shows a coordinator's ledger to people and to programs, and checks it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradserver.protocol.limits import KIB, MIB
 
 
 class Selection(NamedTuple):
-    """What is to be shown: rounds ``first`` to ``last``, or one; of one group, or of all."""
+    """Selection of what to show: rounds ``first`` to ``last``, or one; of one group, or of all."""
 
     group: str | None = None
     one: int | None = None
@@ -30,19 +30,19 @@ class Selection(NamedTuple):
     last: int | None = None
 
     def has(self, number: int) -> bool:
-        """Whether a round is in it."""
+        """Return whether a round is in it."""
         if self.one is not None:
             return number == self.one
         return (self.first is None or self.first <= number) and (self.last is None or number <= self.last)
 
     @property
     def is_all(self) -> bool:
-        """Whether nobody has asked for certain rounds."""
+        """True if the user did not ask for certain rounds."""
         return self.one is None and self.first is None and self.last is None
 
 
 class Written(NamedTuple):
-    """A record, when it was written, and whether it only restates what an earlier file said."""
+    """A record, the time at which it was written, and whether it only restates an earlier file."""
 
     record: Kind
     clock: float
@@ -50,9 +50,10 @@ class Written(NamedTuple):
 
 
 def export(path: str, target: str) -> int:
-    """Write all that can be read of the ledger at ``path`` to ``target``, a JSON object a line; the exit status is 0.
+    """Write all readable records of the ledger at ``path`` to ``target``, one JSON object a line. Return exit status 0.
 
-    What cannot be read has lines of its own. Secrets, by which members of durable groups are known, are left out.
+    Places that cannot be read have lines of their own. Secrets, by which members of durable groups are known, are
+    left out.
     """
     files, faults = list[Path](), list[str]()
     for file in _files(Path(path)):
@@ -71,18 +72,18 @@ def export(path: str, target: str) -> int:
                 out.write(json.dumps({"kind": "damage", "what": fault}) + "\n")
     except OSError as error:
         raise StateError(f"cannot write {target}: {reason_of(error)}") from error
-    damage = f", and {len(faults)} places that cannot be read" if faults else ""
-    print(f"{target}: {count} records{damage}")
+    damage = f", {len(faults)} places could not be read" if faults else ""
+    print(f"{target}: {count} records written{damage}")
     return 0
 
 
 def mend(path: str) -> int:
-    """Leave out what is damaged of the ledger at ``path``, and keep the files as they were beside it."""
+    """Repair the ledger at ``path``: remove damaged records, and keep the original files beside the new ones."""
     return repair(Path(path), _files(Path(path)))
 
 
 def show(path: str, selection: Selection, as_json: bool, verify: bool) -> int:
-    """Print what the ledger at ``path`` says; the exit status is 1 if something in it is damaged or missing."""
+    """Print the ledger at ``path``. The exit status is 1 if something in it is damaged or missing."""
     files = _files(Path(path))
     if verify:
         return _verify(files, selection.group)
@@ -104,14 +105,12 @@ def show(path: str, selection: Selection, as_json: bool, verify: bool) -> int:
 
 def _files(path: Path) -> list[Path]:
     if not path.exists():
-        raise StateError(f"there is no ledger at {path}: no such file or directory")
+        raise StateError(f"no ledger at {path}: no such file or directory")
     if not path.is_dir():
         return [path]
     files = [file for _, file in files_of(path)]
     if not files:
-        raise StateError(
-            f"{path} has no ledger in it: a coordinator writes one with `gradserver serve --state-dir {path}`"
-        )
+        raise StateError(f"{path} contains no ledger: `gradserver serve --state-dir {path}` writes one")
     return files
 
 
@@ -126,13 +125,15 @@ def _content(file: Path) -> bytes:
 
 
 def _read(files: Sequence[Path], faults: list[str]) -> Iterator[Written]:
-    """All records, in order. What is damaged is passed over, and told in ``faults``."""
+    """Read all records, in order. Damaged places are skipped, and described in ``faults``."""
     for file in files:
         restated = 0
         for item in scan(_content(file)):
             if isinstance(item, Fault):
                 if not item.torn:
-                    faults.append(f"{file} is damaged: bytes {item.at} to {item.stop} are no record, and left out here")
+                    faults.append(
+                        f"{file} is damaged: bytes {item.at} to {item.stop} are not a record and were skipped"
+                    )
                 continue
             try:
                 clock, record = item.read()
@@ -161,17 +162,17 @@ def _text(path: str, files: Sequence[Path], written: Iterator[Written], selectio
     size = sum(file.stat().st_size for file in files)
     lines = [f"{path}: {len(files)} file{'s' * (len(files) > 1)}, {_size(size)}"]
     lines += [
-        f"gap: the disk took nothing from {at} on ({gap.reason}), {gap.lost} records are lost" for at, gap in gaps
+        f"gap: from {at} the disk could not be written ({gap.reason}), {gap.lost} records were lost" for at, gap in gaps
     ]
     if not told:
-        lines.append("no group was ever complete")
+        lines.append("no groups: none was ever complete")
     for story in told:
         lines += ["", *summary(story)]
     return lines
 
 
 def _stories(written: Iterator[Written], selection: Selection) -> tuple[list[Story], list[tuple[str, Gap]]]:
-    """The life of each group, in the order in which they began; and what the disk did not take."""
+    """Collect the history of each group, in the order in which they began; and the gaps of the disk."""
     stories: list[Story] = []
     living: dict[str, Story] = {}
     gaps: list[tuple[str, Gap]] = []
@@ -199,7 +200,7 @@ def _stories(written: Iterator[Written], selection: Selection) -> tuple[list[Sto
 
 def _no_group(path: str, group: str, names: set[str]) -> StateError:
     there = ", ".join(repr(name) for name in sorted(names)) or "none"
-    return StateError(f"{path} says nothing of group {group!r}; it has {there}")
+    return StateError(f"{path} has no group {group!r}; its groups: {there}")
 
 
 def _no_rounds(path: str, selection: Selection, stories: Sequence[Story]) -> StateError:
@@ -209,7 +210,7 @@ def _no_rounds(path: str, selection: Selection, stories: Sequence[Story]) -> Sta
         what = f"rounds from {selection.first or 0}" + ("" if selection.last is None else f" to {selection.last}")
     there = [f"{story.first} to {story.last} of group {story.name!r}" for story in stories if story.first is not None]
     return StateError(
-        f"{path} says nothing of {what}; it has " + (f"rounds {', '.join(there[-8:])}" if there else "none")
+        f"{path} has no {what}; " + (f"it has rounds {', '.join(there[-8:])}" if there else "it has no rounds at all")
     )
 
 
@@ -225,7 +226,7 @@ def _nothing(path: str, selection: Selection, written: list[Written]) -> StateEr
 
 
 def _lines(written: Iterator[Written], selection: Selection) -> Iterator[dict[str, Any]]:
-    """One object for each record. Times are seconds since 1970, digests are hexadecimal."""
+    """Make one object for each record. Times are seconds since 1970, digests are hexadecimal."""
     start: Start | None = None
     for record, clock, restated in written:
         if isinstance(record, Start):
@@ -283,7 +284,7 @@ def _wall(start: Start | None, clock: float) -> float:
 
 
 def _verify(files: Sequence[Path], group: str | None) -> int:
-    """Say of each file whether it is whole, and of each membership whether a round is missing."""
+    """Print for each file whether it is intact, and for each epoch whether a round is missing."""
     wrong = False
     for file in files:
         line, bad = _check(file)
@@ -296,7 +297,7 @@ def _verify(files: Sequence[Path], group: str | None) -> int:
         if isinstance(record, Start):
             incarnation = record.incarnation
         elif isinstance(record, Gap):
-            holes.append(f"a gap: the disk did not take {record.lost} records ({record.reason})")
+            holes.append(f"gap: {record.lost} records were lost, as the disk could not be written ({record.reason})")
         elif isinstance(record, Round) and not restated and group in (None, record.group):
             known = runs.setdefault((incarnation, record.group, record.epoch), [record.record])
             if known[-1].round + 1 < record.record.round:
@@ -305,7 +306,7 @@ def _verify(files: Sequence[Path], group: str | None) -> int:
             known[1:] = [record.record]
     for (_, name, epoch), records in runs.items():
         print(f"group {name!r}, epoch {epoch}: rounds {records[0].round} to {records[-1].round}")
-    print("\n".join(holes) if holes else "no round is missing between these")
+    print("\n".join(holes) if holes else "no rounds are missing")
     return 1 if wrong or holes else 0
 
 
@@ -320,10 +321,10 @@ def _check(file: Path) -> tuple[str, bool]:
             except StateError as error:
                 wrong.append(error.message)
         elif item.torn:
-            torn = f" but for its last {item.stop - item.at} bytes, a part of a record"
+            torn = f" except for its last {item.stop - item.at} bytes, an incomplete record"
         else:
-            wrong.append(f"bytes {item.at} to {item.stop} are no record")
-    state = "\n  ".join(["damaged", *wrong[:8]]) if wrong else f"whole{torn}"
+            wrong.append(f"bytes {item.at} to {item.stop} are not a record")
+    state = "\n  ".join(["damaged", *wrong[:8]]) if wrong else f"intact{torn}"
     return f"{file.name}: {count} records, {_size(len(data))}, {state}", bool(wrong)
 
 

@@ -1,4 +1,4 @@
-r"""Ledger files: the bytes of records one behind the other, and reading them whatever happened to the disk.
+r"""Ledger files: their bytes, and reading them whatever happened to the disk.
 
     file      magic `GSLEDG2\n`, u32 number of the file, then records
     record    u32 length and u32 crc32 of what follows: u8 kind, f64 clock, body (`gradserver.engine.records`)
@@ -37,18 +37,18 @@ _CHECKED: Final = 8
 """Bytes of a frame in front of what its checksum covers."""
 _MAX_LENGTH: Final = _STAMP.size + MAX_BODY_BYTES
 _KINDS: Final = 64
-"""Above all kinds there are, and some that there may be."""
+"""Number above all kinds of records, with room for future ones."""
 _SEARCHED: Final = 1024 * MIB
-"""Bytes of checksums that looking for a record behind a fault may take: a fraction of a second."""
+"""Limit of the bytes that the search for a record behind a fault may check: a fraction of a second."""
 
 
 def header(number: int) -> bytes:
-    """How file ``number`` begins."""
+    """Make the first bytes of file ``number``."""
     return MAGIC + struct.pack("<I", number)
 
 
 def frame(dated: Dated) -> bytes:
-    """A record as it stands in a file."""
+    """Encode a record as it stands in a file."""
     kind, body = encode(dated.record)
     check = zlib.crc32(body, zlib.crc32(_STAMP.pack(kind, dated.clock)))
     return _FRAME.pack(_STAMP.size + len(body), check, kind, dated.clock) + body
@@ -64,11 +64,11 @@ class Entry(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The byte behind it."""
+        """Position of the byte behind it."""
         return self.at + _FRAME.size + len(self.body)
 
     def read(self) -> Dated:
-        """What it says; StateError if that cannot be read, though its checksum is right."""
+        """Decode the record; StateError if it cannot be read, although its checksum is right."""
         try:
             return Dated(self.clock, decode(self.kind, self.body))
         except GradServerError as error:
@@ -84,7 +84,7 @@ class Fault(NamedTuple):
 
 
 def number_of(path: Path, data: bytes) -> int:
-    """The number that a file begins with; StateError if it is no ledger file."""
+    """Return the number that a file begins with; StateError if it is no ledger file."""
     check_format(path, data)
     if data[: len(MAGIC)] != MAGIC or len(data) < HEADER_BYTES:
         raise StateError(f"{path} is no ledger file: it does not begin as one")
@@ -93,19 +93,19 @@ def number_of(path: Path, data: bytes) -> int:
 
 
 def check_format(path: Path, data: bytes) -> None:
-    """StateError if a file is a ledger's, in a format that this version does not read."""
+    """Raise StateError if a file is a ledger's, in a format that this version does not read."""
     beginning = data[: len(MAGIC)]
     if beginning != MAGIC and re.fullmatch(_ANY_FORMAT, beginning):
         theirs, ours = (magic[6:7].decode() for magic in (beginning, MAGIC))
         raise StateError(
             f"{path} is a ledger in format {theirs}, and this gradserver reads format {ours}: use the version of "
-            f"gradserver that wrote it, whose `gradserver ledger {path.parent} --export FILE` writes all that it says "
-            f"as JSON, or give --state-dir another directory"
+            f"gradserver that wrote it, or give --state-dir another directory. With that version, "
+            f"`gradserver ledger {path.parent} --export FILE` writes all records as JSON"
         )
 
 
 def scan(data: bytes) -> Iterator[Entry | Fault]:
-    """What stands behind a file's header, in order."""
+    """Find the records and faults behind a file's header, in order."""
     view, at = memoryview(data), HEADER_BYTES
     while at < len(data):
         stop = _whole(view, at)
@@ -119,7 +119,7 @@ def scan(data: bytes) -> Iterator[Entry | Fault]:
 
 
 def _whole(view: memoryview, at: int) -> int | None:
-    """Where the record that begins ``at`` ends; None if none begins there."""
+    """Return where the record that begins ``at`` ends; None if none begins there."""
     if at + _FRAME.size > len(view):
         return None
     length, check, _, _ = _FRAME.unpack_from(view, at)
@@ -130,7 +130,7 @@ def _whole(view: memoryview, at: int) -> int | None:
 
 
 def _next_whole(data: bytes, view: memoryview, start: int) -> int:
-    """Where the first whole record from ``start`` on begins; the end of the file if there is none."""
+    """Find where the first whole record from ``start`` on begins; the end of the file if there is none."""
     left = _SEARCHED
     raw = np.frombuffer(data, np.uint8)
     for chunk in range(start, len(data) - _FRAME.size + 1, MIB):
@@ -144,7 +144,7 @@ def _next_whole(data: bytes, view: memoryview, start: int) -> int:
 
 
 def _candidates(raw: npt.NDArray[np.uint8], start: int, stop: int) -> list[int]:
-    """Places from ``start`` up to ``stop`` where a record could begin, by its length and its kind."""
+    """Find places from ``start`` up to ``stop`` where a record could begin, by its length and its kind."""
     count = stop - start
     length = np.zeros(count, np.int64)
     for place in range(4):

@@ -1,4 +1,4 @@
-"""``gradserver ledger --repair``: files of a ledger that a coordinator refuses, without what is damaged in them."""
+"""``gradserver ledger --repair``: removes damaged records from ledger files that a coordinator refuses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gradserver.ledger.state import OWN, file_number, lock, sync_directory
 from gradserver.protocol.errors import StateError, reason_of
 
 _MOST_TOLD: Final = 100
-"""Places of one file that are told one by one."""
+"""Places of one file that are printed one by one."""
 
 
 class Loss(NamedTuple):
-    """Bytes ``at`` to ``stop``, and what is wrong with them; and how many records are before them in the file."""
+    """Bytes ``at`` to ``stop``, their fault, and the number of records before them in the file."""
 
     at: int
     stop: int
@@ -28,7 +28,7 @@ class Loss(NamedTuple):
 
 
 def repair(path: Path, files: Sequence[Path]) -> int:
-    """Mend ``files``, which are those of a directory, or the one at ``path``; and say what is lost. The exit status.
+    """Repair ``files``, which are those of a directory, or the one at ``path``; print losses. Return the exit status.
 
     Raises:
         StateError: a coordinator uses the directory, it cannot be written, or a file is of another format.
@@ -45,16 +45,16 @@ def repair(path: Path, files: Sequence[Path]) -> int:
 
 
 def _mend(file: Path) -> str:
-    """Keep what is whole of one file, and the damaged one beside it. What to tell people."""
+    """Keep the intact records of one file, and the damaged file beside it. Return a report for people."""
     data = file.read_bytes()
     if not data.strip(b"\0"):
-        return f"{file.name}: nothing was ever in it, and a coordinator deletes it"
+        return f"{file.name}: empty, a coordinator will delete it"
     check_format(file, data)
     kept, lost = _sort(file, data)
     if not lost:
-        return f"{file.name}: {len(kept)} records, whole"
+        return f"{file.name}: {len(kept)} records, intact"
     beside = _replace(file, _whole(data, file_number(file), kept, lost))
-    lines = [f"{file.name}: {len(kept)} records kept, {_places(lost)} lost; the file as it was is {beside.name}"]
+    lines = [f"{file.name}: {len(kept)} records kept, {_places(lost)} lost; the original file is now {beside.name}"]
     lines += [f"  {_tell(loss, kept)}" for loss in lost[:_MOST_TOLD]]
     if len(lost) > _MOST_TOLD:
         lines.append(f"  and {len(lost) - _MOST_TOLD} more")
@@ -62,24 +62,24 @@ def _mend(file: Path) -> str:
 
 
 def _sort(file: Path, data: bytes) -> tuple[list[tuple[Entry, Kind]], list[Loss]]:
-    """The records that can be read, and all else."""
+    """Sort the file into readable records and losses."""
     kept, lost = list[tuple[Entry, Kind]](), list[Loss]()
     if data[:HEADER_BYTES] != header(file_number(file)):
-        lost.append(Loss(0, min(HEADER_BYTES, len(data)), "are not how such a file begins, and are made anew", 0))
+        lost.append(Loss(0, min(HEADER_BYTES, len(data)), "are not a valid header, which was written anew", 0))
     for item in scan(data):
         if isinstance(item, Fault):
-            why = "are the beginning of a record that was not written to its end" if item.torn else "are no record"
+            why = "are the beginning of an incomplete record" if item.torn else "are not a record"
             lost.append(Loss(item.at, item.stop, why, len(kept)))
             continue
         try:
             kept.append((item, item.read().record))
         except StateError as error:
-            lost.append(Loss(item.at, item.stop, f"say nothing to this version: {error.message}", len(kept)))
+            lost.append(Loss(item.at, item.stop, f"cannot be read by this version: {error.message}", len(kept)))
     return kept, lost
 
 
 def _whole(data: bytes, number: int, kept: Sequence[tuple[Entry, Kind]], lost: Sequence[Loss]) -> bytes:
-    """A file of what is kept. A snapshot says how many records it restates, of which some may be lost."""
+    """Make a file of the kept records. A snapshot says how many records it restates, of which some may be lost."""
     parts = [header(number)]
     for place, (entry, record) in enumerate(kept):
         if isinstance(record, Snapshot):
@@ -119,15 +119,15 @@ def _places(lost: Sequence[Loss]) -> str:
 def _tell(loss: Loss, kept: Sequence[tuple[Entry, Kind]]) -> str:
     before = [record for _, record in kept[: loss.before]]
     behind = [record for _, record in kept[loss.before :]]
-    where = f"behind {_name(before[-1])}" if before else "at the beginning"
+    where = f"after {_name(before[-1])}" if before else "at the beginning"
     if behind:
         where += f", before {_name(behind[0])}"
     rounds = _rounds(before, behind)
-    return f"bytes {loss.at} to {loss.stop - 1}, {where}: they {loss.why}" + (f"; {rounds}" if rounds else "")
+    return f"bytes {loss.at} to {loss.stop - 1}, {where}, {loss.why}" + (f"; {rounds}" if rounds else "")
 
 
 def _rounds(before: Sequence[Kind], behind: Sequence[Kind]) -> str:
-    """Which rounds are missing between what stands before something, and what stands behind it."""
+    """Describe the rounds that are missing between the records before a loss and those behind it."""
     last: dict[str, int] = {}
     for record in before:
         if isinstance(record, Round):
@@ -138,12 +138,12 @@ def _rounds(before: Sequence[Kind], behind: Sequence[Kind]) -> str:
             first, end = number + 1, record.record.round - 1
             if first <= end:
                 which = f"round {first} is" if first == end else f"rounds {first} to {end} are"
-                missing.append(f"{which} missing of group {record.group!r}")
+                missing.append(f"{which} missing in group {record.group!r}")
     return ", ".join(missing)
 
 
 def _name(record: Kind) -> str:
-    """How to speak of a record."""
+    """Describe a record in a few words."""
     match record:
         case Round(group, _, done):
             return f"round {done.round} of group {group!r}"

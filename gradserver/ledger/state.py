@@ -1,10 +1,10 @@
-"""The directory in which a coordinator keeps its ledger: appending, and what a disk can do to that.
+"""The directory in which a coordinator keeps its ledger: appending to it, in spite of all that a disk can do.
 
 One file at a time grows, `DIR/ledger-000001.gsl` and so on (`.journal` says what is in them). A record is one
 `write` in append mode: the kernel has it then, so it survives the death of this process. For the death of the machine
 `fdatasync` is called from a thread, every second by default.
 
-A disk that is full or broken does not stop anybody's training. What was half written is cut off again, one warning
+A disk that is full or broken does not stop training. What was half written is cut off again, one warning
 names the file, and after a while a new file is begun, with a `Gap` that says how much is missing.
 
 Files are for their owner only: they have the secrets by which members of durable groups are known.
@@ -34,20 +34,20 @@ from gradserver.protocol.limits import MIB
 log = logging.getLogger("gradserver")
 
 EVERY_ROUND: Final = 0.0
-"""Instead of seconds: sync behind every round."""
+"""Value for ``sync``, instead of seconds: sync behind every round."""
 _FILE_BYTES: Final = 64 * MIB
-"""From here on a new file is begun."""
+"""Size from which on a new file is begun."""
 _RESTATED_BYTES: Final = 4 * MIB
-"""What is written between two snapshots within a file."""
+"""Bytes that are written between two snapshots within a file."""
 _RETRY_SECONDS: Final = 1.0
 _QUICK_SECONDS: Final = 0.05
-"""A disk that takes so many times longer to fail is tried again so many times later: meanwhile nobody trains."""
+"""Usual time of a failed write. A disk that takes longer is tried again later, as training waits meanwhile."""
 OWN: Final = 0o600
 _NAME: Final = re.compile(r"ledger-(\d{6,})\.gsl")
 
 
 class StateDir:
-    """The one that writes in a directory. Not safe to call from several threads.
+    """Writer of a directory. Not safe to call from several threads.
 
     Args:
         path: the directory, made if it is not there.
@@ -58,11 +58,11 @@ class StateDir:
         retry: seconds after which a disk that failed is tried again, at least.
 
     Attributes:
-        incarnation: how often a coordinator has begun to write here, this one included.
-        restored: what still matters of what those before have written; `gradserver.engine.events.Restored` takes it.
+        incarnation: number of coordinators that have begun to write here, this one included.
+        restored: records of earlier coordinators that still matter; `gradserver.engine.events.Restored` takes them.
 
     Raises:
-        StateError: another process has the directory, what is in it is damaged, or it cannot be written.
+        StateError: another process uses the directory, a file in it is damaged, or it cannot be written.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StateDir:
         self._number = self._size = 0
         self._restate_at = _RESTATED_BYTES
         self._full = file_bytes
-        """Size from which on the present file is full: larger if what it restates is."""
+        """Size from which on the present file is full: larger if its restated records are."""
         self._dirty = threading.Event()
         self._sync_failure: OSError | None = None
         self._closing = threading.Event()
@@ -109,7 +109,7 @@ class StateDir:
             self._syncer.start()
 
     def append(self, record: Kind) -> None:
-        """Write ``record``. When this returns the kernel has it, or it was counted as lost."""
+        """Write ``record``. When this returns, the kernel has it, or it was counted as lost."""
         dated = Dated(time.monotonic(), record)
         try:
             data = frame(dated)
@@ -137,30 +137,30 @@ class StateDir:
             self._restate()
 
     def _refuse(self, dated: Dated, error: ProtocolError) -> None:
-        """A record that nobody could read is not written: a gap is."""
+        """Write a gap instead of a record that could not be read again."""
         what = f"a {type(dated.record).__name__} that cannot be read again: {error.message}"
-        log.error("%s does not get %s. This is a fault of gradserver; training goes on", self._file, what)
+        log.error("not written to %s: %s. This is a bug of gradserver; training continues", self._file, what)
         self.append(Gap(1, dated.clock, what))
 
     def port(self) -> int:
-        """The port that the coordinator before had; 0 if there was none, or it is not known any more."""
+        """Return the port of the previous coordinator; 0 if there was none, or it is unknown."""
         try:
             return int((self.path / "port").read_text())
         except (OSError, ValueError):
             return 0
 
     def keep_port(self, port: int) -> None:
-        """Members come back to ``port``, also when the next coordinator may choose one."""
+        """Write down ``port``, to which members come back, for a next coordinator that may choose any."""
         half = self.path / "port.tmp"
         try:
             half.touch(OWN)
             half.write_text(f"{port}\n")
             half.rename(self.path / "port")
         except OSError as error:
-            log.warning("cannot write %s: %s. Members will not find the next coordinator", half, reason_of(error))
+            log.warning("cannot write %s: %s. Members will not find a restarted coordinator", half, reason_of(error))
 
     def close(self) -> None:
-        """Write nothing more, and let others have the directory."""
+        """Stop writing, and release the directory."""
         self._closing.set()
         self._dirty.set()
         if self._syncer is not None:
@@ -171,20 +171,20 @@ class StateDir:
         self._release()
 
     def snapshot(self) -> dict[str, object]:
-        """Where it writes, and what is wrong with that, as plain JSON values."""
+        """Return the file that it writes, and the trouble with it, as plain JSON values."""
         return {"file": str(self._file), "trouble": self._trouble, "lost": self._lost}
 
     # ── files ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _resume(self) -> int:
-        """Find the file to go on with, if there is one; the last incarnation that wrote. Damage is not passed over."""
+        """Find the file to continue, if there is one. Return the last incarnation that wrote. Damage is an error."""
         incarnation, found = 0, list[Entry]()
         for number, path in reversed(files_of(self.path)):
             self._number = max(self._number, number)
             try:
                 data = path.read_bytes()
                 if not data.strip(b"\0"):
-                    log.warning("%s has nothing in it: a crash left it so, and it is deleted", path)
+                    log.warning("%s is empty after a crash, and is deleted", path)
                     path.unlink()
                     continue
             except OSError as error:
@@ -194,9 +194,9 @@ class StateDir:
             faults = [item for item in items if isinstance(item, Fault)]
             if any(not fault.torn for fault in faults):
                 raise StateError(
-                    f"{path} is damaged at byte {faults[0].at}: what stands there is no record, and whole ones follow. "
-                    f"`gradserver ledger --verify {path}` says more, and `gradserver ledger {self.path} --repair` "
-                    f"keeps what is whole"
+                    f"{path} is damaged at byte {faults[0].at}: this is not a record, and intact records follow. "
+                    f"`gradserver ledger --verify {path}` shows details, and `gradserver ledger {self.path} --repair` "
+                    f"keeps the intact records"
                 )
             found[:0] = entries = [item for item in items if isinstance(item, Entry)]
             starts = [entry for entry in entries if entry.kind == CODES[Start]]
@@ -209,7 +209,7 @@ class StateDir:
         return incarnation
 
     def _recall(self, entries: Sequence[Entry]) -> None:
-        """Read what still matters: it stands behind the last snapshot."""
+        """Read the records that still matter: they stand behind the last snapshot."""
         first = max((index for index, entry in enumerate(entries) if entry.kind == CODES[Snapshot]), default=0)
         writer = "another version of gradserver"
         for entry in entries[first:]:
@@ -226,12 +226,12 @@ class StateDir:
             if faults:
                 self._size = faults[0].at
                 os.ftruncate(self._fd, self._size)
-                log.warning("%s ended within a record: its last %d bytes are cut off", path, size - self._size)
+                log.warning("%s ended within a record: its last %d bytes were removed", path, size - self._size)
         except OSError as error:
             raise StateError(f"cannot write {path}: {reason_of(error)}") from error
 
     def _begin_or_tell(self) -> None:
-        """Begin a new file where one is due, also behind trouble; if that cannot be, say so, and go on."""
+        """Begin a new file if one is due, also after trouble. If that fails, log it and continue."""
         if self._fd >= 0 and self._trouble is None and self._size < self._full:
             return
         began = time.monotonic()
@@ -241,7 +241,7 @@ class StateDir:
             self._fail(error, time.monotonic() - began)
 
     def _begin(self) -> None:
-        """Go on in a new file, which begins with what still matters."""
+        """Continue in a new file, which begins with the records that still matter."""
         number = self._number + 1
         path = self.path / f"ledger-{number:06}.gsl"
         now = time.monotonic()
@@ -273,7 +273,7 @@ class StateDir:
         self._full = max(self._file_bytes, 4 * len(data))
         self._restate_at = self._size + _RESTATED_BYTES
         if self._trouble is not None:
-            log.info("%s can be written: %d records before it were lost", path, self._lost)
+            log.info("%s can be written again: %d records before it were lost", path, self._lost)
             self._trouble, self._lost = None, 0
         with contextlib.suppress(OSError):  # they are deleted when the next file begins
             self._delete_old()
@@ -286,12 +286,12 @@ class StateDir:
         try:
             frame(dated)
         except ProtocolError as error:
-            log.error("%s does not get what is known of %r: %s", self.path, dated.record, error.message)
+            log.error("not restated in %s: %r: %s", self.path, dated.record, error.message)
             return False
         return True
 
     def _restate(self) -> None:
-        """Say in the midst of a file what still matters: whoever goes on from it reads only what follows."""
+        """Restate what still matters within a file. A next coordinator reads only what follows."""
         data = b"".join(map(frame, self._snapshot(time.monotonic())))
         try:
             self._write(data)
@@ -314,18 +314,18 @@ class StateDir:
         try:
             _write_all(self._fd, data)
         except OSError:
-            with contextlib.suppress(OSError):  # else whoever reads finds the torn end
+            with contextlib.suppress(OSError):  # otherwise a reader finds the torn end
                 os.ftruncate(self._fd, self._size)
             raise
         self._size += len(data)
         self._dirty.set()
 
     def _fail(self, error: OSError, took: float = 0.0) -> None:
-        """The disk does not take any more, for now. It ``took`` so many seconds to say so."""
+        """Note that the disk cannot be written for now. The failed call ``took`` so many seconds."""
         why = reason_of(error)
         if self._trouble is None:
             log.warning(
-                "cannot write %s: %s. Training goes on, but nothing of it is written down; tried again every %g s",
+                "cannot write %s: %s. Training continues, but the ledger is not written; retrying every %g s",
                 self._file,
                 why,
                 self._retry,
@@ -335,7 +335,7 @@ class StateDir:
         self._retry_at = time.monotonic() + self._retry * max(took / _QUICK_SECONDS, 1.0)
 
     def _keep_syncing(self, seconds: float) -> None:
-        """Have what was written survive a power failure, some seconds later. Runs in a thread of its own."""
+        """Sync written records every so many seconds, so that they survive a power failure. Runs in its own thread."""
         while not self._closing.wait(seconds):
             self._dirty.wait()
             self._dirty.clear()
@@ -345,7 +345,7 @@ class StateDir:
                 self._sync_failure = error
 
     def _sync_all(self) -> None:
-        """Sync the present file, and those that were full since the last time. The loop does not wait for it."""
+        """Sync the present file, and those that became full since the last time. The loop does not wait for it."""
         with self._swapping:
             files, self._retired = self._retired, []
             if self._fd >= 0:
@@ -374,7 +374,7 @@ class StateDir:
 
 
 def files_of(path: Path) -> list[tuple[int, Path]]:
-    """The ledger's files in a directory with their numbers, the oldest first."""
+    """Find the ledger's files in a directory with their numbers, the oldest first."""
     try:
         found = [(int(match[1]), entry) for entry in path.iterdir() if (match := _NAME.fullmatch(entry.name))]
     except OSError as error:
@@ -383,10 +383,10 @@ def files_of(path: Path) -> list[tuple[int, Path]]:
 
 
 def file_number(path: Path) -> int:
-    """The number in a file's name; StateError if it is not named as a ledger's."""
+    """Return the number in a file's name; StateError if it is not the name of a ledger file."""
     match = _NAME.fullmatch(path.name)
     if match is None:
-        raise StateError(f"{path} is not named as a file of a ledger: ledger-000001.gsl")
+        raise StateError(f"{path} is not named like a ledger file, such as ledger-000001.gsl")
     return int(match[1])
 
 
@@ -401,15 +401,15 @@ def _read(path: Path, entry: Entry, writer: str) -> Dated:
         return entry.read()
     except StateError as error:
         raise StateError(
-            f"{path}: {error.message}. It was written by {writer}: start that version with this --state-dir, or go on "
-            f"without such records (`gradserver ledger {path.parent} --repair` leaves them out, and keeps the file), "
-            f"or give --state-dir another directory. `gradserver ledger {path.parent} --export FILE` writes what can "
-            f"be read as JSON"
+            f"{path}: {error.message}. It was written by {writer}: start that version with this --state-dir, or remove "
+            f"such records (`gradserver ledger {path.parent} --repair`, which keeps the original file), or give "
+            f"--state-dir another directory. `gradserver ledger {path.parent} --export FILE` writes the readable "
+            f"records as JSON"
         ) from error
 
 
 def lock(path: Path) -> int:
-    """Have the directory to ourselves, as long as the descriptor is open that this returns."""
+    """Lock the directory for this process. The lock lasts as long as the returned descriptor is open."""
     file = path / "lock"
     try:
         path.mkdir(0o700, parents=True, exist_ok=True)
@@ -423,8 +423,8 @@ def lock(path: Path) -> int:
     except BlockingIOError:
         owner = os.read(fd, 20).decode(errors="replace").strip()
         os.close(fd)
-        who = f"the coordinator with process id {owner}" if owner.isdigit() else "another coordinator"
-        raise StateError(f"{path} is in use by {who}: each needs a directory of its own") from None
+        user = f"the coordinator with process id {owner}" if owner.isdigit() else "another coordinator"
+        raise StateError(f"{path} is in use by {user}: each coordinator needs its own directory") from None
     except OSError as error:
         os.close(fd)
         raise StateError(f"cannot write {file}: {reason_of(error)}") from error
@@ -432,17 +432,17 @@ def lock(path: Path) -> int:
 
 
 def _keep_to_owner(path: Path) -> None:
-    """What an earlier version wrote, or somebody copied, may be more open than what we write."""
+    """Restrict files to their owner. Those of an earlier version, and copies, may have wider permissions."""
     if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o022:
         log.warning(
-            "%s may be written to by others (mode %o), who can put other files there: chmod go-w it", path, mode
+            "%s can be written by other users (mode %o), which can put files there: run chmod go-w on it", path, mode
         )
     for _, file in files_of(path):
         try:
             if file.stat().st_mode & 0o077:
                 file.chmod(OWN)
         except OSError as error:
-            log.warning("%s can be read by others, and has the secrets of groups: %s", file, reason_of(error))
+            log.warning("%s can be read by other users, and contains secrets of groups: %s", file, reason_of(error))
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -453,7 +453,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Have names in a directory survive a power failure."""
+    """Sync a directory, so that the names in it survive a power failure."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""What a ledger says of one group, as tables of at most 100 columns."""
+"""Tables about one group of a ledger, of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _SHOWN_NAME = 24
 """Characters; longer names are cut, so that a table fits its columns."""
 _UNKNOWN = "????-??-?? ??:??:??"
 _TOLD_SHARE, _TOLD_SECONDS = 0.05, 0.001
-"""Who comes later than the median by less than this, as a share of the round or in seconds, is not late."""
+"""Lag behind the median, as a share of the round and in seconds, below which a member is not late."""
 
 
 class Lag:
-    """How much later than the median member one has begun, and has ended, in seconds."""
+    """Lag of one member behind the median member: of its first and of its last slice, in seconds."""
 
     def __init__(self, record: RoundRecord, rank: int) -> None:
         there = [rank for rank in range(len(record.arrivals)) if was_there(record, rank)]
@@ -51,21 +51,21 @@ class Lag:
         self.began, self.ended = first - median(firsts), last - median(lasts)
 
     def why(self, record: RoundRecord) -> str:
-        """What made it late; nothing if it was not."""
+        """Return what made it late; empty if it was not."""
         if self.ended < max(_TOLD_SHARE * (record.completed - record.opened), _TOLD_SECONDS):
             return ""
         return "began late" if self.began >= self.ended / 2 else "sent slowly"
 
 
 class Story:
-    """A group from the time when it was complete to its end, as far as the ledger goes.
+    """History of a group from the time when it was complete to its end, as far as the ledger goes.
 
     Attributes:
-        chosen: rounds that somebody has asked for.
-        first: the first round that there is; None if there is none.
-        last: the last one.
-        ended: whether it has, and said so.
-        durable: whether it survives its coordinator.
+        chosen: rounds that the user has asked for.
+        first: first round in the ledger; None if there is none.
+        last: last round.
+        ended: whether the group has ended by itself.
+        durable: whether the group survives its coordinator.
     """
 
     def __init__(self, founded: Group, clock: float, start: Start | None) -> None:
@@ -89,14 +89,14 @@ class Story:
         self.late: Counter[tuple[int, str]] = Counter()
         self.came_last: Counter[int] = Counter()
         self.closed: dict[int, list[Cut]] = {}
-        """Rounds that were closed without somebody."""
+        """Rounds that were closed without some members."""
         self.missed: Counter[int] = Counter()
         self.handling = OnNonFinite.HALT
         self.bad: Counter[int] = Counter()
-        """Rounds to which each gave what was not finite."""
+        """Number of rounds to which each member contributed NaN or Inf."""
 
     def take(self, record: Kind, clock: float) -> None:
-        """What was written next."""
+        """Add the next record."""
         match record:
             case Epoch(_, epoch, number, members, reason):
                 self.epoch = epoch
@@ -109,7 +109,7 @@ class Story:
             case Handling(_, nonfinite):
                 self.handling = nonfinite
             case Reset(_, number):
-                self._note(clock, f"before round {number}: residuals reset, what lossy codecs owed is lost")
+                self._note(clock, f"before round {number}: residuals of lossy codecs were lost, and reset")
             case Halt(_, _, number, error, reason):
                 self._note(clock, f"in round {number}: {error}: {plain(reason)}")
             case Closed(_, _, rounds, reason):
@@ -126,13 +126,13 @@ class Story:
                 self.data[name] = str(order)
 
     def lost_coordinator(self, start: Start, clock: float) -> None:
-        """The coordinator was lost; ``start`` is the next one's."""
+        """Note that the coordinator was lost; ``start`` is the next one's."""
         if not self.durable:
-            self.events.append("its coordinator ended without a word")
+            self.events.append("its coordinator was lost")
             return
         self.start = start
         self._note(
-            clock, f"behind round {self.last}: its coordinator was started anew, incarnation {start.incarnation}"
+            clock, f"after round {self.last}: its coordinator was started again, incarnation {start.incarnation}"
         )
 
     def _note(self, clock: float, what: str) -> None:
@@ -155,18 +155,18 @@ class Story:
                 self.late[rank, lag.why(record)] += 1
 
     def call(self, rank: int) -> str:
-        """How to speak of a member, in no more than some characters."""
+        """Return the name of a member, cut to the width of a column."""
         name = plain(self.names.get(rank, "?"))
         return name if len(name) <= _SHOWN_NAME else name[: _SHOWN_NAME - 1] + "…"
 
 
 def was_there(record: RoundRecord, rank: int) -> bool:
-    """Whether anything came of it; who has departed from an elastic group keeps its place."""
+    """Return whether a member contributed anything. A member that has left an elastic group keeps its place."""
     return bool(record.weights[rank]) or record.arrivals[rank] != (record.opened, record.opened)
 
 
 def summary(story: Story) -> list[str]:
-    """Who contributed how often, who was waited for, what happened, and the last rounds."""
+    """Show how often each member contributed and was waited for, the events, and the last rounds."""
     lines = [f"group {story.name!r}: {story.world} workers, epoch {story.epoch}, since {story.since}"]
     if story.plan is not None:
         lines.append(f"  plan: {story.plan.plan.size}, {_wires(story.plan)}")
@@ -176,8 +176,8 @@ def summary(story: Story) -> list[str]:
     else:
         hashed = "all" if story.hashed == story.count else "none" if not story.hashed else f"{story.hashed}"
         lines.append(
-            f"  rounds {story.first} to {story.last}: {_seconds(median(story.took))} in the median, "
-            f"{_seconds(max(story.took))} at most; {hashed} of {story.count} hashed"
+            f"  rounds {story.first} to {story.last}: {_seconds(median(story.took))} median, "
+            f"{_seconds(max(story.took))} maximum; {hashed} of {story.count} have digests"
         )
         rows = [
             [
@@ -208,7 +208,7 @@ def summary(story: Story) -> list[str]:
 
 
 def round_rows(story: Story, found: Sequence[Round]) -> list[str]:
-    """One line for each round: who was waited for, how long, and why."""
+    """Show one line for each round: the member that it waited for, how long, and why."""
     first, last = found[0].epoch, found[-1].epoch
     epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
     return [f"group {story.name!r}, {epochs}:", *_rows(story, [each.record for each in found])]
@@ -230,7 +230,7 @@ def _rows(story: Story, records: Sequence[RoundRecord]) -> list[str]:
                 hexadecimal(sum(record.results) % MODULUS) if record.results else "-",
             ]
         )
-    return table(["round", "done at", "took", "gave", "came last", "behind", "why", "digest"], rows)
+    return table(["round", "done at", "took", "counted", "came last", "behind", "why", "digest"], rows)
 
 
 def _remark(story: Story, record: RoundRecord) -> str:
@@ -240,7 +240,7 @@ def _remark(story: Story, record: RoundRecord) -> str:
 
 
 def one_round(story: Story, found: Round) -> list[str]:
-    """All about one round."""
+    """Show all details of one round."""
     record = found.record
     lines = [
         f"round {record.round} of group {story.name!r}, epoch {found.epoch}: "
@@ -288,7 +288,7 @@ def one_round(story: Story, found: Round) -> list[str]:
 
 
 def _not_finite(story: Story, record: RoundRecord) -> list[str]:
-    """Who gave what was not finite, to which bucket, and to how many slices of it."""
+    """Show which members contributed NaN or Inf, to which buckets, and to how many slices of them."""
     if not record.nonfinite:
         return []
     buckets = story.plan.plan.buckets if story.plan is not None else ()
@@ -321,17 +321,17 @@ def _cut(name: str) -> str:
 
 
 def plain(text: str) -> str:
-    """``text`` without what could upset a terminal."""
+    """Replace characters that could disturb a terminal."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
 def hexadecimal(value: int) -> str:
-    """A digest as people and programs read it."""
+    """Format a digest."""
     return f"{value:016x}"
 
 
 def moment(start: Start | None, clock: float) -> str:
-    """The time of day, as it is here, when the coordinator's clock showed ``clock``."""
+    """Format the local time at which the coordinator's clock showed ``clock``."""
     try:
         wall = clock if start is None else start.wall + clock - start.clock
         return datetime.fromtimestamp(wall).isoformat(" ", "seconds")
