@@ -1,4 +1,4 @@
-"""A worker that is the only one: it trains by itself, and needs no daemon.
+"""A worker that is alone in its group: it needs no daemon.
 
 Its coordinator is the real one, in this process, so that all works as in a group, down to what a lossy wire loses.
 """
@@ -26,7 +26,7 @@ P = ParamSpec("P")
 
 
 def _or_alone(connect: Callable[P, Worker]) -> Callable[P, Worker]:
-    """``connect``, for those as well who have nobody to connect to."""
+    """Make a ``connect`` that also works without a coordinator: the worker then trains alone."""
 
     @wraps(connect)
     def connect_or_train_alone(*args: P.args, **kwargs: P.kwargs) -> Worker:
@@ -43,10 +43,10 @@ connect = _or_alone(daemons.connect)
 
 
 def train_alone(wish: Wish) -> Worker:
-    """A group of one, whose coordinator ends with its worker."""
+    """Start a group of one worker. Its coordinator ends with the worker."""
     group = wish.join.group
-    why = "the world size is 1" if wish.join.world_size else "there is neither GRADSERVER_URL nor RANK"
-    log.warning("%r trains by itself, without a coordinator: %s", wish.join.name, why)
+    why = "the world size is 1" if wish.join.world_size else "neither GRADSERVER_URL nor RANK is set"
+    log.warning("%r trains alone, without a coordinator: %s", wish.join.name, why)
     alarm = Alarm(lambda: _tick(coordinator))
     coordinator = Coordinator(Engine({group: 1}), alarm.set)
     ours, theirs = memory_pair(wish.join.name)
@@ -62,7 +62,7 @@ def _tick(coordinator: Coordinator) -> float | None:
 
 
 class _Inbox(Inbox):
-    """Ends the coordinator when its only worker is gone."""
+    """Ends the coordinator when its only worker has left."""
 
     def __init__(self, coordinator: Coordinator, channel: Outlet, alarm: Alarm) -> None:
         super().__init__(coordinator, channel)

@@ -14,19 +14,19 @@ from gradserver.protocol.errors import CoordinatorError
 from gradserver.protocol.url import parse_url
 
 _PATIENCE_SECONDS: Final = 5.0
-"""How long they may take to end by themselves."""
+"""Time that data shards have to end by themselves."""
 _COMING_SECONDS: Final = 10.0
-"""How long one may take to enlist, before another one is started in its place."""
+"""Time that a data shard has to enlist before another one is started in its place."""
 _SHORT_SECONDS: Final = 2.0
-"""Whoever ends so soon is not replaced at once: the next one might do the same."""
+"""Lifetime below which a data shard is not replaced at once: the next one might end as soon."""
 _MOST_KILLED: Final = 8
 SHARD_TOKEN: Final = "GRADSERVER_SHARD_TOKEN"
-"""The environment's variable in which a coordinator tells the data shards that it starts what to show."""
+"""Environment variable with the token that data shards show to the coordinator that started them."""
 _LOCAL: Final = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 class Child(NamedTuple):
-    """One process; when it was started, and how many shards had enlisted until then."""
+    """One process, the time of its start, and the number of shards that had enlisted by then."""
 
     process: subprocess.Popen[bytes]
     since: float
@@ -34,20 +34,20 @@ class Child(NamedTuple):
 
 
 class Children:
-    """Processes, each of them a data shard.
+    """Processes of data shards.
 
     They end when the coordinator does, also if it is killed: the kernel then closes their connections to it.
 
     Args:
-        enlisted: says how many of them have enlisted so far.
-        token: what they show to the coordinator, so that it knows them; they find it in their environment.
+        enlisted: returns how many of them have enlisted so far.
+        token: secret by which the coordinator knows them; they find it in their environment.
     """
 
     def __init__(self, enlisted: Callable[[], int] = lambda: 0, token: str = "") -> None:
         self._enlisted, self._token = enlisted, token
         self._children: list[Child] = []
         self._killed = 0
-        """How many were, before all were there."""
+        """Number of processes that were killed before all had enlisted."""
         self._command: list[str] = []
 
     def start(self, url: str, count: int, options: Sequence[str]) -> None:
@@ -66,12 +66,12 @@ class Children:
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # a signal from the terminal is ours to handle, and they hear of it from us
+            start_new_session=True,  # this process handles signals from the terminal, and tells its children
         )
         self._children.append(Child(process, time.monotonic(), self._enlisted()))
 
     def check(self) -> None:
-        """CoordinatorError if one has ended by itself. One that was killed is replaced, but for some times only."""
+        """Raise CoordinatorError if a process has ended by itself. Killed ones are replaced, up to a number of times."""
         for child in list(self._children):
             process = child.process
             if process.poll() is not None and process.returncode < 0 and self._killed < _MOST_KILLED:
@@ -80,11 +80,11 @@ class Children:
                 self._start_one()
             elif process.poll() is not None:
                 raise CoordinatorError(
-                    f"a data shard's process could not start (status {process.returncode}); what it said is above"
+                    f"a data shard could not start (status {process.returncode}); its output is above"
                 )
 
     def replace(self) -> None:
-        """Start another one for each that has ended, unless that was soon after it was started."""
+        """Start a data shard in place of each that has ended, unless it ended soon after its start."""
         ended = [child for child in self._children if child.process.poll() is not None]
         for child in ended:
             self._children.remove(child)
@@ -92,7 +92,7 @@ class Children:
                 self._start_one()
 
     def hire(self) -> None:
-        """Start one more, unless one is just coming."""
+        """Start one more data shard, unless one is about to enlist."""
         recent = time.monotonic() - _COMING_SECONDS
         started = [child for child in self._children if child.since > recent]
         came = self._enlisted() - min((child.enlisted for child in started), default=0)
@@ -100,7 +100,7 @@ class Children:
             self._start_one()
 
     def end(self) -> None:
-        """Wait for them to end by themselves, as they do when they are told that the coordinator stops."""
+        """Wait for the processes to end by themselves, as they do when the coordinator stops."""
         for process, _, _ in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE_SECONDS)

@@ -40,14 +40,14 @@ log = logging.getLogger("gradserver")
 
 
 class Ledger(NamedTuple):
-    """What is to be written down, and where.
+    """Settings of the ledger.
 
     Attributes:
-        directory: made if it is not there.
+        directory: directory of its files, made if it does not exist.
         sync: seconds between two calls of `fdatasync`; 0 for one behind every round, None for none.
         keep: bytes above which the oldest files are deleted.
         digests: whether contributions and results are hashed.
-        quota: bytes that members of one group may fill in an hour, beside its rounds; 0 for no limit.
+        quota: bytes that one group may write in an hour, rounds not counted; 0 for no limit.
     """
 
     directory: Path
@@ -58,7 +58,7 @@ class Ledger(NamedTuple):
 
 
 _JOINING_SECONDS = 10.0
-"""How long a data shard looks for its coordinator, and then for an answer."""
+"""Time that a data shard looks for its coordinator, and then waits for an answer."""
 
 
 def serve(
@@ -86,12 +86,12 @@ def serve(
         shards: processes of this host that hold slices; the coordinator itself is one of them.
         rate: of this host's link in Gbit/s; None if it is as fast as that of other data shards.
         quiet: whether further processes log warnings only.
-        ledger: where to write down what happens; None for nowhere.
-        patience: how long workers and data shards may be away; None for the defaults.
-        groups: the names under which groups may be founded; None for any.
-        allow_shards: whether data shards are taken that this process has not started.
-        round_timeout: seconds that others wait for a worker that is alive, and does not take part.
-        nonfinite: what becomes of gradients that are not finite.
+        ledger: settings of the ledger; None for no ledger.
+        patience: times after which workers and data shards are lost; None for the defaults.
+        groups: names that groups may have; None for any.
+        allow_shards: whether to accept data shards that this process has not started.
+        round_timeout: seconds that others wait for a worker that is alive and does not take part.
+        nonfinite: policy for gradients that are not finite.
     """
     _raise_limits()
     keep_memory()
@@ -102,7 +102,7 @@ def serve(
         incarnation = 0 if journal is None else journal.incarnation
         credit = CREDIT_BYTES if credit is None else credit
         access = Access(groups, entropy(), allow_shards)
-        known: tuple[bool, int, Callable[[str], bool]] = digests, incarnation, lambda who: server.is_present(who)
+        known: tuple[bool, int, Callable[[str], bool]] = digests, incarnation, lambda token: server.is_present(token)
         quota = 0 if ledger is None else ledger.quota
         engine = Engine(worlds, credit, entropy, own, *known, access, round_timeout, nonfinite, quota)
         children = Children(lambda: engine.control.roster.enlisted, access.shard_token)
@@ -124,7 +124,7 @@ def serve(
 
             try:
                 children.start(server.url, shards - 1, options + ["--quiet"] * quiet)
-                server.hold()  # a group that was complete before its shards are there would do without them
+                server.hold()  # a group that is complete before its shards would do without them
                 server.run(all_there)
                 server.release()
                 if all_there():
@@ -147,20 +147,20 @@ def serve_shard(
     patience: Patience | None = None,
     reconnect: float = 0.0,
 ) -> int:
-    """Serve as a data shard of the coordinator at ``primary`` until a signal, or until that one is gone.
+    """Serve as a data shard of the coordinator at ``primary`` until a signal, or until that coordinator is lost.
 
     Args:
         primary: the coordinator's URL.
         bind: ``tcp://HOST:PORT``; None for a free port of the address from which the coordinator is reached.
-        rate: of this host's link in Gbit/s; None if it is as fast as that of the others.
+        rate: of this host's link in Gbit/s; None if it is as fast as those of the others.
         share_memory: whether workers of this host may share memory instead of sending gradients.
-        patience: how long workers may be away; None for the defaults.
+        patience: times after which workers are lost; None for the defaults.
         reconnect: seconds to look for a lost coordinator, if it keeps its state on disk.
 
     Raises:
-        CoordinatorError: the coordinator is gone, or was not there.
+        CoordinatorError: the coordinator was lost, or could not be reached.
     """
-    from gradserver.engine.shard import ShardEngine  # here, as a coordinator needs none of it
+    from gradserver.engine.shard import ShardEngine  # imported here: a coordinator does not need it
     from gradserver.transport.shard_link import Link, advertised, find_again
 
     _raise_limits()
@@ -193,7 +193,7 @@ def serve_shard(
                 server.neglect()
                 link.end()
                 coordinator.lost(engine.link, failure.message)
-                server.run(lambda: engine.is_idle)  # nothing of before may be taken for what comes
+                server.run(lambda: engine.is_idle)  # no earlier message may be taken for a later one
                 found = find_again(primary, offer, reconnect, lambda: server.is_stopping)
                 if found is None:
                     break
@@ -210,39 +210,39 @@ def serve_shard(
 def _residuals(journal: StateDir | None) -> Residuals | None:
     if journal is None:
         return None
-    from gradserver.residuals import Residuals  # here, as a coordinator without a directory needs none of it
+    from gradserver.residuals import Residuals  # imported here: a coordinator without a directory does not need it
 
     return Residuals(journal.path)
 
 
 @contextmanager
 def _journal(ledger: Ledger | None) -> Iterator[StateDir | None]:
-    """Where records go, for as long as somebody serves."""
+    """Open the journal while this process serves."""
     if ledger is None:
         yield None
         return
-    from gradserver.ledger.state import StateDir  # here, as a coordinator without a ledger needs none of it
+    from gradserver.ledger.state import StateDir  # imported here: a coordinator without a ledger does not need it
 
     with closing(StateDir(ledger.directory, gradserver.__version__, ledger.sync, ledger.keep)) as state:
         yield state
 
 
 def _same_port(bind: str, before: int) -> str:
-    """``bind``, with the port that members come back to where any would do."""
+    """Put the port to which members come back into ``bind``, if it allows any port."""
     host, port = parse_url(bind)
     return f"tcp://{host}:{before}" if port == 0 and before else bind
 
 
 @contextmanager
 def _serving(server: TcpServer, coordinator: Coordinator) -> Iterator[None]:
-    """What a serving process is like: it stops on signals, and leaves nothing behind."""
+    """Prepare the process for serving: it stops on signals, and cleans up behind itself."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         server.request_stop(f"it received {signal.Signals(number).name}")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        gc.freeze()  # what start-up made stays: collections need not look at it,
+        gc.freeze()  # objects made at start-up stay: collections need not look at them,
         gc.set_threshold(50_000, 20, 20)  # nor run every few rounds, for an engine that makes no cycles
         gc.enable()
         yield
@@ -253,9 +253,9 @@ def _serving(server: TcpServer, coordinator: Coordinator) -> Iterator[None]:
 
 
 def _share_rate(rate: float | None, shards: int) -> tuple[float | None, list[str]]:
-    """What of a host's rate is the coordinator's own, and options that say what is left for each other process.
+    """Divide a host's rate: return the coordinator's own, and options with the share of each other process.
 
-    They share the link. With 0 the coordinator holds no slices, and the others count as any other shard.
+    All share the link. With 0 the coordinator holds no slices, and the others count as any other shard.
     """
     if not rate:
         return rate, []
@@ -263,7 +263,7 @@ def _share_rate(rate: float | None, shards: int) -> tuple[float | None, list[str
 
 
 def keep_memory() -> None:
-    """Have malloc keep what it was given back: every slice is about as large as the one before.
+    """Let malloc keep freed memory: every slice is about as large as the one before.
 
     The C library would return a slice's memory to the system when it is freed, and each new slice would be paid for
     in page faults: an eighth of the time of large exchanges over TCP. Credits bound what is kept.
@@ -275,9 +275,9 @@ def keep_memory() -> None:
 
 
 def _raise_limits() -> None:
-    """Have as many descriptors as we are allowed to.
+    """Raise the limit of open descriptors to the hard limit.
 
-    The soft limit is 1024 on most systems, for the sake of programs that use select(). We do not, and each worker
+    The soft limit is 1024 on most systems, for the sake of programs that use select(). This one does not. Each worker
     takes a connection, or two and up to a descriptor for each bucket of its plan if it shares memory.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

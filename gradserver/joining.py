@@ -1,4 +1,4 @@
-"""What becomes of contributions that are not reduced, but put together and taken apart: slice by slice."""
+"""Joins and splits contributions that are not reduced, slice by slice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PASSED_ON: Final = JOINED | PORTIONED
 
 
 def pass_on(command: Reduce) -> Outcome:
-    """The result of an ALL_GATHER or GATHER; or those of a SCATTER or ALL_TO_ALL, of each who takes part.
+    """Make the result of an ALL_GATHER or GATHER, or those of a SCATTER or ALL_TO_ALL, one for each participant.
 
     Targets may be where contributions lie: all results are made before the first is written.
     """
@@ -39,7 +39,7 @@ def pass_on(command: Reduce) -> Outcome:
 
 
 def _parts(command: Reduce, payload: Buffer, count: int) -> list[memoryview]:
-    """The portions of one contribution, for each of ``count`` receivers."""
+    """Split one contribution into portions for ``count`` receivers."""
     if command.operation.op is Op.FRAMED:
         return frames(memoryview(payload)[: command.nbytes], count)
     view, size = memoryview(payload), command.nbytes // count

@@ -28,7 +28,7 @@ from gradserver.worker.handle import Handle
 from gradserver.worker.session import Session
 
 _LOOK_AGAIN_SECONDS: Final = 0.05
-"""When a worker whose function has returned, and which others wait for, has exchanges that are not done."""
+"""Interval at which to look again at a returned worker whose exchanges are not done, and which others wait for."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class LocalCluster:
         if self._closed:
             raise ClosedError("this LocalCluster is closed")
         running = self._running = _Running(self, lambda worker: fn(worker, *args, **kwargs))
-        with self._changes:  # whoever is added by one of these comes behind them
+        with self._changes:  # workers that these add come behind them
             for worker in list(self._lines):
                 running.start(worker)
         results = running.end()
@@ -188,7 +188,7 @@ class LocalCluster:
         return self._coordinator.next_deadline()
 
     def _release(self) -> None:
-        """Let workers leave whose function has returned, if others wait for them. One thread at a time looks."""
+        """Let returned workers leave if others wait for them. One thread at a time looks."""
         running = self._running
         if running is None or not running.returned:
             return
@@ -204,7 +204,7 @@ class LocalCluster:
                 self._releasing.release()
 
     def _is_awaited(self, worker: Worker, awaited: set[int]) -> bool:
-        """Whether others wait for what ``worker`` will never do. What it has begun goes on by itself, and is done."""
+        """Return whether others wait for what ``worker`` will never do. Exchanges that it has begun continue."""
         line = self._lines.get(worker)
         if line is None or line.connection not in awaited:
             return False
@@ -214,19 +214,19 @@ class LocalCluster:
 
 
 class _Running:
-    """A call of `LocalCluster.run`: a thread for each worker."""
+    """Call of `LocalCluster.run`, with a thread for each worker."""
 
     def __init__(self, cluster: LocalCluster, work: Callable[[Worker], Any]) -> None:
         self._cluster = cluster
         self._work = work
         self.returned: set[Worker] = set()
-        """Those whose function has returned, and who are still there."""
+        """Workers whose function has returned, and which are still in the cluster."""
         self._threads: list[threading.Thread] = []
         self._results: list[Any] = []
         self._errors: list[BaseException] = []
 
     def start(self, worker: Worker) -> None:
-        """Have one more worker do it."""
+        """Start a thread for one more worker."""
         index = len(self._results)
         self._results.append(None)
         thread = threading.Thread(target=self._run, args=(index, worker), name=worker.name)
@@ -234,8 +234,8 @@ class _Running:
         thread.start()
 
     def end(self) -> list[Any]:
-        """Wait until all have done it; what each returned. The first error is raised."""
-        for thread in self._threads:  # some may be added meanwhile
+        """Wait for all threads, and return the results. The first error is raised."""
+        for thread in self._threads:  # more may be added meanwhile
             thread.join()
         if self._errors:
             raise self._errors[0]
@@ -253,7 +253,7 @@ class _Running:
 
 
 class _Line(NamedTuple):
-    """What joins a worker with the coordinator."""
+    """Connection of a worker with the coordinator."""
 
     session: Session
     channel: Channel
@@ -261,24 +261,24 @@ class _Line(NamedTuple):
 
 
 class Inbox:
-    """Hands what comes in on one channel to the coordinator."""
+    """Receiver that hands the messages of one channel to the coordinator."""
 
     def __init__(self, coordinator: Coordinator, channel: Outlet, then: Callable[[], None] = lambda: None) -> None:
         self._coordinator, self._then = coordinator, then
         self.connection = coordinator.connect(channel)
 
     def receive(self, message: Message, payloads: Sequence[Buffer]) -> None:
-        """The worker has said something."""
+        """Hand over a message of the worker."""
         self._coordinator.receive(self.connection, message, payloads)
         self._then()
 
     def lost(self, error: GradServerError) -> None:
-        """The worker is gone."""
+        """Report that the worker was lost."""
         self._coordinator.lost(self.connection, error.message)
 
 
 class Alarm:
-    """Calls ``ring`` at the time last set, from a thread that sleeps until then.
+    """Thread that calls ``ring`` at the time last set.
 
     ``ring`` returns when to call it again, or None.
     """

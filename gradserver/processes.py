@@ -1,4 +1,4 @@
-"""The processes of a run of several: each has a log and a fate, and all of them are ended whatever happens."""
+"""The processes of a run: each has a log, and all of them are ended whatever happens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LAST_WORDS = 12
 
 
 class Child:
-    """``prefix… python arguments…`` as a process. Its standard error goes to the file `log`.
+    """Process ``prefix… python arguments…``. Its standard error goes to the file `log`.
 
-    What else its process should be is said in the `options` that Popen has.
+    `options` are further options of Popen.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class Child:
             )
 
     def wait(self) -> int | None:
-        """The status of a process that is about to end; None if it does not."""
+        """Wait for a process that is about to end. Return its status; None if it does not end."""
         with suppress(subprocess.TimeoutExpired):
             return self.process.wait(STOP_SECONDS)
         return None
 
     def last_words(self, lines: int) -> list[str]:
-        """The last lines of the log that are not empty."""
+        """Return the last lines of the log that are not empty."""
         text = self.log.read_text("utf-8", "replace")
         return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
 
     def fate(self) -> str:
-        """How the process ended, in words."""
+        """Describe how the process ended."""
         status = self.process.poll()
         if status is None:
             return "is running"
@@ -71,19 +71,19 @@ C = TypeVar("C", bound=Child)
 
 
 class Family(Generic[C]):
-    """The processes of one run, with their logs in `folder`; leaving the context ends every one that is still there."""
+    """Processes of one run, with their logs in `folder`. Leaving the context ends all that still run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.children: list[C] = []
-        """Those that have been started and not yet stopped, in this order."""
+        """Processes that have been started and not yet stopped, in the order of their start."""
 
     def log_of(self, name: str) -> Path:
-        """Where the process of this name has its log."""
+        """Return the path of a process's log."""
         return self.folder / f"{name.replace(' ', '-')}.log"
 
     def stop(self) -> None:
-        """Ends all processes that are still there: the last one started first, and kills those that stay."""
+        """End all processes, the last one started first, and kill those that do not end."""
         try:
             for child in reversed(self.children):
                 child.process.terminate()
@@ -96,11 +96,11 @@ class Family(Generic[C]):
             self.children.clear()
 
     def autopsy(self, first: Child) -> str:
-        """What to say when `first` has failed. Others often fail of it: they get a moment to do so."""
+        """Describe the failure of `first`, and of others that fail as a consequence within a moment."""
         time.sleep(1.0)
         text = [f"{first.name} {first.fate()}"]
         words = first.last_words(_LAST_WORDS)
-        text += ["its last words:", *(f"  | {line}" for line in words)] if words else ["it left no message"]
+        text += ["its last output:", *(f"  | {line}" for line in words)] if words else ["its log is empty"]
         for child in self.children:
             if child is not first and child.process.poll():
                 text.append(f"then {child.name} {child.fate()}:")
@@ -117,7 +117,7 @@ class Family(Generic[C]):
 
 
 def inherited_environment() -> dict[str, str]:
-    """This process's environment, in which children find the same gradserver, installed or not."""
+    """Copy this process's environment, so that children find the same gradserver, installed or not."""
     environment = dict(os.environ)
     root = Path(__file__).resolve().parents[1]
     if root.name not in ("site-packages", "dist-packages"):
@@ -128,8 +128,8 @@ def inherited_environment() -> dict[str, str]:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Lets a request to end, or a closed terminal, end the run in order, as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
+    """Let SIGTERM and a closed terminal end the run in order, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():  # handlers can only be set there
         yield
         return
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> list[str]:
-    """``rows`` under ``header``, in columns as wide as they need; numbers to the right."""
+    """Align ``rows`` under ``header`` in columns, numbers to the right."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     numeric = [all(isinstance(row[column], (int, float)) for row in rows) for column in range(len(header))]

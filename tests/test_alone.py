@@ -65,7 +65,7 @@ def said(log: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "environment", "why"),
     [
-        ({}, {}, "there is neither GRADSERVER_URL nor RANK"),
+        ({}, {}, "neither GRADSERVER_URL nor RANK is set"),
         ({"world_size": 1}, {}, "the world size is 1"),
         ({"world_size": 1}, {"RANK": "3", "WORLD_SIZE": "8"}, "the world size is 1"),
         ({"rank": 0, "world_size": 1}, {}, "the world size is 1"),
@@ -87,7 +87,7 @@ def test_who_is_the_only_one_and_has_no_url_trains_by_itself_and_says_so(
     with gradserver.connect(**arguments, name="me", group="mine") as worker:
         assert (worker.rank, worker.world_size, worker.names, worker.group) == (0, 1, ("me",), "mine")
 
-    assert said(caplog) == [f"'me' trains by itself, without a coordinator: {why}"]
+    assert said(caplog) == [f"'me' trains alone, without a coordinator: {why}"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_script_of_its_own_says_it_in_one_line_and_ends() -> None:
 
     assert (done.returncode, done.stdout) == (0, "1\n")
     (line,) = done.stderr.splitlines()
-    assert line.endswith("trains by itself, without a coordinator: there is neither GRADSERVER_URL nor RANK")
+    assert line.endswith("trains alone, without a coordinator: neither GRADSERVER_URL nor RANK is set")
 
 
 # ── what it can do ────────────────────────────────────────────────────────────────────────────────────

@@ -354,7 +354,7 @@ def test_a_process_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> No
     with Processes(tmp_path) as processes:
         good = processes.start("worker 0", "-c", "import time; time.sleep(60)")
         bad = processes.start("worker 1", "-c", "import sys; sys.exit('the disk is full')")
-        with pytest.raises(BenchError, match="worker 1 ended with status 1\nits last words:\n  | the disk is full"):
+        with pytest.raises(BenchError, match="worker 1 ended with status 1\nits last output:\n  | the disk is full"):
             processes.lines([good, bad], 30)
     assert good.process.returncode == -signal.SIGTERM
 

@@ -637,7 +637,7 @@ def test_a_crash_is_reported_with_its_last_words_and_ends_the_others(tmp_path: P
         with pytest.raises(ProcessError) as caught:
             processes.next_line(30)
     text = str(caught.value)
-    assert text.startswith("worker 3 ended with status 1\nits last words:\n")
+    assert text.startswith("worker 3 ended with status 1\nits last output:\n")
     assert "  | RuntimeError: out of ideas" in text
     assert (tmp_path / "worker-3.log").exists()
     assert patient.process.returncode == -signal.SIGTERM

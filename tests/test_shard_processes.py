@@ -294,7 +294,7 @@ def test_a_shard_whose_coordinator_is_killed_says_so() -> None:
 
         assert shard.end() == 1
         assert shard.complaints()[-1] == (
-            f"gradserver: lost the coordinator at {coordinator.url}: it died, or the network between us did"
+            f"gradserver: lost the coordinator at {coordinator.url}: its process or the network to it failed"
         )
 
 

@@ -1,9 +1,9 @@
 """A data shard: a process that holds slices for a coordinator elsewhere, and reduces and answers them.
 
-It is the coordinator's own server and loop around another mind (`gradserver.engine.shard`), and has one connection
-more: the link to the coordinator, through which orders come and reports go. Without that it is of no use to
-anybody, so when the link breaks it forgets what it knows, and tells its workers. If the coordinator is one that may be
-started again, it then looks for that, and enlists once more; otherwise it ends.
+It consists of the coordinator's own server and runtime around another engine (`gradserver.engine.shard`). It has one
+more connection, the link to the coordinator, which carries orders and reports. Without the link it is of no use. When
+the link breaks, the data shard discards its state and tells its workers. If the coordinator can be started again, the
+data shard looks for it and enlists once more; otherwise it ends.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ log = logging.getLogger("gradserver")
 
 _RETRY_SECONDS: Final = 0.1
 _RETURN_SECONDS: Final = 0.5
-"""How long one attempt to find a coordinator again may take."""
+"""Time limit of one attempt to find a coordinator again."""
 _ANSWER_SECONDS: Final = 10.0
 _NEVER_MS: Final = 24 * 3600 * 1000
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _BATCH: Final = 64
 _PING_SECONDS: Final = 1.0
-"""How often to ask for a word."""
+"""Interval at which the coordinator is asked for an answer."""
 _GONE: Final = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -65,18 +65,18 @@ class Link:
 
     Args:
         primary: the coordinator's URL.
-        timeout: seconds to keep trying while nobody listens there.
+        timeout: seconds to keep trying while no process listens there.
 
     Raises:
-        CoordinatorUnreachableError: nobody listened there in time.
+        CoordinatorUnreachableError: no process listened there in time.
     """
 
     def __init__(self, primary: str, timeout: float) -> None:
         self.primary = primary
         self.failure: GradServerError | None = None
-        """Why there is no link any more."""
+        """Reason for which the link broke; None while it works."""
         self.is_vital = True
-        """Whether that is the end of this process, too."""
+        """True if this process ends when the link breaks."""
         address, self.local, self.on_this_host = _reach(primary, timeout)
         self._address = address
         self._presence: zmq.Socket[bytes] | None = None
@@ -84,7 +84,7 @@ class Link:
         self._connection = -1
         self._numbers = Numbers()
         self._waiting: deque[Frames] = deque()
-        """Messages that are due."""
+        """Messages that are complete and in order."""
         self._context = zmq.Context()
         self._connect()
 
@@ -104,7 +104,7 @@ class Link:
         Raises:
             CoordinatorUnreachableError: there was no answer in time.
             ConnectionLostError: each answer was lost.
-        JoinRefusedError: this cannot be a data shard; says why.
+            JoinRefusedError: the coordinator refuses this data shard, for the reason that the error names.
         """
         until = time.monotonic() + timeout
         lost: float | None = None
@@ -115,7 +115,7 @@ class Link:
                 now = time.monotonic()
                 if isinstance(error, ConnectionLostError):
                     lost = now
-                    log.warning("no answer of the coordinator at %s (%s); asking again", self.primary, error.message)
+                    log.warning("no answer from the coordinator at %s (%s); retrying", self.primary, error.message)
                 elif lost is None or now > lost + FORGOTTEN_SECONDS:
                     raise
                 if now + _RETRY_SECONDS >= until:
@@ -126,7 +126,7 @@ class Link:
 
     def _offer(self, offer: Enlist, until: float, timeout: float) -> Enlisted:
         self.send(offer)
-        self.send(Ping())  # whose answer shows whether anything was lost
+        self.send(Ping())  # its answer shows whether a message was lost
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
@@ -142,7 +142,7 @@ class Link:
                         continue
                     case other, _:
                         what = f"a {type(other).__name__}"
-                        raise UnexpectedMessageError(f"{self.primary} answers with {what}, as no coordinator does")
+                        raise UnexpectedMessageError(f"{self.primary} is no coordinator: it answers with {what}")
             if self._monitor in ready:
                 closed = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
                 raise CoordinatorUnreachableError(no_coordinator(self.primary, "coordinator", closed))
@@ -156,15 +156,15 @@ class Link:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """What to wait at. They are edge-triggered: call `take_some` before each wait, until there is nothing."""
+        """Descriptors to wait at. They are edge-triggered: before each wait, call `take_some` until there is nothing."""
         return int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
 
     def serve(self, coordinator: Coordinator, connection: int) -> None:
-        """From now on what comes in is handed to ``coordinator``, as what came on ``connection``."""
+        """Hand every message from now on to ``coordinator``, as one of ``connection``."""
         self._coordinator, self._connection = coordinator, connection
 
     def take_some(self) -> bool:
-        """Take what has come in, up to a number; whether there was nothing. Sets ``failure`` when the link breaks."""
+        """Receive messages, up to a number. Return whether there were none. Sets ``failure`` when the link breaks."""
         assert self._coordinator is not None
         for taken in range(_BATCH):
             if self.failure is not None:
@@ -184,7 +184,7 @@ class Link:
         return False
 
     def _take_one(self) -> tuple[Message, Sequence[Buffer]] | None:
-        """The next message; None if what came is not due, or is not for the engine."""
+        """Return the next message; None if it is out of order, or not for the engine."""
         if not self._waiting:
             frames: Frames = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
             self._waiting.extend(self._numbers.take(frames, time.monotonic()))
@@ -207,14 +207,14 @@ class Link:
 
     @property
     def due(self) -> float:
-        """When something that is missing has to be there; or it is time to ask whether something is."""
+        """Time at which a missing message has to be there, or at which to ask again."""
         return min(self._numbers.deadline or self._ask_at, self._ask_at)
 
     def _ask(self) -> None:
-        """Now and then say Ping, which is answered: only then a message shows that was lost with none behind it.
+        """Send a Ping at intervals. Its answer shows that a message was lost with none behind it.
 
         Raises:
-            ConnectionLostError: something is missing.
+            ConnectionLostError: a message is missing.
         """
         now = time.monotonic()
         self._numbers.check(now)
@@ -228,7 +228,7 @@ class Link:
         except ConnectionLostError as error:
             self._break(error)
         if int(self._monitor.get(_EVENTS)) & _POLLIN and not int(self._socket.get(_EVENTS)) & _POLLIN:
-            self._break(CoordinatorError("it died, or the network between us did"))
+            self._break(CoordinatorError("its process or the network to it failed"))
 
     def _break(self, error: GradServerError) -> None:
         if self.failure is not None:
@@ -241,21 +241,21 @@ class Link:
     # ── as the engine sees it ─────────────────────────────────────────────────────────────────────────
 
     def attach(self, receiver: object) -> None:
-        """What comes in goes to the coordinator, always."""
+        """Ignore ``receiver``: messages always go to the coordinator."""
 
     def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         """Queue a message."""
         try:
             self._socket.send_multipart([self._numbers.numbered(encode(message)), *payloads], zmq.NOBLOCK)
         except zmq.Again:  # libzmq has given the connection up
-            self._break(CoordinatorError("the connection is gone"))
+            self._break(CoordinatorError("the connection was closed"))
 
     def close(self) -> None:
-        """Something came through it that breaks the protocol."""
-        self._break(CoordinatorError("what it says is no order"))
+        """Break the link, as a message violated the protocol."""
+        self._break(CoordinatorError("it sent a message that is no order"))
 
     def end(self) -> None:
-        """Let go of the connection. May be called twice."""
+        """Close the connection. May be called twice."""
         if not self._context.closed:
             self._disconnect(0 if self.failure else 1000)
             self._context.term()
@@ -281,8 +281,8 @@ def find_again(
             continue
         try:
             return link, link.enlist(offer, _ANSWER_SECONDS)
-        except GradServerError as error:  # it may not have noticed yet that the connection of before is none any more
-            log.info("%s; trying again", error.message)
+        except GradServerError as error:  # it may not have noticed yet that the earlier connection is closed
+            log.info("%s; retrying", error.message)
             link.failure = error
             link.end()
             time.sleep(_RETRY_SECONDS)
@@ -290,19 +290,19 @@ def find_again(
 
 
 def advertised(url: str, link: Link) -> str:
-    """Where workers find a server that listens at ``url``.
+    """Return the URL at which workers find a server that listens at ``url``.
 
-    If it listens everywhere, that is where it reaches the coordinator from. Or, on the coordinator's own host, still
-    everywhere: whoever has found the coordinator's host has found this one, by an address that works for him.
+    If it listens on every address, this is the address from which it reaches the coordinator. On the coordinator's own
+    host it stays unspecified: a worker that has found the coordinator has an address of this host that works for it.
     """
     host, port = parse_url(url)
     return url if host not in _EVERYWHERE or link.on_this_host else numeric_url(link.local, port)
 
 
 def _reach(url: str, timeout: float) -> tuple[str, str, bool]:
-    """The URL with the address that was reached, the local address that it was reached from, and whether both are one.
+    """Return the URL with the address that was reached, the local address, and whether both are the same host.
 
-    Tries a plain connection until somebody accepts: libzmq would keep its own attempts to itself.
+    Tries a plain connection until it is accepted: libzmq would not report its own attempts.
     """
     target = parse_target(url)
     until = time.monotonic() + timeout
