@@ -71,7 +71,7 @@ class Children:
         self._children.append(Child(process, time.monotonic(), self._enlisted()))
 
     def check(self) -> None:
-        """Raise CoordinatorError if a process has ended by itself. Killed ones are replaced, up to a number of times."""
+        """Raise CoordinatorError if a process has ended by itself. Killed ones are replaced, up to a limit."""
         for child in list(self._children):
             process = child.process
             if process.poll() is not None and process.returncode < 0 and self._killed < _MOST_KILLED:

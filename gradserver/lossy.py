@@ -1,7 +1,7 @@
-"""Means of what travels as lossy codecs: decoded, summed in fp32 in rank order, and encoded once for all.
+"""Means of lossy contributions: decoded, summed in fp32 in rank order, and encoded once for all members.
 
-What the encoding loses is kept, for each slice of each bucket, and added to the next round's mean (DoubleSqueeze,
-Tang et al. 2019): so it comes late, and is not lost.
+The residual of the encoding is kept, for each slice of each bucket, and added to the next round's mean (DoubleSqueeze,
+Tang et al. 2019). It is applied late, and not lost.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from gradserver.protocol.errors import ProtocolError
 from gradserver.protocol.exchange import Stream
 
 EXACT_PLACE: Final = ("bf16", "fp16")
-"""Codecs that keep an element that is not finite where it is, and spread it over no others."""
+"""Codecs in which an element that is not finite stays in its place, and does not spread."""
 
 
 class _Codecs(threading.local):
-    """What codecs work in, for each thread."""
+    """Scratch memory of codecs, for each thread."""
 
     def __init__(self) -> None:
         self.scratch = Scratch()
@@ -47,7 +47,7 @@ _codecs = _Codecs()
 
 
 def reduce_lossy(command: Reduce) -> Outcome:
-    """The encoded mean of encoded contributions of float32, weighed as any other."""
+    """Compute the encoded mean of encoded contributions of float32, weighted as any other."""
     rows, rank = list(command.contributions), -1
     try:
         codec = command.operation.codec
@@ -93,7 +93,7 @@ _NOT_FINITE: Final = _Verdict.NOT_FINITE
 def _reduce(
     command: Reduce, shares: Sequence[tuple[int, float]], data: Mapping[int, Array], in_range: bool
 ) -> Array | Undecodable | _Verdict:
-    """The encoded mean of ``data``, by rank; who is not in it gives zeros. If it is not to be encoded, why not.
+    """Compute the encoded mean of ``data``, by rank, or return why there is none. Ranks without data count as zeros.
 
     With ``in_range`` no sum is larger than the largest contribution.
     """
@@ -111,7 +111,7 @@ def _reduce(
     seed = seed_of(command.key.number, command.key.part, command.first)
     result = np.empty(command.nbytes, np.uint8)
     found: list[tuple[int, int]] = []
-    with np.errstate(all="ignore"):  # what is not finite is looked for, and reported with its owner
+    with np.errstate(all="ignore"):  # values that are not finite are looked for, and reported with their owner
         for number, elements, piece in codec.blocks(command.numel):  # one after the other they stay in cache
             mean = scratch(0, elements.stop - elements.start, np.float32)
             if (undecodable := _sum(given, codec, piece, mean, seed + number)) is not None:
@@ -132,7 +132,7 @@ def _reduce(
 
 
 class _Given(NamedTuple):
-    """A contribution with its bytes. The weight is None if all weigh the same."""
+    """Contribution with its bytes. The weight is None if all are equal."""
 
     rank: int
     weight: np.float32 | None
@@ -142,7 +142,7 @@ class _Given(NamedTuple):
 def _hash(
     command: Reduce, digests: Digests, elements: slice, piece: slice, rows: list[_Given]
 ) -> Iterator[tuple[int, int]]:
-    """The digest of one block of every contribution, and of the result."""
+    """Compute the digests of one block of every contribution, and of the result."""
     start, stop = command.first + elements.start, command.first + elements.stop
     for part, at in command.operation.codec.places(start, stop, command.operation.numel):
         for rank, _, data in rows:
@@ -150,13 +150,13 @@ def _hash(
 
 
 class Owed:
-    """What one slice of a bucket is still owed: behind the last round that was made, and behind the one before.
+    """Residuals of one slice of a bucket: behind the last computed round, and behind the round before it.
 
-    So a round can be made once more, from the same contributions or others.
+    A round can therefore be computed once more, from the same contributions or others.
 
     Args:
         slots: two rows of float32, which may be mapped from a file.
-        rounds: of each the number of the round that left it, plus one; 0 for none.
+        rounds: number of the round that left each row, plus one; 0 for none.
     """
 
     def __init__(self, slots: Array, rounds: Array) -> None:
@@ -166,30 +166,30 @@ class Owed:
 
     @property
     def latest(self) -> Array:
-        """What the last round left."""
+        """Residual of the last round."""
         latest: Array = self._slots[0 if self._rounds[0] > self._rounds[1] else 1]
         return latest
 
     def begin(self, number: int) -> None:
-        """Round ``number`` is to be made."""
+        """Begin round ``number``."""
         before = [int(left) if left <= number else 0 for left in self._rounds]
         self._next = 0 if before[1] > before[0] else 1
         self._is_owed = max(before) > 0
         self._rounds[self._next] = 0
 
     def carry(self, elements: slice) -> Array:
-        """What is owed to some elements of that round, to be made what it leaves. They are in cache then."""
+        """Return the residual of some elements, to be replaced by what this round leaves. They are then in cache."""
         left: Array = self._slots[self._next, elements]
         left[:] = self._slots[1 - self._next, elements] if self._is_owed else 0
         return left
 
     def end(self, number: int) -> None:
-        """It was made."""
+        """End round ``number``."""
         self._rounds[self._next] = number + 1
 
 
 def _owed(command: Reduce) -> Owed | None:
-    """What this slice of a bucket is still owed; None for what has no next time."""
+    """Find the residuals of this slice of a bucket; None for collectives, which have no next round."""
     key = command.key
     if key.stream != Stream.BUCKET:
         return None
@@ -218,9 +218,9 @@ def _sum(given: list[_Given], codec: Codec, piece: slice, total: Array, seed: in
 
 
 def _encode(codec: Codec, mean: Array, residual: Array | None, out: Array, seed: int, guarded: bool) -> bool:
-    """Encode one block of the mean, with what it is owed if somebody keeps count; that stays owed if it is not finite.
+    """Encode one block of the mean, with its residual if one is kept. If the mean is not finite, the residual stays.
 
-    False if it is not finite and ``guarded``: nothing was encoded then.
+    Returns False if it is not finite and ``guarded``: nothing was encoded then.
     """
     if residual is not None and codec.compensate_block(mean, residual, out, seed, _codecs.scratch):
         return True
@@ -233,7 +233,7 @@ def _encode(codec: Codec, mean: Array, residual: Array | None, out: Array, seed:
 
 
 def _blame(command: Reduce) -> NonFinite:
-    """The first contribution, in rank order, that has an element which is not finite."""
+    """Find the first contribution, in rank order, with an element that is not finite."""
     codec = command.operation.codec
     for rank, _, payload in command.contributions:
         if payload is None:
@@ -245,13 +245,13 @@ def _blame(command: Reduce) -> NonFinite:
 
 
 def _findings(command: Reduce, data: Mapping[int, Array]) -> list[Finding]:
-    """Contributions with elements that are not finite."""
+    """Find the contributions with elements that are not finite."""
     found = [(rank, _bad(command, payload)) for rank, payload in data.items()]
     return [Finding(command.slice, rank, element) for rank, element in found if element is not None]
 
 
 def _bad(command: Reduce, data: Array) -> int | None:
-    """The first element of a contribution that is not finite, as far as its codec keeps places; None if all are."""
+    """Find the first element that is not finite, as far as the codec keeps places; None if all are finite."""
     values = scratch(0, command.numel, np.float32)
     seed = seed_of(command.key.number, command.key.part, command.first)
     command.operation.codec.decode(data.data, command.numel, values, seed, _codecs.scratch)

@@ -1,4 +1,4 @@
-"""What a mean is, whatever its contributions travelled as: how they are weighed, where it is made, what is none."""
+"""Means, whatever format their contributions travel in: weights, scratch memory, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gradserver.protocol.buffer import Buffer
 
 Array = npt.NDArray[Any]
 Outcome = Buffer | tuple[Buffer, ...] | NonFinite | Sifted | Undecodable | Broken | None
-"""Of a reduction: the result's bytes (if they were to be kept), or what forbids a result."""
+"""Outcome of a reduction: the result's bytes (if they are kept), or the reason for no result."""
 
 
 def weigh(weights: Sequence[float]) -> tuple[bool, float, Sequence[float]]:
-    """Whether all weigh the same; what a sum is divided by to be a mean; what contributions are multiplied with if not.
+    """Return whether all weights are equal, the divisor of the sum, and the factors of contributions if they are not.
 
-    A power of two changes no bits, and keeps ``w·g`` from leaving the range of ``g``.
+    Factors are weights times a power of two. This changes no bits, and keeps ``w·g`` in the range of ``g``.
     """
     if not weights or min(weights) == max(weights):
         return True, len(weights), weights
@@ -31,39 +31,39 @@ def weigh(weights: Sequence[float]) -> tuple[bool, float, Sequence[float]]:
 
 
 def is_finite(values: Array) -> bool:
-    """Whether every element is. NaN is both the largest and the smallest; a sum would take twice as long."""
+    """Return whether every element is finite. NaN is both the largest and the smallest; a sum takes twice as long."""
     return math.isfinite(np.maximum.reduce(values)) and math.isfinite(np.minimum.reduce(values))
 
 
 def shares_of(weights: Sequence[float]) -> list[float]:
-    """What part of a mean each contribution is. They add up to 1, or a little less or more."""
+    """Compute each contribution's share of a mean. They add up to 1, or a little less or more."""
     _, _, scaled = weigh(weights)
     total = math.fsum(scaled)
     return [weight / total for weight in scaled]
 
 
 def first_non_finite(values: Array) -> int | None:
-    """The first element that is not finite; None if all are."""
+    """Find the first element that is not finite; None if all are."""
     if is_finite(values):
         return None
     return int(np.flatnonzero(~np.isfinite(values))[0])
 
 
 def in_range(values: Array, dtype: npt.DTypeLike) -> Array:
-    """``values``, which are means of finite numbers of ``dtype``, as that: rounding alone may have taken them out."""
+    """Convert means of finite numbers of ``dtype`` to it. Rounding alone may have moved them out of its range."""
     largest = np.finfo(dtype).max
     np.nan_to_num(values, copy=False, posinf=largest, neginf=-largest)
     return np.clip(values, -largest, largest).astype(dtype)
 
 
 def with_one_nan(values: Array) -> Array:
-    """``values``, in which every NaN has the same bits: which of two NaN a sum keeps is the processor's choice."""
+    """Give every NaN in ``values`` the same bits: which of two NaN a sum keeps is the processor's choice."""
     np.copyto(values, np.nan, where=np.isnan(values))
     return values
 
 
 def divide(total: Array, divisor: float) -> None:
-    """Divide in place. By a power of two a product has the same bits, and comes sooner."""
+    """Divide in place. For a power of two, a product has the same bits and is faster."""
     number = total.dtype.type
     if math.frexp(divisor)[0] == 0.5:
         np.multiply(total, number(1 / divisor), out=total)
@@ -80,9 +80,9 @@ _blocks = _Blocks()
 
 
 def scratch(number: int, numel: int, dtype: npt.DTypeLike) -> Array:
-    """Memory of this thread, the same for the same number: new memory would cost as much as what is done in it.
+    """Return memory of this thread, the same for the same number. New memory would cost as much as the work in it.
 
-    Whatever was in it before is overwritten sooner or later.
+    Earlier contents are overwritten.
     """
     nbytes = numel * np.dtype(dtype).itemsize
     block = _blocks.by_number.get(number)

@@ -1,4 +1,4 @@
-"""Combines contributions: the only place where gradients meet.
+"""Combines contributions. This is the only place where gradients meet.
 
 Sums run in rank order, in fp32 or wider (integers in their own type, where they wrap), so that the
 same contributions give the same bits whenever they arrive and however tensors are cut. A mean is
@@ -50,20 +50,20 @@ log = logging.getLogger("gradserver")
 Array = npt.NDArray[Any]
 
 _BLOCK_BYTES: Final = 512 * KIB
-"""Of the type that is computed in: the sum stays in a core's second-level cache, and calls are long enough that
-threads do not wait for each other between them."""
+"""Size of a block, in the type that is computed in. The sum stays in a core's second-level cache, and calls are long
+enough that threads do not wait for each other between them."""
 _SPREAD_BYTES: Final = 16 * MIB
-"""Contributions of less than this in all are combined faster than another thread wakes up."""
+"""Total size of contributions below which combining them is faster than waking another thread."""
 _LOSSY_NUMEL: Final = 65_536
-"""Elements from which on decoding and encoding take longer than another thread's waking up."""
+"""Number of elements from which on decoding and encoding take longer than waking another thread."""
 _MAX_CAUSE: Final = 500
-"""Characters of an exception's text that members are told."""
+"""Limit of the characters of an exception's text that are sent to members."""
 _UFUNCS: Final = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
 _WIDE: Final = {"float64": np.float64, "complex128": np.float64}
 
 
 class Pending(Enum):
-    """The outcome that is not there yet."""
+    """Outcome of a reduction that is still running."""
 
     PENDING = 0
 
@@ -72,10 +72,10 @@ PENDING: Final = Pending.PENDING
 
 
 class Reducer:
-    """Carries out reductions: small ones at once, large ones in threads of its own.
+    """Executor of reductions: small ones run at once, large ones in its own threads.
 
     Args:
-        threads: how many; None for one on each processor, up to 8.
+        threads: number of threads; None for one on each processor, up to 8.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -84,7 +84,7 @@ class Reducer:
         self._starting = threading.Lock()
 
     def start(self, command: Reduce, later: Callable[[Outcome], None]) -> Outcome | Pending:
-        """Carry out ``command``; if that is left to other threads, one of them will call ``later`` with the outcome.
+        """Carry out ``command``. If this is left to other threads, one of them will call ``later`` with the outcome.
 
         An exception of the reduction is an outcome as well, `Broken`.
         """
@@ -94,7 +94,7 @@ class Reducer:
             with self._starting:
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(self._threads, "gradserver-reducer")
-            if command.operation.is_lossy:  # slice by slice: of these there are many at a time
+            if command.operation.is_lossy:  # slice by slice: there are many of these at a time
                 self._pool.submit(_reduce_then, command, later)
             else:
                 _Spread(command, self._threads, later).submit(self._pool)
@@ -103,13 +103,13 @@ class Reducer:
         return PENDING
 
     def close(self) -> None:
-        """End the threads, when what was started is done."""
+        """Wait for running reductions, and end the threads."""
         if self._pool is not None:
             self._pool.shutdown()
 
 
 class _Spread:
-    """One reduction in several threads: each takes the next block until there is none."""
+    """Reduction in several threads. Each takes the next block until there is none."""
 
     def __init__(self, command: Reduce, threads: int, later: Callable[[Outcome], None]) -> None:
         self._command, self._job = command, _Sieve(command) if command.spans else _Job(command)
@@ -126,7 +126,7 @@ class _Spread:
 
     def _work(self) -> None:
         try:
-            with np.errstate(all="ignore"):  # what is not finite is looked for, and reported with its owner
+            with np.errstate(all="ignore"):  # values that are not finite are looked for, and reported with their owner
                 while (block := next(self._blocks)) < self._job.blocks and not self._found and self._broken is None:
                     if (found := self._job.combine(block)) is not None:
                         self._found.append(found)
@@ -149,25 +149,25 @@ def _reduce_then(command: Reduce, later: Callable[[Outcome], None]) -> None:
 def _tell(later: Callable[[Outcome], None], outcome: Outcome) -> None:
     try:
         later(outcome)
-    except Exception:  # nobody looks at this thread; whoever waits for the outcome runs into its deadline
-        log.exception("the outcome of a reduction cannot be told: this is a fault of gradserver")
+    except Exception:  # nothing reads this thread's errors; members that wait for the outcome reach their deadline
+        log.exception("cannot report the outcome of a reduction. This is a bug of gradserver")
 
 
 def broken_by(error: Exception, command: Reduce) -> Broken:
-    """The outcome of a reduction that has raised ``error``."""
+    """Make the outcome of a reduction that has raised ``error``."""
     log.error("%s of group %r could not be reduced", command.operation, command.group, exc_info=error)
     return Broken(f"{type(error).__name__}: {str(error)[:_MAX_CAUSE]}")
 
 
 def _is_small(command: Reduce) -> bool:
-    """Whether other threads would not be quicker."""
+    """Return whether other threads would not be faster."""
     if command.operation.is_lossy:
         return command.numel < _LOSSY_NUMEL
     return command.nbytes * len(command.contributions) < _SPREAD_BYTES
 
 
 def reduce(command: Reduce) -> Outcome:
-    """Carry out ``command`` in this thread. The result's bytes, if they are to be kept; or what forbids a result."""
+    """Carry out ``command`` in this thread. Return the kept result, or the reason for no result."""
     if command.operation.is_lossy:
         return reduce_lossy(command)
     if command.operation.kind in PASSED_ON:
@@ -181,11 +181,11 @@ def reduce(command: Reduce) -> Outcome:
 
 
 class _Job:
-    """One reduction, cut into blocks which can be combined in any order.
+    """Reduction, cut into blocks which can be combined in any order.
 
     Attributes:
-        blocks: how many.
-        kept: the result, once every block is combined; None if only the targets are to have it.
+        blocks: number of blocks.
+        kept: result, once every block is combined; None if it is written to the targets only.
     """
 
     def __init__(self, command: Reduce) -> None:
@@ -215,11 +215,11 @@ class _Job:
         self._first = command.first * self._dtype.itemsize
 
     def outcome(self) -> Outcome:
-        """What is to be told of it, once every block is combined."""
+        """Return the outcome, once every block is combined."""
         return self.kept
 
     def combine(self, block: int) -> NonFinite | None:
-        """Write one block of the result everywhere, unless something in it is not finite."""
+        """Write one block of the result to all targets, unless a value in it is not finite."""
         cut = slice(block * self._step, (block + 1) * self._step)
         rows = [None if row is None else row[cut] for row in self._rows]
         if self._op is Op.MEAN:
@@ -228,7 +228,7 @@ class _Job:
                 return self._blame(rows, cut.start)
         elif self._op in _UFUNCS:
             result = self._fold(rows)
-        else:  # one gives, and gets it too, perhaps
+        else:  # one participant contributes, and perhaps receives its own contribution
             result = next(row for row in rows if row is not None)
         if self._digests is not None:
             self._hash(self._digests, cut.start, zip(self._ranks, rows, strict=True), result)
@@ -237,13 +237,13 @@ class _Job:
         return None
 
     def _hash(self, digests: Digests, start: int, rows: Iterable[tuple[int, Array | None]], result: Array) -> None:
-        """Hash a part, before a target, which may be where a contribution lies, has the result."""
+        """Hash a part before the result is written, as a target may be where a contribution lies."""
         at = digests.at + self._first + start * self._stored.itemsize
         hashed = [(rank, digest(row, at)) for rank, row in rows if row is not None]
         digests.found.extend([*hashed, (RESULT, digest(result, at))])
 
     def _mean(self, rows: Sequence[Array | None], scale: tuple[bool, float, Sequence[float]]) -> Array | None:
-        """The mean of a block; None if it has elements that are not finite and must not have any."""
+        """Compute the mean of a block; None if it has elements that are not finite and must not have any."""
         equal, divisor, weights = scale
         given = [(weight, row) for weight, row in zip(weights, rows, strict=True) if row is not None]
         if len(rows) == 1:  # its own mean, bit by bit; copied first, as a sharer could change it after the check
@@ -273,7 +273,7 @@ class _Job:
         return None if self._guarded else self._narrow(with_one_nan(total))
 
     def _fold(self, rows: Sequence[Array | None]) -> Array:
-        """Sum, minimum, maximum or product of a block."""
+        """Compute the sum, minimum, maximum or product of a block."""
         given = [None if row is None else self._widen(row) for row in rows]
         zeros = np.zeros_like(next(values for values in given if values is not None))
         first, *others = [zeros if values is None else values for values in given]
@@ -286,7 +286,7 @@ class _Job:
         return self._narrow(result)
 
     def _blame(self, rows: Sequence[Array | None], start: int) -> NonFinite:
-        """The first contribution to a block, in rank order, that has an element which is not finite."""
+        """Find the first contribution to a block, in rank order, with an element that is not finite."""
         per_element = self._dtype.itemsize // self._stored.itemsize
         for rank, row in zip(self._ranks, rows, strict=True):
             if row is None:
@@ -300,7 +300,7 @@ class _Job:
         return NonFinite(-1, start // per_element, "Inf")
 
     def _widen(self, row: Array) -> Array:
-        """What is stored as numbers to compute with: as it is where the bits allow it, else a wider copy."""
+        """Convert stored values to numbers to compute with: unchanged where the bits allow it, else a wider copy."""
         if self._stored == self._elements:
             return row
         if self._dtype.name == "complex32":
@@ -311,7 +311,7 @@ class _Job:
         return row.astype(self._elements)
 
     def _narrow(self, values: Array) -> Array:
-        """Numbers as they are stored, rounded to nearest."""
+        """Convert numbers to the stored type, rounded to nearest."""
         if self._stored == self._elements:
             return values
         if self._dtype.name == "complex32":
@@ -320,10 +320,10 @@ class _Job:
 
 
 class _Sieve(_Job):
-    """A mean to which contributions that are not finite do not count, slice by slice.
+    """Mean in which contributions that are not finite do not count, slice by slice.
 
-    A slice is written when it is known who counts, as a target may be where one of its contributions lies. It is
-    the result that is looked at: only if something in it is not finite is it asked whose that is.
+    A slice is written when it is known which contributions count, as a target may be where one of them lies. The
+    check reads the result. Only if a value in it is not finite are the contributions checked.
     """
 
     def __init__(self, command: Reduce) -> None:
@@ -334,11 +334,11 @@ class _Sieve(_Job):
         self.blocks = len(self._spans)
 
     def outcome(self) -> Outcome:
-        """The result, and what was found."""
+        """Return the result, with the findings."""
         return Sifted(self.kept, tuple(sorted(self._findings))) if self._findings else self.kept
 
     def combine(self, block: int) -> None:
-        """Write one slice of the result everywhere, if there is one."""
+        """Write one slice of the result to all targets, if there is one."""
         per_element = self._dtype.itemsize // self._stored.itemsize
         start, stop = (place * per_element for place in self._spans[block])
         rows = {place: None if row is None else row[start:stop] for place, row in enumerate(self._rows)}
@@ -363,7 +363,7 @@ class _Sieve(_Job):
         return None if row is None else first_non_finite(self._widen(row))
 
     def _mean_in_range(self, rows: dict[int, Array | None]) -> Array:
-        """The mean of finite elements that are so large that their sum is not finite."""
+        """Compute the mean of finite elements that are so large that their sum is not finite."""
         shares = shares_of([self._weights[place] for place in rows])
         given = [(share, row) for share, row in zip(shares, rows.values(), strict=True) if row is not None]
         total: Array = np.zeros(given[0][1].size, np.float64)
@@ -373,7 +373,7 @@ class _Sieve(_Job):
 
 
 def _multiply(left: Array, right: Array) -> Array:
-    """The product of complex numbers: numpy's own rounds otherwise at the edge of an array than in its middle."""
+    """Multiply complex numbers: numpy's own product rounds differently at the edge of an array than in its middle."""
     result = np.empty_like(left)
     result.real = left.real * right.real - left.imag * right.imag
     result.imag = left.real * right.imag + left.imag * right.real
@@ -382,7 +382,7 @@ def _multiply(left: Array, right: Array) -> Array:
 
 @cache
 def _number_type(dtype: DType, op: Op) -> np.dtype[Any]:
-    """What to compute in. Complex numbers add as pairs of real ones, and multiply as themselves."""
+    """Choose the type to compute in. Complex numbers add as pairs of real ones, and multiply as themselves."""
     if dtype.kind in "iub":
         return numpy_dtype(dtype)
     if dtype.kind == "c" and op is Op.PRODUCT:
@@ -392,7 +392,7 @@ def _number_type(dtype: DType, op: Op) -> np.dtype[Any]:
 
 @cache
 def _stored_type(dtype: DType, elements: np.dtype[Any]) -> np.dtype[Any]:
-    """What memory is seen as: numbers of which the type consists, or bits that `_Job._widen` makes numbers of."""
+    """Choose the type of memory: numbers of which the type consists, or bits that `_Job._widen` converts to numbers."""
     if dtype.name == "complex32":
         return np.dtype(np.float16)
     if dtype.name == "bfloat16":

@@ -1,9 +1,10 @@
-"""What lossy codecs keep back at the coordinator, in files, so that the next coordinator owes what this one did.
+"""Residuals of lossy codecs at the coordinator, kept in files so that the next coordinator has them.
 
-For each slice of a lossy bucket there are two slots, each with the number of the round whose result left it. Making the
-result of round n reads the slot of the last round before n and writes the other one, whose number is set when it is
-whole, and before anybody is sent the result. So whenever this process dies, what the result of round n was made from is
-still there: made once more, it has the same bits; and if somebody has it already, what it left is there too.
+For each slice of a lossy bucket there are two slots, each with the number of the round whose result left it. Computing
+the result of round n reads the slot of the last round before n and writes the other one. The number of that slot is set
+when it is complete, and before any member is sent the result. So whenever this process dies, the residual that the
+result of round n was computed from still exists: computed once more, the result has the same bits. If a member already
+has the result, the residual that it left exists too.
 
     file     number of the round plus one, or 0, of both slots of each slice (u64); then both slots of each (float32)
 
@@ -35,21 +36,21 @@ log = logging.getLogger("gradserver")
 
 _PREFIX: Final = "residuals-"
 _Places = dict[tuple[int, int], Owed]
-"""What is owed, by bucket and slice."""
+"""Residuals by bucket and slice."""
 _PAGE: Final = 4096
 
 
 class Residuals:
-    """Those of the durable groups whose records are kept in a directory."""
+    """Residuals of the durable groups whose records are kept in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._durable: set[str] = set()
         self._groups: dict[str, dict[Path, _Places]] = {}
-        """Of each group the files, one for each section that is lossy."""
+        """Files of each group, one for each lossy section."""
 
     def restore(self, records: Iterable[Kind]) -> frozenset[str]:
-        """Go on from what an earlier coordinator has left. The groups of which there is something."""
+        """Restore the residuals of an earlier coordinator. Return the groups that have some."""
         before = set(self._directory.glob(f"{_PREFIX}*.bin"))
         for record in records:
             self.take(record)
@@ -59,10 +60,10 @@ class Residuals:
         return frozenset(group for group, files in self._groups.items() if before.issuperset(files))
 
     def take(self, record: Kind) -> None:
-        """Something was written down."""
+        """Note a record that was written."""
         match record:
             case Durable(group, _, rates):
-                if not rates:  # of several shards only some would be kept
+                if not rates:  # with several shards only some would be kept
                     self._durable.add(group)
             case Closed(group):
                 self._durable.discard(group)
@@ -71,14 +72,14 @@ class Residuals:
                 self._open(group, number, plan)
 
     def provide(self, command: Reduce) -> None:
-        """Give a reduction what is owed to it, if that is kept here."""
+        """Give a reduction its residuals, if they are kept here."""
         place = command.key.part, command.slice
         if command.key.stream == Stream.BUCKET and place not in command.state and command.group in self._groups:
             files = self._groups[command.group].values()
             command.state[place] = next(found[place] for found in files if place in found)
 
     def _open(self, group: str, number: int, plan: PlanTable) -> None:
-        """Go by ``plan``: sections that were there before keep what they have."""
+        """Open the files of ``plan``. Sections that existed before keep their residuals."""
         before, here = self._groups.get(group, {}), dict[Path, _Places]()
         for section in plan.each:
             alone = plan.alone(section)
@@ -111,7 +112,7 @@ class Residuals:
 
 
 def _lengths(plan: PlanTable, first: int) -> Iterable[tuple[tuple[int, int], int]]:
-    """Elements of each slice of what is lossy, by bucket, from ``first`` on, and slice."""
+    """List the number of elements of each lossy slice, by bucket, from ``first`` on, and slice."""
     for part, bucket in enumerate(plan.buckets, first):
         if bucket.operation.is_lossy:
             layout = layout_of(bucket.operation, 1)
@@ -121,18 +122,18 @@ def _lengths(plan: PlanTable, first: int) -> Iterable[tuple[tuple[int, int], int
 
 
 def _map(path: Path, size: int) -> mmap.mmap:
-    """So many bytes of a file, zeros if it is new; of memory, if the disk does not give them."""
+    """Map so many bytes of a file, zeros if it is new; memory, if the disk is full."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, size)  # a disk that is full says so now, and kills nobody later
+            os.posix_fallocate(fd, 0, size)  # a full disk fails here, and does not kill the process later
             return mmap.mmap(fd, size)
         finally:
             os.close(fd)
     except OSError as error:
         path.unlink(missing_ok=True)
         log.warning(
-            "cannot keep %s: %s. If this coordinator dies, what lossy codecs had kept back is lost",
+            "cannot keep %s: %s. If this coordinator dies, the residuals of lossy codecs are lost",
             path,
             reason_of(error),
         )

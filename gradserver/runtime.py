@@ -1,4 +1,4 @@
-"""Joins the engine with channels and a clock. It has no loop of its own: channel servers call it."""
+"""The runtime: joins the engine with channels and a clock. It has no loop of its own: channel servers call it."""
 
 from __future__ import annotations
 
@@ -41,56 +41,56 @@ T = TypeVar("T")
 
 
 class Mind(Protocol):
-    """What decides: `gradserver.engine.Engine`, or that of a data shard."""
+    """The engine that decides: `gradserver.engine.Engine`, or that of a data shard."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """What to do about ``event``."""
+        """Handle ``event``, and return the commands that follow."""
 
     def next_deadline(self) -> float | None:
-        """When a `Tick` is due at the latest."""
+        """Return when the next `Tick` is due."""
 
     def snapshot(self, now: float) -> dict[str, object]:
-        """What it sees, as plain JSON values."""
+        """Return the state, as plain JSON values."""
 
     def allowance(self) -> int:
         """Bytes that one member may have under way, or leave unread, at most."""
 
 
 class Journal(Protocol):
-    """Where records go: `gradserver.ledger.state.StateDir`."""
+    """The journal that stores records: `gradserver.ledger.state.StateDir`."""
 
     def append(self, record: Kind) -> None:
         """Write ``record``. Never fails: training does not depend on it."""
 
     def snapshot(self) -> dict[str, object]:
-        """Where it writes, and what is wrong with that, as plain JSON values."""
+        """Return the file that it writes, and the trouble with it, as plain JSON values."""
 
 
 class Residuals(Protocol):
-    """Where what lossy codecs keep back outlives this process: `gradserver.residuals.Residuals`."""
+    """The store in which residuals of lossy codecs outlive this process: `gradserver.residuals.Residuals`."""
 
     def restore(self, records: Iterable[Kind]) -> frozenset[str]:
-        """Go on from what an earlier coordinator has left. The groups of which there is something."""
+        """Restore the residuals of an earlier coordinator. Return the groups that have some."""
 
     def take(self, record: Kind) -> None:
-        """Something was written down."""
+        """Note a record that was written."""
 
     def provide(self, command: Reduce) -> None:
-        """Give a reduction what is owed to it, if that is kept here."""
+        """Give a reduction its residuals, if they are kept here."""
 
 
 class Coordinator:
-    """Feeds events to the engine and carries out what it commands.
+    """Runtime of a coordinator: feeds events to the engine and carries out its commands.
 
     Safe to call from several threads: the engine runs under a lock, reductions and sends outside of it,
-    so that threads of a local cluster reduce side by side. In the daemon one thread does it all.
+    so that threads of a local cluster reduce in parallel. In the daemon one thread does all of it.
 
     Args:
         engine: the mind.
-        reducer: who combines contributions.
+        reducer: executor of reductions.
         on_deadline: called after an event with the time of the next deadline, when that has come nearer.
-        journal: where records go, if they are kept. Only for a coordinator that one thread calls.
-        residuals: where what lossy codecs keep back is kept with them.
+        journal: store of records, if they are kept. Only for a coordinator that one thread calls.
+        residuals: store of the residuals of lossy codecs, kept with the journal.
         hire: starts another data shard.
     """
 
@@ -115,47 +115,47 @@ class Coordinator:
         self.started = time.monotonic()
 
     def run_in(self, call_soon: Callable[[Callable[[], None]], None]) -> None:
-        """What other threads have to say shall come through ``call_soon``: into the thread of a channel's server."""
+        """Hand calls of other threads to ``call_soon``, which runs them in the thread of a channel's server."""
         self._call_soon = call_soon
 
     def close(self) -> None:
-        """End threads that combine contributions."""
+        """End the threads of the reducer."""
         self._reducer.close()
 
     # ── what channel servers call ─────────────────────────────────────────────────────────────────────
 
     def connect(self, channel: Outlet) -> int:
-        """Register a channel; messages that come in on it are handed over with the number returned."""
+        """Register a channel. Its messages are handed over with the number returned."""
         with self._lock:
             self._connections += 1
             self._channels[self._connections] = channel
             return self._connections
 
     def receive(self, connection: int, message: Message, payloads: Sequence[Buffer] = ()) -> None:
-        """A message came in."""
+        """Handle a message."""
         self._handle(Received(connection, message, payloads))
 
     def restore(self, records: tuple[Kind, ...]) -> None:
-        """Go on from what an earlier coordinator has written down."""
+        """Restore the state that an earlier coordinator has written."""
         kept = frozenset[str]() if self._residuals is None else self._residuals.restore(records)
         self._handle(Restored(records, kept))
 
     def garbled(self, connection: int, error: GradServerError) -> None:
-        """Something came in that is no message."""
+        """Handle bytes that are no message."""
         self._handle(Garbled(connection, error))
 
     def lost(self, connection: int, reason: str, ended: bool = False) -> None:
-        """A connection broke. ``ended``: its process is known to have ended."""
+        """Handle a broken connection. ``ended``: its process is known to have ended."""
         if self._channels.pop(connection, None) is not None:
             self._handle(Disconnected(connection, reason, ended))
 
     def silent(self, connection: int, reason: str) -> None:
-        """Nothing is heard of a connection that is there: whoever froze is to read why it is closed."""
+        """Handle a silent connection. A frozen worker is to read later why it was closed."""
         if connection in self._channels:
             self._handle(Disconnected(connection, reason, silent=True))
 
     def tick(self) -> None:
-        """Time passed."""
+        """Let the engine handle the time."""
         self._announced = None
         self._handle(Tick())
 
@@ -164,12 +164,12 @@ class Coordinator:
         self._handle(Stop(reason))
 
     def next_deadline(self) -> float | None:
-        """When `tick` is due, on `time.monotonic`'s scale; None when nothing waits."""
+        """Return when `tick` is due, on `time.monotonic`'s scale; None if nothing waits."""
         with self._lock:
             return self._engine.next_deadline()
 
     def undisturbed(self, look: Callable[[], T]) -> T:
-        """What ``look`` returns, which looks at the engine while nothing happens there."""
+        """Call ``look`` while the engine handles no event, and return its result."""
         with self._lock:
             return look()
 
@@ -178,7 +178,7 @@ class Coordinator:
         return self._engine.allowance()
 
     def snapshot(self) -> dict[str, object]:
-        """What the coordinator sees, as plain JSON values. ``uptime`` in seconds."""
+        """Return the state of the coordinator, as plain JSON values. ``uptime`` is in seconds."""
         with self._lock:
             now = time.monotonic()
             ledger = {} if self._journal is None else {"ledger": self._journal.snapshot()}
@@ -246,8 +246,8 @@ class Coordinator:
             self._unsayable(connection, channel, type(message).__name__, error)
 
     def _unsayable(self, connection: int, channel: Outlet, what: str, error: ProtocolError) -> None:
-        """A message that its receiver would refuse: that one connection ends, and is told why. Others go on."""
-        text = f"the coordinator cannot send a {what}: {error.message}. This is a fault of gradserver"
+        """Close the connection of a message that its receiver would refuse, with the reason. Others continue."""
+        text = f"the coordinator cannot send a {what}: {error.message}. This is a bug of gradserver"
         log.error("connection %d is closed: %s", connection, text)
         with contextlib.suppress(ClosedError, ConnectionError):
             channel.send(Failure.of(CoordinatorError(text), Scope.CONNECTION))

@@ -410,7 +410,7 @@ def test_who_would_be_told_what_nobody_can_read_is_told_that_and_the_daemon_and_
     assert "cannot send a Welcome" in failure.text
     assert lines[0].closed
     assert isinstance(lines[1].sent[0], Welcome)
-    assert "fault of gradserver" in caplog.text
+    assert "bug of gradserver" in caplog.text
 
 
 UNREADABLE: list[Kind] = [
@@ -445,7 +445,7 @@ def test_a_record_that_nobody_could_read_leaves_a_gap_and_the_directory_can_be_u
     (gap,) = [record for record in found if isinstance(record, Gap)]
     assert "Closed that cannot be read" in gap.reason
     assert any(isinstance(record, Epoch) for record in found)
-    assert "fault of gradserver" in caplog.text
+    assert "bug of gradserver" in caplog.text
 
 
 # ── results that a member says once more ──────────────────────────────────────────────────────────────

@@ -84,5 +84,5 @@ def test_a_full_disk_is_said_and_disturbs_nobody(
     monkeypatch.setattr(os, "posix_fallocate", full)
     residuals = opened(tmp_path)
     assert result(residuals, 0) != result(residuals, 1)
-    assert "no space left on device. If this coordinator dies, what lossy codecs had kept back is lost" in caplog.text
+    assert "no space left on device. If this coordinator dies, the residuals of lossy codecs are lost" in caplog.text
     assert list(tmp_path.iterdir()) == []

@@ -156,7 +156,7 @@ class Link:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """Descriptors to wait at. They are edge-triggered: before each wait, call `take_some` until there is nothing."""
+        """Descriptors to wait at. They are edge-triggered: call `take_some` before each wait, until nothing is left."""
         return int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
 
     def serve(self, coordinator: Coordinator, connection: int) -> None:
