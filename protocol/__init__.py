@@ -1,1 +1,1 @@
-"""What a worker and the coordinator say to each other, and how it is written down in bytes."""
+"""Messages between a worker and the coordinator, and their form in bytes."""

@@ -1,4 +1,4 @@
-"""What tensors travel as."""
+"""The type of memory that tensors travel in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import numpy as np
 import numpy.typing as npt
 
 Buffer = bytes | bytearray | memoryview
-"""Anything contiguous whose `len` counts bytes; numpy arrays go as ``array.view(np.uint8).data``."""
+"""Anything contiguous whose `len` counts bytes. A numpy array is passed as ``array.view(np.uint8).data``."""
 Bytes = npt.NDArray[np.uint8]
 """Memory as it is exchanged: contiguous, and counted in bytes."""

@@ -1,6 +1,6 @@
-"""Checks of what came off the wire: each takes any value and gives it back as what it should be, or raises.
+"""Checks of values from the wire. Each takes any value and returns it with its type, or raises.
 
-Values are as msgpack makes them, whose integers have 64 bits and whose containers were limited when it read them.
+Values come from msgpack. Its integers have 64 bits, and the size of containers was limited when they were read.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gradserver.protocol.limits import MAX_FRAME_BYTES, MAX_LIST, MAX_TEXT
 
 T = TypeVar("T")
 Fact = str | int | tuple[str, ...]
-"""What the fields of an error are."""
+"""A field of an error."""
 
 
 def integer(low: int, high: int) -> Callable[[Any], int]:
-    """A check of integers."""
+    """Return a check of integers."""
 
     def check(value: Any) -> int:
         if type(value) is not int or not low <= value <= high:
@@ -31,7 +31,7 @@ def integer(low: int, high: int) -> Callable[[Any], int]:
 
 
 def number(low: float, high: float) -> Callable[[Any], float]:
-    """A check of floating numbers."""
+    """Return a check of floating numbers."""
 
     def check(value: Any) -> float:
         if type(value) is not float or not low <= value <= high:  # NaN fails both comparisons
@@ -42,7 +42,7 @@ def number(low: float, high: float) -> Callable[[Any], float]:
 
 
 def text(longest: int) -> Callable[[Any], str]:
-    """A check of text."""
+    """Return a check of text."""
 
     def check(value: Any) -> str:
         if type(value) is not str or len(value) > longest:
@@ -53,14 +53,14 @@ def text(longest: int) -> Callable[[Any], str]:
 
 
 def flag(value: Any) -> bool:
-    """The check of true and false."""
+    """Check true and false."""
     if type(value) is not bool:
         raise MalformedMessageError(f"expected true or false, got {brief(value)}")
     return value
 
 
 def listed(check: Callable[[Any], T], most: int) -> Callable[[Any], tuple[T, ...]]:
-    """A check of lists, and of each of their items."""
+    """Return a check of lists, and of each of their items."""
 
     def check_all(value: Any) -> tuple[T, ...]:
         if type(value) is not list or len(value) > most:
@@ -71,25 +71,25 @@ def listed(check: Callable[[Any], T], most: int) -> Callable[[Any], tuple[T, ...
 
 
 def numbers(low: float, high: float, most: int) -> Callable[[Any], tuple[float, ...]]:
-    """A check of lists of floating numbers, as `listed` and `number` together, in a fraction of the time."""
+    """Return a check of lists of floating numbers. It is `listed` and `number` together, in a fraction of the time."""
     each = listed(number(low, high), most)
 
     def check(value: Any) -> tuple[float, ...]:
         if type(value) is not list or not 0 < len(value) <= most or set(map(type, value)) != {float}:
             return each(value)
-        total = sum(value)  # NaN, if one of them is
+        total = sum(value)  # NaN, if any of them is
         return tuple(value) if low <= min(value) and max(value) <= high and total == total else each(value)
 
     return check
 
 
 def optional(check: Callable[[Any], T]) -> Callable[[Any], T | None]:
-    """The check of what may be left out."""
+    """Return a check of what may be left out."""
     return lambda value: None if value is None else check(value)
 
 
 def facts(value: Any) -> dict[str, Fact]:
-    """The check of an error's fields."""
+    """Check an error's fields."""
     if type(value) is not dict:
         raise MalformedMessageError(f"expected an error's fields, got {brief(value)}")
     return {_text(name): _fact(item) for name, item in value.items()}
@@ -108,17 +108,17 @@ _texts = listed(_text, MAX_LIST)
 
 
 def brief(value: Any) -> str:
-    """How to speak of a value, however large it is."""
+    """Describe a value, however large it is."""
     if isinstance(value, (str, bytes, list, dict)):
         return f"{type(value).__name__} of length {len(value)}"
     return repr(value)[:60]
 
 
 def unpack(data: Buffer, what: str, most: int, maps: bool) -> list[Any]:
-    """The list that ``data`` is as msgpack, with at most ``most`` items in any list of it, and with maps or without.
+    """Unpack the list in ``data`` (msgpack), with at most ``most`` items in each list; ``maps`` allows maps.
 
     Raises:
-        MalformedMessageError: it is none; ``what`` says what it is not.
+        MalformedMessageError: the data is no such list. ``what`` describes it.
     """
     try:
         unpacked = msgpack.unpackb(
@@ -132,7 +132,7 @@ def unpack(data: Buffer, what: str, most: int, maps: bool) -> list[Any]:
             max_array_len=most,
             max_map_len=64 if maps else 0,
         )
-    except Exception as error:  # msgpack raises a zoo of types, all of them about these bytes
+    except Exception as error:  # msgpack raises errors of many types, all of them about these bytes
         raise MalformedMessageError(f"{what}: {str(error)[:120]}") from None
     if type(unpacked) is not list:
         raise MalformedMessageError(what)

@@ -1,19 +1,19 @@
-"""The digest by which the ledger says what was summed and what came out: 64 bits of any number of bytes.
+"""The digest of the ledger: 64 bits of any number of bytes, of contributions and of results.
 
     digest(bytes, at) = Σ w_p · T[p mod 1024] · (2·⌊p / 1024⌋ + 1)    mod 2^64
 
-over the little-endian 64-bit words w_p of a place that holds zeros, and ``bytes`` from offset ``at`` on. T are 1024 odd
-numbers, 8 KiB that stay in the first-level cache: splitmix64 of 1, 2, … (Steele, Lea, Flood 2014, *Fast splittable
+The w_p are the little-endian 64-bit words of a place that holds zeros, and ``bytes`` from offset ``at`` on. T are 1024
+odd numbers, 8 KiB that stay in the first-level cache: splitmix64 of 1, 2, … (Steele, Lea, Flood 2014, *Fast splittable
 pseudorandom number generators*).
 
-It adds up: the digest of a whole is the sum of its parts' digests, however it is cut into slices, blocks, threads or
-shards, and in whatever order they come. Odd factors have inverses, so any other word is another digest. The same word
-elsewhere is another one, too, if it is odd. Each zero bit at its end takes a bit of the factors' difference: of words
-with z of them one in 2^(63-z) has the same digest in another place. It tells faults, not forgers: other bytes with the
-same digest can be found.
+Digests add up: the digest of a whole is the sum of its parts' digests. So it depends neither on the cut into slices,
+blocks, threads or shards, nor on their order. Odd factors have inverses, so every other word gives another digest. An
+odd word in another place gives another digest, too. Each zero bit at a word's end takes a bit of the factors'
+difference: of words with z of them one in 2^(63-z) has the same digest in another place. The digest shows faults, not
+forgery: other bytes with the same digest can be found.
 
-Takes 2.6 times as long as copying what is in a core's second-level cache, and 0.7 times as long as copying what is in
-none: it reads, and writes nothing.
+It takes 2.6 times as long as copying bytes that are in a core's second-level cache, and 0.7 times as long as copying
+bytes that are in no cache: it reads, and writes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORD: Final = np.dtype("<u8")
 
 @cache
 def _factors() -> npt.NDArray[np.uint64]:
-    """T."""
+    """Return T."""
     mixed = np.arange(1, _ROW + 1, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
@@ -43,12 +43,12 @@ def _factors() -> npt.NDArray[np.uint64]:
 
 
 def digest(data: Buffer | npt.NDArray[Any], at: int = 0) -> int:
-    """The digest of ``data``, which stands at byte ``at`` of the whole. Any contiguous memory will do."""
+    """Return the digest of ``data``, which stands at byte ``at`` of the whole. Any contiguous memory will do."""
     raw = np.frombuffer(data, np.uint8)
     lead = min(-at % 8, raw.size)
     body = (raw.size - lead) // 8 * 8
     total = 0
-    if lead:  # it begins within a word, and ends within one
+    if lead:  # it begins and ends within a word
         total += _partial(raw[:lead], at)
     if lead + body < raw.size:
         total += _partial(raw[lead + body :], at + lead + body)
@@ -69,14 +69,14 @@ def digest(data: Buffer | npt.NDArray[Any], at: int = 0) -> int:
 
 
 def _partial(data: npt.NDArray[np.uint8], at: int) -> int:
-    """The digest of less than a word that lies within one."""
+    """Return the digest of less than a word, which lies within one."""
     row, column = divmod(at // 8, _ROW)
     word = int.from_bytes(data.tobytes(), "little") << (8 * (at % 8))
     return word * int(_factors()[column]) * (2 * row + 1)
 
 
 def places(plan: Plan) -> tuple[int, ...]:
-    """Where the payload of each bucket begins in what is hashed of a round: behind the one before, at a whole row.
+    """Return where each bucket's payload begins in what is hashed of a round: behind the one before, at a whole row.
 
     A round hashes one section, which begins at 0.
     """

@@ -1,8 +1,7 @@
-"""Element types on the wire.
+"""Element types on the wire: the numeric types of torch.
 
-The numeric types of torch, each with a code, a size and the numpy type that the coordinator
-computes with. numpy has no bfloat16 and no 8-bit floats of its own; `ml_dtypes` brings them.
-``complex32`` has no numpy type at all: it is summed as pairs of float16.
+Each has a code, a size and the numpy type that the coordinator computes with. numpy has no bfloat16 and no 8-bit floats
+of its own; `ml_dtypes` has them. ``complex32`` has no numpy type at all: it is summed as pairs of float16.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # one object for each type, so identity is equality, and quick
+@dataclass(frozen=True, slots=True, eq=False)  # one object for each type: identity is equality, and fast
 class DType:
     """One element type. ``code`` is what travels; ``itemsize`` in bytes; ``kind`` as numpy's: f i u b c."""
 
@@ -28,7 +27,7 @@ class DType:
 
     @property
     def is_floating(self) -> bool:
-        """Whether it can be averaged: real or complex floating point."""
+        """Whether the type can be averaged: real or complex floating point."""
         return self.kind in "fc"
 
 
@@ -66,7 +65,7 @@ UINT8: Final = BY_NAME["uint8"]
 
 
 def dtype_of(name: str) -> DType:
-    """The type called ``name`` (torch's name without ``torch.``); DTypeError if it cannot travel."""
+    """Return the type called ``name`` (torch's name without ``torch.``). DTypeError if it cannot travel."""
     try:
         return BY_NAME[name]
     except KeyError:
@@ -75,7 +74,7 @@ def dtype_of(name: str) -> DType:
 
 @cache
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """The numpy type with the same bits; for complex32 that of one half of it (float16)."""
+    """Return the numpy type with the same bits; for complex32 that of one half of it (float16)."""
     import numpy as np
 
     if dtype.name == "complex32":

@@ -1,4 +1,4 @@
-"""Every error that gradserver raises, told apart by whose fault it is.
+"""Every error that gradserver raises, in one tree. Branches are by the side at fault.
 
 GradServerError
 ├── InvalidArgumentError          the caller's: this call cannot be right (also a ValueError)
@@ -7,7 +7,7 @@ GradServerError
 │   ├── InvalidWorldSizeError
 │   ├── SizeMismatchError
 │   ├── DTypeError
-│   ├── LayoutError               a device or memory layout that cannot go
+│   ├── LayoutError               a device or memory layout that cannot travel
 │   └── UnsupportedOperationError
 ├── UsageError                    the caller's: the right call at the wrong time (also a RuntimeError)
 │   ├── ClosedError               use after close
@@ -19,13 +19,13 @@ GradServerError
 │   ├── CollectiveMismatchError
 │   ├── AbandonedError            between a data shard and a worker: a member went on without this exchange
 │   ├── DivergedError             replicas that must hold the same weights do not
-│   └── MembershipChangedError    an elastic group is not the one that this call was made in: call it again
+│   └── MembershipChangedError    the membership of an elastic group changed during this call: call it again
 ├── PeerError                     another worker's
-│   ├── WorkerLostError           died, or its connection did
-│   ├── WorkerLeftError           left politely, but was still needed
-│   ├── LeftOutError              this one, for the others: they go on without it
-│   └── NonFiniteError            contributed NaN or Inf
-├── DeadlineError                 someone's who did not come in time; it names them (also a TimeoutError)
+│   ├── WorkerLostError           it died, or its connection broke
+│   ├── WorkerLeftError           it left politely, but was still needed
+│   ├── LeftOutError              this worker, for the others: they continue without it
+│   └── NonFiniteError            it contributed NaN or Inf
+├── DeadlineError                 that of workers that did not come in time; it names them (also a TimeoutError)
 │   └── JoinTimeoutError
 ├── CoordinatorError              the coordinator's, or the way to it (also a ConnectionError)
 │   ├── CoordinatorUnreachableError
@@ -149,7 +149,7 @@ class AbandonedError(DisagreementError):
     """
 
     def when_nothing_failed(self) -> CollectiveMismatchError:
-        """Tell what this means when no shard says of a failure: that member has called something else."""
+        """Return what this means when no shard reports a failure: the member has called something else."""
         return CollectiveMismatchError(f"{self.message}: the members have called different collectives")
 
 
@@ -278,14 +278,14 @@ def _tree(root: type[GradServerError]) -> dict[str, type[GradServerError]]:
 
 
 ERRORS: dict[str, type[GradServerError]] = _tree(GradServerError)
-"""Every class of the tree by name: the name is what travels."""
+"""Every class of the tree by name. The name is what travels."""
 
 for _class in ERRORS.values():
-    _class.__module__ = "gradserver"  # where people import them from, and so what a traceback shows
+    _class.__module__ = "gradserver"  # the place to import them from, and so what a traceback shows
 
 __all__ = ["ERRORS", *ERRORS]  # noqa: PLE0604 - the names are the keys, all of them strings
 
 
 def reason_of(error: OSError) -> str:
-    """What the system says, as a part of a sentence."""
+    """Return the system's reason, as a part of a sentence."""
     return (error.strerror or str(error)).lower()

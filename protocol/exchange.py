@@ -1,9 +1,9 @@
-"""What is exchanged, and how it is cut.
+"""Exchanges: what is exchanged, and how it is cut.
 
-Every operation of gradserver, from one gradient bucket to a send, is one **exchange**: it is cut into
-slices, every participant contributes exactly one message to each slice (some of them empty), and
-gets exactly one result for it (some of them empty). What differs between operations is only who has
-bytes to give, who has bytes to get, and what happens to them in between. That is this module.
+Every operation of gradserver, from one gradient bucket to a send, is one **exchange**. It is cut into slices. Every
+participant contributes exactly one message to each slice (some of them empty), and gets exactly one result for it (some
+of them empty). Operations differ in the participants that give bytes, in those that get bytes, and in what happens in
+between. That is this module.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from gradserver.protocol.errors import InvalidArgumentError, UnsupportedOperatio
 from gradserver.protocol.limits import MIN_SLICE_COST, SHARED_SLICE_COST, SLICE_BYTES
 
 EXACT: Final = codec_of("fp32")
-"""As it is: the only codec for what is not float32, and the one whenever no other was asked for."""
+"""The codec without loss: the only one for types other than float32, and the default."""
 
 
 class Stream(IntEnum):
-    """Which sequence an exchange belongs to; each is matched among workers by its own numbers."""
+    """The sequence that an exchange belongs to. Each is matched among workers by its own numbers."""
 
     BUCKET = 0
     """``number`` is the round, ``part`` the bucket's place in the plan."""
     COLLECTIVE = 1
     """``number`` counts the group's collectives, which all members call in the same order.
 
-    In an elastic group ``part`` is the round in which it was called, and ``number`` counts those of that round: so who
-    joins needs to know no number.
+    In an elastic group ``part`` is the round in which it was called, and ``number`` counts those of that round. So a
+    worker that joins needs to know no number.
     """
     TRANSFER = 2
     """``number`` counts the sends from ``source`` to ``target`` with tag ``part``; a state's have `STATE_TAG`."""
 
 
 STATE_TAG: Final = 1 << 61
-"""What is added to the number of a transfer of state is the tag of its sends. Those of people are below."""
+"""The difference between the number of a transfer of state and the tag of its sends. Callers' tags are below."""
 
 
 class ExchangeKey(NamedTuple):
-    """Names one exchange within a group. Keys order as tuples; that order is the same for every member."""
+    """The name of one exchange within a group. Keys order as tuples, and that order is the same for every member."""
 
     stream: int
     number: int
@@ -55,12 +55,12 @@ class ExchangeKey(NamedTuple):
 
 
 def is_state(key: ExchangeKey) -> bool:
-    """Whether it is a part of the state that a member sends to who joins."""
+    """Return whether it is a part of the state that a member sends to a learner."""
     return key.stream == Stream.TRANSFER and key.part >= STATE_TAG
 
 
 class Pool(IntEnum):
-    """What credit an exchange draws on. They are apart so that none can starve another into a deadlock."""
+    """The credit that an exchange draws on. Pools are separate so that none can starve another into a deadlock."""
 
     BUCKETS = 0
     COLLECTIVES = 1
@@ -69,7 +69,7 @@ class Pool(IntEnum):
 
 
 def pool_of(key: ExchangeKey, rank: int) -> Pool:
-    """The pool that ``rank`` draws on to take part in ``key``."""
+    """Return the pool that ``rank`` draws on to take part in ``key``."""
     if key.stream == Stream.TRANSFER:
         return Pool.SENDS if rank == key.source else Pool.RECEIVES
     return Pool.COLLECTIVES if key.stream == Stream.COLLECTIVE else Pool.BUCKETS
@@ -99,18 +99,18 @@ class Op(IntEnum):
     MAX = 4
     PRODUCT = 5
     FIRST = 6
-    """The data of the lowest rank that gives any with a weight above zero; buffers are kept alike with it.
+    """The data of the lowest rank that gives any with a weight above zero; it keeps buffers equal.
 
-    Where none does, members leave their memory as it is.
+    If no rank gives any, members leave their memory as it is.
     """
     FRAMED = 7
-    """Bytes that are passed on, each part of them behind its length (`gradserver.protocol.frames`): parts may differ in
+    """Bytes that are passed on, each part behind its length (`gradserver.protocol.frames`): parts may differ in
     length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """All that members must agree on before bytes meet.
+    """Everything that members must agree on before bytes meet.
 
     Attributes:
         kind: what is done.
@@ -129,12 +129,12 @@ class Operation:
     codec: Codec = EXACT
 
     def __hash__(self) -> int:
-        """Not of all parts: few operations differ in the others alone, whose own hashes take longer."""
+        """Hash some parts only. Few operations differ in the others alone, and those take longer to hash."""
         return hash((self.kind, self.op, self.numel, self.root))
 
     @property
     def is_lossy(self) -> bool:
-        """Whether what arrives is not, bit by bit, what was sent."""
+        """Whether the result can differ, bit by bit, from what was sent."""
         return self.codec is not EXACT
 
     def __str__(self) -> str:
@@ -151,7 +151,7 @@ class Operation:
 
 @lru_cache(maxsize=4096)
 def operation_of(kind: Kind, op: Op, dtype: DType, numel: int, root: int = -1, codec: Codec = EXACT) -> Operation:
-    """The operation of these parts, and always the same object: comparing it is then quick.
+    """Return the operation of these parts. It is always the same object, so comparing it is quick.
 
     Raises:
         UnsupportedOperationError: ``op`` is not defined for ``dtype``, or its result cannot travel as ``codec``.
@@ -162,7 +162,7 @@ def operation_of(kind: Kind, op: Op, dtype: DType, numel: int, root: int = -1, c
 
 
 def check_reducible(op: Op, dtype: DType) -> None:
-    """UnsupportedOperationError unless ``op`` is defined for ``dtype``."""
+    """Raise UnsupportedOperationError unless ``op`` is defined for ``dtype``."""
     if op is Op.MEAN and not dtype.is_floating:
         raise UnsupportedOperationError(
             f"the mean of {dtype.name} is not a {dtype.name}: use op='sum', or convert to a floating type"
@@ -174,7 +174,7 @@ def check_reducible(op: Op, dtype: DType) -> None:
 
 
 def check_codec(kind: Kind, op: Op, dtype: DType, codec: Codec) -> None:
-    """UnsupportedOperationError unless this can travel as ``codec``: only of a mean is it known what may be lost."""
+    """Raise UnsupportedOperationError unless this can travel as ``codec``: what may be lost is known of a mean only."""
     if codec is not EXACT and (kind is not Kind.ALL_REDUCE or op is not Op.MEAN or dtype != FLOAT32):
         what = f"{kind.name.lower()}({op.name.lower()}) of {dtype.name}"
         raise UnsupportedOperationError(f"{what} cannot travel as {codec.name}: only the mean of float32 can")
@@ -186,8 +186,8 @@ def check_codec(kind: Kind, op: Op, dtype: DType, codec: Codec) -> None:
 class Layout:
     """How an operation is cut, the same at every participant and over every channel.
 
-    A tensor is cut into chunks and these into slices, which do not cross chunks. Most have one chunk;
-    REDUCE_SCATTER has one for each rank, and what is shared among several shards one for each of them.
+    A tensor is cut into chunks and these into slices, which do not cross chunks. Most tensors have one chunk.
+    REDUCE_SCATTER has one for each rank. What is shared among several shards has one for each of them.
 
     Attributes:
         count: number of slices; 0 for an empty tensor.
@@ -195,7 +195,7 @@ class Layout:
         bounds: the first element of each chunk, and the number of elements.
         firsts: the first slice of each chunk, and the number of slices.
         numel: elements in all.
-        itemsize: bytes in an element. What is for one rank each (SCATTER, ALL_TO_ALL) is an element together.
+        itemsize: bytes in an element. One element each for every rank (SCATTER, ALL_TO_ALL) is one element together.
         replies: how many times larger a reply is than a contribution (all_gather: the world size).
         parts: how many times smaller it is (SCATTER: the world size).
         codec: how elements travel.
@@ -212,7 +212,7 @@ class Layout:
     parts: int = 1
 
     def span(self, index: int) -> tuple[int, int]:
-        """First element of slice ``index``, and the one behind its last."""
+        """Return the first element of slice ``index``, and the one behind its last."""
         if len(self.firsts) == 2:
             start = index * self.step
             return start, min(start + self.step, self.numel)
@@ -221,18 +221,18 @@ class Layout:
         return start, min(start + self.step, self.bounds[chunk + 1])
 
     def owner(self, index: int) -> int:
-        """The chunk that slice ``index`` lies in: of REDUCE_SCATTER, the rank that gets it."""
+        """Return the chunk that slice ``index`` lies in: of REDUCE_SCATTER, the rank that gets it."""
         return 0 if len(self.firsts) == 2 else bisect_right(self.firsts, index) - 1
 
     def nbytes(self, index: int) -> int:
-        """Bytes of one contribution to slice ``index``."""
+        """Return the bytes of one contribution to slice ``index``."""
         if self.count == 1 and self.codec is EXACT:
             return self.numel * self.itemsize
         start, stop = self.span(index)
         return (stop - start) * self.itemsize if self.codec is EXACT else self.codec.nbytes(stop - start)
 
     def run_bytes(self, start: int, stop: int) -> int:
-        """Bytes of one contribution to the slices from ``start`` up to ``stop``."""
+        """Return the bytes of one contribution to the slices from ``start`` up to ``stop``."""
         if stop - start == 1:
             return self.nbytes(start)
         if self.codec is not EXACT or start == stop:
@@ -240,21 +240,21 @@ class Layout:
         return (self.span(stop - 1)[1] - self.span(start)[0]) * self.itemsize
 
     def reply_bytes(self, start: int, stop: int) -> int:
-        """Bytes of the reply to the slices from ``start`` up to ``stop``."""
+        """Return the bytes of the reply to the slices from ``start`` up to ``stop``."""
         return self.run_bytes(start, stop) * self.replies // self.parts
 
     def run_numel(self, start: int, stop: int) -> int:
-        """Elements of the slices from ``start`` up to ``stop``."""
+        """Return the elements of the slices from ``start`` up to ``stop``."""
         return self.span(stop - 1)[1] - self.span(start)[0] if start < stop else 0
 
     def cost(self, index: int) -> int:
-        """Credit that slice ``index`` takes from its push until its result: the larger of the two, in bytes."""
+        """Return the credit, in bytes, of slice ``index`` from push to result: the larger of the two."""
         return max(self.nbytes(index) * self.replies, MIN_SLICE_COST)
 
     def run_cost(self, start: int, stop: int, shared: bool, first: int = 0) -> int:
-        """Credit for the slices from ``start`` up to ``stop``; in shared memory nothing has to be kept of them.
+        """Return the credit for the slices from ``start`` up to ``stop``; shared memory needs next to none.
 
-        ``first`` is the first slice of the exchange that its shard has to do with.
+        ``first`` is the shard's first slice of the exchange.
         """
         if shared:
             return SHARED_SLICE_COST * (stop - start) + (MIN_SLICE_COST if start == first else 0)
@@ -265,7 +265,7 @@ class Layout:
 
 
 def unasked_cost(payload: Buffer | None) -> int:
-    """What an unasked result takes of its receiver's backlog, in bytes, however short it is."""
+    """Return what an unasked result takes of its receiver's backlog, in bytes, however short it is."""
     return max(MIN_SLICE_COST, 0 if payload is None else len(payload))
 
 
@@ -292,7 +292,7 @@ def layout_of(operation: Operation, world_size: int) -> Layout:
 
 
 def cut(operation: Operation, bounds: tuple[int, ...], replies: int = 1) -> Layout:
-    """Cut ``operation`` into the chunks that begin at ``bounds`` (whose last one is its end), and these into slices."""
+    """Cut ``operation`` into the chunks that begin at ``bounds`` (the last bound is the end), and these into slices."""
     itemsize = operation.dtype.itemsize
     _, step = _slices(0, itemsize * replies)
     counts = (-(-(stop - start) // step) for start, stop in pairwise(bounds))
@@ -301,41 +301,41 @@ def cut(operation: Operation, bounds: tuple[int, ...], replies: int = 1) -> Layo
 
 
 def _slices(numel: int, itemsize: int) -> tuple[int, int]:
-    """How many slices ``numel`` elements are, and how many elements each of them has but the last."""
+    """Return the number of slices of ``numel`` elements, and the elements of each but the last."""
     step = max(1, SLICE_BYTES // itemsize)
     return -(-numel // step), step
 
 
 JOINED: Final = frozenset({Kind.ALL_GATHER, Kind.GATHER})
-"""What puts all contributions one behind the other."""
+"""Kinds that put all contributions one behind the other."""
 
 PORTIONED: Final = frozenset({Kind.SCATTER, Kind.ALL_TO_ALL})
-"""What gives everybody another part of each slice: a slice has a portion for each rank, one behind the other."""
+"""Kinds that give each rank another part of each slice. A slice has a portion for each rank, one behind the other."""
 
 DIVIDED: Final = PORTIONED | {Kind.REDUCE_SCATTER}
-"""What divides the elements that somebody gives among all."""
+"""Kinds that divide the elements of one contribution among all."""
 
 ROOTED: Final = frozenset({Kind.BROADCAST, Kind.GATHER, Kind.SCATTER})
-"""What comes from one rank, or goes to one."""
+"""Kinds with bytes from one rank, or to one."""
 
 WORLD_BOUND: Final = JOINED | DIVIDED
-"""What depends on how many take part, and in which order."""
+"""Kinds that depend on the number of participants, and on their order."""
 
 PERSONAL: Final = DIVIDED | {Kind.GATHER}
-"""What not everybody gets the same bytes of: nobody can hand on a result that others lack."""
+"""Kinds with different bytes for different ranks: no other member can pass on a result that one lacks."""
 
 FRAMING: Final = JOINED | PORTIONED
-"""What `Op.FRAMED` is defined for."""
+"""Kinds that `Op.FRAMED` is defined for."""
 
 IN_PLACE: Final = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST, Kind.TRANSFER})
-"""What gives everybody as many bytes as one contributes: it can be done over whole runs of slices in shared memory."""
+"""Kinds that give each rank as many bytes as it contributes. In shared memory, each can take whole runs of slices."""
 
 _GIVEN_BY_SOME: Final = frozenset({Kind.BROADCAST, Kind.SCATTER, Kind.TRANSFER, Kind.BARRIER})
 _SENT_TO_SOME: Final = frozenset({Kind.BROADCAST, Kind.GATHER, Kind.TRANSFER, Kind.REDUCE_SCATTER, Kind.BARRIER})
 
 
 def gives(operation: Operation, rank: int, key: ExchangeKey) -> bool:
-    """Whether ``rank`` has bytes to contribute."""
+    """Return whether ``rank`` has bytes to contribute."""
     if operation.kind not in _GIVEN_BY_SOME:
         return True
     match operation.kind:
@@ -349,7 +349,7 @@ def gives(operation: Operation, rank: int, key: ExchangeKey) -> bool:
 
 
 def gets(operation: Operation, rank: int, key: ExchangeKey, owner: int) -> bool:
-    """Whether ``rank`` is sent bytes for a slice that lies in the chunk of ``owner``."""
+    """Return whether ``rank`` is sent bytes for a slice that lies in the chunk of ``owner``."""
     if operation.kind not in _SENT_TO_SOME:
         return True
     match operation.kind:

@@ -1,4 +1,4 @@
-"""Whether all numbers in a slice are finite, however they are encoded."""
+"""The check that all numbers in a slice are finite, however they are encoded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from gradserver.protocol.exchange import Operation
 
 
 def is_finite(data: Buffer, operation: Operation, numel: int) -> bool:
-    """Whether none of the ``numel`` elements of ``operation`` that ``data`` holds is NaN or infinite.
+    """Return whether none of the ``numel`` elements of ``operation`` that ``data`` holds is NaN or infinite.
 
     Raises:
-        MalformedMessageError: ``data`` says nothing in the codec of the operation.
+        MalformedMessageError: ``data`` is nothing in the codec of the operation.
     """
-    import numpy as np  # here, as a command line is to come up without numpy
+    import numpy as np  # here, as a command line starts without numpy
 
     if operation.is_lossy:
         values = np.empty(numel, np.float32)

@@ -1,8 +1,8 @@
-"""Parts of different lengths, one behind the other: each behind its own length.
+"""Frames: parts of different lengths, one behind the other, each behind its own length.
 
-How `Op.FRAMED` travels. A contribution to ALL_GATHER or GATHER is one frame, and one to SCATTER or ALL_TO_ALL is a
-frame for each rank; a reply has a frame from each rank, or the one frame that is for its receiver. What frames hold of
-a slice is bounded by the slice, and so is what anybody must take for them.
+`Op.FRAMED` travels so. A contribution to ALL_GATHER or GATHER is one frame. One to SCATTER or ALL_TO_ALL is a frame for
+each rank. A reply has a frame from each rank, or the one frame for its receiver. A slice bounds the frames in it, and
+so the memory that they take.
 
     length   4 bytes, little-endian
     part     as many bytes
@@ -22,7 +22,7 @@ HEAD_BYTES: Final = _LENGTH.size
 
 
 def framed(parts: Iterable[Buffer]) -> bytes:
-    """``parts`` as frames, one behind the other."""
+    """Return ``parts`` as frames, one behind the other."""
     pieces: list[Buffer] = []
     for part in parts:
         pieces += (_LENGTH.pack(len(part)), part)
@@ -30,10 +30,10 @@ def framed(parts: Iterable[Buffer]) -> bytes:
 
 
 def frames(data: Buffer, count: int) -> list[memoryview]:
-    """The first ``count`` frames in ``data``, their heads included.
+    """Return the first ``count`` frames in ``data``, with their heads.
 
     Raises:
-        MalformedMessageError: there are not as many.
+        MalformedMessageError: there are fewer.
     """
     view = memoryview(data)
     found: list[memoryview] = []
@@ -50,17 +50,17 @@ def frames(data: Buffer, count: int) -> list[memoryview]:
 
 
 def parts(data: Buffer, count: int) -> list[memoryview]:
-    """What the first ``count`` frames in ``data`` hold. MalformedMessageError as of `frames`."""
+    """Return the parts in the first ``count`` frames in ``data``. MalformedMessageError as of `frames`."""
     return [frame[HEAD_BYTES:] for frame in frames(data, count)]
 
 
 def framed_length(longest: int, step: int) -> int:
-    """Bytes of one part's frames over all slices, if the longest part has ``longest`` and a slice ``step`` bytes."""
+    """Return the bytes of one part's frames over all slices of ``step`` bytes; the longest part has ``longest``."""
     return longest + HEAD_BYTES * max(1, -(-longest // (step - HEAD_BYTES)))
 
 
 def slices_of(whole: Sequence[Buffer], step: int, count: int) -> list[bytes]:
-    """Frames of each of the ``count`` slices in which parts travel: of every part the next bytes, as many as fit."""
+    """Return the frames of each of ``count`` slices: the next bytes of every part, as many as fit."""
     room = step - HEAD_BYTES
     views = [memoryview(part) for part in whole]
     return [framed(view[index * room : (index + 1) * room] for view in views) for index in range(count)]

@@ -1,11 +1,11 @@
-"""Numbers on messages, by which a receiver notices what a network or a relay lost, repeated or put into another order.
+"""Numbers on messages. They show what a network or a relay lost, repeated or put into another order.
 
 Each side of a connection counts what it sends, from 1 on, and puts the number in front of the header:
 
     8 bytes    the number, big-endian, and the highest bit: no header begins so
     header     as `gradserver.protocol.wire` encodes it
 
-What has no number is taken as it comes: answers to strangers, and what passes through a local socket, which loses
+A message without a number is taken as it comes: an answer to a stranger, or one from a local socket, which loses
 nothing.
 
     number       what happens
@@ -15,8 +15,8 @@ nothing.
     above due    kept until what is missing has come
     any          the connection is lost, when that takes too long or too many are kept
 
-A message behind which nothing comes shows when something does: who waits says Ping now and then, and is answered. The
-first message of a connection is number 1, so of a connection of which another one comes first it was lost.
+The loss of a last message shows when another follows. So a waiting side says Ping now and then, and is answered. The
+first message of a connection is number 1. If another one comes first, number 1 was lost.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import ConnectionLostError
 
 Frames = list[Buffer]
-"""A message: its header, which may have a number, and what follows."""
+"""A message: its header, which may have a number, and its payloads."""
 
 GAP_SECONDS: Final = 0.2
-"""How long something that is missing may take."""
+"""Seconds that a missing message may take."""
 MAX_EARLY: Final = 16
 """Messages kept meanwhile."""
 
@@ -41,12 +41,12 @@ _FLAG: Final = 1 << 63
 
 
 def numbered(header: bytes, number: int) -> bytes:
-    """``header`` with its number in front."""
+    """Return ``header`` with its number in front."""
     return _NUMBER.pack(_FLAG | number) + header
 
 
 def split(header: Buffer) -> tuple[int, Buffer]:
-    """The number in front of a header, and the header; 0 if it has none."""
+    """Return the number in front of a header, and the header; 0 if it has none."""
     if len(header) < _NUMBER.size or header[0] < 0x80:
         return 0, header
     number: int = _NUMBER.unpack_from(header)[0]
@@ -55,7 +55,7 @@ def split(header: Buffer) -> tuple[int, Buffer]:
 
 
 class Numbers:
-    """What one side of a connection has sent, and what it has taken.
+    """The numbers of what one side of a connection has sent and taken.
 
     Attributes:
         deadline: when what is missing has to be there; None if nothing is.
@@ -70,12 +70,12 @@ class Numbers:
         self._sent = 0
 
     def numbered(self, header: bytes) -> bytes:
-        """``header`` of the next message that is sent."""
+        """Return ``header`` of the next message with its number."""
         self._sent += 1
         return numbered(header, self._sent)
 
     def take(self, frames: Frames, now: float) -> Iterable[Frames]:
-        """What is to be handed over, without numbers, now that a message has come.
+        """Return the messages to hand over, without numbers, now that one has come.
 
         Raises:
             ConnectionLostError: too many wait for one that is missing.

@@ -1,12 +1,10 @@
-"""Messages over a local socket (Unix, SOCK_SEQPACKET): how processes of one host talk without a network between them.
+"""Messages over a local socket (Unix, SOCK_SEQPACKET) between processes of one host, without a network.
 
-A message is one packet, or several if it is large:
+No thread stands between the processes, so it is fast. A message is one packet, or several if it is large:
 
     8 bytes    length of the header, and of the payload plus one (0: there is none), little-endian
     header     as `gradserver.protocol.wire` encodes it
     payload    as much of it as goes into this packet; the rest follows in packets of its own
-
-No thread stands between the two processes, which is what makes this quick.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
 from gradserver.protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES
 
 PACKET_BYTES: Final = MAX_HEADER_BYTES + 32 * KIB
-"""Longest packet. Linux lends a socket twice as much by default, so that two are on their way."""
+"""Bytes of the longest packet. Linux lends a socket twice as much by default, so that two are on their way."""
 
 _LENGTHS: Final = struct.Struct("<II")
 
@@ -31,11 +29,11 @@ class PacketStream:
 
     Args:
         send: sends a packet to the other side, or raises BlockingIOError if that has too many already.
-        receive: gives one packet of so many bytes at most; none is the end. BlockingIOError if there is none yet.
+        receive: returns one packet of so many bytes at most; none is the end. BlockingIOError if there is none yet.
 
     Attributes:
         queued: packets that are not sent yet because the other side does not read; see `flush`.
-        queued_bytes: how long they are, together.
+        queued_bytes: their length together.
     """
 
     def __init__(self, send: Callable[[Buffer], object], receive: Callable[[int], bytes]) -> None:
@@ -46,12 +44,12 @@ class PacketStream:
         self._header = b""
         self._payload = bytearray()
         self._arrived = 0
-        """Of a message's payload that has not arrived as a whole."""
+        """Bytes that have arrived of a payload that is not whole."""
 
     def send(self, header: bytes, payloads: Sequence[Buffer] = ()) -> bool:
-        """Send a message, or queue what does not go out at once. Whether all that was ever sent is out.
+        """Send a message, or queue the rest. Return whether everything so far is sent.
 
-        A large payload is read later, if it is queued: it must stay as it is.
+        A large payload that is queued is read later: it must stay as it is.
 
         Raises:
             OSError: the other side is gone.
@@ -81,7 +79,7 @@ class PacketStream:
         return False
 
     def flush(self) -> bool:
-        """Send what is queued, as far as the other side reads; whether all of it is out. OSError: it is gone."""
+        """Send what is queued, as far as the other side reads; return whether that is all. OSError: it is gone."""
         while self.queued:
             try:
                 self._send_packet(self.queued[0])
@@ -91,18 +89,18 @@ class PacketStream:
         return True
 
     def receive(self) -> list[Buffer] | None:
-        """The frames of a message; None if a packet of one came that is not yet whole.
+        """Return the frames of a message; None if the packet that came does not complete one.
 
         Raises:
             BlockingIOError: there is no packet.
             EOFError: there never will be.
-            MalformedMessageError, LimitExceededError: what came is no message, and nothing after it will be one.
+            MalformedMessageError, LimitExceededError: the packet is of no message, and no later one will be.
         """
         try:
             packet = self._receive_packet(PACKET_BYTES + 1)
         except BlockingIOError:
             raise
-        except ConnectionError:  # the other side went without reading all: what it said is still there
+        except ConnectionError:  # the other side went without reading all; what it said is still there
             packet = self._receive_packet(PACKET_BYTES + 1)
         if not packet:
             raise EOFError

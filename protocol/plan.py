@@ -1,4 +1,4 @@
-"""The plan: which buckets a group exchanges in every round, agreed by all members before the first one."""
+"""The plan: the buckets that a group exchanges in every round. All members agree on it before the first one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Component:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
 
@@ -47,9 +47,9 @@ class Bucket:
     Attributes:
         key: its name in the plan, for example ``block.3`` or ``embedding``.
         dtype: element type of the flat buffer and of the wire.
-        components: what it is made of, in order. May be empty: such a bucket is never sent.
+        components: its parts, in order. May be empty: such a bucket is never sent.
         op: how contributions become one; gradients are averaged.
-        codec: how elements travel; None where nobody has chosen, which is as they are.
+        codec: how elements travel; None if none was chosen, which is without loss.
     """
 
     key: str
@@ -60,12 +60,12 @@ class Bucket:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the flat buffer."""
+        """Number of elements of the flat buffer."""
         return sum(component.numel for component in self.components)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each component."""
+        """Number of elements of each component."""
         return tuple(component.numel for component in self.components)
 
     @cached_property
@@ -74,7 +74,7 @@ class Bucket:
         return Operation(Kind.ALL_REDUCE, self.op, self.dtype, self.numel, codec=self.codec or EXACT)
 
     def component_at(self, element: int) -> Component:
-        """The component that ``element`` (an index into the flat buffer) belongs to."""
+        """Return the component that ``element`` (an index into the flat buffer) belongs to."""
         seen = 0
         for component in self.components:
             seen += component.numel
@@ -84,14 +84,15 @@ class Bucket:
 
 
 VACANT: Final = Bucket("", FLOAT32, ())
-"""What stands where no section has a bucket."""
+"""The bucket in a place without a section."""
 
 
 class Section(NamedTuple):
     """The buckets of one module in a group's plan. A round exchanges one section.
 
     Attributes:
-        number: its own, which no other section of the group ever has: they count in the order in which they came.
+        number: its own number, which no other section of the group ever has. Sections count in the order in which they
+            came.
         since: the first round in which it could be exchanged.
         first: the number of its first bucket.
         size: how many buckets it has; they follow one another.
@@ -113,8 +114,8 @@ class Plan:
     """The table of buckets, in the order in which backward is expected to complete them.
 
     Attributes:
-        buckets: all of them. Those that are in no section are vacant: they have no element.
-        sections: which of them are exchanged in one round; none at all stand for one section that has them all.
+        buckets: all of them. A bucket in no section is vacant: it has no element.
+        sections: those that are exchanged in one round; none at all stand for one section that has all buckets.
     """
 
     buckets: tuple[Bucket, ...]
@@ -158,7 +159,7 @@ class Plan:
 
     @cached_property
     def each(self) -> tuple[Section, ...]:
-        """Its sections, in the order in which they came."""
+        """The sections, in the order in which they came."""
         return self.sections or (Section(0, 0, 0, len(self.buckets)),)
 
     @cached_property
@@ -175,24 +176,24 @@ class Plan:
         return {section.number: section for section in self.each}
 
     def section_of(self, part: int) -> Section:
-        """The section of bucket ``part``, which is not vacant."""
+        """Return the section of bucket ``part``, which is not vacant."""
         return self._sections[part]
 
     def is_vacant(self, part: int) -> bool:
-        """Whether there is no bucket ``part``, or it is in no section."""
+        """Return whether there is no bucket ``part``, or it is in no section."""
         return part not in self._sections
 
     def section(self, number: int) -> Section | None:
-        """The section called ``number``, if there is one."""
+        """Return the section called ``number``, if there is one."""
         return self._numbers.get(number)
 
     def parts_of(self, number: int) -> range:
-        """The buckets of the section called ``number``; none if there is no such section."""
+        """Return the buckets of the section called ``number``; none if there is no such section."""
         section = self._numbers.get(number)
         return range(0) if section is None else section.parts
 
     def alone(self, section: Section) -> Plan:
-        """The buckets of ``section``, as a plan of their own."""
+        """Return the buckets of ``section``, as a plan of their own."""
         return Plan(self.buckets[section.first : section.first + section.size])
 
     @cached_property
@@ -202,11 +203,11 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the encoded plan, in hex: equal hashes mean equal plans."""
+        """The SHA-256 of the encoded plan, in hex: equal hashes mean equal plans."""
         return hashlib.sha256(self.encoded).hexdigest()
 
     def index(self, key: str) -> int:
-        """The place of the bucket called ``key``."""
+        """Return the place of the bucket called ``key``."""
         for index, bucket in enumerate(self.buckets):
             if bucket.key == key:
                 return index
@@ -219,14 +220,14 @@ class Plan:
 
     @property
     def size(self) -> str:
-        """How large a round of it is, in words."""
+        """The size of a round, in words."""
         count = len(self._sections)
         modules = f" of {len(self.sections)} modules, {self.nbytes / 1e6:.1f} MB" if self.is_shared else ""
         return f"{count} bucket{'s' * (count != 1)}" + (modules or f", {self.nbytes / 1e6:.1f} MB a round")
 
 
 def extend(plan: Plan | None, since: int, new: Plan, dropped: Collection[int] = (), now: int = 0) -> Plan:
-    """``plan`` with one more section, of the buckets of ``new``. The others keep the numbers of their buckets.
+    """Add a section with the buckets of ``new`` to ``plan``. The others keep the numbers of their buckets.
 
     Args:
         plan: what is exchanged so far; None for nothing.
@@ -255,7 +256,7 @@ def extend(plan: Plan | None, since: int, new: Plan, dropped: Collection[int] = 
 
 
 def first_difference(one: Plan, other: Plan) -> tuple[str, str] | None:
-    """The first place where two plans differ, as each side has it; None when they are equal."""
+    """Return the first place where two plans differ, as each side has it; None when they are equal."""
     for mine, theirs in zip_longest(_rows(one), _rows(other)):
         if mine != theirs:
             return mine or "nothing (its plan ends before)", theirs or "nothing (its plan ends before)"
@@ -306,7 +307,7 @@ def _text(value: str) -> bytes:
 
 
 class _Reader:
-    """Takes checked pieces off the front of untrusted bytes."""
+    """A reader that takes checked pieces off the front of untrusted bytes."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data).cast("B")
@@ -324,7 +325,7 @@ class _Reader:
         return str(self._take(length), "utf-8")
 
     def component_count(self, count: int) -> int:
-        """``count`` more components, refused before they are read when the plan would have too many."""
+        """Count ``count`` more components. They are refused before they are read when the plan would have too many."""
         self._components += count
         if self._components > MAX_COMPONENTS:
             raise LimitExceededError(f"a plan of {self._components} parameters, the limit is {MAX_COMPONENTS}")
@@ -347,7 +348,7 @@ class _Reader:
 
 
 def decode_plan(data: bytes | memoryview) -> Plan:
-    """The plan in ``data``; a ProtocolError says what is wrong with bytes that hold none."""
+    """Return the plan in ``data``. A ProtocolError says what is wrong with bytes that hold none."""
     if len(data) > MAX_FRAME_BYTES:
         raise LimitExceededError(f"a plan of {len(data)} bytes, the limit is {MAX_FRAME_BYTES}")
     reader = _Reader(data)
@@ -361,7 +362,7 @@ def decode_plan(data: bytes | memoryview) -> Plan:
         return Plan(buckets, sections)
     except ProtocolError:
         raise
-    except (ValueError, KeyError) as error:  # bad UTF-8, unknown code, or a plan that cannot be
+    except (ValueError, KeyError) as error:  # bad UTF-8, an unknown code, or an impossible plan
         raise MalformedMessageError(f"no valid plan: {error}") from error
 
 
@@ -395,11 +396,12 @@ def _read_component(reader: _Reader) -> Component:
 
 
 EXEMPT_BYTES: Final = 64 * KIB
-"""Smaller buckets travel as they are, unless a codec is named for them: biases and norms, which weigh little."""
+"""Bytes below which a bucket travels without loss, unless a codec is named for it: biases and norms, which weigh
+little."""
 
 
 def with_codec(plan: Plan, codec: Codec) -> Plan:
-    """``plan`` with ``codec`` for its means of float32, but for what is small and what has a codec already."""
+    """Return ``plan`` with ``codec`` for its means of float32, except for small buckets and those with a codec."""
     if codec is EXACT:
         return plan
     return Plan(tuple(_with_codec(bucket, codec) for bucket in plan.buckets))
@@ -413,10 +415,10 @@ def _with_codec(bucket: Bucket, codec: Codec) -> Bucket:
 
 
 def with_named_codecs(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """``plan`` with the codecs that ``names`` has for the keys of its buckets.
+    """Return ``plan`` with the codecs that ``names`` has for the keys of its buckets.
 
     Raises:
-        InvalidArgumentError: no bucket is called so, or no codec.
+        InvalidArgumentError: there is no bucket of that key, or no codec of that name.
         UnsupportedOperationError: a bucket cannot travel as its codec.
     """
     chosen = {plan.index(key): codec_of(name) for key, name in names.items()}
@@ -425,5 +427,5 @@ def with_named_codecs(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def simple_plan(sizes: Iterable[tuple[str, int]], dtype: DType, op: Op = Op.MEAN) -> Plan:
-    """A plan of one-component buckets, from ``(key, elements)`` pairs."""
+    """Return a plan of one-component buckets, from ``(key, elements)`` pairs."""
     return Plan(tuple(Bucket(key, dtype, (Component(key, (size,)),), op) for key, size in sizes))

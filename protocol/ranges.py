@@ -17,17 +17,17 @@ from gradserver.protocol.limits import MAX_NUMEL, MAX_RANGES
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 PAIR_BYTES: Final = 16
-"""One range."""
+"""Bytes of one range."""
 MAX_RANGES_BYTES: Final = MAX_RANGES * PAIR_BYTES
 
 
 def count(ranges: Ranges) -> int:
-    """How many positions there are in them."""
+    """Count the positions in ``ranges``."""
     return sum(stop - start for start, stop in ranges)
 
 
 def union(*parts: Ranges) -> Ranges:
-    """All that is in any of them."""
+    """Return the positions that are in any of them."""
     present = [part for part in parts if part]
     if len(present) < 2:
         return present[0] if present else ()
@@ -41,7 +41,7 @@ def union(*parts: Ranges) -> Ranges:
 
 
 def minus(ranges: Ranges, taken: Ranges) -> Ranges:
-    """What is in ``ranges``, and not in ``taken``."""
+    """Return the positions in ``ranges`` that are not in ``taken``."""
     if not taken or not ranges:
         return ranges
     found: list[tuple[int, int]] = []
@@ -61,12 +61,12 @@ def minus(ranges: Ranges, taken: Ranges) -> Ranges:
 
 
 def both(ranges: Ranges, others: Ranges) -> Ranges:
-    """What is in both."""
+    """Return the positions in both."""
     return minus(ranges, minus(ranges, others)) if ranges and others else ()
 
 
 def lowest(ranges: Ranges, number: int) -> tuple[Ranges, Ranges]:
-    """The lowest ``number`` positions, or all if there are no more; and the rest."""
+    """Return the lowest ``number`` positions, or all if there are no more; and the rest."""
     for at, (start, stop) in enumerate(ranges):
         if stop - start > number:
             taken = (*ranges[:at], (start, start + number)) if number else ranges[:at]
@@ -76,12 +76,12 @@ def lowest(ranges: Ranges, number: int) -> tuple[Ranges, Ranges]:
 
 
 def pack(ranges: Ranges) -> bytes:
-    """As bytes."""
+    """Encode ranges as bytes."""
     return struct.pack(f"<{2 * len(ranges)}Q", *(bound for pair in ranges for bound in pair))
 
 
 def unpack(data: Buffer) -> Ranges:
-    """The ranges in ``data``; MalformedMessageError or LimitExceededError if it has none."""
+    """Return the ranges in ``data``. MalformedMessageError or LimitExceededError if it has none."""
     if len(data) % PAIR_BYTES:
         raise MalformedMessageError(f"expected pairs of positions, got {len(data)} bytes")
     if len(data) > MAX_RANGES_BYTES:
@@ -93,7 +93,7 @@ def unpack(data: Buffer) -> Ranges:
 
 
 def packed(value: object) -> Ranges:
-    """The ranges in a field of a record."""
+    """Return the ranges in a field of a record."""
     if type(value) is not bytes:
         raise MalformedMessageError(f"expected ranges of positions, got {brief(value)}")
     return unpack(value)

@@ -1,30 +1,30 @@
-"""What a worker and the coordinator of one host say to each other to share memory, over a local socket.
+"""Messages by which a worker and the coordinator of one host share memory, over a local socket.
 
-worker                                       coordinator
-  Offer + a memory's file descriptor ──────►  maps it
-  ◄─────────────────────────────────────────  Taken, or Refused
-  Release ─────────────────────────────────►  lets go of it
+    worker                                       coordinator
+      Offer + a memory's file descriptor ──────►  maps it
+      ◄─────────────────────────────────────────  Taken, or Refused
+      Release ─────────────────────────────────►  unmaps it
 
-Several data shards of one host can take the same memory. None of them trusts it before it is sealed, and then
-nobody can map it any more: so all of them map it first, before it is offered to one after the other.
+Several data shards of one host can take the same memory. No shard trusts it before it is sealed, and nothing can map it
+after that. So all of them map it first, before it is offered to one after the other.
 
-  Lend + a memory's file descriptor ───────►  maps it, and does not touch it
-  ◄─────────────────────────────────────────  Lent, or Refused
-  Offer + the same file descriptor ────────►  …
+      Lend + a memory's file descriptor ───────►  maps it, and does not touch it
+      ◄─────────────────────────────────────────  Lent, or Refused
+      Offer + the same file descriptor ────────►  …
 
 On a second connection they say everything else, from then on without a network between them
 (`gradserver.protocol.packets`):
 
-  Talk ────────────────────────────────────►  whose connection this is
-  ◄─────────────────────────────────────────  Talking, or Refused
-  ◄──────────────── messages ──────────────►
+      Talk ────────────────────────────────────►  finds the worker by its token
+      ◄─────────────────────────────────────────  Talking, or Refused
+      ◄──────────────── messages ──────────────►
 
-That both map the same memory is not believed but proven. The worker writes a random number into the segment
-before it offers it, and `Taken` says which number the coordinator read there; the coordinator writes one too,
-and `Taken` says which, for the worker to read. Both lie in the segment's header, where no data ever lies. Memory that
-is not ``writable`` the coordinator can only read, so that it stays whole whenever the coordinator dies, and the next
-one can have it too: what is sealed can be mapped for reading again and again, for writing never more. Its proof is
-the worker's alone.
+Both sides prove that they map the same memory. The worker writes a random number into the segment before it offers it,
+and `Taken` says which number the coordinator read there. The coordinator writes one too, and `Taken` says which, for
+the worker to read. Both lie in the segment's header, where no data ever lies. The coordinator can only read memory that
+is not ``writable``. So that memory stays whole whenever the coordinator dies, and the next coordinator can have it too:
+sealed memory can be mapped for reading again and again, but never again for writing. There, only the worker's number
+proves anything.
 
 Each message is one packet: a msgpack array ``[type, field, …]``.
 """
@@ -41,7 +41,7 @@ from gradserver.protocol.limits import KIB, MAX_COUNTER
 
 PAGE_BYTES: Final = 4 * KIB
 SEGMENT_HEADER_BYTES: Final = PAGE_BYTES
-"""A segment's data begins here, so that it is aligned to pages."""
+"""Bytes before a segment's data, so that the data is aligned to pages."""
 WORKERS_PROOF: Final = slice(0, 32)
 COORDINATORS_PROOF: Final = slice(64, 96)
 PROOF_BYTES: Final = 32
@@ -51,18 +51,19 @@ MAX_SEGMENTS: Final = 256
 MAX_SEGMENT_BYTES: Final = 1 << 40
 MAX_PACKET_BYTES: Final = 1 * KIB
 MAX_REASON: Final = 200
-"""Characters of a refusal's text: even if each takes four bytes they go into a packet."""
+"""Characters of a refusal's text. Even with four bytes each they fit into a packet."""
 
 ADDRESS_PREFIX: Final = "gradserver-"
-"""Every address begins so: a worker hands memory to no other program of its host, whatever it is told."""
+"""The prefix of every address. So a worker hands memory to no other program of its host, whatever it is told."""
 
 F_SEAL_FUTURE_WRITE: Final = 0x10
-"""Of Linux 5.1 (`fcntl` does not have it yet): nobody can map the memory for writing any more, or punch holes."""
+"""A seal of Linux 5.1 (`fcntl` does not have it yet): nothing can map the memory for writing any more, or punch
+holes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Take this memory, of ``size`` bytes in all, as ``segment``. The ``token`` says whose it is."""
+    """The request to take this memory, of ``size`` bytes in all, as ``segment``. The ``token`` is the worker's."""
 
     token: str
     segment: int
@@ -72,7 +73,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Lend:
-    """Map this memory, of ``size`` bytes in all, and wait until it is offered as ``segment``."""
+    """The request to map this memory, of ``size`` bytes in all, and to wait until it is offered as ``segment``."""
 
     token: str
     segment: int
@@ -81,21 +82,21 @@ class Lend:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """``segment`` is mapped, and can be offered."""
+    """The answer that ``segment`` is mapped, and can be offered."""
 
     segment: int
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """``segment`` is used no more."""
+    """The news that ``segment`` is used no more."""
 
     segment: int
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """``segment`` is mapped. ``seen`` was read there, ``written`` was written there."""
+    """The answer that ``segment`` is mapped. ``seen`` was read there, ``written`` was written there."""
 
     segment: int
     seen: bytes
@@ -111,14 +112,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """Messages shall pass through this connection from now on. The ``token`` says whose it is."""
+    """The request to pass messages through this connection from now on. The ``token`` is the worker's."""
 
     token: str
 
 
 @dataclass(frozen=True, slots=True)
 class Talking:
-    """So they will: this packet was the last one that is not a message, or a part of one."""
+    """The answer that messages will pass. It is the last packet that is not a message, or a part of one."""
 
 
 SharingMessage = Offer | Release | Taken | Refused | Lend | Lent | Talk | Talking
@@ -129,7 +130,7 @@ _TYPES: Final[dict[str, type[Any]]] = {"int": int, "str": str, "bytes": bytes, "
 
 
 def encode_packet(message: SharingMessage) -> bytes:
-    """The packet that is ``message``."""
+    """Encode ``message`` as a packet."""
     if isinstance(message, Refused):
         message = Refused(message.reason.encode("utf-8", "replace").decode()[:MAX_REASON])
     packet: bytes = msgpack.packb([_KINDS.index(type(message)), *astuple(message)])
@@ -137,14 +138,14 @@ def encode_packet(message: SharingMessage) -> bytes:
 
 
 def decode_packet(packet: bytes) -> SharingMessage:
-    """The message in ``packet``; MalformedMessageError if there is none."""
+    """Return the message in ``packet``. MalformedMessageError if there is none."""
     if len(packet) > MAX_PACKET_BYTES:
         raise MalformedMessageError(f"a packet of {len(packet)} bytes, the limit is {MAX_PACKET_BYTES}")
     try:
         unpacked = msgpack.unpackb(
             packet, raw=False, max_str_len=MAX_PACKET_BYTES, max_bin_len=64, max_array_len=8, max_map_len=0
         )
-    except Exception as error:  # msgpack raises a zoo of types, all of them about these bytes
+    except Exception as error:  # msgpack raises errors of many types, all of them about these bytes
         raise MalformedMessageError(f"a packet that is not msgpack: {str(error)[:120]}") from None
     if type(unpacked) is not list or not unpacked or type(unpacked[0]) is not int:
         raise MalformedMessageError("a packet that is not an array which begins with a message type")

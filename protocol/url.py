@@ -1,4 +1,4 @@
-"""Where a coordinator is: ``tcp://HOST:PORT``."""
+"""The address of a coordinator: ``tcp://HOST:PORT``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gradserver.protocol.errors import InvalidArgumentError
 
 
 def parse_url(url: str) -> tuple[str, int]:
-    """Host and port of a coordinator's URL; an IPv6 address keeps its brackets.
+    """Return host and port of a coordinator's URL. An IPv6 address keeps its brackets.
 
     Raises:
         InvalidArgumentError: ``url`` is something else; the message shows the form.
@@ -23,7 +23,7 @@ def parse_url(url: str) -> tuple[str, int]:
 
 
 def parse_target(url: str) -> tuple[str, int]:
-    """Host (an IPv6 address without its brackets) and port to connect to.
+    """Return host (an IPv6 address without its brackets) and port to connect to.
 
     Raises:
         InvalidArgumentError: ``url`` is something else, or names every address of a machine or no port.
@@ -35,14 +35,14 @@ def parse_target(url: str) -> tuple[str, int]:
 
 
 def numeric_url(address: str, port: int) -> str:
-    """The URL of a numeric address, IPv4 or IPv6."""
+    """Return the URL of a numeric address, IPv4 or IPv6."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def no_coordinator(url: str, what: str, closed: bool) -> str:
-    """Say that no gradserver ``what`` is at ``url``; ``closed``: it closed the connection, and else says other things.
+    """Say that no gradserver ``what`` is at ``url``. ``closed``: the connection closed; else it says other things.
 
-    A relay that cannot reach what it leads to does the former.
+    A relay that cannot reach its target closes the connection.
     """
     text = f"whatever listens at {url} is no gradserver {what}: expected a handshake, and it"
     if not closed:

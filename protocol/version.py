@@ -1,3 +1,3 @@
-"""The version of the distribution, of which coordinator, workers and checkpoints speak."""
+"""The version of the distribution. Coordinator, workers and checkpoints state it."""
 
 __version__ = "0.1.0"

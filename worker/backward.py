@@ -16,8 +16,7 @@
     IDLE       the round is abandoned                  IDLE       the same, of all buckets
     BROKEN     forward, first hook                     BROKEN     OutOfStepError, which says what broke it
 
-Hooks run in the thread that computes a gradient: the caller's for a module on the CPU, and one for each
-CUDA device.
+Hooks run in the thread that computes a gradient: the caller's for a module on the CPU, and one for each CUDA device.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ The step: accumulate gradients over the local shard; `local_mean` by the number 
 blocks last to first, `flatten` the nine components into one gradient, exchange it, `unflatten`; then the
 non-block components in the order of `NON_BLOCK_COMPONENTS`; then the optimizer.
 
-All of it works on numpy arrays and on torch tensors alike, and torch is imported only by whoever
-made the tensors.
+All of it works on numpy arrays and on torch tensors alike, and torch is imported only by whoever made the tensors.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 | ``topk:0.01``    | 6 × fraction, or 4 × fraction + ⅛ | the largest of each 65536                |
 | ``randomk:0.01`` | 4 × fraction                      | those that the seed draws                |
 
-A codec chooses nothing and keeps nothing: what it loses is the caller's to keep, in a `Feedback`.
+A codec has no state: the caller keeps what it loses, in a `Feedback`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SPARSE_CODES: Final = {family.code: family for family in _SPARSE.values()}
 
 
 def codec_of(name: str) -> Codec:
-    """The codec called ``name``; a sparse one with the fraction that it keeps, by default 0.01: ``topk:0.001``.
+    """Return the codec called ``name``. ``topk:0.001`` names the fraction that it keeps, by default 0.01.
 
     Raises:
         InvalidArgumentError: there is none, or its fraction is not a number of millionths above 0 and up to 1.
@@ -44,7 +44,7 @@ def codec_of(name: str) -> Codec:
 
 
 def codec_from(code: int, parameter: int) -> Codec:
-    """The codec that a peer's header names by ``Codec.code`` and ``Codec.parameter``.
+    """Return the codec that a peer's header names by ``Codec.code`` and ``Codec.parameter``.
 
     Raises:
         MalformedMessageError: there is none.

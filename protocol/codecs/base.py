@@ -1,8 +1,8 @@
-"""What all codecs share: the cut into blocks, the size law, the checks, and working memory.
+"""The common part of all codecs: the cut into blocks, the size law, the checks, and working memory.
 
-A payload is its blocks' encodings one behind the other, and every block of ``BLOCK`` elements but the last is full.
-So a block is worked on while it is in cache, and the size of a payload follows from the number of elements alone:
-whoever receives one can refuse it before taking memory. Numbers travel little-endian, as in every raw frame.
+A payload is its blocks' encodings one behind the other, and every block of ``BLOCK`` elements but the last is full. So
+a block is worked on while it is in cache. The size of a payload follows from the number of elements alone, and a
+receiver can refuse one before it takes memory. Numbers travel little-endian, as in every raw frame.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ INFINITY: Final = 0x7F80_0000
 
 
 class Scratch:
-    """Working memory that calls reuse: five blocks, 1.25 MiB. What a codec does not touch is never paid for.
+    """Working memory that calls reuse: five blocks, 1.25 MiB. Pages that no codec touches cost nothing.
 
-    One for each thread: two calls at the same time must not share it.
+    Each thread has one: two calls at the same time must not share it.
     """
 
     __slots__ = ("_compensated", "_decoded", "_words")
@@ -48,18 +48,18 @@ class Scratch:
         self._decoded = np.empty(BLOCK, np.float32)
 
     def words(self, numel: int) -> tuple[Words, Words, Words]:
-        """Three arrays of ``numel`` (at most ``BLOCK``) words: what one block's encoding or decoding works in."""
+        """Return three arrays of ``numel`` (at most ``BLOCK``) words, for encoding or decoding one block."""
         first, second, third = self._words
         if numel == BLOCK:
             return self._words
         return first[:numel], second[:numel], third[:numel]
 
     def compensated(self, numel: int) -> Floats:
-        """``numel`` (at most ``BLOCK``) elements for what is encoded with feedback."""
+        """Return ``numel`` (at most ``BLOCK``) elements, for what is encoded with feedback."""
         return self._compensated[:numel]
 
     def decoded(self, numel: int) -> Floats:
-        """``numel`` (at most ``BLOCK``) elements for what was decoded and is to be added up."""
+        """Return ``numel`` (at most ``BLOCK``) elements, for what was decoded and is to be added up."""
         return self._decoded[:numel]
 
 
@@ -67,17 +67,17 @@ class Scratch:
 class Codec(ABC):
     """A way to write float32 as fewer bytes. Codecs of equal ``code`` and ``parameter`` are equal.
 
-    What every one of them promises:
+    Every codec promises this:
 
     - The size of a payload is a function of the number of elements.
     - A finite element decodes to a finite one: what does not fit saturates.
     - If any element is not finite, some decoded one is not either: the coordinator sees it and averages nothing.
-    - Whoever decodes what one of them encoded has the same bits: it computes with no subnormal number, which some
+    - All receivers that decode one payload get the same bits. No codec computes with subnormal numbers, which some
       processors and threads flush to zero.
     """
 
     code: ClassVar[int]
-    """What travels, with ``parameter``; never reused for another format."""
+    """The number that travels, with ``parameter``. It is never reused for another format."""
     family: ClassVar[str]
     """The name without the parameter."""
 
@@ -85,23 +85,23 @@ class Codec(ABC):
 
     @property
     def name(self) -> str:
-        """What `codec_of` makes this codec from."""
+        """The name from which `codec_of` makes this codec."""
         return self.family
 
     def nbytes(self, numel: int) -> int:
-        """Bytes in the payload of ``numel`` elements."""
+        """Return the bytes in the payload of ``numel`` elements."""
         full, rest = divmod(numel, BLOCK)
         return full * self._block_nbytes(BLOCK) + (self._block_nbytes(rest) if rest else 0)
 
     def encode(
         self, values: Floats, out: Bytes | None = None, seed: int = 0, scratch: Scratch | None = None
     ) -> memoryview:
-        """``values`` as bytes.
+        """Encode ``values`` as bytes.
 
         Args:
             values: float32, one-dimensional, contiguous. Not changed.
             out: uint8, at least ``nbytes(values.size)`` long, apart from ``values``; by default new memory.
-            seed: what `randomk` draws from, from `seed_of`; the others do not look at it.
+            seed: the seed of `randomk`'s choice, from `seed_of`; other codecs ignore it.
             scratch: working memory; by default new memory.
 
         Returns:
@@ -125,11 +125,11 @@ class Codec(ABC):
             payload: bytes from anywhere. Nothing in them is trusted.
             numel: how many elements the receiver expects.
             out: float32, one-dimensional, contiguous, ``numel`` elements. After an error its content is undefined.
-            seed: the one that was encoded with.
+            seed: the seed of the encoding.
             scratch: working memory; by default new memory.
 
         Raises:
-            MalformedMessageError: ``payload`` is not what ``numel`` elements are encoded as.
+            MalformedMessageError: ``payload`` is not an encoding of ``numel`` elements.
             DTypeError, LayoutError, SizeMismatchError: ``out`` is not as said above.
         """
         _check(out, np.float32, "out")
@@ -142,7 +142,7 @@ class Codec(ABC):
                 self.decode_block(data[piece], out[elements], seed + number, scratch)
 
     def room(self, values: Floats, out: Bytes | None) -> Bytes:
-        """Where the payload of ``values`` goes: the beginning of ``out``, or new memory. Errors as `encode`."""
+        """Return the memory for the payload of ``values``: the beginning of ``out``, or new. Errors as `encode`."""
         _check(values, np.float32, "values")
         size = self.nbytes(values.size)
         if out is None:
@@ -153,7 +153,7 @@ class Codec(ABC):
         return out[:size]
 
     def data_of(self, payload: Buffer, numel: int) -> Bytes:
-        """``payload`` as an array, which has the size that ``numel`` elements take; else MalformedMessageError."""
+        """Return ``payload`` as an array of the size that ``numel`` elements take; else MalformedMessageError."""
         data = np.frombuffer(payload, np.uint8)
         size = self.nbytes(numel)
         if data.size != size:
@@ -161,11 +161,11 @@ class Codec(ABC):
         return data
 
     # ── block by block ────────────────────────────────────────────────────────────────────────────────────────────
-    # For whoever does more with a block while it is in cache. These check nothing but content: arrays are one-
-    # dimensional, contiguous and of exact size, and numpy has been told to ignore what is not finite.
+    # Functions for callers that do more with a block while it is in cache. They check nothing but content: arrays are
+    # one-dimensional, contiguous and of exact size, and numpy has been told to ignore what is not finite.
 
     def blocks(self, numel: int) -> Iterator[tuple[int, slice, slice]]:
-        """Each block's number, its elements, and its bytes in the payload."""
+        """Yield each block's number, its elements, and its bytes in the payload."""
         size = self._block_nbytes(BLOCK)
         for number, start in enumerate(range(0, numel, BLOCK)):
             count = min(BLOCK, numel - start)
@@ -173,7 +173,7 @@ class Codec(ABC):
             yield number, slice(start, start + count), slice(first, first + self._block_nbytes(count))
 
     def places(self, start: int, stop: int, _numel: int) -> Iterator[tuple[slice, int]]:
-        """Where the bytes of a block stand among those of ``_numel`` elements, for whoever hashes them.
+        """Yield the places of a block's bytes among those of ``_numel`` elements, for hashing.
 
         The place does not depend on how the whole was cut before it was encoded, as the beginnings of blocks do.
 
@@ -188,7 +188,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _block_nbytes(self, numel: int) -> int:
-        """Bytes of a block of ``numel`` elements, of which there is at least one."""
+        """Return the bytes of a block of ``numel`` elements, at least one."""
 
     @abstractmethod
     def encode_block(self, values: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> None:
@@ -199,7 +199,7 @@ class Codec(ABC):
         """Decode one block. MalformedMessageError: it is none."""
 
     def add_block(self, data: Bytes, total: Floats, weight: np.float32 | None, seed: int, scratch: Scratch, /) -> None:
-        """Add to ``total`` what ``data`` decodes to, times ``weight`` if there is one. Errors as `decode_block`."""
+        """Add the elements in ``data`` to ``total``, times ``weight`` if there is one. Errors as `decode_block`."""
         decoded = scratch.decoded(total.size)
         self.decode_block(data, decoded, seed, scratch)
         if weight is not None:
@@ -223,7 +223,7 @@ class Codec(ABC):
 
 
 def is_finite(values: Floats) -> bool:
-    """Whether every element is: NaN is both the largest and the smallest. There is at least one element."""
+    """Return whether every element (at least one) is finite: NaN is both the largest and the smallest."""
     return math.isfinite(np.maximum.reduce(values)) and math.isfinite(np.minimum.reduce(values))
 
 

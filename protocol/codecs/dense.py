@@ -1,7 +1,7 @@
 """Codecs that keep every element, in fewer bits: fp32 (all of them), bf16, fp16 and int8.
 
-They are idempotent: finite elements that were decoded encode to the same payload. So a mean that the coordinator
-encoded is not worn down by whoever encodes it again.
+They are idempotent: finite elements that were decoded encode to the same payload. So a worker that encodes the
+coordinator's mean again loses nothing of it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Fp32(Codec):
         return 4 * numel
 
     def encode_block(self, values: Floats, out: Bytes, _seed: int, _scratch: Scratch, /) -> None:
-        """As `Codec.encode_block`."""
+        """Encode as `Codec.encode_block`."""
         out[:] = values.view(np.uint8)
 
     def decode_block(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
-        """As `Codec.decode_block`."""
+        """Decode as `Codec.decode_block`."""
         out.view(np.uint8)[:] = data
 
 
 class Bf16(Codec):
     """bfloat16, the upper half of a float32: 2 bytes an element, error at most 2⁻⁸ of it (2⁻¹³⁴ below 2⁻¹²⁶).
 
-    Rounded to nearest, ties to even; what would round to Inf stays the largest finite number. NaN and Inf stay.
+    It rounds to nearest, ties to even. What would round to Inf stays the largest finite number. NaN and Inf stay.
     """
 
     __slots__ = ()
@@ -49,29 +49,29 @@ class Bf16(Codec):
     _OVERFLOW: ClassVar[int] = 0x7F7F_8000
     """The least magnitude that would round to Inf."""
     _QUIET: ClassVar[int] = 0x40
-    """Keeps a NaN one whose upper half alone reads as Inf."""
+    """A bit that keeps a NaN if its upper half alone reads as Inf."""
 
     def _block_nbytes(self, numel: int) -> int:
         return 2 * numel
 
     def encode_block(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
-        """As `Codec.encode_block`."""
+        """Encode as `Codec.encode_block`."""
         bits, codes = values.view(np.uint32), out.view(np.uint16)
         self._round(bits, codes, scratch.words(values.size)[0])
-        if self._some_overflow(bits):  # cutting off instead of rounding keeps all of these what they are
+        if self._some_overflow(bits):  # cutting off instead of rounding changes none of these
             magnitude = bits & MAGNITUDE
             huge = np.flatnonzero(magnitude >= self._OVERFLOW)
             quiet = np.where(magnitude[huge] > INFINITY, self._QUIET, 0)
             codes[huge] = (bits[huge] >> 16) | quiet
 
     def decode_block(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
-        """As `Codec.decode_block`."""
+        """Decode as `Codec.decode_block`."""
         bits = out.view(np.uint32)
         np.copyto(bits, data.view(np.uint16))
         np.left_shift(bits, 16, out=bits)
 
     def compensate_block(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
-        """As `Codec.compensate_block`; what arrives is at hand without decoding."""
+        """Compensate as `Codec.compensate_block`. What arrives is at hand without decoding."""
         compensated = scratch.compensated(values.size)
         np.add(values, residual, out=compensated)
         bits, rounded = compensated.view(np.uint32), scratch.words(values.size)[0]
@@ -83,7 +83,7 @@ class Bf16(Codec):
         return True
 
     def _round(self, bits: Words, codes: Halves, rounded: Words) -> None:
-        """Write the upper halves to ``codes``, and leave them in ``rounded``. Wrong for those that overflow."""
+        """Write the upper halves to ``codes``, and leave them in ``rounded``. They are wrong where they overflow."""
         np.right_shift(bits, 16, out=rounded)
         np.bitwise_and(rounded, 1, out=rounded)
         np.add(rounded, 0x7FFF, out=rounded)
@@ -92,7 +92,7 @@ class Bf16(Codec):
         np.copyto(codes, rounded, casting="unsafe")
 
     def _some_overflow(self, bits: Words) -> bool:
-        """Whether any is NaN or Inf, or would become so: the largest is that of all, or of those with a sign."""
+        """Return whether any is NaN or Inf, or would become so: the largest of all tells, or of those with a sign."""
         signed = np.maximum.reduce(bits)
         return bool(signed >= SIGN | self._OVERFLOW or np.maximum.reduce(bits.view(np.int32)) >= self._OVERFLOW)
 
@@ -100,7 +100,7 @@ class Bf16(Codec):
 class Fp16(Codec):
     """IEEE half precision: 2 bytes an element, error at most 2⁻¹¹ of it, 2⁻²⁵ for elements below 2⁻¹⁴.
 
-    Rounded to nearest, ties to even; what is beyond ±65504 becomes that, and error feedback brings the rest later.
+    It rounds to nearest, ties to even. A number beyond ±65504 becomes that, and error feedback brings the rest later.
     NaN and Inf stay. numpy's own conversion takes one element after the other: this one is three times as fast.
     """
 
@@ -117,7 +117,7 @@ class Fp16(Codec):
         return 2 * numel
 
     def encode_block(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
-        """As `Codec.encode_block`."""
+        """Encode as `Codec.encode_block`."""
         bits, codes = values.view(np.uint32), out.view(np.uint16)
         if self._round(bits, codes, scratch) >= self._OVERFLOW:
             huge = np.flatnonzero((bits & MAGNITUDE) >= self._OVERFLOW)
@@ -126,7 +126,7 @@ class Fp16(Codec):
             codes[huge] = (bits[huge] >> 31 << 15) | unsigned
 
     def compensate_block(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
-        """As `Codec.compensate_block`; what arrives is at hand without decoding."""
+        """Compensate as `Codec.compensate_block`. What arrives is at hand without decoding."""
         compensated = scratch.compensated(values.size)
         np.add(values, residual, out=compensated)
         bits = compensated.view(np.uint32)
@@ -164,7 +164,7 @@ class Fp16(Codec):
         return largest
 
     def decode_block(self, data: Bytes, out: Floats, _seed: int, scratch: Scratch, /) -> None:
-        """As `Codec.decode_block`."""
+        """Decode as `Codec.decode_block`."""
         bits = out.view(np.uint32)
         wide, work, _ = scratch.words(out.size)
         np.copyto(wide.view(np.int32), data.view(np.int16))  # the sign goes to the top
@@ -187,12 +187,12 @@ class Fp16(Codec):
 class Int8(Codec):
     """Integers -127 … 127 times one float32 scale for every 256 elements: 1.016 bytes an element.
 
-    The scale is the group's largest magnitude / 127, so the error is at most half a scale; rounded to nearest, ties to
-    even. A group with a NaN or Inf gets the scale NaN, and all of it decodes to that. Block-wise 8-bit quantisation is
-    Dettmers et al. 2022, *8-bit Optimizers via Block-wise Quantization*, here with even steps.
+    The scale is the group's largest magnitude / 127, so the error is at most half a scale. It rounds to nearest, ties
+    to even. A group with a NaN or Inf gets the scale NaN, and all of it decodes to that. Block-wise 8-bit quantisation
+    is Dettmers et al. 2022, *8-bit Optimizers via Block-wise Quantization*, here with even steps.
 
-    A block is its scales, then its integers. For every float32 p, p / 127 · 127 / 127 is p / 127, each step rounded:
-    so the same scale is found again when what was decoded is encoded.
+    A block is its scales, then its integers. For every float32 p, p / 127 · 127 / 127 is p / 127, each step rounded. So
+    encoding what was decoded finds the same scale again.
     """
 
     __slots__ = ()
@@ -202,25 +202,25 @@ class Int8(Codec):
     GROUP: ClassVar[int] = 256
     """Elements that share a scale."""
     _LEAST: ClassVar[np.float32] = np.finfo(np.float32).tiny
-    """No scale is zero, or subnormal: those have too few bits, and some threads flush them to zero."""
+    """The least scale. None is zero or subnormal: those have too few bits, and some threads flush them to zero."""
     _GREATEST: ClassVar[np.float32] = np.uint32(0x7C01_0200).view(np.float32)
-    """127 times this is finite, and that / 127 is this again."""
+    """The greatest scale. 127 times this is finite, and that / 127 is this again."""
 
     def _block_nbytes(self, numel: int) -> int:
         return 4 * -(-numel // self.GROUP) + numel
 
     def encode_block(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
-        """As `Codec.encode_block`."""
+        """Encode as `Codec.encode_block`."""
         self._quantise(values, out, scratch.words(values.size)[0])
 
     def decode_block(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
-        """As `Codec.decode_block`."""
+        """Decode as `Codec.decode_block`."""
         begin = data.size - out.size
         np.copyto(out, data[begin:].view(np.int8))
         _by_group(np.multiply, out, data[:begin].view(np.float32), out)
 
     def compensate_block(self, values: Floats, residual: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> bool:
-        """As `Codec.compensate_block`; what arrives is at hand without decoding, and peaks say what is not finite."""
+        """Compensate without decoding, as `Codec.compensate_block`; peaks show what is not finite."""
         compensated, work = scratch.compensated(values.size), scratch.words(values.size)[0]
         np.add(values, residual, out=compensated)
         scales = self._quantise(compensated, out, work)
@@ -232,7 +232,7 @@ class Int8(Codec):
         return True
 
     def places(self, start: int, stop: int, numel: int) -> Iterator[tuple[slice, int]]:
-        """As `Codec.places`: all integers, and behind them all scales."""
+        """Yield as `Codec.places`: all integers, and behind them all scales."""
         size = self._block_nbytes(stop - start)
         begin = size - (stop - start)
         yield slice(begin, size), start
@@ -258,18 +258,18 @@ class Int8(Codec):
         integers = work.view(np.float32)
         _by_group(np.divide, values, scales, integers)
         np.rint(integers, out=integers)
-        if not finite:  # what NaN is as an integer is the processor's choice
+        if not finite:  # a processor chooses which integer NaN becomes
             np.copyto(integers, 0, where=np.isnan(integers))
         np.copyto(out[begin:].view(np.int8), integers, casting="unsafe")
         return scales if finite else None
 
 
 _STARTS: Final = np.arange(0, BLOCK, Int8.GROUP)
-"""Where the groups of a block begin."""
+"""The beginnings of a block's groups."""
 
 
 def _by_group(ufunc: np.ufunc, values: Floats, scales: Floats, out: Floats) -> None:
-    """``ufunc`` of all ``values`` and the scales of their groups, of which the last may be short."""
+    """Apply ``ufunc`` to all ``values`` and the scales of their groups. The last group may be short."""
     full, rest = divmod(values.size, Int8.GROUP)
     if full:
         rows, middle = (full, Int8.GROUP), full * Int8.GROUP

@@ -1,6 +1,6 @@
 """Error feedback: what an encoding loses is added to what is encoded next.
 
-So nothing is lost for good, only late: over any number of steps the sum of what was decoded differs from the sum of
+So nothing is lost for good, only late. Over any number of steps, the sum of what was decoded differs from the sum of
 what was given by the last residual alone. That is why lossy gradients still train (Seide et al. 2014, *1-bit SGD*;
 Stich et al. 2018, *Sparsified SGD with Memory*; Karimireddy et al. 2019, *Error Feedback Fixes SignSGD*). The
 coordinator does the same with the mean before it replies, as in Tang et al. 2019, *DoubleSqueeze*.
@@ -24,11 +24,11 @@ def encode_with_feedback(
 ) -> memoryview:
     """Encode ``values + residual``, and leave in ``residual`` what that lost.
 
-    Where the sums of a block are not all finite, its ``values`` alone are encoded and its ``residual`` stays as it was:
-    a NaN or Inf is seen by the coordinator and counts for nothing, so it must not come back in every later step.
+    If the sums of a block are not all finite, its ``values`` alone are encoded and its ``residual`` stays as it was.
+    The coordinator sees a NaN or Inf and counts it for nothing, so it must not come back in every later step.
 
     Args:
-        codec: what encodes.
+        codec: the codec that encodes.
         values: float32, one-dimensional, contiguous. Not changed.
         residual: float32, as many, changed in place; zeros before the first call.
         out: uint8, at least ``codec.nbytes(values.size)`` long, apart from the others; by default new memory.
@@ -55,7 +55,7 @@ def encode_with_feedback(
 
 
 class Feedback:
-    """The residual of one exchange: at a worker of a bucket it contributes, at the coordinator of one it replies with.
+    """The residual of one exchange: of a bucket's contribution at a worker, of its reply at the coordinator.
 
     Attributes:
         residual: float32, one for each element; what is still owed. It is state, to be saved with the optimizer's.
@@ -67,9 +67,9 @@ class Feedback:
         self.residual: Floats = np.zeros(numel, np.float32)
 
     def compensate(self, start: int, stop: int, values: Floats) -> Floats:
-        """``values`` of elements ``start`` to ``stop`` with what is owed to them: what `encode` would encode.
+        """Return ``values`` of elements ``start`` to ``stop`` with their residual: what `encode` would encode.
 
-        For choosing a codec by its error; nothing is changed.
+        It serves to choose a codec by its error. Nothing is changed.
         """
         with np.errstate(all="ignore"):
             compensated: Floats = np.add(values, self.residual[start:stop])
@@ -85,5 +85,5 @@ class Feedback:
         seed: int = 0,
         scratch: Scratch | None = None,
     ) -> memoryview:
-        """`encode_with_feedback` of elements ``start`` to ``stop``."""
+        """Call `encode_with_feedback` for elements ``start`` to ``stop``."""
         return encode_with_feedback(codec, values, self.residual[start:stop], out, seed, scratch)

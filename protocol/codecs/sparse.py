@@ -1,8 +1,8 @@
 """Codecs that keep a fraction of the elements, as they are, and drop the rest: topk and randomk.
 
 Both are contractions (Stich et al. 2018, *Sparsified SGD with Memory*): a block loses at most 1 − k/n of its squared
-length, for randomk on average. They are made for error feedback, which brings what was dropped later, so randomk does
-not scale what it keeps by n/k: that would make it unbiased, but no contraction, and its residual would grow.
+length, for randomk on average. They are made for error feedback, which brings later what was dropped. Therefore randomk
+does not scale what it keeps by n/k: that would make it unbiased, but no contraction, and its residual would grow.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Indices = npt.NDArray[np.int64]
 MILLION: Final = 1_000_000
 
 _SAMPLE: Final = 31
-"""One element in so many tells how large the large ones are. Odd, as rows of matrices seldom are."""
+"""The step of a sample that tells how large the large elements are. It is odd, as rows of matrices seldom are."""
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E37_79B9_7F4A_7C15
 
 
 @dataclass(frozen=True, slots=True)
 class Sparse(Codec):
-    """Keeps ``parameter`` parts per million of each block, rounded up: at least one element."""
+    """A codec that keeps ``parameter`` parts per million of each block, rounded up: at least one element."""
 
     parameter: int = MILLION // 100
 
     @property
     def name(self) -> str:
-        """What `codec_of` makes this codec from."""
+        """The name from which `codec_of` makes this codec."""
         return f"{self.family}:{self.parameter / MILLION:g}"
 
     def kept(self, numel: int) -> int:
-        """How many of a block's elements are kept."""
+        """Return how many of a block's elements are kept."""
         return -(-numel * self.parameter // MILLION)
 
 
@@ -61,11 +61,11 @@ class TopK(Sparse):
         return 4 * kept + min(2 * kept, -(-numel // 8))
 
     def encode_block(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
-        """As `Codec.encode_block`."""
+        """Encode as `Codec.encode_block`."""
         self._choose(values, out, scratch)
 
     def decode_block(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
-        """As `Codec.decode_block`."""
+        """Decode as `Codec.decode_block`."""
         offsets = self._offsets(data, out.size)
         out.fill(0)
         out[offsets] = data[: 4 * offsets.size].view(np.float32)
@@ -73,12 +73,12 @@ class TopK(Sparse):
     def add_block(
         self, data: Bytes, total: Floats, weight: np.float32 | None, _seed: int, _scratch: Scratch, /
     ) -> None:
-        """As `Codec.add_block`: only what was kept is added."""
+        """Add as `Codec.add_block`: only what was kept is added."""
         offsets = self._offsets(data, total.size)
         _add(total, offsets, data[: 4 * offsets.size].view(np.float32), weight)
 
     def compensate_block(self, values: Floats, residual: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> bool:
-        """As `Codec.compensate_block`: what was kept is owed no more, and all else is."""
+        """Compensate as `Codec.compensate_block`: what was kept is owed no more, and all else is."""
         compensated = scratch.compensated(values.size)
         np.add(values, residual, out=compensated)
         chosen = self._choose(compensated, out, scratch)
@@ -89,7 +89,7 @@ class TopK(Sparse):
         return True
 
     def _choose(self, values: Floats, out: Bytes, scratch: Scratch) -> Indices:
-        """Encode one block. Returns the offsets of what was kept."""
+        """Encode one block. Return the offsets of what was kept."""
         numel, kept = values.size, self.kept(values.size)
         magnitude = scratch.words(numel)[0]
         np.bitwise_and(values.view(np.uint32), MAGNITUDE, out=magnitude)
@@ -98,7 +98,7 @@ class TopK(Sparse):
             large = magnitude[chosen]
             threshold = np.partition(large, large.size - kept)[large.size - kept]
             chosen = chosen[large >= threshold]
-        if chosen.size > kept:  # which equals `partition` would take depends on the processor
+        if chosen.size > kept:  # the processor decides which equals `partition` would take
             equal = np.flatnonzero(magnitude[chosen] == threshold)
             chosen = np.delete(chosen, equal[kept - chosen.size :])
 
@@ -113,7 +113,7 @@ class TopK(Sparse):
         return chosen
 
     def _offsets(self, data: Bytes, numel: int) -> Indices:
-        """The offsets in an encoded block: ascending, and below ``numel``. Else MalformedMessageError."""
+        """Return the offsets in an encoded block: ascending, and below ``numel``. Else MalformedMessageError."""
         kept = self.kept(numel)
         places = data[4 * kept :]
         if self._has_bitmap(numel):
@@ -133,7 +133,7 @@ class TopK(Sparse):
 class RandomK(Sparse):
     """Elements drawn by the seed, as float32, without their offsets: 4 bytes for each one kept.
 
-    Every worker that encodes with the same seed keeps the same elements, so that their mean has no others, and the
+    Every worker that encodes with the same seed keeps the same elements. So their mean has no others, and the
     coordinator's own encoding of it with that seed loses nothing.
 
     Each element is as likely to be kept as any other. A block with a NaN or Inf anywhere has a NaN as its first value.
@@ -147,23 +147,23 @@ class RandomK(Sparse):
         return 4 * self.kept(numel)
 
     def encode_block(self, values: Floats, out: Bytes, seed: int, _scratch: Scratch, /) -> None:
-        """As `Codec.encode_block`."""
+        """Encode as `Codec.encode_block`."""
         chosen = values[self._drawn(values.size, seed)]
         if not is_finite(values):
             chosen[0] = np.nan
         out.view(np.float32)[:] = chosen
 
     def decode_block(self, data: Bytes, out: Floats, seed: int, _scratch: Scratch, /) -> None:
-        """As `Codec.decode_block`."""
+        """Decode as `Codec.decode_block`."""
         out.fill(0)
         out[self._drawn(out.size, seed)] = data.view(np.float32)
 
     def add_block(self, data: Bytes, total: Floats, weight: np.float32 | None, seed: int, _scratch: Scratch, /) -> None:
-        """As `Codec.add_block`: only what was kept is added."""
+        """Add as `Codec.add_block`: only what was kept is added."""
         _add(total, self._drawn(total.size, seed), data.view(np.float32), weight)
 
     def compensate_block(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
-        """As `Codec.compensate_block`: what was kept is owed no more, and all else is."""
+        """Compensate as `Codec.compensate_block`: what was kept is owed no more, and all else is."""
         compensated = scratch.compensated(values.size)
         np.add(values, residual, out=compensated)
         if not is_finite(compensated):
@@ -178,9 +178,9 @@ class RandomK(Sparse):
         return _draw(numel, self.kept(numel), seed & _MASK)
 
 
-@lru_cache(maxsize=16)  # of one block the coordinator asks once for each contribution, and once for the mean
+@lru_cache(maxsize=16)  # the coordinator asks once for each contribution to a block, and once for the mean
 def _draw(numel: int, kept: int, seed: int) -> Indices:
-    """So many different offsets below ``numel``: one out of each of equal parts of a ring that is turned at random.
+    """Draw ``kept`` different offsets below ``numel``, one from each of equal parts of a randomly turned ring.
 
     Without the turn, elements in a part that is one shorter than others would be kept more often.
     """
@@ -194,10 +194,10 @@ def _draw(numel: int, kept: int, seed: int) -> Indices:
 
 
 def _candidates(magnitude: Words, kept: int) -> Indices:
-    """Ascending offsets of all that can be among the ``kept`` largest: at least so many, and mostly not many more.
+    """Return ascending offsets of all that can be among the ``kept`` largest: at least so many, mostly few more.
 
-    A sample tells from where on to look. What it tells changes how long that takes, and never what is kept. Zeros are
-    left out as far as possible: `partition` takes forty times as long where most elements are equal.
+    A sample tells where to start looking. It changes how long that takes, and never what is kept. Zeros are left out as
+    far as possible: `partition` takes forty times as long where most elements are equal.
     """
     sample = np.sort(magnitude[::_SAMPLE])
     expected = kept / _SAMPLE
@@ -219,9 +219,9 @@ def _add(total: Floats, offsets: Indices, values: Floats, weight: np.float32 | N
 
 
 def seed_of(round_number: int, bucket: int, start: int) -> int:
-    """The seed for what begins with element ``start`` of a bucket in a round: alike at workers and coordinator.
+    """Return the seed for element ``start`` of a bucket in a round and on, equal at workers and coordinator.
 
-    Each block has a seed of its own, which does not depend on the slice that it travels in: if ``start`` is a multiple
+    Each block has a seed of its own, which does not depend on the slice that it travels in. If ``start`` is a multiple
     of ``BLOCK``, the same elements are drawn however a bucket is cut into slices.
     """
     return _seed_of(round_number, bucket) + start // BLOCK
@@ -236,9 +236,10 @@ def _seed_of(round_number: int, bucket: int) -> int:
 
 
 def split_mix(seed: int, count: int) -> npt.NDArray[np.uint64]:
-    """``count`` words by SplitMix64 (Steele, Lea and Flood 2014), which makes each of its number alone.
+    """Return ``count`` words by SplitMix64 (Steele, Lea and Flood 2014), which makes each of its number alone.
 
-    Written here as numpy's generators may give other numbers in its next version, and members may differ in theirs.
+    It is written here because numpy's generators may give other numbers in its next version, and members' versions may
+    differ.
     """
     words = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed & _MASK)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
@@ -248,6 +249,6 @@ def split_mix(seed: int, count: int) -> npt.NDArray[np.uint64]:
 
 
 def _below(bounds: Indices | np.int64, words: npt.NDArray[np.uint64]) -> Indices:
-    """Each word as a number below its bound, which is at most 2³² (Lemire 2019)."""
+    """Map each word to a number below its bound, which is at most 2³² (Lemire 2019)."""
     numbers: Indices = ((words >> np.uint64(32)).astype(np.int64) * bounds) >> 32
     return numbers
