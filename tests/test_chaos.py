@@ -122,29 +122,29 @@ def test_a_run_fails_if_too_few_events_have_met_something() -> None:
     result = {"events": 9, "events_by_kind": {"kill": 5, "drop": 4}}
     assert too_few(result, {}) == too_few(result, {"": 9, "kill": 5}) == []
     assert too_few(result, {"": 10, "drop": 5, "reset": 1}) == [
-        "9 events have met something, and 10 should have",
-        "4 drop events have met something, and 5 should have",
-        "0 reset events have met something, and 1 should have",
+        "only 9 events took effect, fewer than 10",
+        "only 4 drop events took effect, fewer than 5",
+        "only 0 reset events took effect, fewer than 1",
     ]
 
 
 def test_options_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["chaos", "--events", "kill,earthquake"])
-    assert "'earthquake' is no event: there are kill, midpush, stop" in capsys.readouterr().err
+    assert "'earthquake' is not an event; the events are kill, midpush, stop" in capsys.readouterr().err
     assert main(["chaos", "--events", "stop,shard"]) == 2
-    assert "there is no data shard to kill but the coordinator: --shards 2" in capsys.readouterr().err
+    assert "the event shard requires a further data shard: --shards 2" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["chaos", "--least", "100,earthquake=1"])
-    assert "'earthquake' is no event" in capsys.readouterr().err
+    assert "'earthquake' is not an event" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["chaos", "--least", "kill=many"])
-    assert "expected a number, or as in 100,kill=5, got 'kill=many'" in capsys.readouterr().err
+    assert "'kill=many' is neither a number nor KIND=N, as in 100,kill=5" in capsys.readouterr().err
     assert main(["chaos", "--events", "kill,stop", "--least", "5,kill=1,drop=1"]) == 2
-    assert "--least speaks of drop, which cannot happen: --events kill,stop" in capsys.readouterr().err
+    assert "--least names drop, which is not among --events kill,stop" in capsys.readouterr().err
     (tmp_path / "something").touch()
     assert main(["chaos", "--keep", str(tmp_path)]) == 2
-    assert "has something in it: name a new folder" in capsys.readouterr().err
+    assert "is not empty: name a new folder" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -175,7 +175,11 @@ def test_a_contribution_of_an_earlier_round() -> None:
     def stale(number: int, part: int, rows: Rows) -> Rows:
         return {**rows, 2: given("cyd", number - 1, part)} if (number, part) == (5, 0) else rows
 
-    only(World(rows=stale).judged(), "double", "round 5, bucket 0: members got the mean with what cyd gave to round 4")
+    only(
+        World(rows=stale).judged(),
+        "double",
+        "round 5, bucket 0: members got the mean with the contribution of cyd to round 4",
+    )
 
 
 def test_a_contribution_that_is_said_to_count_and_does_not() -> None:
@@ -190,14 +194,14 @@ def test_a_contribution_that_does_not_count_though_its_giver_finished_the_round(
         return [replace(record, weights=(0.0, *record.weights[1:]))] if record.round == 3 else [record]
 
     oracle = World(records=forgotten).judged()
-    only(oracle, "lost", "round 3, in the ledger: ada took part to its end, and did not count")
+    only(oracle, "lost", "round 3, in the ledger: ada took part to its end and is missing")
 
 
 def test_a_weight_that_is_not_what_was_given() -> None:
     def heavier(record: RoundRecord) -> list[RoundRecord]:
         return [replace(record, weights=(2.0, *record.weights[1:]))] if record.round == 3 else [record]
 
-    only(World(records=heavier).judged(), "wrong", "round 3, in the ledger: ada counted with weight 2, and gave 1")
+    only(World(records=heavier).judged(), "wrong", "round 3, in the ledger: ada counts with weight 2 instead of 1")
 
 
 @pytest.mark.parametrize("number", [0, 4, ROUNDS - 1])
@@ -255,7 +259,7 @@ def test_a_prefix_that_is_longer_than_the_ledger_says() -> None:
     def longer(record: RoundRecord) -> list[RoundRecord]:
         return [replace(record, cut=((3, 3, 2),)) if record.cut else record]
 
-    text = "round 4, in the ledger: dan counts for [0, 0, 0, 2] slices of the buckets, and gave [0, 0, 0, 1]"
+    text = "round 4, in the ledger: dan counts with [0, 0, 0, 2] slices of the buckets instead of [0, 0, 0, 1]"
     only(World(departs=4, records=longer).judged(), "wrong", text)
 
 
@@ -292,7 +296,7 @@ def test_a_survivor_that_counts_in_part_is_lost() -> None:
 
     oracle = World(results=in_part, records=said).judged()
     only(oracle, "lost", "round 4, bucket 3: members got the mean with a part of bob only, which took part to the end")
-    assert "lost: round 4, in the ledger: bob counts for [1, 1, 1, 1] slices" in oracle.findings[1]
+    assert "lost: round 4, in the ledger: bob counts with [1, 1, 1, 1] slices" in oracle.findings[1]
 
 
 def test_the_first_contribution_of_a_worker_that_joins() -> None:
@@ -319,8 +323,8 @@ def test_a_ledger_whose_digests_say_nothing() -> None:
         return [replace(record, inputs=(0,) * len(NAMES), results=(0,) * len(PARTS))]
 
     oracle = World(records=nothing).judged()
-    only(oracle, "wrong", "round 0, bucket 0: the ledger has 0000000000000000 for")
-    assert "wrong: round 0: what was summed of ada is not what it gave" in oracle.findings
+    only(oracle, "wrong", "round 0, bucket 0: the ledger has digest 0000000000000000 instead of")
+    assert "wrong: round 0: what was summed of ada is not its contribution" in oracle.findings
 
 
 def test_a_worker_that_finishes_a_round_twice() -> None:
@@ -356,10 +360,10 @@ def test_collectives_have_everybody_in_them_once() -> None:
     bob, eve = tally.tally("bob", EVERY), tally.tally("eve", EVERY)
     only(changed(lambda total: total + bob), "fault", f"behind round {EVERY}, a sum: it has bob 2 times")
     only(changed(lambda total: total - bob), "fault", f"behind round {EVERY}, a sum: it has bob 0 times")
-    only(changed(lambda total: total + eve), "fault", f"behind round {EVERY}, a sum: it has somebody else 1 times")
+    only(changed(lambda total: total + eve), "fault", f"behind round {EVERY}, a sum: it has another worker 1 times")
     earlier = tally.tally("bob", EVERY - 1)
-    only(changed(lambda total: total - bob + earlier), "fault", "not with what they gave in this round")
-    only(changed(lambda total: total[:3]), "fault", "a sum: it is none")
+    only(changed(lambda total: total - bob + earlier), "fault", "but with values of another round")
+    only(changed(lambda total: total[:3]), "fault", "a sum: it is no tally")
 
 
 @pytest.mark.parametrize("counts", [False, True])
@@ -389,7 +393,7 @@ def test_what_is_gathered_and_broadcast_is_of_those_who_are_there() -> None:
     assert not gathered("bob", codes, None).found
     for wrong in (codes[::-1], codes[:3], [*codes, codes[0]], [*codes[:3], tally.code("dan", EVERY - 1)]):
         only(gathered("bob", wrong, codes[0]), "fault", f"behind round {EVERY}: bob gathered")
-    only(gathered("bob", codes, codes[1]), "fault", "a broadcast brought")
+    only(gathered("bob", codes, codes[1]), "fault", "a broadcast returned")
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -24,94 +24,101 @@ if TYPE_CHECKING:
     from gradserver.chaos.view import View
 
 _LINK_RATE = 1.25e9
-"""Of the emulated hosts' links, in bytes a second: as fast as it goes."""
+"""Rate of the emulated hosts' links, in bytes a second: as fast as possible."""
 _NEEDS_WIRES = frozenset({"reset", "midcall", "throttle"})
 _TICK = 0.25
 _LATE_SECONDS = 0.2
-"""By which an event may come late before all that follow do."""
+"""Delay of an event above which all later events are delayed, too."""
 _RETURN_SECONDS = 20.0
-"""Behind the end of a run, for whoever is still on its way back."""
+"""Time after the end of a run in which workers can still come back."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives `parser` the description and options."""
+    """Add the description and the options to `parser`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Run a coordinator and workers as processes of this machine, harm them as a seed says, and have an oracle\n"
-        "recompute every round: the mean of exactly those who contributed, bit by bit, alike at all members."
+        "Run a coordinator and workers as processes of this machine, and inject faults that are drawn from a seed.\n"
+        "An oracle recomputes every round: each result must be, bit by bit, the mean of the contributions, and the\n"
+        "same at all members."
     )
     kinds = "\n".join(f"  {name:12}{spec.brief}" for name, spec in SPECS.items())
     default = ", ".join(DEFAULT)
     parser.epilog = (
         f"events (by default {default}, and with --shards also shard):\n{kinds}\n\n"
-        f"Exit status: 0 all right, 1 not, 2 no run."
+        f"Exit status: 0 if no fault was found, 1 if one was found, 2 if the run could not begin."
     )
     parser.add_argument(
-        "--workers", type=number(int, 2, 256), default=8, metavar="N", help="workers of the group (default 8)"
+        "--workers", type=number(int, 2, 256), default=8, metavar="N", help="number of workers (default 8)"
     )
     parser.add_argument(
-        "--seconds", type=number(float, 10, 1e6, "", "{:g} to {:g}"), default=60.0, metavar="S", help="default 60"
+        "--seconds",
+        type=number(float, 10, 1e6, "", "{:g} to {:g}"),
+        default=60.0,
+        metavar="S",
+        help="length of the run (default 60)",
     )
-    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=7, metavar="X", help="default 7")
-    parser.add_argument("--events", type=_kinds, metavar="KIND,…", help="what may happen")
+    parser.add_argument(
+        "--seed", type=number(int, 0, 2**63 - 1), default=7, metavar="X", help="seed of the events (default 7)"
+    )
+    parser.add_argument("--events", type=_kinds, metavar="KIND,…", help="kinds of events to draw from")
     parser.add_argument(
         "--every",
         type=number(float, 0.05, 3600, "", "{:g} to {:g}"),
         default=0.3,
         metavar="S",
-        help="seconds from one event to the next, in the mean (default 0.3)",
+        help="mean time between two events, in seconds (default 0.3)",
     )
     parser.add_argument(
         "--coordinator-kill",
         type=number(float, 1, 1e6, "", "{:g} to {:g}"),
         metavar="S",
-        help="kill the coordinator each so many seconds, beside the other events",
+        help="also kill the coordinator every S seconds",
     )
     parser.add_argument(
         "--apart",
         type=number(float, 0, 3600, "", "{:g} to {:g}"),
         default=0.0,
         metavar="S",
-        help="seconds between two events that make everybody wait (freeze, partition, coordinator, shard), whose times "
-        "add up otherwise (default 0)",
+        help="minimum time between two events that make all workers wait (freeze, partition, coordinator, shard), in "
+        "seconds; otherwise their times add up (default 0)",
     )
     parser.add_argument(
-        "--shards", type=number(int, 1, MAX_SHARDS), default=1, metavar="S", help="data shards (default 1)"
+        "--shards", type=number(int, 1, MAX_SHARDS), default=1, metavar="S", help="number of data shards (default 1)"
     )
     parser.add_argument(
         "--pace",
         type=number(float, 0, 60, "", "{:g} to {:g}"),
         default=0.05,
         metavar="S",
-        help="seconds that a worker computes in a round (default 0.05)",
+        help="time that a worker computes in each round, in seconds (default 0.05)",
     )
     parser.add_argument(
         "--stall",
         type=number(float, 0.5, 3600, "", "{:g} to {:g}"),
         default=15.0,
         metavar="S",
-        help="longest time without a finished round that is no fault (default 15)",
+        help="a longer time without a finished round is a fault, in seconds (default 15)",
     )
     parser.add_argument(
         "--netns",
         action="store_true",
-        help="give workers hosts of their own, network namespaces, whose cables are pulled for a partition; needs root",
+        help="give each worker a network namespace of its own, which a partition disconnects; requires root",
     )
     parser.add_argument(
         "--least",
         type=_least,
         default={},
         metavar="N|KIND=N,…",
-        help="events that must have met something, in all or of a kind, as in 100,kill=5,shard=2: else the run has "
-        "failed (default 0)",
+        help="minimum number of events that took effect, in all and by kind, such as 100,kill=5,shard=2; with fewer "
+        "the run fails (default 0)",
     )
-    parser.add_argument("--stop-at-fault", action="store_true", help="end the run when a fault was found")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="write ledger, logs and lines into DIR, and keep them")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
+    parser.add_argument("--stop-at-fault", action="store_true", help="end the run when a fault is found")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="write ledger, logs and reports to DIR, and keep them")
+    parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs chaos. 0: nothing wrong was found; 1: something was; 2: it could not begin."""
+    """Run chaos. Return 0 if no fault was found, 1 if one was found, 2 if the run could not begin."""
     from gradserver.chaos.fleet import FleetError
     from gradserver.processes import ended_by_signals
 
@@ -119,18 +126,18 @@ def run(arguments: argparse.Namespace) -> int:
         kinds = (*DEFAULT, "shard") if arguments.shards > 1 else DEFAULT
         arguments.events = [kind for kind in kinds if not (kind in _NEEDS_WIRES and arguments.netns)]
     if "shard" in arguments.events and arguments.shards == 1:
-        print("gradserver chaos: there is no data shard to kill but the coordinator: --shards 2", file=sys.stderr)
+        print("gradserver chaos: the event shard requires a further data shard: --shards 2", file=sys.stderr)
         return 2
     if arguments.netns and (reason := _why_no_hosts(arguments.events)) is not None:
         print(f"gradserver chaos: {reason}", file=sys.stderr)
         return 2
     if unasked := [kind for kind in arguments.least if kind and kind not in _possible(arguments)]:
-        text = f"--least speaks of {', '.join(unasked)}, which cannot happen: --events {','.join(arguments.events)}"
+        text = f"--least names {', '.join(unasked)}, which is not among --events {','.join(arguments.events)}"
         print(f"gradserver chaos: {text}", file=sys.stderr)
         return 2
     folder = arguments.keep
     if folder is not None and folder.exists() and any(folder.iterdir()):
-        print(f"gradserver chaos: {folder} has something in it: name a new folder", file=sys.stderr)
+        print(f"gradserver chaos: {folder} is not empty: name a new folder", file=sys.stderr)
         return 2
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="gradserver-chaos-"))
@@ -196,12 +203,12 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
 
 
 class _Course:
-    """A run's time: calm, storm, calm, and until everybody is back.
+    """Course of a run: calm, storm, calm, and the time until all workers are back.
 
     Attributes:
-        done: events that have met something.
-        missed: those whose target was not there, or that have met nothing.
-        faults: who is not back in the end.
+        done: events that took effect.
+        missed: events whose target did not run, or that had no effect.
+        faults: workers that are not back in the end.
     """
 
     def __init__(self, fleet: Fleet, schedule: Schedule, view: View, stops: bool = False) -> None:
@@ -215,7 +222,7 @@ class _Course:
         self._began = time.monotonic()
 
     def run(self) -> tuple[Uses, Uses]:
-        """All of it. What processes had open before the storm, and behind it."""
+        """Run the course. Return what processes had open before the storm, and behind it."""
         before: Uses = {}
         with suppress(_FaultFoundError):
             self._until(self._schedule.storm)
@@ -239,12 +246,12 @@ class _Course:
         while fleet.absent() and deadline < schedule.seconds + _RETURN_SECONDS:
             deadline += _TICK
             self._until(deadline)
-        self.faults = [f"{name} is not back" for name in fleet.absent()]
+        self.faults = [f"{name} did not come back" for name in fleet.absent()]
 
     def _storm(self) -> None:
         for event in self._schedule.events:
             self._until(event.at)
-            # Whatever held this process up must not make events come closer together than they were drawn.
+            # If this process was held up, events must not come closer together than they were drawn.
             self._began = max(self._began, time.monotonic() - event.at - _LATE_SECONDS)
             self._view.event(event, self._fleet, self._harms.do(event))
 
@@ -257,7 +264,7 @@ class _Course:
 
 
 class _FaultFoundError(Exception):
-    """It need not go on."""
+    """A fault was found, so that the run can end."""
 
 
 def _why_no_hosts(kinds: list[str]) -> str | None:
@@ -265,7 +272,7 @@ def _why_no_hosts(kinds: list[str]) -> str | None:
 
     lacking = [kind for kind in kinds if kind in _NEEDS_WIRES]
     if lacking:
-        return f"with --netns nobody stands between who could do this: --events without {', '.join(lacking)}"
+        return f"{', '.join(lacking)} cannot be injected with --netns: leave it out of --events"
     return netns.why_not()
 
 
@@ -276,7 +283,7 @@ def _hosts(ways: dict[str, Way]) -> AbstractContextManager[Lab]:
 
 
 def ways_of(workers: int, kinds: list[str]) -> dict[str, Way]:
-    """Who reaches the coordinator how: in turn, by what is needed for the events."""
+    """Choose the path by which each worker reaches the coordinator: in turn, by what the events need."""
     used = [Way.DIRECT, *(way for way in (Way.RELAY, Way.WIRE) if any(SPECS[kind].way is way for kind in kinds))]
     if len(used) == 1:
         used.append(Way.PLAIN)
@@ -292,19 +299,19 @@ def _kinds(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in SPECS:
-            raise argparse.ArgumentTypeError(f"{name!r} is no event: there are {', '.join(SPECS)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not an event; the events are {', '.join(SPECS)}")
     return names
 
 
 def _least(text: str) -> dict[str, int]:
-    """How many events there must be of each kind; of all kinds, under the name of ""."""
+    """Parse the minimum number of events of each kind, and of all kinds under the name ""."""
     found = {}
     for part in text.split(","):
         kind, _, count = part.rpartition("=")
         if kind and kind not in SPECS:
-            raise argparse.ArgumentTypeError(f"{kind!r} is no event: there are {', '.join(SPECS)}")
+            raise argparse.ArgumentTypeError(f"{kind!r} is not an event; the events are {', '.join(SPECS)}")
         if not count.isdecimal():
-            raise argparse.ArgumentTypeError(f"expected a number, or as in 100,kill=5, got {part!r}")
+            raise argparse.ArgumentTypeError(f"{part!r} is neither a number nor KIND=N, as in 100,kill=5")
         found[kind] = int(count)
     return found
 

@@ -1,21 +1,21 @@
-"""What the oracle goes by: the coordinator's ledger, and what workers and the run itself have said, line by line.
+"""The oracle's evidence: the coordinator's ledger, and the lines of the workers and of the run itself.
 
-Workers print a line of JSON for each round that they have finished, and the run writes all of them, and what it does,
-into one file, in the order in which it heard them:
+Workers print a line of JSON for each round that they have finished. The run writes all lines, and its own, to one file,
+in the order in which it reads them:
 
     {"kind": "gives", "name", "round", "rank"}   a worker begins to contribute to a round
     {"kind": "round", "name", "round", "rank", "results": […], "weights", "at"}    it has finished the round
-    {"kind": "replayed", …}                      the same, but it only took part in its result, as it was coming in
+    {"kind": "replayed", …}                      the same, but without contributing, as it was a learner
     {"kind": "meets", "name", "round"}           it begins with the collectives behind a round
-    {"kind": "met", "name", "round", "rank", "sums", "gathered", "broadcast"}      it is through with them
-    {"kind": "entered" | "out" | "left", …}      it has come in, is out of the group, or has left it
-    {"kind": "dies", "name", "round"}            it kills itself, in the midst of a push
-    {"kind": "fault", "name", "text"}            what it got from a collective is not what it should be
-    {"kind": "event" | "healed", …}              the run has done something to somebody
-    {"kind": "full", "at"}                       from now on the coordinator's disk is full
+    {"kind": "met", "name", "round", "rank", "sums", "gathered", "broadcast"}      it has finished them
+    {"kind": "entered" | "out" | "left", …}      it has joined, is out of the group, or has left it
+    {"kind": "dies", "name", "round"}            it kills itself, in the middle of a push
+    {"kind": "fault", "name", "text"}            a collective gave it a wrong result
+    {"kind": "event" | "healed", …}              the run has injected an event
+    {"kind": "full", "at"}                       the coordinator's disk is full from now on
     {"kind": "calm" | "stormy" | "end", "at"}    a part of the run has begun
 
-Times are those of the machine's monotonic clock, which the ledger's are, too.
+Times are those of the machine's monotonic clock, like the ledger's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEDGER: Final = "ledger"
 class Report(NamedTuple):
     """One worker's report of a finished round: fingerprints of every bucket's result, and of its weights afterwards.
 
-    Ranks are in the order of seats, and those after the round. ``gave`` is False for a worker that was coming in.
+    Ranks are those after the round, in the order of member ids. ``gave`` is False for a learner.
     """
 
     name: str
@@ -49,18 +49,18 @@ class Report(NamedTuple):
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Report:
-        """The report in a line."""
+        """Read the report in a line."""
         gave = line["kind"] == "round"
         return cls(line["name"], line["round"], line["rank"], tuple(line["results"]), line["weights"], line["at"], gave)
 
 
 class Met(NamedTuple):
-    """What one worker got from the collectives behind a round.
+    """Results of the collectives behind a round, at one worker.
 
     Attributes:
-        sums: of tallies (`gradserver.chaos.tally`): each that some operation or some slice of one has brought.
-        gathered: the codes that an all_gather has brought, by rank.
-        broadcast: the code that a broadcast has brought; None if it failed everywhere.
+        sums: sums of tallies (`gradserver.chaos.tally`), of each operation or slice of one.
+        gathered: codes that an all_gather returned, by rank.
+        broadcast: code that a broadcast returned; None if it failed everywhere.
     """
 
     name: str
@@ -71,18 +71,18 @@ class Met(NamedTuple):
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Met:
-        """What is in a line."""
+        """Read the results in a line."""
         return cls(line["name"], line["rank"], line["sums"], tuple(line["gathered"]), line["broadcast"])
 
 
 class HeardTail:
-    """Reads the lines of a file that grows."""
+    """Reader of the lines of a growing file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """What is there since the last time, as far as lines are whole."""
+        """Read the complete lines since the last time."""
         with self._path.open("rb") as stream:
             stream.seek(self._at)
             for line in stream:
@@ -93,15 +93,15 @@ class HeardTail:
 
 
 class LedgerTail:
-    """Reads the records of a directory in which somebody writes. What is restated comes again."""
+    """Reader of the records of a growing ledger. Restated records come again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: dict[int, int] = {}
-        """Up to where each file was read, by its number."""
+        """Position up to which each file was read, by its number."""
 
     def read(self) -> Iterator[Dated]:
-        """What is there since the last time, as far as records are whole."""
+        """Read the complete records since the last time."""
         if not self._path.exists():
             return
         for number, path in files_of(self._path):
@@ -114,10 +114,10 @@ class LedgerTail:
                 continue
             for item in scan(header(number) + rest):
                 if isinstance(item, Entry):
-                    # A torn end is read again: it may be half of what is being written, or be cut off.
+                    # A torn end is read again: it may be a record that is being written, or be cut off.
                     self._read[number] = start + item.at - HEADER_BYTES + len(item.body) + FRAME_BYTES
                     yield item.read()
 
 
 FRAME_BYTES: Final = 17
-"""Of a record in front of its body."""
+"""Bytes of a record in front of its body."""

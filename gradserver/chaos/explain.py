@@ -1,4 +1,4 @@
-"""Where a result can come from: who must have contributed to it, and what is wrong with one that nobody can explain."""
+"""Origins of a result: the contributions of which it is the mean, and the fault of a result that is no such mean."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from gradserver.protocol.shards import Share
 Array = npt.NDArray[Any]
 
 _EARLIER: Final = 3
-"""Rounds that are gone back."""
+"""Number of earlier rounds that are tried."""
 _LIKELY: Final = 4
-"""Workers of which all combinations are tried, each where its rank says that it belongs."""
+"""Number of workers of which all combinations are tried, each at the place of its rank."""
 _ANYWHERE: Final = 2
-"""Workers of which all combinations are tried in all places."""
+"""Number of workers of which all combinations are tried in all places."""
 _TRIES: Final = 6000
-"""Means that are made for one bucket at most. Three workers lost in a round of three shards have 1,728 of them."""
+"""Limit of the means that are tried for one bucket. Three workers lost in a round of three shards have 1,728."""
 
 
 class Case(NamedTuple):
-    """One bucket of one round; ``made`` keeps what was generated for it, by name and round."""
+    """One bucket of one round; ``made`` keeps the contributions that were generated for it, by name and round."""
 
     seed: int
     number: int
@@ -34,23 +34,23 @@ class Case(NamedTuple):
     made: dict[tuple[str, int], Array]
 
     def given(self, name: str, number: int | None = None) -> Row:
-        """What somebody gives to it, or gave to it in another round."""
+        """Make a worker's contribution to the bucket, in this round or in another one."""
         key = name, self.number if number is None else number
         if key not in self.made:
             self.made[key] = generator.values(self.seed, *key, self.part)
         return name, generator.weight(self.seed, name, self.number), self.made[key]
 
     def result(self, rows: Sequence[Row], cut: Cut) -> Array:
-        """The mean of these rows."""
+        """Compute the mean of these rows."""
         return recount.bucket(self.share, rows, cut, generator.SIZES[self.part])
 
     def fits(self, rows: Sequence[Row], cut: Cut, seen: int) -> Array | None:
-        """The mean of these rows, if it is the one with the fingerprint ``seen``."""
+        """Compute the mean of these rows. Return None if its fingerprint is not ``seen``."""
         result = self.result(rows, cut)
         return result if generator.fingerprint([result]) == seen else None
 
     def parts_of(self, others: Sequence[str]) -> Iterator[dict[str, frozenset[int]]]:
-        """What each of ``others`` can have given before it was lost; all of it comes first."""
+        """List the parts that ``others`` can have contributed before they were lost; the whole comes first."""
         count = self.share.layout.count
         each = [[which for left in range(count, 0, -1) for which in recount.prefixes(self.share, left)]] * len(others)
         for sets in itertools.product(*each):
@@ -58,35 +58,35 @@ class Case(NamedTuple):
 
 
 class Account(NamedTuple):
-    """Who contributed to a bucket: in the order of seats, and the slices that counted of those who did so in part."""
+    """Contributors to a bucket in the order of member ids, and the slices that counted of partial ones."""
 
     order: tuple[str, ...]
     cut: Mapping[str, frozenset[int]]
 
     def slices(self, name: str, whole: int) -> int:
-        """How many slices of ``name`` counted, if all are ``whole``."""
+        """Count the slices of ``name`` that counted, if all are ``whole``."""
         if name not in self.order:
             return 0
         return len(self.cut[name]) if name in self.cut else whole
 
 
 class People(NamedTuple):
-    """Who may have contributed to a round, as workers have said themselves.
+    """Possible contributors to a round, by the reports of the workers.
 
     Attributes:
-        sure: those who finished it, in the order of seats: they count, and in full.
-        perhaps: those who began it and were lost. Each with its place: behind so many of those who are sure.
+        sure: workers that finished it, in the order of member ids: they count in full.
+        perhaps: workers that began it and were lost, each with its place: the number of sure ones before it.
     """
 
     sure: tuple[str, ...]
     perhaps: Mapping[str, int]
 
     def ordered(self, some: Sequence[str]) -> tuple[str, ...]:
-        """Those who are sure, and ``some`` of the others, each where it seems to belong."""
+        """Order the sure workers and ``some`` of the others, each at its probable place."""
         return self.placed([(self.perhaps[name], name) for name in some])
 
     def placed(self, places: Sequence[tuple[int, str]]) -> tuple[str, ...]:
-        """Those who are sure, and others behind so many of them; at the same place as they come."""
+        """Order the sure workers and others, each behind so many of the sure ones; at the same place as given."""
         order: list[str] = []
         for index in range(len(self.sure) + 1):
             order += [name for place, name in places if place == index]
@@ -95,10 +95,10 @@ class People(NamedTuple):
 
 
 def search(case: Case, people: People, seen: int, before: Sequence[str] | None = None) -> tuple[Array, Account] | None:
-    """A mean with the fingerprint ``seen`` of all who are sure, and of some of the others, as a whole or a prefix.
+    """Search a mean with the fingerprint ``seen``, of all sure workers and some of the others, in full or in part.
 
-    Whoever was lost can have given to one bucket and not to the next. So what fits one bucket, in the order ``before``,
-    is only where the search for the next one begins.
+    A lost worker can have contributed to one bucket and not to the next. The order ``before``, which fitted the last
+    bucket, is therefore only where the search begins.
     """
     rows = {name: case.given(name) for name in (*people.sure, *people.perhaps)}
     for order, cut in itertools.islice(_accounts(case, people, before), _TRIES):
@@ -128,9 +128,9 @@ def _orders(people: People, before: Sequence[str] | None) -> Iterator[tuple[str,
 
 
 def explain(case: Case, people: People, strangers: Sequence[str], seen: int) -> tuple[str, str]:
-    """What kind of fault a result is that nobody can explain, and why: twice, too old, left out, or unknown.
+    """Classify and describe a wrong result: a contribution is in it twice, too old or missing, or it is unknown.
 
-    ``strangers`` are known, and did not contribute to this round.
+    ``strangers`` are workers that did not contribute to this round.
     """
     for some in ((), tuple(people.perhaps)):
         order = people.ordered(some)
@@ -143,7 +143,7 @@ def explain(case: Case, people: People, strangers: Sequence[str], seen: int) -> 
             for place in range(len(rows) + 1):
                 if case.fits([*rows[:place], case.given(stranger), *rows[place:]], {}, seen) is not None:
                     return "wrong", f"the mean with {stranger}, which was not in the round"
-    return "wrong", f"{seen:016x}, which is not the mean of what was given"
+    return "wrong", f"{seen:016x}, which is not the mean of the contributions"
 
 
 def _explain_one(case: Case, rows: Sequence[Row], index: int, seen: int, finished: bool) -> tuple[str, str] | None:
@@ -159,12 +159,12 @@ def _explain_one(case: Case, rows: Sequence[Row], index: int, seen: int, finishe
             return "lost", f"the mean with a part of {name} only, which took part to the end"
     for earlier in range(max(0, case.number - _EARLIER), case.number):
         if case.fits([*before, case.given(name, earlier), *behind], {}, seen) is not None:
-            return "double", f"the mean with what {name} gave to round {earlier}"
+            return "double", f"the mean with the contribution of {name} to round {earlier}"
     return None
 
 
 def _some(count: int) -> Iterator[frozenset[int]]:
-    """Each choice of slices, but for none and all; of many slices the prefixes only."""
+    """List the choices of slices, except for none and all; of many slices the prefixes only."""
     if count > 4:
         yield from (frozenset(range(stop)) for stop in range(1, count))
         return

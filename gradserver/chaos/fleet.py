@@ -1,4 +1,4 @@
-"""The processes of a chaos run: started, heard, harmed and started again; and none of them survives the run."""
+"""The processes of a chaos run: started, observed, harmed and started again. None of them survives the run."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from gradserver.chaos.schedule import Way
 from gradserver.processes import Family
 
 SILENCE: Final = 60.0
-"""Seconds within which what was started must have said something."""
+"""Seconds in which a started process must print its first line."""
 COORDINATOR: Final = ("-m", "gradserver")
-"""What Python is to run as one."""
+"""Arguments with which Python runs a coordinator."""
 DONE: Final = "done"
-"""What is said by who lies between when something was done."""
+"""Answer of a relay or wire to a command."""
 _HIT: Final = "hit "
-"""How a line begins which says that it met somebody."""
+"""Beginning of a line by which a relay or wire reports that an event took effect."""
 PARTING: Final = 5.0
-"""Seconds that everybody has to end in peace."""
+"""Seconds that processes have to end by themselves."""
 _FIRST_ROUND: Final = 5.0
-"""Seconds that the first round of a worker may take, also behind a coordinator that was killed."""
+"""Seconds that the first round of a worker may take, also after a coordinator was killed."""
 _WRITES_AGAIN: Final = 5.0
-"""Seconds behind which a coordinator whose disk was full has tried it again (1 s), or the next one has let all in."""
+"""Seconds after which a coordinator has retried a disk that was full (1 s), or the next one has admitted all."""
 _FORGIVEN: Final = 10.0
-"""Seconds after what was done to a worker in which it may be out of the group."""
+"""Seconds after an event in which its worker may be out of the group."""
 
 
 class Use(NamedTuple):
-    """What a process uses of the machine."""
+    """Resources that a process uses."""
 
     descriptors: int
     segments: int
@@ -50,19 +50,19 @@ class Use(NamedTuple):
 
 
 _BEGINS_ANEW: Final = frozenset({"LeftOutError", "ConnectionLostError", "CoordinatorUnreachableError"})
-"""What somebody who is about to join may meet when the coordinator is lost, or books are opened for somebody else."""
+"""Errors that a joining worker may get when the coordinator is lost, or a recovery begins for another one."""
 
 
 class Fleet(Family[Child]):
-    """A coordinator, workers, and what lies between them. Leaving the context ends every process.
+    """Coordinator, workers, and the relays between them. Leaving the context ends every process.
 
     Attributes:
-        faults: what went wrong that nothing explains, in words.
-        outs: how often workers were out of the group, by error.
-        back: (kind, seconds) from what was done to a worker until it had finished a round again.
-        round: the latest one that somebody has finished.
-        on_hit: is called with the kind and the target of what was done, when it is seen to have met something.
-        on_call: is called with the name of a worker that begins with collectives.
+        faults: descriptions of surprises: what went wrong and no event explains.
+        outs: number of times that workers were out of the group, by error.
+        back: (kind, seconds) from an event to the next round that its worker finished.
+        round: latest round that a worker has finished.
+        on_hit: called with the kind and the target of an event when it takes effect.
+        on_call: called with the name of a worker that begins with collectives.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Fleet(Family[Child]):
         super().__init__(folder)
         self.lab = lab
         self.hosts = {name: host for host, name in enumerate(n for n, way in ways.items() if way is Way.WIRE)}
-        """In a lab, the hosts of those whose cables can be pulled; all others are on the coordinator's."""
+        """Hosts of the workers in a lab that can be disconnected; all others are on the coordinator's."""
         self._seed, self._ways, self._pace, self._shards = seed, ways, pace, shards
         self._sizes = f"{minimum}:{len(ways) + 2}"
         self._environment = single_threaded()
@@ -88,23 +88,23 @@ class Fleet(Family[Child]):
         self._number = itertools.count()
         self._by_name: dict[str, Child] = {}
         self._ending: set[Child] = set()
-        """Whose end is no surprise."""
+        """Processes whose end is no surprise."""
         self._disturbed: dict[str, float] = {}
-        """Until when it is no surprise that a worker is out of the group."""
+        """Times until which it is no surprise that a worker is out of the group."""
         self._forgetful = 0.0
-        """Until when the ledger may lack who has come."""
+        """Time until which the ledger may lack workers that have joined."""
         self._entered: dict[str, float] = {}
-        """When each worker has come in last."""
+        """Time at which each worker has joined last."""
         self._hit: dict[str, tuple[str, float]] = {}
-        """What was done to whom, and has not been followed by a round yet."""
+        """Event of each worker that has not finished a round since."""
         self._inside: set[str] = set()
         self._returning: set[str] = set()
-        """Who has to come in before it is back."""
+        """Workers that have to join before they count as back."""
         self._astray: set[str] = set()
-        """Who is out of the group without a reason, and was told of."""
+        """Workers that are out of the group without a reason, and were reported."""
         self._url = self._address = ""
         self._ports: dict[str, int] = {}
-        """Where those connect who have somebody between them and the coordinator."""
+        """Ports to which workers behind a relay or wire connect."""
         self.faults: list[str] = []
         self.outs: Counter[str] = Counter()
         self.back: list[tuple[str, float]] = []
@@ -135,12 +135,12 @@ class Fleet(Family[Child]):
         options = ["--workers", self._sizes, "--shards", str(self._shards), "--state-dir", str(self.folder / LEDGER)]
         child = self._start("coordinator", *COORDINATOR, "serve", "--bind", f"tcp://{address}", *options)
         if address == self._address:
-            return  # where it was: nobody has to be told, and nothing waits for it meanwhile
+            return  # at the address of before: no process has to be told, and none waits for it
         self._url = self._first_line(child).removeprefix("listening on ")
         self._address = self._url.removeprefix("tcp://")
 
     def start_worker(self, name: str, world: int = 0) -> None:
-        """Have a worker come; with so many others at once, if they found the group."""
+        """Start a worker. With ``world``, it begins the group together with the others."""
         way = self._ways.get(name, Way.DIRECT)
         url = f"tcp://127.0.0.1:{self._ports[name]}" if name in self._ports else self._url
         channel = "auto" if way is Way.DIRECT else "tcp"
@@ -171,7 +171,7 @@ class Fleet(Family[Child]):
     # ── living ────────────────────────────────────────────────────────────────────────────────────────────
 
     def run_until(self, moment: float) -> None:
-        """Hear what there is to be heard, and do what is due, until then."""
+        """Read what processes print, and do what is due, until then."""
         while (now := time.monotonic()) < moment:
             while self._due and self._due[0][0] <= now:
                 heapq.heappop(self._due)[2]()
@@ -179,21 +179,21 @@ class Fleet(Family[Child]):
             self._hear(max(0.0, min(moment, after) - now))
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Write a line of the run's own."""
+        """Write a line of the run itself."""
         line = {"kind": kind, **fields, "at": time.monotonic()}
         self._heard.write(json.dumps(line).encode() + b"\n")
 
     @property
     def inside(self) -> int:
-        """How many workers are in the group, as far as they have said."""
+        """Number of workers in the group, as far as they have reported."""
         return len(self._inside)
 
     def absent(self) -> list[str]:
-        """Those of the run's own workers who are not in the group."""
+        """List the run's own workers that are not in the group."""
         return sorted(self._ways.keys() - self._inside)
 
     def use(self) -> dict[str, tuple[int, Use]]:
-        """What each process that is judged uses, with its id, by name."""
+        """Measure what each process uses, with its id, by name. The judge is left out."""
         found = {}
         for name, child in self._by_name.items():
             if child is not self._judge and child.process.poll() is None:
@@ -249,7 +249,7 @@ class Fleet(Family[Child]):
                 self._inside.discard(name)
                 if at > self._disturbed.get(name, 0.0) and name not in self._astray:
                     self._astray.add(name)
-                    self.faults.append(f"{name} was out of the group, and nothing was done to it: {line['text']}")
+                    self.faults.append(f"{name} was out of the group without an event: {line['text']}")
             case "left":
                 self._inside.discard(name)
 
@@ -265,25 +265,25 @@ class Fleet(Family[Child]):
             self.faults.append(f"{child.name} {child.fate()}:\n{words}")
         self._ending.discard(child)
 
-    # ── for those who harm ────────────────────────────────────────────────────────────────────────────────
+    # ── for the injection of events ───────────────────────────────────────────────────────────────────────
 
     def running(self, name: str) -> Child | None:
-        """The process of this name, if there is one."""
+        """Return the process of this name, if it runs."""
         child = self._by_name.get(name)
         return child if child is not None and child.process.poll() is None else None
 
     def after(self, seconds: float, do: Callable[[], None]) -> None:
-        """Have something done then."""
+        """Call ``do`` after so many seconds."""
         heapq.heappush(self._due, (time.monotonic() + seconds, next(self._number), do))
 
     def expect_end(self, name: str) -> None:
-        """It is no surprise if this process ends."""
+        """Expect that this process ends."""
         self._ending.add(self._by_name[name])
 
     def expect_out(self, name: str, kind: str, seconds: float) -> None:
-        """An event of this ``kind`` may take a worker's membership, and is over in so many seconds.
+        """Expect that an event of this ``kind`` takes a worker's membership. The event is over in so many seconds.
 
-        If that is later, the worker finishes the round in which it was, and is back only when it has come in anew.
+        If these are not zero, the worker may still finish its round, and is back only when it has joined again.
         """
         now = time.monotonic()
         if seconds:
@@ -292,7 +292,7 @@ class Fleet(Family[Child]):
         self._hit[name] = kind, now + seconds
 
     def expect_gap(self, seconds: float) -> None:
-        """For so many seconds nothing is written down; then all is, but for what is tried again only later."""
+        """Expect that nothing is written for so many seconds, and for some time until the next retry."""
         now = time.monotonic()
         self._forgetful = now + seconds + _WRITES_AGAIN
         for name, at in self._entered.items():  # a worker is a member, and written down as one, after its first round
@@ -300,15 +300,15 @@ class Fleet(Family[Child]):
                 self._may_be_forgotten(name)
 
     def _may_be_forgotten(self, name: str) -> None:
-        """Forgive a worker that a coordinator which comes back does not know of, as the ledger lacks its arrival."""
+        """Forgive a worker that a restarted coordinator does not know, as the ledger lacks its arrival."""
         self._disturbed[name] = max(self._disturbed.get(name, 0.0), self._forgetful)
 
     def restart_coordinator(self) -> None:
-        """Where it was."""
+        """Start the coordinator again at its address."""
         self._start_coordinator(self._address)
 
     def say_to_all(self, line: str) -> None:
-        """Tell all workers something."""
+        """Send a line to all workers."""
         for child in list(self.children):
             if self._is_worker(child) and self.running(child.name) is child:
                 self.say(child.name, line)
@@ -317,7 +317,7 @@ class Fleet(Family[Child]):
         return child.name in self._ways or child.name.startswith("x")
 
     def say(self, name: str, line: str) -> None:
-        """Tell a process something."""
+        """Send a line to a process."""
         child = self._by_name[name]
         if child in self.children:
             stream = child.process.stdin
@@ -329,7 +329,7 @@ class Fleet(Family[Child]):
     # ── judging, and the end ────────────────────────────────────────────────────────────────────────────────
 
     def start_judge(self) -> None:
-        """Have the oracle follow the run."""
+        """Start the oracle, which follows the run."""
         arguments = (str(self.folder), str(self._seed), str(self._shards))
         self._judge = self._start("judge", "-m", "gradserver.chaos.judge", *arguments)
 
@@ -337,7 +337,7 @@ class Fleet(Family[Child]):
 
     @property
     def judged(self) -> Mapping[str, Any]:
-        """How far the oracle is."""
+        """Progress of the oracle."""
         lines = self._judge.lines
         if lines:
             self._progress = json.loads(lines[-1])
@@ -347,7 +347,7 @@ class Fleet(Family[Child]):
     _progress: Mapping[str, Any] = MappingProxyType({"checked": 0, "behind": 0, "found": {}})
 
     def leave(self) -> None:
-        """Have all workers leave, and end the coordinator."""
+        """Let all workers leave, and end the coordinator."""
         self._due.clear()
         workers = [child for child in self.children if self._is_worker(child)]
         for child in workers:
@@ -367,7 +367,7 @@ class Fleet(Family[Child]):
             self._hear(0.1)
 
     def verdict(self, waiting: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
-        """What the oracle says, once it has checked everything; ``waiting`` is called meanwhile."""
+        """Return the oracle's verdict, once it has checked everything; ``waiting`` is called meanwhile."""
         self._ending.add(self._judge)
         self.say("judge", "end")
         while not self._judge.ended:
@@ -380,7 +380,7 @@ class Fleet(Family[Child]):
         return verdict
 
     def stop(self) -> None:
-        """End all processes, those that are stopped too: nothing of this run is needed any more."""
+        """End all processes, stopped ones included."""
         for child in self.children:
             if child.name != "coordinator":
                 child.process.kill()

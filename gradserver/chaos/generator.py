@@ -1,6 +1,6 @@
-"""What each worker of a chaos run contributes, as a function of who it is and of the round: so that anybody can say.
+"""Contributions of the workers of a chaos run, as a function of the worker's name and of the round.
 
-Values do not depend on ranks or on what was contributed before. Whatever is sent again is thus the same bytes, and
+Values do not depend on ranks or on earlier contributions. A repeated contribution therefore has the same bytes, and
 the oracle makes them once more from the ledger's names. A generator by counter (lowbias32: Wellons 2018, *Prospecting
 for hash functions*) makes any of them without those before. Bits become floats directly, with magnitudes over sixteen
 binary orders, so that the order of a sum shows in its bits.
@@ -23,30 +23,30 @@ from gradserver.protocol.plan import Plan, simple_plan
 Array = npt.NDArray[Any]
 
 SIZES: Final = (16_384, 7, 16_411, 393_261)
-"""Elements of the buckets: one that fills pages, two that fill nothing evenly, and one of two slices."""
+"""Number of elements of each bucket: one that fills pages, two that fill nothing evenly, and one of two slices."""
 STEP: Final = np.float32(0.01)
-"""By how much of a mean weights change in a round."""
+"""Learning rate: the part of a mean by which weights change in a round."""
 _BLOCK: Final = 16_384
-"""Elements that are made at a time: what is computed with stays in a core's cache."""
+"""Number of elements that are made at a time, so that the computation stays in a core's cache."""
 _GOLDEN: Final = 0x9E37_79B9
 _MASK: Final = (1 << 64) - 1
 
 
 @cache
 def plan() -> Plan:
-    """What every worker of a chaos run agrees on."""
+    """Return the plan of a chaos run."""
     return simple_plan([(f"bucket {part}", size) for part, size in enumerate(SIZES)], FLOAT32)
 
 
 def values(seed: int, name: str, number: int, part: int, out: Array | None = None) -> Array:
-    """What ``name`` contributes to bucket ``part`` of round ``number``; written to ``out`` if that is given."""
+    """Make the contribution of ``name`` to bucket ``part`` of round ``number``; in ``out`` if that is given."""
     if out is None:
         out = np.empty(SIZES[part], np.float32)
     key = _key(seed, name, number, part)
     low, high = np.uint32(key & 0xFFFF_FFFF), np.uint32(key >> 32)
     for first in range(0, out.size, _BLOCK):
         block = out[first : first + _BLOCK]
-        x = block.view(np.uint32)  # bits are made where the values are to be
+        x = block.view(np.uint32)  # bits are made in the place of the values
         np.multiply(_counter()[: x.size], np.uint32(_GOLDEN), out=x)
         x += np.uint32((int(low) + first * _GOLDEN) & 0xFFFF_FFFF)
         x ^= x >> np.uint32(16)
@@ -63,7 +63,7 @@ def values(seed: int, name: str, number: int, part: int, out: Array | None = Non
 
 
 def weight(seed: int, name: str, number: int) -> float:
-    """That of what ``name`` contributes to round ``number``: now and then 0, and in each third round alike for all."""
+    """Return the weight of ``name`` in round ``number``: now and then 0, and in each third round alike for all."""
     if number % 3 == 0:
         return 1.0
     key = _key(seed, name, number, -1)
@@ -71,7 +71,7 @@ def weight(seed: int, name: str, number: int) -> float:
 
 
 def fingerprint(vectors: Sequence[Array]) -> int:
-    """64 bits by which members and the oracle compare vectors, taken together: BLAKE2b, not a digest of the product."""
+    """Compute 64 bits by which members and the oracle compare vectors: BLAKE2b, not a digest of the product."""
     found = blake2b(digest_size=8)
     for vector in vectors:
         found.update(vector.data)
@@ -79,7 +79,7 @@ def fingerprint(vectors: Sequence[Array]) -> int:
 
 
 def _key(seed: int, name: str, number: int, part: int) -> int:
-    """64 bits that are others if anything of this is."""
+    """Mix the arguments into 64 bits."""
     key = zlib.crc32(name.encode())
     for value in (seed, number, part):
         key = ((key ^ (value & _MASK)) * 0xBF58_476D_1CE4_E5B9) & _MASK

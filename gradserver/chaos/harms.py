@@ -1,4 +1,4 @@
-"""What is done to the processes of a chaos run, for each kind of event; and how it is undone."""
+"""Injection of each kind of event into the processes of a chaos run, and its undoing."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from gradserver.chaos.fleet import Fleet
 from gradserver.chaos.schedule import SPECS, Event
 
 _THROTTLED: Final = 2_000_000
-"""Bytes a second."""
+"""Rate of a throttled connection, in bytes a second."""
 _LATER: Final = frozenset({"freeze", "partition", "leave", "midpush"})
-"""Whose target can come back only when they are over."""
+"""Kinds after which the target can come back only when the event is over."""
 _PIECES: Final = 5
-"""One of so many is the last that a worker which dies in the midst of a push has sent."""
+"""Number of pieces of a push, after one of which a worker dies in the middle of the push."""
 _CALLS_SECONDS: Final = 5.0
-"""Within which a worker should call collectives."""
+"""Time in which a worker should call collectives."""
 _LINGERS_SECONDS: Final = 0.6
-"""Until the last worker comes to a collective in which a connection has broken."""
+"""Delay of the last worker at a collective in which a connection has broken."""
 _DIES_SECONDS: Final = 4.0
-"""Until it is killed from outside."""
+"""Time after which a worker that should have killed itself is killed from outside."""
 
 
 class Harms:
-    """Does things to a fleet.
+    """Injector of events into a fleet.
 
     Attributes:
-        hit: events that have met something: a process that ran, a connection that was there, a message that came.
+        hit: events that took effect: on a process that ran, a connection that was open, a message that came.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.hit: list[Event] = []
         self._open: dict[tuple[str, str], Event] = {}
-        """Events that have met nothing yet."""
+        """Events that had no effect yet."""
         self._calls: dict[str, float] = {}
-        """Workers whose connection breaks in their next collective, if that comes until then."""
+        """Workers whose connection breaks in their next collective, and the time until which this must begin."""
         fleet.on_hit, fleet.on_call = self._meets, self._breaks
         say = fleet.say
         self._does: dict[str, Callable[[str, float], None]] = {
@@ -68,7 +68,7 @@ class Harms:
         }
 
     def do(self, event: Event) -> bool:
-        """Let it happen; False if its target is not there just now. Whether it meets anything is seen later."""
+        """Inject an event. Return False if its target does not run. Whether it takes effect shows later."""
         kind, name = event.kind, event.target
         spec = SPECS[kind]
         if spec.target == "worker" and self._fleet.running(name) is None:
@@ -107,10 +107,10 @@ class Harms:
         self._calls[name] = time.monotonic() + _CALLS_SECONDS
 
     def _breaks(self, name: str) -> None:
-        """A worker begins with collectives."""
+        """Break the connection of a worker that begins with collectives, if this is due."""
         if self._calls.pop(name, 0.0) > time.monotonic():
             self._fleet.expect_out(name, "midcall", 0.0)
-            self._fleet.say_to_all(f"linger {_LINGERS_SECONDS}")  # so that it is back before all have called
+            self._fleet.say_to_all(f"linger {_LINGERS_SECONDS}")  # it is then back before all have called
             self._fleet.say("wires", f"reset {name}")
 
     def _slow(self, name: str, seconds: float) -> None:
@@ -128,7 +128,7 @@ class Harms:
             self._fleet.say(name, "leave")
 
     def _come_back(self, name: str) -> None:
-        """When the last one of this name is gone, and not before: two of them would be a fault of ours."""
+        """Start a worker again when the last process of its name has ended: two of them would be a fault of the run."""
         if self._fleet.running(name) is not None:
             self._fleet.after(0.1, lambda: self._come_back(name))
         else:
@@ -160,7 +160,7 @@ class Harms:
 
     def _fill_disk(self, _: str, seconds: float) -> None:
         child = self._fleet.running("coordinator")
-        if child is None or not child.lines:  # it does not listen yet, and comes only where it can write
+        if child is None or not child.lines:  # it does not listen yet, and needs a disk to begin
             self._fleet.after(0.2, lambda: self._fill_disk(_, seconds))
             return
         pid = child.process.pid
@@ -174,7 +174,7 @@ class Harms:
         child = self._fleet.running(name)
         if child is not None:
             self._fleet.expect_end(name)
-            if child.lines:  # it listens: before that it is not there for anybody
+            if child.lines:  # it listens: before that no process notices its end
                 self._meets("coordinator", name)
             child.process.kill()
             child.process.wait()
@@ -191,6 +191,6 @@ class Harms:
 
 
 def _limit(pid: int, size: int) -> None:
-    """Let a process write files of this size at most: to it the disk is full. It may have ended meanwhile."""
+    """Limit the size of files that a process can write: to it the disk is full. It may have ended meanwhile."""
     with suppress(ProcessLookupError):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))

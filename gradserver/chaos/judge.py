@@ -1,7 +1,7 @@
-"""The oracle in a process of its own, which follows a run: ``python -m gradserver.chaos.judge FOLDER SEED SHARDS``.
+"""The oracle as a process that follows a run: ``python -m gradserver.chaos.judge FOLDER SEED SHARDS``.
 
-It runs beside what it judges, with what the machine has left. Prints how far it is as a line of JSON every few seconds;
-when it reads ``end`` on standard input it checks the rest and prints its verdict.
+It runs beside the run, at a low priority. It prints its progress as a line of JSON every few seconds. When it reads
+``end`` on standard input, it checks the rest and prints its verdict.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from gradserver.chaos.oracle import Oracle
 
 _EVERY_SECONDS = 2.0
 _SETTLED = 5.0
-"""Seconds after which what was done is over."""
+"""Seconds after which an event is over."""
 _LOOK, _LEAST = 15.0, 4.0
-"""Seconds before an event, and from when it is over, in which rounds are counted; and how many that are at least."""
+"""Seconds before an event, and after its end, in which rounds are counted; and the minimum of these seconds."""
 
 
 class Judge:
-    """Feeds the oracle with what a run leaves in its folder."""
+    """Reader that feeds the oracle with the files of a run."""
 
     def __init__(self, folder: Path, seed: int, shards: int) -> None:
         self.oracle = Oracle(seed, shards)
         self._ledger, self._heard = LedgerTail(folder / LEDGER), HeardTail(folder / HEARD)
         self._spans: dict[str, float] = {}
-        """When the run's parts began."""
+        """Times at which the run's parts began."""
         self._events: list[tuple[str, float]] = []
 
     def follow(self, everything: bool = False) -> None:
-        """Take what is new, and check what is ripe."""
-        records = list(self._ledger.read())  # first: what workers have said of these rounds is there then
+        """Read new evidence, and check the rounds of which all evidence is there."""
+        records = list(self._ledger.read())  # first: the workers' reports of these rounds are then there
         for line in self._heard.read():
             if line["kind"] == "event":
                 self._events.append((line["event"], line["at"]))
@@ -48,12 +48,12 @@ class Judge:
         self.oracle.settle(everything)
 
     def progress(self) -> dict[str, Any]:
-        """How far it is."""
+        """Return the progress."""
         oracle = self.oracle
         return {"checked": oracle.checked, "behind": oracle.behind, "found": dict(oracle.found)}
 
     def verdict(self) -> dict[str, Any]:
-        """What came of it."""
+        """Return the verdict."""
         oracle, spans = self.oracle, self._spans
         moments = list(oracle.completions)
         end = spans.get("end", moments[-1] if moments else 0.0)
@@ -79,7 +79,7 @@ class Judge:
         }
 
     def _resumed(self, moments: list[float]) -> dict[str, list[float]]:
-        """For each kind of event how long the next finished round was in coming."""
+        """Collect the times from each event to the next finished round, by kind."""
         found: dict[str, list[float]] = {}
         place = 0
         for kind, at in self._events:
@@ -91,7 +91,7 @@ class Judge:
 
 
 def calm_rate(moments: list[float], spans: Mapping[str, float]) -> float | None:
-    """Rounds a second before the storm and behind it, by which that is measured: the machine may have changed."""
+    """Compute the rounds a second before and after the storm, taken together, as the machine may have changed."""
     rounds = seconds = 0.0
     for begin, end, settled in (("begun", "storm", 0.0), ("calm", "end", _SETTLED)):
         if begin not in spans or end not in spans:
@@ -103,9 +103,9 @@ def calm_rate(moments: list[float], spans: Mapping[str, float]) -> float | None:
 
 
 def before_and_after(moments: list[float], times: list[float], spans: Mapping[str, float]) -> list[float]:
-    """How much of the rate just before an event there is when it is over, for those of ``times`` that stand alone.
+    """Compute the ratio of the rate after an event to the rate just before it, for ``times`` that stand alone.
 
-    So the machine's own changes of speed, which take longer, do not count.
+    The machine's own changes of speed take longer, and therefore do not count.
     """
     if "begun" not in spans or "end" not in spans:
         return []
@@ -122,14 +122,14 @@ def before_and_after(moments: list[float], times: list[float], spans: Mapping[st
 
 
 def _rate(moments: list[float], start: float | None, stop: float | None) -> float | None:
-    """Rounds a second."""
+    """Compute the rounds a second."""
     if start is None or stop is None or stop <= start:
         return None
     return sum(start <= moment < stop for moment in moments) / (stop - start)
 
 
 def main() -> int:
-    """Follow until the end."""
+    """Follow a run until its end."""
     os.nice(10)
     folder, seed, shards = sys.argv[1:]
     judge = Judge(Path(folder), int(seed), int(shards))

@@ -1,17 +1,17 @@
-"""The oracle: from what workers say that they gave, to what every member must have got, and did or did not.
+"""The oracle: compares the results of all members with the contributions that workers report, and with the ledger.
 
-Workers' own lines say who contributed to a round: those who finished it did so for sure and in full, those who began it
-and were lost did so as a whole, in part, or not at all. Which, the results themselves say: they have to be the mean of
-such a set, bit by bit. Then the ledger has to say the same. For each round, once the ledger is some rounds further, so
-that nothing of it is still to come:
+Workers' lines say which of them contributed to a round. A worker that finished it contributed in full. A worker that
+began it and was lost contributed in full, in part, or not at all. The results themselves show which: they have to be
+the mean of such a set, bit by bit. Then the ledger has to say the same. The oracle checks each round once the ledger is
+some rounds further, so that all evidence of it is there:
 
     members' results differ                                     diverged, and so are weights that do
-    a result is the mean without somebody who finished it       lost, also if that one counts in part
+    a result is the mean without a worker that finished it      lost, also if the worker counts in part
     a result is the mean with something counted twice           double
     a result is no mean of any such set                         wrong
     weights are not those before it - 0.01 · mean               wrong
     the ledger has no record of it                              lost, unless the disk was full
-    the ledger's contributors, weights, slices are others       lost if it leaves somebody out, else wrong
+    the ledger's contributors, weights, slices are others       lost if it lacks a worker, else wrong
     the ledger's digests are others                             wrong
     a worker finishes it twice                                  double
     a collective behind it does not have each member once       fault
@@ -37,29 +37,29 @@ from gradserver.engine.records import Closed, Epoch, Gap, Group, Halt, Round, Ro
 Array = npt.NDArray[Any]
 
 LAG: Final = 32
-"""Rounds by which the ledger is ahead of what is checked: late reports and rounds that were done again are there."""
+"""Rounds by which the ledger is ahead of the checks, so that late reports and repeated rounds are there."""
 PATIENCE: Final = 100
-"""Rounds in which a worker may take part without contributing, before it does."""
+"""Limit of the rounds in which a worker takes part before it contributes."""
 _REMEMBERED: Final = 4096
 _TOLD: Final = 100
-"""Findings that are put into words, and explained; more are only counted."""
+"""Limit of the findings that are described and explained; more are only counted."""
 
 
 @dataclass(slots=True)
 class Book:
-    """What is known of one round."""
+    """Evidence of one round."""
 
     record: RoundRecord | None = None
     began: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """The rank of each worker when it began to contribute, and when that was."""
+    """Rank of each worker when it began to contribute, and the time of that."""
     reports: dict[str, Report] = field(default_factory=dict)
     meets: set[str] = field(default_factory=set)
-    """Those who began with the collectives behind it."""
+    """Workers that began with the collectives behind the round."""
     met: dict[str, Met] = field(default_factory=dict)
-    """What they got, by name."""
+    """Results of these collectives, by name."""
 
     def people(self, seed: int, number: int) -> People:
-        """Those who may have contributed something that weighs anything."""
+        """Return the possible contributors, without those of weight 0."""
         weighty = {name for name in (*self.began, *self.reports) if generator.weight(seed, name, number)}
         finished = sorted(self.reports.values(), key=lambda report: report.rank)
         sure = tuple(report.name for report in finished if report.gave and report.name in weighty)
@@ -72,39 +72,39 @@ class Book:
         return People(sure, perhaps)
 
     def moments(self) -> tuple[float, float]:
-        """When the first worker began with it, and when the first one had finished it."""
+        """Return when the first worker began with the round, and when the first one finished it."""
         ends = [report.at for report in self.reports.values()]
         return min([at for _, at in self.began.values()] + ends, default=0.0), min(ends, default=0.0)
 
 
 class Settled(NamedTuple):
-    """What remains of a round that was checked."""
+    """Results of a round that was checked."""
 
     results: tuple[int, ...]
     weights: int
     whole: frozenset[str]
-    """Those who counted in full."""
+    """Workers that counted in full."""
     reported: frozenset[str]
 
 
 Found = list[tuple[Array, Account]]
-"""Each bucket's mean, and whose it is."""
+"""Mean of each bucket, and its contributors."""
 
 
 class Oracle:
-    """Takes records and lines in any order, and says what is wrong with them.
+    """Oracle that takes records and lines in any order, and reports faults in them.
 
     Attributes:
-        found: how many of each kind: wrong, double, lost, diverged, fault.
-        findings: some of them in words.
-        checked: rounds that were recomputed.
-        unwritten: those of them that the ledger lacks because the disk was full.
-        expected: contributions that members should have made.
-        counted: those that did in full.
-        cut: those that did in part.
-        meetings: collectives of which it was checked who is in them.
-        completions: when each round was finished.
-        longest: the longest time without a finished round, and when it began.
+        found: number of findings of each kind: wrong, double, lost, diverged, fault.
+        findings: descriptions of the first of them.
+        checked: number of rounds that were recomputed.
+        unwritten: number of these that the ledger lacks because the disk was full.
+        expected: number of contributions that members should have made.
+        counted: number of contributions that counted in full.
+        cut: number of contributions that counted in part.
+        meetings: number of rounds behind which collectives were checked.
+        completions: times at which rounds were finished.
+        longest: longest time without a finished round, and its beginning.
     """
 
     def __init__(self, seed: int, shards: int = 1) -> None:
@@ -113,20 +113,20 @@ class Oracle:
         self._whole = [share.layout.count for share in self._shares]
         self._books: dict[int, Book] = {}
         self._seats: dict[int, list[tuple[int, str]]] = {}
-        """Who had each seat, as the ledger says: from which round on."""
+        """Names of each member id in the ledger, with the round from which on each has it."""
         self._gaps: list[tuple[float, float]] = []
         self._full: list[float] = []
-        """Since when the disk may have been full without a word of it in the ledger."""
+        """Times from which on the disk may have been full without a record of it in the ledger."""
         self._next = 0
         self._newest = -1
         self._weights: list[Array] | None = [np.zeros(size, np.float32) for size in generator.SIZES]
         self._settled: dict[int, Settled] = {}
         self._digests: dict[int, tuple[int, ...]] = {}
-        """The ledger's, of each bucket's result, as they have to be."""
+        """Digests of each bucket's result that the ledger must have."""
         self._group_at: float | None = None
         self._known: set[str] = set()
         self._coming_in: Counter[str] = Counter()
-        """In how many rounds each has taken part without contributing."""
+        """Number of rounds in which each worker has taken part without contributing."""
         self.found: Counter[str] = Counter()
         self.findings: list[str] = []
         self.checked = self.unwritten = self.expected = self.counted = self.cut = self.meetings = 0
@@ -136,7 +136,7 @@ class Oracle:
     # ── evidence ──────────────────────────────────────────────────────────────────────────────────────────
 
     def take(self, dated: Dated) -> None:
-        """A record of the ledger; it may come more than once."""
+        """Take a record of the ledger; it may come more than once."""
         record = dated.record
         match record:
             case Group():
@@ -153,7 +153,7 @@ class Oracle:
             case Gap(_, since):
                 self._gaps.append((since, dated.clock))
                 self._full = [at for at in self._full if at > dated.clock]
-            case Start():  # who could not write may have ended before it could say so
+            case Start():  # a coordinator that could not write may have ended before it could record that
                 self._gaps += [(at, dated.clock) for at in self._full if at < dated.clock]
                 self._full = [at for at in self._full if at > dated.clock]
             case Halt(_, _, number, error, reason):
@@ -164,7 +164,7 @@ class Oracle:
                 pass
 
     def hear(self, line: Mapping[str, Any]) -> None:
-        """What a worker or the run said."""
+        """Take a line of a worker or of the run."""
         match line["kind"]:
             case "gives" if line["round"] >= self._next:
                 self._book(line["round"]).began[line["name"]] = line["rank"], line["at"]
@@ -182,7 +182,7 @@ class Oracle:
                 pass
 
     def settle(self, everything: bool = False) -> None:
-        """Check all rounds of which everything is known; in the end all that there are."""
+        """Check all rounds whose evidence is complete; with ``everything`` all rounds."""
         last = self._newest if everything else self._newest - LAG
         while self._next <= last:
             self._check(self._next, self._books.pop(self._next, Book()))
@@ -194,7 +194,7 @@ class Oracle:
 
     @property
     def behind(self) -> int:
-        """Rounds that are written down and not yet checked."""
+        """Number of rounds in the ledger that are not yet checked."""
         return self._newest + 1 - self._next
 
     def _book(self, number: int) -> Book:
@@ -245,7 +245,7 @@ class Oracle:
         self._digests.pop(number - _REMEMBERED, None)
 
     def _note_completion(self, book: Book) -> None:
-        """When the round was done: as the ledger says, or whoever finished it first."""
+        """Note when the round was finished, by the ledger, or by the first worker that finished it."""
         moments = [report.at for report in book.reports.values()] if book.record is None else [book.record.completed]
         if not moments:
             return
@@ -254,7 +254,7 @@ class Oracle:
         self.completions.append(min(moments))
 
     def _agreed(self, number: int, reports: Mapping[str, Report]) -> tuple[int, ...]:
-        """The results that most have, by bucket; they must be everybody's."""
+        """Return the results of the majority, by bucket. All members must have the same."""
         agreed = []
         for part in range(len(generator.SIZES)) if reports else ():
             by_name = {name: report.results[part] for name, report in reports.items()}
@@ -278,10 +278,10 @@ class Oracle:
         elif report.gave and name not in settled.whole and generator.weight(self._seed, name, number):
             self._say("lost", f"round {number}: {name} took part to its end, late, and did not count in full")
 
-    # ── who contributed, as results show ──────────────────────────────────────────────────────────────────
+    # ── contributors, as results show ─────────────────────────────────────────────────────────────────────
 
     def _account_for(self, cases: Sequence[Case], people: People, seen: Sequence[int]) -> Found | None:
-        """Each bucket's mean, and whose it is. None if nobody has told of a result, or one is no mean."""
+        """Find each bucket's mean and its contributors. None if no result was reported, or one is no mean."""
         found: Found = []
         for case, one in zip(cases, seen, strict=False):
             fit = search(case, people, one, found[-1][1].order if found else None)
@@ -296,11 +296,11 @@ class Oracle:
         return found or None
 
     def _slices(self, name: str, accounts: Sequence[Account]) -> list[int]:
-        """How many slices of ``name`` counted in each bucket."""
+        """Count the slices of ``name`` that counted in each bucket."""
         return [account.slices(name, whole) for account, whole in zip(accounts, self._whole, strict=True)]
 
     def _count(self, people: People, accounts: Sequence[Account] | None) -> None:
-        """Whose contributions count."""
+        """Count contributions."""
         self.expected += len(people.sure)
         self.counted += len(people.sure) if accounts is not None else 0
         for name in people.perhaps if accounts is not None else ():
@@ -311,7 +311,7 @@ class Oracle:
             self.counted += slices == self._whole
             self.cut += any(slices) and slices != self._whole
 
-    # ── what the ledger says of it ────────────────────────────────────────────────────────────────────────
+    # ── comparison with the ledger ────────────────────────────────────────────────────────────────────────
 
     def _audit(
         self,
@@ -321,7 +321,7 @@ class Oracle:
         cases: Sequence[Case],
         found: Found | None,
     ) -> None:
-        """Compare the ledger with what members got."""
+        """Compare the ledger with the results of members."""
         record, (begun, done) = book.record, book.moments()
         if record is None:
             if self._was_full(done, done):
@@ -331,7 +331,7 @@ class Oracle:
             return
         if not record.results and self._was_full(begun, done):
             self.unwritten += 1
-            return  # a coordinator that came back cannot know of those who came meanwhile
+            return  # a restarted coordinator cannot know of workers that came meanwhile
         self._audit_people(number, record, people, None if found is None else [account for _, account in found])
         if found is not None:
             self._audit_digests(number, record, cases, found)
@@ -353,17 +353,17 @@ class Oracle:
         for name in sorted(said.keys() | made.keys()):
             due = generator.weight(self._seed, name, number)
             if name not in said:
-                what = "took part to its end, and did not count" if name in people.sure else "is left out, and counts"
+                what = "took part to its end and is missing" if name in people.sure else "is missing, but it counted"
                 self._say("lost", f"round {number}, in the ledger: {name} {what}")
             elif name not in made:
                 if accounts is not None:
-                    self._say("wrong", f"round {number}, in the ledger: {name} counts, and gave nothing to the results")
+                    self._say("wrong", f"round {number}, in the ledger: {name} counts, but it is not in the results")
             elif said[name][0] != due:
-                text = f"{name} counted with weight {said[name][0]:g}, and gave {due:g}"
+                text = f"{name} counts with weight {said[name][0]:g} instead of {due:g}"
                 self._say("wrong", f"round {number}, in the ledger: {text}")
             elif said[name][1] != made[name]:
                 kind = "lost" if name in people.sure else "wrong"
-                text = f"{name} counts for {said[name][1]} slices of the buckets, and gave {made[name]}"
+                text = f"{name} counts with {said[name][1]} slices of the buckets instead of {made[name]}"
                 self._say(kind, f"round {number}, in the ledger: {text}")
 
     def _audit_digests(self, number: int, record: RoundRecord, cases: Sequence[Case], found: Found) -> None:
@@ -374,7 +374,10 @@ class Oracle:
             self._digests[number] = tuple(own)
             for part, (made, told) in enumerate(zip(own, record.results, strict=True)):
                 if made != told:
-                    self._say("wrong", f"round {number}, bucket {part}: the ledger has {told:016x} for {made:016x}")
+                    self._say(
+                        "wrong",
+                        f"round {number}, bucket {part}: the ledger has digest {told:016x} instead of {made:016x}",
+                    )
         if not record.inputs:
             return
         inputs: Counter[str] = Counter()
@@ -385,21 +388,21 @@ class Oracle:
         for seat, weight in enumerate(record.weights):
             name = self._name(seat, number)
             if weight and name in inputs and inputs[name] % recount.MODULUS != record.inputs[seat]:
-                self._say("wrong", f"round {number}: what was summed of {name} is not what it gave")
+                self._say("wrong", f"round {number}: what was summed of {name} is not its contribution")
 
     def _name(self, seat: int, number: int) -> str:
-        # Who joins contributes to one round before it is a member, and nobody else can have its seat then.
+        # A learner contributes to one round before it is a member, and no other worker can have its member id then.
         names = [name for since, name in self._seats.get(seat, ()) if since <= number + 1]
-        return names[-1] if names else f"seat {seat}"
+        return names[-1] if names else f"member {seat}"
 
     def _was_full(self, start: float, stop: float) -> bool:
-        """Whether the disk was full at any time from ``start`` to ``stop``, so that not all was written down."""
+        """Return whether the disk was full at any time from ``start`` to ``stop``, so that records may be missing."""
         return any(since - 1 < stop and start < until + 1 for since, until in self._gaps)
 
-    # ── what else there is ────────────────────────────────────────────────────────────────────────────────
+    # ── collectives and weights ───────────────────────────────────────────────────────────────────────────
 
     def _check_meeting(self, number: int, book: Book) -> None:
-        """Collectives: everybody who is through with them is in each, once, and nobody else who did not call them."""
+        """Check collectives: each worker that finished them is in each sum once, and no other worker is."""
         if not book.met:
             return
         self.meetings += 1
@@ -411,7 +414,7 @@ class Oracle:
                 self._say("fault", f"behind round {number}: members got {len(set(sums.values()))} results of {what}")
             for seen in set(sums.values()):
                 if len(seen) != tally.LENGTH or not tally.fits(seen, number, sure, perhaps):
-                    why = tally.explain(seen, sure, perhaps) if len(seen) == tally.LENGTH else "it is none"
+                    why = tally.explain(seen, sure, perhaps) if len(seen) == tally.LENGTH else "it is no tally"
                     self._say("fault", f"behind round {number}, {what}: {why}")
         self._check_gathered(number, book, perhaps)
 
@@ -419,16 +422,16 @@ class Oracle:
         by_code = {tally.code(name, number): name for name in (*book.met, *perhaps)}
         ranked = [met.name for met in sorted(book.met.values(), key=lambda met: met.rank)]
         for name, met in book.met.items():
-            names = [by_code.get(code, "somebody else") for code in met.gathered]
+            names = [by_code.get(code, "another worker") for code in met.gathered]
             strangers = [other for other in names if other not in book.met and other not in perhaps]
             if strangers or len(set(names)) < len(names) or [one for one in names if one in book.met] != ranked:
                 self._say("fault", f"behind round {number}: {name} gathered {', '.join(names)} from {ranked}")
         given = {met.broadcast for met in book.met.values() if met.broadcast is not None}
         if len(given) > 1 or not given <= by_code.keys():
-            self._say("fault", f"behind round {number}: a broadcast brought {sorted(given)}, which no member gave")
+            self._say("fault", f"behind round {number}: a broadcast returned {sorted(given)}, which no member sent")
 
     def _step(self, number: int, means: Sequence[Array] | None, reports: Mapping[str, Report]) -> int:
-        """Check weights after the round; those that most have, 0 if nobody has told."""
+        """Check the weights after the round. Return those of the majority, 0 if none were reported."""
         told = {name: report.weights for name, report in reports.items()}
         agreed = self._compare(number, "weights", told) if told else 0
         if means is None:

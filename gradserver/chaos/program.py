@@ -1,14 +1,14 @@
-"""One worker of a chaos run, started as ``python -m gradserver.chaos.program SETTINGS``: trains until told to end.
+"""One worker of a chaos run, started as ``python -m gradserver.chaos.program SETTINGS``. It trains until told to end.
 
-Its model is one vector for each bucket, which a round moves by 0.01 of the mean of what the generator gives. It prints
+Its model is one vector for each bucket. A round moves it by 0.01 of the mean of the generated contributions. It prints
 lines of `gradserver.chaos.evidence`, and takes these on standard input:
 
     leave        finish the round, leave, and end
     slow S T     take S seconds longer for each round, for T seconds
     linger S     come S seconds later to the collectives, if this worker is the late one that the others wait for
-    die N        die (SIGKILL) in the next round, when N pieces of what it contributes are on their way
+    die N        die (SIGKILL) in the next round, when N pieces of its contribution are on their way
 
-Whoever is out of the group (it was frozen, cut off, or its connection broke) joins again under its name.
+A worker that is out of the group (it was frozen, cut off, or its connection broke) joins again under its name.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ T = TypeVar("T")
 _COLLECTIVES_EVERY = 5
 """Rounds."""
 _LATE_SECONDS = 0.15
-"""By which one member comes later to a collective than the others: while these wait, something can happen to them."""
+"""Delay of one member at a collective: while the others wait, an event can hit them."""
 _LARGE = 5000
-"""Tallies in the largest tensor that is summed: two slices."""
+"""Number of tallies in the largest tensor that is summed: two slices."""
 _ARRIVES_SECONDS = 0.05
-"""Until what was sent has left the process."""
+"""Time until sent bytes have left the process."""
 _AGAIN_SECONDS = 0.1
-"""Between two attempts to join."""
+"""Time between two attempts to join."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What one worker is told at its start.
+    """Settings of one worker.
 
     Attributes:
-        pace: what its computing takes, in seconds for each round.
-        world: how many found the group together; 0 for whoever joins later.
+        pace: time that it computes in each round, in seconds.
+        world: number of workers that begin the group; 0 for a worker that joins later.
     """
 
     url: str
@@ -63,17 +63,17 @@ class Settings:
     world: int = 0
 
     def to_json(self) -> str:
-        """As an argument of the program."""
+        """Format the settings as an argument of the program."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """From its argument."""
+        """Parse the argument of the program."""
         return cls(**json.loads(text))
 
 
 class Program:
-    """One replica, over all the times that it is a member."""
+    """One replica, over all of its memberships."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -81,11 +81,11 @@ class Program:
         self._scratch = np.empty(max(generator.SIZES), np.float32)
         self.leaving = threading.Event()
         self._lingers = 0.0
-        """Until when, if it is late to a collective."""
+        """Time until which it waits if it is late to a collective."""
         self._dies_after = 0
-        """So many pieces; 0 if it is not to die."""
+        """Number of pieces after which it dies; 0 if it does not."""
         self._slow = (0.0, 0.0)
-        """Seconds for each round, and until when."""
+        """Additional seconds for each round, and the time until which they count."""
 
     def run(self) -> None:
         """Train until told to leave."""
@@ -105,7 +105,7 @@ class Program:
                 worker.close("it begins anew")
 
     def listen(self) -> None:
-        """Heed what the parent says, until it is gone."""
+        """Carry out the parent's commands, until it has ended."""
         for line in sys.stdin:
             match line.split():
                 case ["leave"]:
@@ -140,7 +140,7 @@ class Program:
                 self._meet(worker, number)
 
     def _contribute(self, worker: gradserver.Worker, buckets: list[Any], number: int, gave: bool) -> bool:
-        """Push all buckets, the largest first. Whether it counts; ``gave`` says whether the round before did."""
+        """Push all buckets, the largest first. Return whether it counts; ``gave``: whether the round before did."""
         seed, name = self._settings.seed, self._settings.name
         weight = generator.weight(seed, name, number)
         self._say("gives", round=number, rank=worker.rank)
@@ -153,7 +153,7 @@ class Program:
             worker.push(part, buckets[part], weight=weight)
             if pieces == count and shares_memory:
                 self._die(number)
-        if pieces:  # there were not as many
+        if pieces:  # there were fewer pieces
             self._die(number)
         return not worker.observes
 
@@ -163,7 +163,7 @@ class Program:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _install(self, state: dict[str, Any]) -> None:
-        """The state of a member, as it was at the end of the last round."""
+        """Install the state of a member, as it was at the end of the last round."""
         for weights, given in zip(self._weights, state["weights"], strict=True):
             weights[:] = given
 
@@ -182,10 +182,10 @@ class Program:
         slow, until = self._slow
         pause = self._settings.pace + (slow if time.monotonic() < until else 0.0)
         if pause:
-            time.sleep(pause)  # what a real one would compute; others of this machine have the processors meanwhile
+            time.sleep(pause)  # a real worker would compute; meanwhile others of this machine have the processors
 
     def _meet(self, worker: gradserver.Worker, number: int) -> None:
-        """Call the collectives that a trainer calls now and then, and say what they brought."""
+        """Call the collectives that a trainer calls now and then, and report their results."""
         self._say("meets", round=number)
         own = tally.tally(worker.name, number)
         if number // _COLLECTIVES_EVERY % worker.world_size == worker.rank:
@@ -213,7 +213,7 @@ class Program:
         )
 
     def _slices(self, rows: npt.NDArray[np.int64]) -> dict[str, list[int]]:
-        """Each sum in a tensor of many, which are alike from one slice to the next."""
+        """Collect the different sums in a tensor of many, which are alike within a slice."""
         changes = [0, *(int(at) + 1 for at in np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1))), len(rows)]
         return {f"rows {a} to {b} of an all_reduce": rows[a].tolist() for a, b in list(pairwise(changes))[:8]}
 
@@ -221,7 +221,7 @@ class Program:
         value = np.full(2, tally.code(worker.name, number), np.int64)
         try:
             worker.broadcast(value, number % worker.world_size)
-        except gradserver.CollectiveMismatchError:  # of two data shards one knew of another death: nobody has it
+        except gradserver.CollectiveMismatchError:  # two data shards knew of different deaths: no member has the result
             return None
         return int(value[0])
 
@@ -231,7 +231,7 @@ class Program:
 
 
 def _again(call: Callable[[], T]) -> T:
-    """What ``call`` brings, in the membership that there is in the end."""
+    """Repeat ``call`` until the membership does not change during it, and return its result."""
     while True:
         try:
             return call()
@@ -240,7 +240,7 @@ def _again(call: Callable[[], T]) -> T:
 
 
 def _when_sent(pieces: int, do: Callable[[], None]) -> None:
-    """Do something when libzmq has taken so many messages that carry a tensor."""
+    """Call ``do`` when libzmq has taken so many messages that carry a tensor."""
     send = zmq.Socket.send
     left, opened = pieces, False
 

@@ -1,15 +1,14 @@
-"""What a round's results must be: the published rules, written out once more and apart from the product.
+"""Expected results of a round: the published rules, implemented once more and apart from the product.
 
-The mean of each element, over the contributions that counted for it, in the order of seats, in fp32:
+The mean of each element, over the contributions that counted for it, in the order of member ids, in fp32:
 
     one contribution           g
     all of the same weight     (g₀ + g₁ + …) / n
     otherwise                  (w₀·g₀ + w₁·g₁ + …) / (w₀ + w₁ + …)
     none, or all of weight 0   0
 
-The digest that the ledger has of a contribution and of a result is that of `gradserver.protocol.digest`, word by word.
-Where buckets are cut into slices, and these are shared among data shards, is the only thing that is asked of the
-product.
+The ledger's digest of a contribution and of a result is that of `gradserver.protocol.digest`, word by word. The product
+is asked only for the cuts of buckets into slices, and for the shares of data shards.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from gradserver.protocol.shards import Share, Table, comparable
 
 Array = npt.NDArray[Any]
 Row = tuple[str, float, Array]
-"""A contribution: its giver, its weight, its values."""
+"""A contribution: name of the worker, weight, values."""
 Cut = Mapping[str, frozenset[int]]
-"""The slices for which a contribution counted, of givers for which it did not count in full."""
+"""Slices that counted, of each worker whose contribution did not count in full."""
 MODULUS: Final = 1 << 64
 _ROW_WORDS: Final = 1024
 _ROW_BYTES: Final = 8 * _ROW_WORDS
 
 
 def mean(rows: Sequence[tuple[float, Array]], size: int) -> Array:
-    """The mean of rows with their weights, which are in the order of seats."""
+    """Compute the mean of rows with their weights, which are in the order of member ids."""
     given = [(weight, row) for weight, row in rows if weight > 0]
     if not given:
         return np.zeros(size, np.float32)
@@ -58,7 +57,7 @@ def mean(rows: Sequence[tuple[float, Array]], size: int) -> Array:
 
 
 def shares(count: int) -> list[Share]:
-    """How the buckets of a chaos run are cut among so many data shards."""
+    """Divide the buckets of a chaos run among so many data shards."""
     table = Table(1, comparable([None] * count))
     table.set_plan(generator.plan())
     return [
@@ -68,7 +67,7 @@ def shares(count: int) -> list[Share]:
 
 
 def prefixes(share: Share, counted: int) -> Iterator[frozenset[int]]:
-    """The slices that can be meant when so many of somebody counted: each shard counts from its first one on."""
+    """List the sets of slices that are possible if so many counted: each shard counts from its first one on."""
     intervals = [range(start, stop) for start, stop in itertools.pairwise(share.bounds) if start < stop]
     for lengths in itertools.product(*(range(len(interval) + 1) for interval in intervals)):
         if sum(lengths) == counted:
@@ -78,7 +77,7 @@ def prefixes(share: Share, counted: int) -> Iterator[frozenset[int]]:
 
 
 def bucket(share: Share, rows: Sequence[Row], cut: Cut, size: int) -> Array:
-    """The result of a bucket of ``size`` elements; rows are in the order of seats."""
+    """Compute the result of a bucket of ``size`` elements; rows are in the order of member ids."""
     if not cut:
         return mean([(weight, row) for _, weight, row in rows], size)
     result = np.empty(size, np.float32)
@@ -90,14 +89,14 @@ def bucket(share: Share, rows: Sequence[Row], cut: Cut, size: int) -> Array:
 
 
 def ledger_digest(row: Array, part: int, share: Share, slices: Iterable[int] | None = None) -> int:
-    """The ledger's digest of bucket ``part``, or of some of its ``slices``."""
+    """Compute the ledger's digest of bucket ``part``, or of some of its ``slices``."""
     spans = [(0, row.size)] if slices is None else [share.layout.span(index) for index in slices]
     return sum(_digest(row[start:stop], part, start) for start, stop in spans) % MODULUS
 
 
 def _digest(row: Array, part: int, start: int) -> int:
     if start % 2:
-        raise ValueError(f"a slice of bucket {part} begins at element {start}, in the midst of a word of 8 bytes")
+        raise ValueError(f"a slice of bucket {part} begins at element {start}, within a word of 8 bytes")
     terms, words = _terms(part)[start // 2 :], row[: row.size // 2 * 2].view(np.uint64)
     total = int(np.einsum("i,i->", words, terms[: words.size]))
     if row.size % 2:
@@ -107,7 +106,7 @@ def _digest(row: Array, part: int, start: int) -> int:
 
 @cache
 def _terms(part: int) -> npt.NDArray[np.uint64]:
-    """What each word of a bucket is multiplied with."""
+    """Compute the factors of the words of a bucket."""
     before = sum(-(-4 * size // _ROW_BYTES) for size in generator.SIZES[:part])
     rows = -(-4 * generator.SIZES[part] // _ROW_BYTES)
     mixed = np.arange(1, _ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)

@@ -1,21 +1,21 @@
-"""A network that loses, repeats, delays and swaps messages: for each worker a port, and a relay of whole messages.
+"""A network that loses, repeats, delays and swaps messages: for each worker a port and a relay of whole messages.
 
 Run as ``python -m gradserver.chaos.relay HOST:PORT NAME…``. Prints the ports by name, and takes on standard input, each
 in a line which it answers with ``done``:
 
-    drop NAME            the next message, to the worker or from it, is lost
-    repeat NAME COUNT    the next ones come twice
-    swap NAME COUNT      so often a message comes behind the one after it
-    delay NAME S FOR     messages take S seconds longer, for so long
+    drop NAME            lose the next message, to the worker or from it
+    repeat NAME COUNT    deliver the next messages twice
+    swap NAME COUNT      deliver a message behind the one after it, so many times
+    delay NAME S FOR     delay messages by S seconds, for so long
 
-Whenever one comes to pass it prints ``hit WHAT NAME``.
+Whenever one takes effect, it prints ``hit WHAT NAME``.
 
 TCP loses and swaps nothing, so this speaks ZMTP at both ends. It answers heartbeats itself, and therefore closes its
-connection at one end when that at the other is gone. A drop, repeat or swap hits whichever direction comes first.
+connection at one end when that at the other breaks. A drop, repeat or swap hits whichever direction comes first.
 
-Presences (`gradserver.protocol.presence`) have names of their own, and nothing but heartbeats passes through them: each
-has a counterpart of its name at the coordinator for just as long as it is there. Nothing is ever done to them, so
-somebody who froze behind a relay is found out as anybody else.
+Beacons (`gradserver.protocol.presence`) have names of their own, and only heartbeats pass through them. Each has a
+counterpart of its name at the coordinator for as long as it exists. Faults never hit them, so a worker that freezes
+behind a relay is detected like any other.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from gradserver.protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS
 _UNBOUND_MS: Final = 2000
 _FAREWELL_MS: Final = 500
 _TOGETHER_SECONDS: Final = 0.05
-"""A message that is to be overtaken goes on after this, if none comes."""
+"""Time after which a message that is to be overtaken goes on, if no other comes."""
 _LOOK_SECONDS: Final = 0.1
-"""How often to look which presences are there."""
+"""Interval at which to look which beacons exist."""
 _FORGET_SECONDS: Final = 60.0
-"""One that was not there for so long is not looked for any more."""
+"""Time after which a lost beacon is forgotten."""
 Frames = list[zmq.Frame]
 
 
 class Fate(Enum):
-    """What becomes of a message."""
+    """Treatment of a message."""
 
     PASSES = auto()
     LOST = auto()
@@ -58,7 +58,7 @@ class Fate(Enum):
 
 @dataclass(slots=True)
 class Faults:
-    """What is to happen to messages of one worker."""
+    """Faults that are to hit messages of one worker."""
 
     drop: int = 0
     repeat: int = 0
@@ -66,10 +66,10 @@ class Faults:
     delay: float = 0.0
     delay_until: float = 0.0
     on_hit: Callable[[str], object] = lambda _fault: None
-    """Is called with what comes to pass."""
+    """Called with each fault that takes effect."""
 
     def fate(self, lane: Lane, _frames: Frames) -> Fate:
-        """Of the next message in ``lane``."""
+        """Choose the treatment of the next message in ``lane``."""
         if self.drop:
             self.drop -= 1
             self.on_hit("drop")
@@ -86,17 +86,17 @@ class Faults:
 
 @dataclass(slots=True)
 class Lane:
-    """One direction of one connection: what waits in it, with the time at which each goes on."""
+    """One direction of one connection: its waiting messages, with the time at which each goes on."""
 
     faults: Faults
     upwards: bool
-    """To the coordinator."""
+    """True for the direction to the coordinator."""
     waiting: deque[tuple[float, Frames]] = field(default_factory=deque)
     kept: tuple[float, Frames] | None = None
-    """One that is to be overtaken, and until when it waits for that."""
+    """Message that is to be overtaken, and the time until which it waits for that."""
 
     def take(self, frames: Frames, now: float) -> None:
-        """A message has come."""
+        """Take a message."""
         fate = self.faults.fate(self, frames)
         if fate is Fate.LOST:
             return
@@ -120,7 +120,7 @@ class Lane:
             self.kept = None
 
     def due(self, now: float) -> list[Frames]:
-        """What goes on now."""
+        """Return the messages that go on now."""
         if self.kept is not None and self.kept[0] <= now:
             self._let_go(now)
         ready = []
@@ -129,7 +129,7 @@ class Lane:
         return ready
 
     def next(self) -> float | None:
-        """When something goes on."""
+        """Return when the next message goes on."""
         moments = [self.waiting[0][0]] if self.waiting else []
         moments += [self.kept[0]] if self.kept is not None else []
         return min(moments, default=None)
@@ -144,20 +144,20 @@ class Connection:
         _set_up(self.onward)
         self.onward.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000))
         self.onward.setsockopt(zmq.HEARTBEAT_TIMEOUT, int((COORDINATOR_SILENCE - HEARTBEAT_SECONDS) * 1000))
-        self.onward.setsockopt(zmq.RECONNECT_IVL, -1)  # a new one would be a stranger
+        self.onward.setsockopt(zmq.RECONNECT_IVL, -1)  # the coordinator would not know a new one
         self.monitor = self.onward.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self.onward.connect(target)
         self.up, self.down = Lane(faults, True), Lane(faults, False)
 
     def close(self) -> None:
-        """Have the coordinator see that it is gone, behind what it had said."""
+        """Close the counterpart, behind the last messages of the worker."""
         for frames in self.up.due(float("inf")):
             _send(self.onward, frames)
         _end(self.onward, self.monitor, _FAREWELL_MS)
 
 
 class Presence:
-    """One presence of a worker, and its counterpart while it is there."""
+    """One beacon of a worker, and its counterpart while it exists."""
 
     def __init__(self, identity: bytes, hello: bytes) -> None:
         self._identity, self._hello = identity, hello
@@ -165,7 +165,7 @@ class Presence:
         self._seen = 0.0
 
     def look(self, is_there: bool, context: zmq.Context[Any], target: str, now: float) -> bool:
-        """Have a counterpart at ``target`` if it is there, and else none; False if it may be forgotten."""
+        """Keep a counterpart at ``target`` if the beacon exists, and else none. Return False if it may be forgotten."""
         if is_there:
             self._seen = now
             if self._onward is None:
@@ -180,7 +180,7 @@ class Presence:
         return now < self._seen + _FORGET_SECONDS
 
     def close(self) -> None:
-        """It is not there."""
+        """Close the counterpart."""
         onward, self._onward = self._onward, None
         if onward is not None:
             onward.close()
@@ -198,7 +198,7 @@ class Relay:
         self._alive: set[int] = set()
         """Descriptors of connections to this port."""
         self._doomed: set[bytes] = set()
-        """Connections that have ended, of which something may still be read."""
+        """Connections that have ended, of which messages may still be read."""
         self.port = 0
         self._listen()
 
@@ -213,18 +213,18 @@ class Relay:
             self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
 
     def break_off(self) -> None:
-        """The coordinator has closed a connection: close all of the worker's, which it then sees."""
-        self._let_go()  # of presences for a moment only: they come again by themselves
+        """Close all connections of the worker, as the coordinator has closed one."""
+        self._let_go()  # beacons only for a moment: they come again by themselves
         self._alive.clear()
         self._doomed.clear()
         self.socket.unbind(self.socket.getsockopt(zmq.LAST_ENDPOINT))
         while self.monitor.poll(_UNBOUND_MS) and recv_monitor_message(self.monitor)["event"] != zmq.EVENT_CLOSED:
-            pass  # only then the port is free
+            pass  # only then is the port free
         _end(self.socket, self.monitor)
         self._listen()
 
     def close(self) -> None:
-        """Let go of the port."""
+        """Close the port."""
         self._let_go()
         _end(self.socket, self.monitor)
 
@@ -236,7 +236,7 @@ class Relay:
         self.connections.clear()
 
     def _note(self) -> None:
-        """See who has come, and who has gone. Who only tried the port has no counterpart."""
+        """Read which connections have begun and ended. A connection without messages has no counterpart."""
         while (news := _happened(self.monitor)) is not None:
             event, fd = news
             if event == zmq.EVENT_ACCEPTED:
@@ -248,20 +248,20 @@ class Relay:
     def _receive(self, now: float) -> None:
         while (frames := _received(self.socket)) is not None:
             identity = frames.pop(0).bytes
-            if identity[:1] != b"\0":  # as those begin that ZeroMQ gives: it is a presence's
+            if identity[:1] != b"\0":  # ZeroMQ's own names begin so: this one is a beacon's
                 self._presences.setdefault(identity, Presence(identity, frames[0].bytes))
                 self._look_at = now
                 continue
             if identity not in self.connections:
                 self._note()  # descriptors are used again
                 fd = int(frames[-1].get(zmq.SRCFD))
-                if fd not in self._alive:  # the last words of somebody whose counterpart is closed
+                if fd not in self._alive:  # the last messages of a connection whose counterpart is closed
                     continue
                 self.connections[identity] = Connection(self._context, self._target, self.faults, fd)
             self.connections[identity].up.take(frames, now)
 
     def take_all(self, now: float) -> None:
-        """Take what has come from either side, and send on what is due. Never waits."""
+        """Take the messages of both sides, and send those that are due. Never waits."""
         self._receive(now)
         self._bury()
         self._look(now)
@@ -274,13 +274,13 @@ class Relay:
                 _send(self.socket, [identity, *frames])
 
     def next(self) -> float | None:
-        """When something is due."""
+        """Return when the next message is due."""
         moments = [lane.next() for one in self.connections.values() for lane in (one.up, one.down)]
         moments += [self._look_at] if self._presences else []
         return min((moment for moment in moments if moment is not None), default=None)
 
     def heed(self, now: float) -> None:
-        """Close the counterparts of those who have gone."""
+        """Close the counterparts of connections that have ended."""
         self._note()
         if self._doomed:
             self._receive(now)
@@ -289,7 +289,7 @@ class Relay:
             self.break_off()
 
     def _bury(self) -> None:
-        """Who has gone, and whose last words were read. Before anything of his successor goes on."""
+        """Close ended connections whose last messages were read, before a successor's messages go on."""
         for identity in self._doomed:
             self.connections.pop(identity).close()
         self._doomed.clear()
@@ -302,13 +302,13 @@ class Relay:
                     del self._presences[identity]
 
     def sockets(self) -> list[zmq.Socket[Any]]:
-        """Where something may happen."""
+        """Return the sockets to wait at."""
         ends = [socket for one in self.connections.values() for socket in (one.onward, one.monitor)]
         return [self.socket, self.monitor, *ends]
 
 
 def turn(relays: Collection[Relay], descriptor: int) -> bool:
-    """Take and send what there is, and wait for more; whether there is something to read from ``descriptor``."""
+    """Take and send messages, and wait for more. Return whether ``descriptor`` can be read."""
     now = time.monotonic()
     for relay in relays:
         relay.heed(now)
@@ -345,13 +345,13 @@ def _received(socket: zmq.Socket[Any]) -> Frames | None:
 def _send(socket: zmq.Socket[Any], frames: list[Any]) -> bool:
     try:
         socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
-    except zmq.ZMQError:  # that side has just gone, and its monitor will say so
+    except zmq.ZMQError:  # that side has just ended, as its monitor will report
         return False
     return True
 
 
 def _happened(monitor: zmq.Socket[Any]) -> tuple[int, int] | None:
-    """What a monitor has to tell, and of which descriptor; None if there is no news."""
+    """Read an event of a monitor, with its descriptor; None if there is none."""
     try:
         news = recv_monitor_message(monitor, zmq.DONTWAIT)
     except zmq.Again:
@@ -378,7 +378,7 @@ def _obey(relays: dict[str, Relay], line: str) -> None:
 
 
 def main() -> None:
-    """Relay until the parent is gone."""
+    """Relay until the parent has ended."""
     context = zmq.Context()
     relays = {
         name: Relay(context, f"tcp://{sys.argv[1]}", Faults(on_hit=partial(_tell, name))) for name in sys.argv[2:]

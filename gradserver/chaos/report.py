@@ -1,4 +1,4 @@
-"""What came of a chaos run: numbers for programs, and whether all is well."""
+"""Results of a chaos run: numbers for programs, and the reasons of a failure."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from gradserver.protocol.limits import MIB
 _MORE_DESCRIPTORS: Final = 8
 _MORE_SEGMENTS: Final = 8
 _MORE_MEMORY: Final = 64 * MIB
-"""What a process may use beyond what it used before the storm, of connections and memory that it keeps for later."""
+"""Memory that a process may use in addition after the storm. The limits allow for connections and memory that it
+keeps for later."""
 _FEW: Final = 4
-"""Events of which nothing is said, as a median would mean nothing."""
+"""Number of events below which no median is reported, as it would mean nothing."""
 Uses = Mapping[str, tuple[int, Use]]
 
 
 def times(seconds: Sequence[float]) -> dict[str, float]:
-    """Some times, in short."""
+    """Summarize times."""
     return {"count": len(seconds), "median": round(median(seconds), 3), "max": round(max(seconds), 3)}
 
 
 def leaks(before: Uses, after: Uses) -> list[str]:
-    """Processes that were there before the storm and behind it, and use more."""
+    """Find processes that ran before the storm and after it, and use more."""
     found = []
     for name, (pid, use) in after.items():
         if name not in before or before[name][0] != pid:
@@ -51,7 +52,7 @@ def summary(
     faults: Sequence[str],
     uses: tuple[Uses, Uses],
 ) -> dict[str, Any]:
-    """The run in numbers. ``faults`` are what was noticed beside the oracle."""
+    """Summarize the run in numbers. ``faults`` are those that were noticed beside the oracle's findings."""
     found = verdict["found"]
     rates = verdict["rates"]
     returned: dict[str, list[float]] = {}
@@ -94,7 +95,7 @@ def summary(
 
 
 def _spread(ratios: Sequence[float]) -> dict[str, float]:
-    """Their number, median and quartiles; nothing if there are too few."""
+    """Compute number, median and quartiles; nothing if there are too few."""
     if len(ratios) < _FEW:
         return {}
     low, middle, high = (round(ratio, 3) for ratio in quantiles(ratios, n=4))
@@ -102,29 +103,29 @@ def _spread(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def too_few(result: Mapping[str, Any], least: Mapping[str, int]) -> list[str]:
-    """The kinds of which fewer events have met something than ``least`` says; "" stands for all."""
+    """Describe the kinds of which fewer events took effect than ``least`` requires; "" stands for all."""
     counts = {"": result["events"], **result["events_by_kind"]}
     return [
-        f"{counts.get(kind, 0)} {f'{kind} ' if kind else ''}events have met something, and {number} should have"
+        f"only {counts.get(kind, 0)} {f'{kind} ' if kind else ''}events took effect, fewer than {number}"
         for kind, number in least.items()
         if counts.get(kind, 0) < number
     ]
 
 
 def wrongs(result: Mapping[str, Any], stall: float) -> list[str]:
-    """Why a run has failed, one for each kind; none if it has not."""
+    """Collect the reasons for which a run has failed, one for each kind; empty if it has passed."""
     found = [
         f"{result[kind]} {text}"
         for kind, text in (
             ("wrong", "wrong results"),
             ("double", "contributions counted twice"),
             ("lost", "rounds or contributions lost"),
-            ("diverged", "replicas that differ"),
+            ("diverged", "replicas diverged"),
             ("fault", "wrong collectives"),
         )
         if result[kind]
     ]
     if result["longest_stall"] > stall:
-        found.append(f"no round was finished for {result['longest_stall']:.1f} s, and {stall:g} s are allowed")
+        found.append(f"no round was finished for {result['longest_stall']:.1f} s, which is above {stall:g} s")
     found += result["leaks"]
     return found

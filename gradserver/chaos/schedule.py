@@ -1,11 +1,11 @@
-"""What will happen in a chaos run, and to whom: drawn from the seed before anything begins.
+"""Schedule of the events of a chaos run, drawn from the seed before the run begins.
 
-The storm lies between a calm beginning and a calm end, by which it is measured; by that end everybody has to be back.
-Nobody is hit again before it can have recovered, and never so many at once that fewer than the group's minimum are
-left: what is drawn can be survived without losing the training, so whatever is lost is a fault.
+The storm lies between a calm beginning and a calm end, by which it is measured; by that end all workers have to be
+back. No worker is hit again before it can have recovered, and at least the group's minimum is always left. The group
+can survive all drawn events without losing the training, so every loss is a fault.
 
-Some events make everybody wait until they are noticed or mended, and such times add up: who freezes while the
-coordinator starts again is noticed after both. So that a run can say how long one takes, they can be kept apart.
+Some events make all workers wait until they are noticed or mended, and such times add up: a worker that freezes while
+the coordinator starts again is noticed after both. Such events can be kept apart, so that a run measures each alone.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from typing import Final, NamedTuple
 
 
 class Way(Enum):
-    """How a worker reaches the coordinator."""
+    """Path by which a worker reaches the coordinator."""
 
     DIRECT = "direct"  # with shared memory
     RELAY = "relay"  # through a process that can lose, repeat and reorder messages
     WIRE = "wire"  # through a process that can break, stop and slow a connection
-    PLAIN = "plain"  # over TCP, and nothing between
+    PLAIN = "plain"  # over TCP, with nothing between
 
 
 class Spec(NamedTuple):
     """One kind of event.
 
     Attributes:
-        brief: what it is, for people.
-        text: what it does this time.
-        low: the least of what it takes, mostly seconds.
-        high: the most.
-        recovery: seconds after which its target is as before, beyond that.
+        brief: description of the kind, for people.
+        text: description of one event, with its amount.
+        low: lowest amount, mostly in seconds.
+        high: highest amount.
+        recovery: seconds after the event until its target is as before.
         out: whether its target loses its membership.
-        way: the workers whom it can hit; None for any.
-        share: how often it is drawn, beside the others.
-        target: "worker", or what else there is.
-        halts: whether everybody waits for seconds, until it is noticed or mended.
+        way: path of the workers that it can hit; None for any.
+        share: relative frequency.
+        target: kind of target: "worker" or another one.
+        halts: whether all workers wait for seconds, until it is noticed or mended.
     """
 
     brief: str
@@ -58,8 +58,8 @@ class Spec(NamedTuple):
 
 SPECS: Final = {
     "kill": Spec(
-        "SIGKILL to a worker, which comes back",
-        "SIGKILL, and a new process under its name after {:.1f} s",
+        "kill a worker (SIGKILL), which comes back",
+        "killed (SIGKILL); a new process takes its name after {:.1f} s",
         0.2,
         1.5,
         5.0,
@@ -67,8 +67,8 @@ SPECS: Final = {
         share=3.0,
     ),
     "midpush": Spec(
-        "SIGKILL in the midst of a push; it comes back",
-        "SIGKILL in the midst of a push, and a new process under its name after {:.1f} s",
+        "kill a worker in the middle of a push; it comes back",
+        "killed in the middle of a push; a new process takes its name after {:.1f} s",
         0.2,
         1.5,
         8.0,
@@ -76,8 +76,8 @@ SPECS: Final = {
         share=2.0,
     ),
     "stop": Spec(
-        "SIGSTOP for half a second at most",
-        "SIGSTOP for {:.1f} s, which nobody may notice",
+        "stop a worker (SIGSTOP) for at most half a second",
+        "stopped (SIGSTOP) for {:.1f} s, which must go unnoticed",
         0.1,
         0.6,
         1.0,
@@ -85,8 +85,8 @@ SPECS: Final = {
         share=2.0,
     ),
     "freeze": Spec(
-        "SIGSTOP for five seconds: left out, it comes back",
-        "SIGSTOP for {:.1f} s: it is left out, and comes back",
+        "stop a worker for five seconds: it is left out, and comes back",
+        "stopped (SIGSTOP) for {:.1f} s: it is left out, and comes back",
         4.5,
         6.0,
         6.0,
@@ -94,16 +94,16 @@ SPECS: Final = {
         halts=True,
     ),
     "leave": Spec(
-        "a polite leave; a new process under the name comes",
-        "leaves, and a new process under its name comes after {:.1f} s",
+        "let a worker leave; a new process takes its name",
+        "leaves; a new process takes its name after {:.1f} s",
         0.2,
         1.5,
         5.0,
         True,
     ),
     "join": Spec(
-        "somebody new comes for some seconds",
-        "somebody new joins, and leaves after {:.1f} s",
+        "let a new worker join for some seconds",
+        "joins as a new worker, and leaves after {:.1f} s",
         3.0,
         6.0,
         3.0,
@@ -111,12 +111,17 @@ SPECS: Final = {
         target="newcomer",
     ),
     "slow": Spec(
-        "a worker takes longer for each round", "takes {:.2f} s longer for each round, for 2 s", 0.02, 0.3, 3.0, False
+        "let a worker take longer for each round",
+        "takes {:.2f} s longer for each round, for 2 s",
+        0.02,
+        0.3,
+        3.0,
+        False,
     ),
-    "reset": Spec("a connection breaks (RST)", "its connection breaks (RST)", 0.0, 0.0, 6.0, True, Way.WIRE, 2.0),
+    "reset": Spec("break a connection (RST)", "its connection breaks (RST)", 0.0, 0.0, 6.0, True, Way.WIRE, 2.0),
     "midcall": Spec(
-        "the same in the midst of a collective",
-        "its connection breaks (RST) in the midst of its next collective",
+        "break a connection in the middle of a collective",
+        "its connection breaks (RST) in the middle of its next collective",
         0.0,
         0.0,
         7.0,
@@ -125,8 +130,8 @@ SPECS: Final = {
         2.0,
     ),
     "blackhole": Spec(
-        "a connection passes nothing for less than a second",
-        "nothing gets through its connection for {:.1f} s",
+        "block a connection for less than a second",
+        "its connection is blocked for {:.1f} s",
         0.1,
         0.8,
         2.0,
@@ -134,8 +139,8 @@ SPECS: Final = {
         Way.WIRE,
     ),
     "partition": Spec(
-        "a connection passes nothing for five seconds",
-        "nothing gets through to it or from it for {:.1f} s",
+        "block a connection for five seconds",
+        "its connection is blocked for {:.1f} s",
         4.0,
         6.0,
         6.0,
@@ -144,18 +149,14 @@ SPECS: Final = {
         halts=True,
     ),
     "throttle": Spec(
-        "a connection is slow", "its connection has 2 MB/s for {:.1f} s", 0.5, 2.0, 2.0, False, Way.WIRE, halts=True
+        "slow a connection down", "its connection has 2 MB/s for {:.1f} s", 0.5, 2.0, 2.0, False, Way.WIRE, halts=True
     ),
-    "drop": Spec("a message is lost", "a message is lost, to it or from it", 0.0, 0.0, 6.0, True, Way.RELAY),
-    "repeat": Spec("messages come twice", "20 messages come twice", 0.0, 0.0, 2.0, False, Way.RELAY),
-    "swap": Spec(
-        "messages overtake each other", "a message overtakes the one before, ten times", 0.0, 0.0, 2.0, False, Way.RELAY
-    ),
-    "delay": Spec(
-        "messages take longer", "its messages take {:.2f} s longer, for 1 s", 0.02, 0.2, 2.0, False, Way.RELAY
-    ),
+    "drop": Spec("lose a message", "a message to it or from it is lost", 0.0, 0.0, 6.0, True, Way.RELAY),
+    "repeat": Spec("duplicate messages", "20 messages arrive twice", 0.0, 0.0, 2.0, False, Way.RELAY),
+    "swap": Spec("reorder messages", "a message overtakes the one before, ten times", 0.0, 0.0, 2.0, False, Way.RELAY),
+    "delay": Spec("delay messages", "its messages take {:.2f} s longer, for 1 s", 0.02, 0.2, 2.0, False, Way.RELAY),
     "disk": Spec(
-        "the coordinator's disk is full",
+        "fill the coordinator's disk",
         "the coordinator's disk is full for {:.1f} s",
         0.5,
         2.0,
@@ -165,8 +166,8 @@ SPECS: Final = {
         target="disk",
     ),
     "coordinator": Spec(
-        "SIGKILL to the coordinator, which is started anew",
-        "SIGKILL to the coordinator, which is started anew at once",
+        "kill the coordinator, which is started again",
+        "killed (SIGKILL), and started again at once",
         0,
         0,
         5,
@@ -177,8 +178,8 @@ SPECS: Final = {
         halts=True,
     ),
     "shard": Spec(
-        "SIGKILL to a data shard",
-        "SIGKILL to a data shard",
+        "kill a data shard, which is replaced",
+        "killed (SIGKILL)",
         0.0,
         0.0,
         5.0,
@@ -189,13 +190,13 @@ SPECS: Final = {
     ),
 }
 DEFAULT: Final = tuple(kind for kind in SPECS if kind != "shard")
-"""What is drawn if nobody says otherwise: all that the product survives."""
+"""Kinds that are drawn by default: all that a group survives."""
 _TRIES: Final = 24
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Event:
-    """Something that is done ``at`` so many seconds from the beginning."""
+    """Event ``at`` so many seconds from the beginning."""
 
     at: float
     kind: str
@@ -207,7 +208,7 @@ class Event:
 
 
 class Schedule(NamedTuple):
-    """The events of a run, and where its storm begins and ends."""
+    """Events of a run, and the times at which its storm begins and ends."""
 
     events: list[Event]
     storm: float
@@ -217,10 +218,10 @@ class Schedule(NamedTuple):
 
 @dataclass(slots=True)
 class _Times:
-    """Until when somebody recovers from what was done to it, and when everybody has to wait.
+    """Times until which targets recover, and at which all workers have to wait.
 
     Attributes:
-        apart: seconds between two of those times.
+        apart: minimum of seconds between two times at which all wait.
     """
 
     apart: float
@@ -239,7 +240,7 @@ class _Times:
 
 
 def calm_seconds(seconds: float) -> tuple[float, float]:
-    """How long a run of so many seconds is calm in the beginning, and in the end."""
+    """Return the lengths of the calm beginning and of the calm end of a run."""
     return min(10.0, max(2.0, seconds * 0.1)), min(20.0, max(6.0, seconds * 0.15))
 
 
@@ -256,14 +257,14 @@ def draw(
     """Draw the events of a run.
 
     Args:
-        seed: another one draws others.
-        ways: the workers by name.
-        spare: how many of them may be out of the group at once.
-        seconds: how long the run is.
-        every: seconds from one event to the next, in the mean.
-        kinds: what may be drawn.
-        coordinator: seconds from one kill of the coordinator to the next; None for only what is drawn.
-        apart: seconds between events for which everybody waits; 0: their times may add up.
+        seed: seed of the generator.
+        ways: paths of the workers, by name.
+        spare: number of workers that may be out of the group at once.
+        seconds: length of the run.
+        every: mean seconds from one event to the next.
+        kinds: kinds to draw from.
+        coordinator: seconds from one additional kill of the coordinator to the next; None for none.
+        apart: minimum of seconds between events for which all wait; with 0 their times may add up.
     """
     chance = random.Random(seed)
     begin, end = calm_seconds(seconds)

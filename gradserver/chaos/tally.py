@@ -1,9 +1,8 @@
-"""What workers of a chaos run give to sums: numbers whose digits name everyone who is in them, and how often.
+"""Tallies: contributions to collective sums, whose digits show which workers are in the sum, and how often.
 
-A tally is `LENGTH` numbers of 64 bits. Each worker has a hexadecimal digit of its own in one of them, and gives 1
-there.
-The last number is a code of the worker and the round. So the sum of tallies says whose they are: a digit 2 is a
-contribution that counted twice, a digit 0 one that did not count, another sum of codes one of another round.
+A tally is `LENGTH` numbers of 64 bits. Each worker has its own hexadecimal digit in one of them, which is 1. The last
+number is a code of the worker and the round. The sum of tallies shows whose they are: a digit 2 is a contribution that
+counted twice, a digit 0 one that did not count, another sum of codes one of another round.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ Tally = npt.NDArray[np.int64]
 
 LENGTH: Final = 32
 _DIGITS: Final = 15
-"""Of each number: a digit can grow to 15, and the sum stays below 2^63."""
+"""Digits of each number: a digit can grow to 15, and the sum stays below 2^63."""
 _PLACES: Final = (LENGTH - 1) * _DIGITS
 _WORKERS: Final = 256
-"""The first places are those of workers w0, w1, …; those behind them are shared by all others."""
+"""Number of places of the workers w0, w1, …; all other workers share the places behind them."""
 _UNKNOWN: Final = 6
-"""Workers of which all combinations are tried."""
+"""Number of workers of which all combinations are tried."""
 
 
 def tally(name: str, number: int) -> Tally:
-    """What ``name`` gives to a sum behind round ``number``."""
+    """Make the contribution of ``name`` to a sum behind round ``number``."""
     row = np.zeros(LENGTH, np.int64)
     place, digit = divmod(_place(name), _DIGITS)
     row[place] = 16**digit
@@ -38,12 +37,12 @@ def tally(name: str, number: int) -> Tally:
 
 
 def code(name: str, number: int) -> int:
-    """Names a worker and a round, in 40 bits."""
+    """Encode a worker and a round in 40 bits."""
     return (zlib.crc32(f"{name} {number}".encode()) << 8) + zlib.crc32(name.encode()) % 256
 
 
 def fits(seen: Sequence[int], number: int, sure: Collection[str], perhaps: Collection[str]) -> bool:
-    """Whether ``seen`` is the sum of all who are ``sure``, each once, and of some of the others."""
+    """Return whether ``seen`` is the sum of all ``sure`` workers, each once, and of some of the others."""
     rest = np.array(seen, np.int64) - sum((tally(name, number) for name in sure), np.zeros(LENGTH, np.int64))
     others = [tally(name, number) for name in sorted(perhaps)[:_UNKNOWN]]
     nothing: list[Any] = [np.zeros(LENGTH, np.int64)]
@@ -55,17 +54,17 @@ def fits(seen: Sequence[int], number: int, sure: Collection[str], perhaps: Colle
 
 
 def explain(seen: Sequence[int], sure: Collection[str], perhaps: Collection[str]) -> str:
-    """Who is how often in a sum that does not fit."""
+    """Describe how often each worker is in a sum that does not fit."""
     known = {_place(name): name for name in (*perhaps, *sure)}
     found = []
     for place in range(_PLACES):
         digit = seen[place // _DIGITS] // 16 ** (place % _DIGITS) % 16
         name = known.get(place)
         if name is None and digit:
-            found.append(f"somebody else {digit} times")
+            found.append(f"another worker {digit} times")
         elif digit > 1 or (name in sure and not digit):
             found.append(f"{name} {digit} times")
-    return f"it has {', '.join(found)}" if found else "it has everyone once, but not with what they gave in this round"
+    return f"it has {', '.join(found)}" if found else "it has each worker once, but with values of another round"
 
 
 def _place(name: str) -> int:

@@ -1,4 +1,4 @@
-"""What a chaos run looks like: what is going to happen, a line for each event, where it stands, and what came of it."""
+"""Output of a chaos run: its plan, a line for each event, its progress, and its results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gradserver.demo.screen import BOLD, CYAN, DIM, GREEN, RED, Screen
 from gradserver.tables import table
 
 _STATUS_SECONDS = 10.0
-"""Between two status lines where none can be replaced."""
+"""Interval of status lines where a line cannot be replaced."""
 _FINDINGS = 12
 _LONG = 400
 
 
 class View:
-    """Everything that a run prints; nothing without a screen."""
+    """Printer of a run's output. It prints nothing without a screen."""
 
     def __init__(self, screen: Screen | None, is_terminal: bool) -> None:
         self._screen = screen
@@ -29,12 +29,12 @@ class View:
         self._told = self._began
 
     def line(self, text: str = "", style: str = "") -> None:
-        """One line for good."""
+        """Print a line."""
         if self._screen is not None:
             self._screen.line(self._screen.style(text, style) if style else text)
 
     def introduce(self, schedule: Schedule, ways: Mapping[str, Way], shards: int, seed: int, folder: Path) -> None:
-        """What is going to happen."""
+        """Print the plan of the run."""
         counts = Counter(event.kind for event in schedule.events)
         roads = Counter(ways.values())
         by = ", ".join(f"{count} {_WAYS[way]}" for way, count in roads.items())
@@ -46,32 +46,32 @@ class View:
             ("events", f"{len(schedule.events)} in {schedule.calm - schedule.storm:.0f} s, drawn from seed {seed}"),
             ("", ", ".join(f"{count} {kind}" for kind, count in counts.most_common())),
             ("calm", f"the first {schedule.storm:.0f} s and the last {schedule.seconds - schedule.calm:.0f} s"),
-            ("files", f"{folder}: plan.txt has all events, the rest what everybody says"),
+            ("files", f"{folder}: all events are in plan.txt, with logs and reports of all processes beside it"),
         )
         self.line()
 
     def begun(self) -> None:
-        """Time runs from here on."""
+        """Note the time at which the run begins."""
         self._began = self._told = time.monotonic()
 
     def event(self, event: Event, fleet: Fleet, done: bool) -> None:
-        """Something was done to somebody."""
+        """Print an event."""
         if self._screen is None:
             return
         mark = f"{self._elapsed():7.1f} s  round {max(fleet.round, 0):6}  "
         text = f"{event.kind:11} {event.target:11} "
-        more = str(event) if done else "not there just now: left alone"
+        more = str(event) if done else "not running: skipped"
         self._screen.line(mark + self._screen.style(text, CYAN if done else DIM) + self._screen.style(more, DIM))
 
     def status(self, fleet: Fleet, schedule: Schedule, done: int) -> None:
-        """Where it stands."""
+        """Print the progress."""
         if self._screen is None:
             return
         judged = fleet.judged
         wrong = sum(judged["found"].values()) + len(fleet.faults)
-        verdict = f"{wrong} FAULTS" if wrong else "all right"
+        verdict = f"{wrong} FAULTS" if wrong else "no faults"
         text = (
-            f"  {self._elapsed():5.0f} of {schedule.seconds:.0f} s, {fleet.inside} inside, round {fleet.round}, "
+            f"  {self._elapsed():5.0f} of {schedule.seconds:.0f} s, {fleet.inside} members, round {fleet.round}, "
             f"{done} events; {judged['checked']} rounds checked, {verdict}"
         )
         if self._is_terminal:
@@ -81,12 +81,12 @@ class View:
             self._screen.line(text)
 
     def judging(self, progress: Mapping[str, Any]) -> None:
-        """The oracle is not through yet."""
+        """Print the progress of the oracle, which continues after the run."""
         if self._screen is not None:
-            self._screen.live(f"  the oracle has checked {progress['checked']} rounds, {progress['behind']} are left")
+            self._screen.live(f"  the oracle has checked {progress['checked']} rounds, {progress['behind']} remain")
 
     def conclude(self, result: Mapping[str, Any], wrongs: Sequence[str], folder: Path | None) -> None:
-        """What came of it."""
+        """Print the results."""
         if self._screen is None:
             return
         self._screen.clear()
@@ -98,29 +98,29 @@ class View:
             rows.append(
                 [kind, count, _seconds(following, "median"), _seconds(following, "max"), *_both(back)],
             )
-        header = ["event", "times", "next round", "at most", "back after", "at most"]
+        header = ["event", "count", "next round", "maximum", "back after", "maximum"]
         for line in table(header, rows):
             self.line(line)
         self.line()
         kept = result["throughput_kept"]
         rates = result["rounds_per_second"]
         self._facts(
-            ("rounds", f"{result['rounds']:,}, all recomputed: {self._unwritten(result)}"),
+            ("rounds", f"{result['rounds']:,}, all recomputed {self._unwritten(result)}"),
             (
                 "committed",
                 f"{result['committed_share']:.2%} of {result['contributions']:,} contributions, "
                 f"{result['in_part']} in part",
             ),
-            ("together", f"collectives behind {result['meetings']:,} rounds, everybody in them once"),
+            ("together", f"collectives checked after {result['meetings']:,} rounds"),
             ("wrong", f"{result['wrong']} wrong, {result['double']} double, {result['lost']} lost"),
             ("diverged", str(result["diverged"])),
             (
                 "stall",
-                f"{result['longest_stall']:.2f} s at most, {result['longest_stall_at']:.1f} s from the beginning",
+                f"{result['longest_stall']:.2f} s maximum, {result['longest_stall_at']:.1f} s after the beginning",
             ),
             ("speed", f"{_rate(rates['calm'])} calm, {_rate(rates['storm'])} in the storm: {_share(kept['storm'])}"),
             *_behind(kept["behind_each_event"]),
-            ("left out", ", ".join(f"{count} {error}" for error, count in sorted(result["outs"].items())) or "nobody"),
+            ("left out", ", ".join(f"{count} {error}" for error, count in sorted(result["outs"].items())) or "none"),
         )
         for finding in result["findings"][:_FINDINGS]:
             self.line(f"  - {finding if len(finding) <= _LONG else finding[:_LONG] + '…'}")
@@ -128,15 +128,15 @@ class View:
             self.line(f"  - and {len(result['findings']) - _FINDINGS} more")
         self.line()
         if not wrongs:
-            self.line(f"{self._screen.style('PASS', GREEN)}  every round is what its contributions make it.")
+            self.line(f"{self._screen.style('PASS', GREEN)}  every round is the mean of its contributions.")
             return
         self.line(f"{self._screen.style('FAIL', RED)}  {'; '.join(wrongs)}.")
         if folder is not None:
-            self.line(f"      What everybody said is in {folder}")
+            self.line(f"      The logs and reports are in {folder}")
 
     def _unwritten(self, result: Mapping[str, Any]) -> str:
         count = result["rounds_unwritten"]
-        return f"{count} of them from their members, as the disk was full" if count else "from the ledger"
+        return f"({count} from reports of members, as the disk was full)" if count else "from the ledger"
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._began
@@ -168,10 +168,10 @@ def _rate(rate: float | None) -> str:
 
 
 def _behind(kept: Mapping[str, float]) -> list[tuple[str, str]]:
-    """How fast they are again when an event is over, if enough stood alone to say so."""
+    """Describe the speed after an event, if enough events stood alone."""
     if not kept:
         return []
-    text = f"{kept['median']:.1%} behind an event of what it was before: median of {kept['count']:.0f}, "
+    text = f"{kept['median']:.1%} of it after an event: median of {kept['count']:.0f}, "
     return [("", f"{text}quartiles {kept['low']:.1%} and {kept['high']:.1%}")]
 
 

@@ -1,13 +1,13 @@
-"""Breakable connections: for each worker a port from which bytes go on to the coordinator, until somebody interferes.
+"""Breakable connections: for each worker a port whose bytes go on to the coordinator.
 
 Run as ``python -m gradserver.chaos.wires HOST:PORT NAME…``. Prints the ports by name, and takes on standard input, each
 in a line which it answers with ``done``, in front of which stands ``hit WHAT NAME`` if there was a connection:
 
-    reset NAME             every connection of this worker is broken at both ends, with RST
-    hold NAME S            nothing gets through for so many seconds, neither way, and nobody is told: a black hole
-    throttle NAME S RATE   so many bytes a second get through
+    reset NAME             break every connection of this worker at both ends, with RST
+    hold NAME S            pass nothing for so many seconds, neither way, and tell neither end: a black hole
+    throttle NAME S RATE   pass so many bytes a second
 
-What is held is delivered afterwards, as TCP does when a link is back; unless an end has given up meanwhile.
+Held bytes are delivered afterwards, as TCP does when a link is back; unless an end has given up meanwhile.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ class Wire:
         self._passes = asyncio.Event()
         self._passes.set()
         self._rate = 0.0
-        """Bytes a second; 0 for as many as go."""
+        """Rate in bytes a second; 0 for no limit."""
 
     async def listen(self) -> int:
-        """Returns the port."""
+        """Listen, and return the port."""
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_CHUNK)
         port: int = server.sockets[0].getsockname()[1]
         return port
 
     def reset(self) -> None:
-        """Break everything."""
+        """Break all connections."""
         for writer in list(self._open):
             _break(writer)
 
     def hold(self, seconds: float) -> None:
-        """Let nothing through for a while."""
+        """Pass nothing for some seconds."""
         self._passes.clear()
         asyncio.get_running_loop().call_later(seconds, self._passes.set)
 
     def throttle(self, seconds: float, rate: float) -> None:
-        """Let only so much through for a while."""
+        """Limit the rate for some seconds."""
         self._rate = rate
         asyncio.get_running_loop().call_later(seconds, setattr, self, "_rate", 0.0)
 
     @property
     def is_used(self) -> bool:
-        """Whether there is a connection."""
+        """True if there is a connection."""
         return bool(self._open)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
