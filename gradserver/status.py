@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import zmq
 
@@ -18,11 +17,14 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import MAX_FRAME_BYTES
 from gradserver.protocol.messages import Failure, Status, StatusRequest
-from gradserver.protocol.url import no_coordinator, numeric_url, parse_target, parse_url
+from gradserver.protocol.transport.dealer import Dealer
+from gradserver.protocol.transport.reach import reach
+from gradserver.protocol.url import IS_IT_RUNNING, beside, not_answered
 from gradserver.protocol.wire import decode, encode
 from gradserver.tables import table
 
-_PATIENCE_MS = 3000
+_PATIENCE: Final = 3.0
+"""Seconds for a coordinator to accept a connection, and then to answer."""
 
 
 def show(url: str, interval: float, as_json: bool) -> int:
@@ -49,7 +51,7 @@ def survey(url: str) -> dict[str, Any]:
             shard["bytes"] = sum(_traffic(group) for group in snapshot["groups"].values())
             continue
         try:
-            groups = fetch(_beside(shard["url"], url))["groups"]
+            groups = fetch(beside(shard["url"], url))["groups"]
         except (CoordinatorError, ProtocolError) as error:
             shard["error"] = str(error)
             continue
@@ -73,40 +75,28 @@ def _add(group: dict[str, Any], there: dict[str, Any]) -> None:
     group["open"] += [exchange for exchange in there["open"] if exchange["what"] not in known]
 
 
-def _beside(url: str, primary: str) -> str:
-    """Complete the ``url`` of a data shard: if it listens on every address, it is on its coordinator's host."""
-    host, port = parse_url(url)
-    return f"tcp://{parse_url(primary)[0]}:{port}" if host in ("*", "0.0.0.0", "[::]") else url
-
-
 def fetch(url: str) -> dict[str, Any]:
     """Take one snapshot. CoordinatorUnreachableError if none comes in time."""
-    address = _reach(url)
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    dealer.setsockopt(zmq.IPV6, int("[" in address))
-    monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-    poller = zmq.Poller()
-    poller.register(dealer, zmq.POLLIN)
-    poller.register(monitor, zmq.POLLIN)
     try:
-        dealer.connect(address)
-        dealer.send(encode(StatusRequest()))
-        ready = dict(poller.poll(_PATIENCE_MS))
-        if monitor in ready and dealer not in ready:
-            raise CoordinatorUnreachableError(no_coordinator(url, "coordinator", closed=True))
+        address, _, _ = reach(url, _PATIENCE)
+    except OSError as error:
+        text = f"no coordinator answers at {url} ({reason_of(error)}). {IS_IT_RUNNING}"
+        raise CoordinatorUnreachableError(text) from error
+    context = zmq.Context()
+    dealer = Dealer(context, address, MAX_FRAME_BYTES)
+    poller = zmq.Poller()
+    poller.register(dealer.socket, zmq.POLLIN)
+    poller.register(dealer.monitor, zmq.POLLIN)
+    try:
+        dealer.socket.send(encode(StatusRequest()))
+        ready = dict(poller.poll(int(_PATIENCE * 1000)))
+        if dealer.monitor in ready and dealer.socket not in ready:
+            raise CoordinatorUnreachableError(dealer.end(url, "coordinator").message)
         if not ready:
-            raise CoordinatorUnreachableError(
-                f"the process that listens at {url} did not answer as a gradserver coordinator "
-                f"within {_PATIENCE_MS / 1000:g} s"
-            )
-        frames = dealer.recv_multipart()
+            raise CoordinatorUnreachableError(not_answered(url, _PATIENCE))
+        frames = dealer.receive()
     finally:
-        dealer.disable_monitor()
-        monitor.close(linger=0)
-        dealer.close()
+        dealer.disconnect(0)
         context.term()
     try:
         message, payloads = decode(frames)
@@ -117,18 +107,6 @@ def fetch(url: str) -> dict[str, Any]:
         return cast(dict[str, Any], json.loads(bytes(payloads[0])))
     except (ProtocolError, ValueError) as error:
         raise ProtocolError(f"{url} answers, but not as a gradserver coordinator: {error}") from error
-
-
-def _reach(url: str) -> str:
-    """Resolve a URL to an address that accepts a plain connection."""
-    try:
-        with socket.create_connection(parse_target(url), timeout=_PATIENCE_MS / 1000) as connection:
-            return numeric_url(*connection.getpeername()[:2])
-    except OSError as error:
-        raise CoordinatorUnreachableError(
-            f"no coordinator answers at {url} ({reason_of(error)}). "
-            f"Is `gradserver serve` running there, and is the port right?"
-        ) from error
 
 
 def render(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -55,15 +55,16 @@ def split(header: Buffer) -> tuple[int, Buffer]:
 
 
 class Numbers:
-    """The numbers of what one side of a connection has sent and taken.
+    """The numbers that one side of a connection has sent and taken; ``lost`` begins the text of each error.
 
     Attributes:
         deadline: when what is missing has to be there; None if nothing is.
     """
 
-    __slots__ = ("_due", "_early", "_sent", "deadline")
+    __slots__ = ("_due", "_early", "_lost_text", "_sent", "deadline")
 
-    def __init__(self) -> None:
+    def __init__(self, lost: str = "") -> None:
+        self._lost_text = lost
         self.deadline: float | None = None
         self._due = 1
         self._early: dict[int, Frames] = {}
@@ -111,6 +112,5 @@ class Numbers:
             raise self._lost()
 
     def _lost(self) -> ConnectionLostError:
-        return ConnectionLostError(
-            f"message {self._due} was lost on the way: {min(self._early)} came, and {self._due} has not"
-        )
+        text = f"message {self._due} was lost on the way: {min(self._early)} came, and {self._due} has not"
+        return ConnectionLostError(self._lost_text + text)

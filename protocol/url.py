@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from gradserver.protocol.errors import InvalidArgumentError
+
+IS_IT_RUNNING: Final = "Is `gradserver serve` running there, and is the port right?"
+_EVERYWHERE: Final = ("*", "0.0.0.0", "[::]", "::")
 
 
 def parse_url(url: str) -> tuple[str, int]:
@@ -37,6 +42,25 @@ def parse_target(url: str) -> tuple[str, int]:
 def numeric_url(address: str, port: int) -> str:
     """Return the URL of a numeric address, IPv4 or IPv6."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def is_everywhere(host: str) -> bool:
+    """Return True if a server at ``host`` listens at all addresses of its machine."""
+    return host in _EVERYWHERE
+
+
+def beside(url: str, primary: str) -> str:
+    """Return ``url`` of a data shard, as a process finds it that has found the coordinator at ``primary``.
+
+    A shard on the coordinator's own host may say that it listens everywhere: its host is the coordinator's then.
+    """
+    host, port = parse_url(url)
+    return f"tcp://{parse_url(primary)[0]}:{port}" if is_everywhere(host) else url
+
+
+def not_answered(url: str, seconds: float) -> str:
+    """Say that what listens at ``url`` has said nothing within ``seconds``."""
+    return f"the process that listens at {url} did not answer as a gradserver coordinator within {seconds:g} s"
 
 
 def no_coordinator(url: str, what: str, closed: bool) -> str:

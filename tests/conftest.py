@@ -61,7 +61,7 @@ def _soon_present() -> Iterator[None]:
     How long somebody may be silent is as ever, and so are the heartbeats of other processes.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradserver.protocol.presence._BEATS", 0.01)
+        patch.setattr("gradserver.protocol.beacon._BEATS", 0.01)
         yield
 
 

@@ -339,7 +339,7 @@ def test_status_of_a_host_that_does_not_exist(capsys: pytest.CaptureFixture[str]
 
 
 def test_status_of_something_silent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("gradserver.status._PATIENCE_MS", 200)
+    monkeypatch.setattr("gradserver.status._PATIENCE", 0.2)
 
     with plain_server() as url:
         assert complaint(capsys, url) == (

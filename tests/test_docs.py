@@ -23,8 +23,9 @@ from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import Pool
 from gradserver.protocol.numbers import GAP_SECONDS
 from gradserver.protocol.plan import Bucket, Component, Plan
+from gradserver.protocol.transport import zeromq
 from gradserver.status import fetch
-from gradserver.transport import binding, liveness, server
+from gradserver.transport import binding, liveness
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
 from tests.cluster import Daemon, Program, Task, coordinator, together, wait_until
@@ -213,7 +214,7 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"in that very moment is noticed after {noticed:.0f} s" in architecture
     assert f"after {limits.COORDINATOR_SILENCE:g} s of silence" in architecture
     assert f"a receiver waits {GAP_SECONDS:g} s" in architecture
-    assert f"tcp, slice of {server._ZERO_COPY_BYTES // limits.KIB} KiB and more" in architecture
+    assert f"tcp, slice of {zeromq.ZERO_COPY_BYTES // limits.KIB} KiB and more" in architecture
 
 
 def test_changelog_knows_this_version() -> None:

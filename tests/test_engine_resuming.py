@@ -11,6 +11,7 @@ from gradserver.engine.events import Disconnected, Garbled, Log
 from gradserver.engine.journal_state import Dated
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Epoch, Halt, Round, RoundRecord
+from gradserver.protocol.beacon import beacon_id
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import (
     ConnectionLostError,
@@ -27,7 +28,6 @@ from gradserver.protocol.limits import MAX_COUNTER
 from gradserver.protocol.messages import Agreed, Enlist, Failure, Membership, Propose, Push, Result, RoundDone, Welcome
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.positions import Claim, Register, Used
-from gradserver.protocol.presence import presence_of
 from gradserver.protocol.ranges import pack
 from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests.crash_harness import POLICY, Fused
@@ -134,7 +134,7 @@ def test_somebody_who_is_away_for_a_moment_keeps_its_place_and_the_others_hear_o
 def busy_group() -> tuple[Group, str]:
     """Two of three have come back to another coordinator, the last one's process runs, and more it cannot say."""
     group = Group(3)
-    presence = presence_of(group.welcomes[2].token)
+    presence = beacon_id(group.welcomes[2].token)
     group.harness.running.add(presence)
     group.harness.restart()
     group.resume(0)
@@ -187,7 +187,7 @@ def test_who_was_busy_and_is_heard_of_no_more_is_left_out_at_once() -> None:
 
 def test_who_is_busy_is_waited_for_when_its_connection_broke() -> None:
     group = Group(3)
-    group.harness.running.add(presence_of(group.welcomes[2].token))
+    group.harness.running.add(beacon_id(group.welcomes[2].token))
     group.harness.lose(2)
     group.harness.wait(POLICY.dead_after / 2)
     group.harness.wait(POLICY.dead_after)

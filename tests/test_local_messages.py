@@ -288,7 +288,7 @@ def hang_up(server: TcpServer) -> None:
 def test_when_a_line_ends_messages_go_through_the_connection_again() -> None:
     with coordinator() as server, joined(server.url, 2) as workers:
         assert together(workers, lambda worker: exchange(worker, 10)) == [2.0] * 2
-        server._call_soon(lambda: hang_up(server))
+        server.look(lambda: hang_up(server))
         wait_until(lambda: all(peer.line is None for peer in server._peers.values()), "the lines are closed")
         for _ in range(3):
             assert together(workers, lambda worker: exchange(worker, 1_000_000)) == [2.0] * 2

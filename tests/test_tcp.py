@@ -24,7 +24,7 @@ from gradserver.protocol.limits import COORDINATOR_SILENCE
 from gradserver.protocol.messages import Present
 from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
-from gradserver.worker.transport.beacon import Presence
+from gradserver.worker.transport.beacon import Beacon
 from gradserver.worker.transport.tcp import TcpChannel
 from tests.cluster import Daemon, Program, Task, coordinator, errors, joined, together, wait_until, worker_program
 
@@ -308,7 +308,7 @@ def test_worker_that_computed_meanwhile_finds_its_coordinator_dead(daemon: Daemo
 
 @pytest.mark.parametrize("silence", [2.0, pytest.param(COORDINATOR_SILENCE, marks=pytest.mark.long)])
 def test_frozen_coordinator_is_noticed_soon(daemon: Daemon, silence: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradserver.worker.transport.line.COORDINATOR_SILENCE", silence)
+    monkeypatch.setattr("gradserver.protocol.transport.dealer.COORDINATOR_SILENCE", silence)
     with joined(daemon.url, 2) as (zero, _):
         waiting = Task(zero.barrier)
         assert not waiting.ended(0.05)
@@ -336,7 +336,7 @@ def test_closing_does_not_hang_when_a_presence_is_about_to_say_that_it_is_there(
     channel = TcpChannel(daemon.url, 5.0)
     sent: list[GradServerError] = []
 
-    class AboutToSay(Presence):
+    class AboutToSay(Beacon):
         """Its thread gets to sending when it is closed."""
 
         def __init__(self) -> None: ...
@@ -345,7 +345,7 @@ def test_closing_does_not_hang_when_a_presence_is_about_to_say_that_it_is_there(
             if not sent:
                 sent.append(Task(channel.send, Present("it")).error(ClosedError, 5.0))
 
-    channel.attach_presence(AboutToSay())
+    channel.attach_beacon(AboutToSay())
 
     Task(channel.close).result()
 

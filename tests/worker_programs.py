@@ -20,7 +20,7 @@ from gradserver import GradServerError, Handle, Worker, connect
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.messages import BePresent, Message
 from gradserver.protocol.plan import simple_plan
-from gradserver.worker.transport.beacon import Presence
+from gradserver.worker.transport.beacon import Beacon
 
 
 def say(what: str) -> None:
@@ -215,22 +215,22 @@ def freeze() -> None:
 
 def freeze_when(point: str) -> None:
     """Have this process stop itself while it joins: when its presence is ``asked`` for, ``made``, or ``connected``."""
-    make = Presence.__init__
+    make = Beacon.__init__
 
-    def made(self: Presence, address: str, wanted: BePresent, tell: Callable[[Message], None]) -> None:
+    def made(self: Beacon, address: str, wanted: BePresent, tell: Callable[[Message], None]) -> None:
         if point == "made":
             make(self, address, wanted, tell)
         freeze()
 
-    def connected(self: Presence) -> None:
+    def connected(self: Beacon) -> None:
         while not self._monitor.poll(10):
             pass
         freeze()
 
     if point in ("asked", "made"):
-        Presence.__init__ = made  # type: ignore[method-assign]
+        Beacon.__init__ = made  # type: ignore[method-assign]
     elif point == "connected":
-        Presence._show = connected  # type: ignore[method-assign]
+        Beacon._show = connected  # type: ignore[method-assign]
 
 
 def compute(worker: Worker, seconds: float) -> None:

@@ -26,7 +26,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
 from gradserver.protocol.messages import Join
-from gradserver.protocol.url import no_coordinator
+from gradserver.protocol.url import no_coordinator, not_answered
 from gradserver.worker.client import Worker
 from gradserver.worker.farewell import Farewell
 from gradserver.worker.greeting import takes_no_workers
@@ -276,9 +276,7 @@ def _await_welcome(joining: Handle, connection: TcpChannel, left: float, timeout
                 break
         else:
             return
-    raise CoordinatorUnreachableError(
-        f"the process that listens at {connection.url} did not answer as a gradserver coordinator within {timeout:g} s"
-    )
+    raise CoordinatorUnreachableError(not_answered(connection.url, timeout))
 
 
 def _from_environment(names: tuple[str, ...], environment: Mapping[str, str] = os.environ) -> int | None:

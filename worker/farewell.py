@@ -15,9 +15,9 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import ConnectionLostError, GradServerError, LeftOutError
 from gradserver.protocol.messages import Failure, Message, Welcome
 from gradserver.protocol.resuming import Resume
+from gradserver.protocol.transport.reach import reach
 from gradserver.worker.handle import Handle
 from gradserver.worker.session import Session
-from gradserver.worker.transport.line import reach
 from gradserver.worker.transport.tcp import TcpChannel
 
 _ASK_SECONDS: Final = 1.0

@@ -50,14 +50,14 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.messages import Message, Place, Push
 from gradserver.protocol.resuming import Resumed
+from gradserver.protocol.transport.reach import reach
 from gradserver.worker.clock import Clock
 from gradserver.worker.handle import VERDICT_SECONDS
 from gradserver.worker.interrupts import uninterrupted
 from gradserver.worker.member.regions import Regions
 from gradserver.worker.session import Session, ShardReceiver
 from gradserver.worker.standing import Books
-from gradserver.worker.transport.beacon import Presence
-from gradserver.worker.transport.line import reach
+from gradserver.worker.transport.beacon import Beacon
 from gradserver.worker.transport.shared_memory import SharedMemory
 from gradserver.worker.transport.tcp import TcpChannel
 
@@ -240,11 +240,11 @@ class Lifeline:
         return last == self._garbled
 
     def part(self) -> None:
-        """The membership is over, and its presence with it: who joins again in its place will have the same name."""
+        """Put the beacon out. The membership is over, and a worker that joins again in its place has the same one."""
         with self._lock:
             channels = [self._channel] if self._trying is None else [self._trying, self._channel]
         for channel in channels:
-            channel.be_absent()
+            channel.put_out_beacon()
 
     def stopped(self, error: CoordinatorStoppedError) -> None:
         """The coordinator has said that it stops."""
@@ -269,14 +269,14 @@ class Lifeline:
         """Look for the coordinator until it is there again, or patience is over."""
         session, since, old = self._session, time.monotonic(), self._channel
         tried, said, pause = 0, since, RETRY_SECONDS
-        memory, presence = old.detach_memory(), old.detach_presence()
+        memory, beacon = old.detach_memory(), old.detach_beacon()
         old.close()  # from now on nothing arrives, and what this member holds does not change
         while not self._closing:
             tried += 1
             try:
                 self._find(old.url)
                 pause = min(2 * pause, _MOST_RETRY_SECONDS)
-                self._resume(memory, presence, since)
+                self._resume(memory, beacon, since)
                 return
             except GradServerError as error:
                 reason = error
@@ -298,8 +298,8 @@ class Lifeline:
                     *(old.url, now - since, reason.message, session.round, self._patience),
                 )
             time.sleep(pause)
-        if presence is not None:
-            presence.close()
+        if beacon is not None:
+            beacon.close()
 
     @staticmethod
     def _find(url: str) -> None:
@@ -309,7 +309,7 @@ class Lifeline:
         except OSError as error:
             raise CoordinatorUnreachableError(reason_of(error)) from None
 
-    def _resume(self, memory: SharedMemory | None, presence: Presence | None, since: float) -> None:
+    def _resume(self, memory: SharedMemory | None, beacon: Beacon | None, since: float) -> None:
         """Try once: be known to the coordinator again, and hear what stands. Raises why not."""
         books = self.books
         channel = TcpChannel(self._channel.url, _REACH_SECONDS)
@@ -317,7 +317,7 @@ class Lifeline:
             self._trying, self._failed, self._introduced = channel, None, False
         if self._closing:
             raise ClosedError("this worker is closed")
-        channel.attach_presence(presence)
+        channel.attach_beacon(beacon)
         channel.attach(Ears(self, channel, self._session))
         resuming = books.resume(channel)
         self._introduced = True  # and not before: whoever says something else first is a stranger
@@ -377,7 +377,7 @@ class Lifeline:
             channel, self._trying = self._trying, None
         if channel is not None:
             channel.detach_memory()
-            channel.detach_presence()
+            channel.detach_beacon()
             channel.close()
 
     def _give_up(self, url: str, seconds: float, tried: int, reason: GradServerError) -> None:

@@ -13,7 +13,7 @@ Whenever one takes effect, it prints ``hit WHAT NAME``.
 TCP loses and swaps nothing, so this speaks ZMTP at both ends. It answers heartbeats itself, and therefore closes its
 connection at one end when that at the other breaks. A drop, repeat or swap hits whichever direction comes first.
 
-Beacons (`gradserver.protocol.presence`) have names of their own, and only heartbeats pass through them. Each has a
+Beacons (`gradserver.protocol.beacon`) have names of their own, and only heartbeats pass through them. Each has a
 counterpart of its name at the coordinator for as long as it exists. Faults never hit them, so a worker that freezes
 behind a relay is detected like any other.
 """

@@ -53,7 +53,7 @@ class Engine:
         digests: whether to hash what is summed and what comes out, for the ledger.
         incarnation: how often a coordinator has begun where this one writes its records; 0 if nobody keeps them.
             Elastic groups are durable if somebody does.
-        runs: whether the process that has a presence (`gradserver.protocol.presence`) is known to run, whatever else
+        runs: whether the process that has a beacon (`gradserver.protocol.beacon`) is known to run, whatever else
             it does.
         access: which groups strangers may found, and whose data shards are taken.
         round_timeout: seconds that an exchange waits for a member that is alive. None: as long as the longest timeout

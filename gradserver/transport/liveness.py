@@ -30,8 +30,8 @@ from typing import Final, NamedTuple
 
 import zmq
 
+from gradserver.protocol.beacon import beacon_id
 from gradserver.protocol.messages import BePresent, Enlist, Message, Present, Welcome
-from gradserver.protocol.presence import presence_of
 from gradserver.protocol.resuming import Resume
 from gradserver.transport.local import UnixServer
 from gradserver.transport.monitor import Disconnects
@@ -106,7 +106,7 @@ class Attendance:
         connects by itself to a server that takes our place.
         """
         token = why.token if isinstance(why, Welcome | Resume) else ""
-        presence = presence_of(token) if token else secrets.token_hex(16)
+        presence = beacon_id(token) if token else secrets.token_hex(16)
         peer.presence = presence.encode()
         peer.beats, peer.silent = isinstance(why, Resume | Enlist), None  # these say no more of it
         least = _ENLISTING_SECONDS if isinstance(why, Enlist) else _LEAST_SECONDS

@@ -36,6 +36,7 @@ from gradserver.protocol.sharing import (
     Talking,
     decode_packet,
 )
+from gradserver.protocol.transport.local import linger
 from gradserver.transport.local_peers import Guest, Line
 from gradserver.transport.pidfd import has_ended, process_of
 from gradserver.transport.shared_memory import Segments
@@ -186,7 +187,7 @@ class UnixServer:
         for identity in list(self._guests):
             self.forget(identity)
         for line in list(self._connections.values()):
-            line.linger(until)
+            linger(line.socket, line.stream, until)
             self._hang_up(line)
         if self._listener is not None:
             if not self._paused:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import select
 import socket
-import time
 from collections.abc import Sequence
 from typing import Final
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.packets import PacketStream
 from gradserver.protocol.sharing import MAX_PACKET_BYTES, SharingMessage, encode_packet
+from gradserver.protocol.transport.local import stream_through
 from gradserver.transport.shared_memory import Segments
 
 MAX_QUEUED: Final = 50_000
@@ -50,7 +48,7 @@ class Line:
         self.guest: Guest | None = None
         self.talks = False
         """Whether messages pass here."""
-        self.stream = PacketStream(lambda packet: accepted.send(packet, socket.MSG_NOSIGNAL), accepted.recv)
+        self.stream = stream_through(accepted)
         self._poller = poller
 
     def send(self, header: bytes, payloads: Sequence[Buffer]) -> bool:
@@ -64,13 +62,6 @@ class Line:
         except OSError:
             return False
         return True
-
-    def linger(self, until: float) -> None:
-        """Send what is queued, until then at most."""
-        with contextlib.suppress(OSError):
-            while self.stream.queued and (left := until - time.monotonic()) > 0:
-                self.socket.settimeout(left)
-                self.stream.flush()
 
     def say(self, message: SharingMessage) -> None:
         """Send a packet that is not a message. OSError if that is not possible at once."""

@@ -1,4 +1,4 @@
-"""Who is connected to a coordinator or a data shard over TCP, as its server sees them: a `Peer` each, and a `Link`."""
+"""A worker or a data shard that is connected over TCP, as the server sees it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.messages import Failure, Message, Ping, Scope, Welcome
 from gradserver.protocol.numbers import Numbers
 from gradserver.transport.local_peers import Line
@@ -33,25 +32,6 @@ class Server(Protocol):
 
     def suspect(self) -> None:
         """A message could not be sent."""
-
-
-class Link(Protocol):
-    """A connection of another kind that the loop sees to: a data shard's to its coordinator."""
-
-    failure: GradServerError | None
-    is_vital: bool
-    """Whether nothing goes on without it."""
-
-    @property
-    def descriptors(self) -> tuple[int, int]:
-        """What to wait at, once there is nothing left to take."""
-
-    @property
-    def due(self) -> float | None:
-        """When to call `take_some` at the latest."""
-
-    def take_some(self) -> bool:
-        """Take what has come in; whether there was nothing. Sets ``failure`` when the link breaks."""
 
 
 class Peer:

@@ -11,16 +11,14 @@ processes have ended is then known from there, within milliseconds and for certa
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
 import select
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import zmq
 
@@ -54,6 +52,8 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.numbers import Numbers
 from gradserver.protocol.resuming import Held, Holding, Resume
+from gradserver.protocol.transport.wakeup import Wakeup
+from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, NOBLOCK_MORE, POLLIN, ZERO_COPY_BYTES
 from gradserver.protocol.wire import decode, encode
 from gradserver.runtime import Coordinator
 from gradserver.transport.binding import bind_router
@@ -61,15 +61,14 @@ from gradserver.transport.handshake import Strangers
 from gradserver.transport.liveness import Attendance, Patience, Verdict
 from gradserver.transport.local import UnixServer
 from gradserver.transport.local_peers import Line
-from gradserver.transport.peers import Link, Peer
+from gradserver.transport.peers import Peer
 from gradserver.transport.traffic import MEMBERS_RATE, Connections, unread_text
+
+if TYPE_CHECKING:
+    from gradserver.transport.shard_link import Link
 
 log = logging.getLogger("gradserver")
 
-_NOBLOCK: Final = int(zmq.NOBLOCK)  # plain numbers: combining zmq's enumeration takes longer than sending
-_NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-_EVENTS: Final = int(zmq.EVENTS)
-_POLLIN: Final = int(zmq.POLLIN)
 _BATCH: Final = 64
 """Messages taken before timers and the monitor are looked at again."""
 _BATCH_BYTES: Final = 8 * MIB
@@ -86,8 +85,6 @@ _STATUS_COST: Final = 64
 """Messages that a member's request for the status counts as."""
 _STATUS_PAUSE: Final = 5
 """Times that it took to look, before the next look."""
-_ZERO_COPY_BYTES: Final = 32 * 1024
-"""Below this a copy costs less than handing memory over and getting it back."""
 
 
 class TcpServer:
@@ -115,12 +112,10 @@ class TcpServer:
             self._context.destroy(linger=0)
             raise
         self._peers: dict[bytes, Peer] = {}
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
+        self._wakeup = Wakeup()
         self._stopping: str | None = None
         self._calls: deque[Callable[[], None]] = deque()
-        coordinator.run_in(self._call_soon)
+        coordinator.run_in(self.look)
         self._encoded: tuple[Message | None, bytes] = (None, b"")
         self._unsure = True
         """Whether the router may have something that its descriptor does not signal any more."""
@@ -140,21 +135,12 @@ class TcpServer:
     @property
     def wake_fd(self) -> int:
         """A file descriptor to write a byte to when the loop should look around, also from signal handlers."""
-        return self._wake_in.fileno()
+        return self._wakeup.signal_descriptor
 
     def request_stop(self, reason: str) -> None:
         """Make `run` tell the workers ``reason`` and return. Safe to call from signal handlers and threads."""
         self._stopping = reason
-        self._wake()
-
-    def _call_soon(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called by the loop. Safe to call from any thread."""
-        self._calls.append(call)
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake already; closed: it has ended
-            self._wake_in.send(b"\0")
+        self._wakeup.wake()
 
     def hold(self) -> None:
         """From now on let nobody join who has not yet: he waits until `release`."""
@@ -167,7 +153,8 @@ class TcpServer:
 
     def look(self, call: Callable[[], None] = lambda: None) -> None:
         """Make `run` call this, and look whether its condition holds. Safe to call from signal handlers and threads."""
-        self._call_soon(call)
+        self._calls.append(call)
+        self._wakeup.wake()
 
     def tend(self, link: Link) -> None:
         """Have the loop see to ``link``, too, and end when that breaks; and stop, if it is vital."""
@@ -193,7 +180,7 @@ class TcpServer:
         libzmq's descriptors are edge-triggered, and any call on the router can swallow its edge: so after one what
         there is must be taken before waiting. (`zmq.Poller` does the same with six times the system calls.)
         """
-        router, monitor, wake = int(self._router.get(zmq.FD)), self._disconnects.descriptor, self._wake_out.fileno()
+        router, monitor, wake = int(self._router.get(zmq.FD)), self._disconnects.descriptor, self._wakeup.descriptor
         poller = self._poller
         for descriptor in (router, monitor, wake):
             poller.register(descriptor, select.POLLIN)
@@ -218,7 +205,7 @@ class TcpServer:
                 if descriptor == monitor:
                     self._disconnects.notice()
                 elif descriptor == wake:
-                    self._wake_out.recv(4096)
+                    self._wakeup.clear()
                     while self._calls:
                         self._calls.popleft()()
                 elif descriptor == router:
@@ -235,14 +222,13 @@ class TcpServer:
         self._connections.close()
         self._router.close(linger=1000)
         self._context.term()
-        self._wake_in.close()
-        self._wake_out.close()
+        self._wakeup.close()
 
     def _next_timer(self) -> float | None:
         due = [at for at in (self._coordinator.next_deadline(), self._disconnects.due) if at is not None]
         if self._connections:
             due.append(self._connections.due)
-        if self._link is not None and self._link.due is not None:
+        if self._link is not None:
             due.append(self._link.due)
         if self._gaps:
             self._gaps = {who: numbers for who, numbers in self._gaps.items() if numbers.deadline is not None}
@@ -271,7 +257,7 @@ class TcpServer:
         left = _BATCH_BYTES
         for _ in range(_BATCH):
             self._unsure = False
-            if not int(self._router.get(_EVENTS)) & _POLLIN:
+            if not int(self._router.get(EVENTS)) & POLLIN:
                 return True
             left -= self._take_one()
             if left < 0:
@@ -282,11 +268,11 @@ class TcpServer:
     def _take_one(self) -> int:
         """Receive one message; how long it is, in bytes on the wire. Payloads are left where libzmq put them."""
         receive = self._router.recv
-        identity = receive(_NOBLOCK)
+        identity = receive(NOBLOCK)
         frames: list[Buffer] = []
         more, size = True, 0
         while more:
-            frame = receive(_NOBLOCK, copy=False)
+            frame = receive(NOBLOCK, copy=False)
             frames.append(buffer := frame.buffer)
             size += len(buffer) + (_FRAMING if len(buffer) < _LONG_FRAME else _LONG_FRAMING)
             more = frame.more
@@ -410,7 +396,10 @@ class TcpServer:
         """What the coordinator sees, or saw a moment ago: looking takes a sixth of its time at most."""
         if time.monotonic() >= self._status_due:
             began = time.thread_time()
-            self._status = json.dumps({"url": self.url, **self._shared(), **self._coordinator.snapshot()}).encode()
+            shown: dict[str, object] = {"url": self.url}
+            if self._unix is not None:
+                shown["shared_memory"] = {"segments": self._unix.segments, "bytes": self._unix.nbytes}
+            self._status = json.dumps(shown | self._coordinator.snapshot()).encode()
             self._status_due = time.monotonic() + _STATUS_PAUSE * (time.thread_time() - began)
         return self._status
 
@@ -426,11 +415,6 @@ class TcpServer:
         if views[-1].readonly:
             raise MalformedMessageError("a Push whose result belongs into memory that was shared for reading only")
         return views
-
-    def _shared(self) -> dict[str, object]:
-        if self._unix is None:
-            return {}
-        return {"shared_memory": {"segments": self._unix.segments, "bytes": self._unix.nbytes}}
 
     def _turn_away(self, identity: bytes, error: GradServerError) -> None:
         log.info("a stranger was turned away: %s", error)
@@ -449,13 +433,13 @@ class TcpServer:
         send = self._router.send
         self._unsure = True
         try:
-            send(identity, _NOBLOCK_MORE)
+            send(identity, NOBLOCK_MORE)
             if payloads:
                 payload = payloads[0]
-                send(header, _NOBLOCK_MORE)
-                send(payload, _NOBLOCK, copy=len(payload) < _ZERO_COPY_BYTES)
+                send(header, NOBLOCK_MORE)
+                send(payload, NOBLOCK, copy=len(payload) < ZERO_COPY_BYTES)
             else:
-                send(header, _NOBLOCK)
+                send(header, NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
@@ -535,7 +519,7 @@ class TcpServer:
         if not verdicts:
             return
         for _ in range(_LAST_WORDS * len(self._peers)):  # what they said before they went counts
-            if not int(self._router.get(_EVENTS)) & _POLLIN:
+            if not int(self._router.get(EVENTS)) & POLLIN:
                 break
             self._take_one()
         for verdict in verdicts:

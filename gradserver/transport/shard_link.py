@@ -9,14 +9,12 @@ data shard looks for it and enlists once more; otherwise it ends.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
@@ -28,36 +26,23 @@ from gradserver.protocol.errors import (
     JoinRefusedError,
     ProtocolError,
     UnexpectedMessageError,
-    reason_of,
 )
-from gradserver.protocol.limits import COORDINATOR_SILENCE, FORGOTTEN_SECONDS, HEARTBEAT_SECONDS, MAX_ORDER_BYTES
+from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_ORDER_BYTES
 from gradserver.protocol.messages import BePresent, Enlist, Enlisted, Failure, Message, Ping
-from gradserver.protocol.numbers import Frames, Numbers
-from gradserver.protocol.presence import presence_options
-from gradserver.protocol.url import no_coordinator, numeric_url, parse_target, parse_url
+from gradserver.protocol.numbers import Frames
+from gradserver.protocol.transport.beacon import beacon_socket, light_beacon
+from gradserver.protocol.transport.dealer import PING_SECONDS, Dealer
+from gradserver.protocol.transport.reach import RETRY_SECONDS, wait_for_listener
+from gradserver.protocol.url import is_everywhere, not_answered, numeric_url, parse_url
 from gradserver.protocol.wire import decode, encode
 from gradserver.runtime import Coordinator
 
 log = logging.getLogger("gradserver")
 
-_RETRY_SECONDS: Final = 0.1
 _RETURN_SECONDS: Final = 0.5
 """Time limit of one attempt to find a coordinator again."""
 _ANSWER_SECONDS: Final = 10.0
-_NEVER_MS: Final = 24 * 3600 * 1000
-_EVENTS: Final = int(zmq.EVENTS)
-_POLLIN: Final = int(zmq.POLLIN)
 _BATCH: Final = 64
-_PING_SECONDS: Final = 1.0
-"""Interval at which the coordinator is asked for an answer."""
-_GONE: Final = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_CLOSED
-)
-_EVERYWHERE: Final = ("*", "0.0.0.0", "[::]", "::")
 
 
 class Link:
@@ -77,24 +62,18 @@ class Link:
         """Reason for which the link broke; None while it works."""
         self.is_vital = True
         """True if this process ends when the link breaks."""
-        address, self.local, self.on_this_host = _reach(primary, timeout)
-        self._address = address
-        self._presence: zmq.Socket[bytes] | None = None
+        self._address, self.local, self.on_this_host = wait_for_listener(primary, timeout)
+        self._beacon: zmq.Socket[bytes] | None = None
         self._coordinator: Coordinator | None = None
         self._connection = -1
-        self._numbers = Numbers()
         self._waiting: deque[Frames] = deque()
         """Messages that are complete and in order."""
         self._context = zmq.Context()
         self._connect()
 
     def _connect(self) -> None:
-        self._numbers, self._ask_at = Numbers(), time.monotonic() + _PING_SECONDS
-        self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket, "[" in self._address)
-        self._monitor = self._socket.get_monitor_socket(_GONE)
-        self._monitor.get(_EVENTS)  # its descriptor signals nothing before this
-        self._socket.connect(self._address)
+        self._ask_at = time.monotonic() + PING_SECONDS
+        self._dealer = Dealer(self._context, self._address, MAX_ORDER_BYTES)
 
     def enlist(self, offer: Enlist, timeout: float) -> Enlisted:
         """Offer this process as a data shard, and wait for the answer.
@@ -118,21 +97,21 @@ class Link:
                     log.warning("no answer from the coordinator at %s (%s); retrying", self.primary, error.message)
                 elif lost is None or now > lost + FORGOTTEN_SECONDS:
                     raise
-                if now + _RETRY_SECONDS >= until:
+                if now + RETRY_SECONDS >= until:
                     raise
             self._disconnect(0)
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(RETRY_SECONDS)
             self._connect()
 
     def _offer(self, offer: Enlist, until: float, timeout: float) -> Enlisted:
         self.send(offer)
         self.send(Ping())  # its answer shows whether a message was lost
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._dealer.socket, zmq.POLLIN)
+        poller.register(self._dealer.monitor, zmq.POLLIN)
         while (now := time.monotonic()) < until:
             ready = dict(poller.poll(max(int((min(until, self.due) - now) * 1000) + 1, 0)))
-            if self._socket in ready or self._waiting:
+            if self._dealer.socket in ready or self._waiting:
                 match self._take_one():
                     case Enlisted() as enlisted, _:
                         return enlisted
@@ -143,21 +122,17 @@ class Link:
                     case other, _:
                         what = f"a {type(other).__name__}"
                         raise UnexpectedMessageError(f"{self.primary} is no coordinator: it answers with {what}")
-            if self._monitor in ready:
-                closed = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-                raise CoordinatorUnreachableError(no_coordinator(self.primary, "coordinator", closed))
+            if self._dealer.monitor in ready:
+                raise CoordinatorUnreachableError(self._dealer.end(self.primary, "coordinator").message)
             self._ask()
-        raise CoordinatorUnreachableError(
-            f"the process that listens at {self.primary} did not answer as a gradserver coordinator "
-            f"within {timeout:g} s"
-        )
+        raise CoordinatorUnreachableError(not_answered(self.primary, timeout))
 
     # ── as the loop sees it ───────────────────────────────────────────────────────────────────────────
 
     @property
     def descriptors(self) -> tuple[int, int]:
         """Descriptors to wait at. They are edge-triggered: call `take_some` before each wait, until nothing is left."""
-        return int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
+        return self._dealer.socket_fd, self._dealer.monitor_fd
 
     def serve(self, coordinator: Coordinator, connection: int) -> None:
         """Hand every message from now on to ``coordinator``, as one of ``connection``."""
@@ -169,7 +144,7 @@ class Link:
         for taken in range(_BATCH):
             if self.failure is not None:
                 return True
-            if not self._waiting and not int(self._socket.get(_EVENTS)) & _POLLIN:
+            if not self._waiting and not self._dealer.has_input():
                 self._check_connection()
                 return taken == 0
             try:
@@ -186,29 +161,22 @@ class Link:
     def _take_one(self) -> tuple[Message, Sequence[Buffer]] | None:
         """Return the next message; None if it is out of order, or not for the engine."""
         if not self._waiting:
-            frames: Frames = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
-            self._waiting.extend(self._numbers.take(frames, time.monotonic()))
+            self._waiting.extend(self._dealer.numbers.take(self._dealer.receive(), time.monotonic()))
         if not self._waiting:
             return None
         try:
             message, payloads = decode(self._waiting.popleft())
         except ProtocolError as error:
             raise type(error)(f"{self.primary} answers, but not as a gradserver coordinator: {error}") from error
-        if isinstance(message, BePresent) and self._presence is None:
-            self._be_present(message)
+        if isinstance(message, BePresent) and self._beacon is None:
+            self._beacon = beacon_socket(self._context, message, self._address)
+            light_beacon(self._beacon, self._address)
         return None if isinstance(message, Ping | BePresent) else (message, payloads)
-
-    def _be_present(self, wanted: BePresent) -> None:
-        presence = self._presence = self._context.socket(zmq.DEALER)
-        for option, value in presence_options(wanted, self._address).items():
-            presence.setsockopt(getattr(zmq, option), value)
-        presence.connect(self._address)
-        presence.send(encode(Ping()))
 
     @property
     def due(self) -> float:
         """Time at which a missing message has to be there, or at which to ask again."""
-        return min(self._numbers.deadline or self._ask_at, self._ask_at)
+        return min(self._dealer.numbers.deadline or self._ask_at, self._ask_at)
 
     def _ask(self) -> None:
         """Send a Ping at intervals. Its answer shows that a message was lost with none behind it.
@@ -217,9 +185,9 @@ class Link:
             ConnectionLostError: a message is missing.
         """
         now = time.monotonic()
-        self._numbers.check(now)
+        self._dealer.numbers.check(now)
         if self._ask_at <= now:
-            self._ask_at = now + _PING_SECONDS
+            self._ask_at = now + PING_SECONDS
             self.send(Ping())
 
     def _check_connection(self) -> None:
@@ -227,7 +195,7 @@ class Link:
             self._ask()
         except ConnectionLostError as error:
             self._break(error)
-        if int(self._monitor.get(_EVENTS)) & _POLLIN and not int(self._socket.get(_EVENTS)) & _POLLIN:
+        if self._dealer.has_ended() and not self._dealer.has_input():
             self._break(CoordinatorError("its process or the network to it failed"))
 
     def _break(self, error: GradServerError) -> None:
@@ -246,7 +214,7 @@ class Link:
     def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         """Queue a message."""
         try:
-            self._socket.send_multipart([self._numbers.numbered(encode(message)), *payloads], zmq.NOBLOCK)
+            self._dealer.socket.send_multipart([self._dealer.numbers.numbered(encode(message)), *payloads], zmq.NOBLOCK)
         except zmq.Again:  # libzmq has given the connection up
             self._break(CoordinatorError("the connection was closed"))
 
@@ -261,12 +229,10 @@ class Link:
             self._context.term()
 
     def _disconnect(self, linger_ms: int) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=linger_ms)
-        presence, self._presence = self._presence, None
-        if presence is not None:
-            presence.close()
+        self._dealer.disconnect(linger_ms)
+        beacon, self._beacon = self._beacon, None
+        if beacon is not None:
+            beacon.close()
 
 
 def find_again(
@@ -285,7 +251,7 @@ def find_again(
             log.info("%s; retrying", error.message)
             link.failure = error
             link.end()
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(RETRY_SECONDS)
     return None
 
 
@@ -296,36 +262,4 @@ def advertised(url: str, link: Link) -> str:
     host it stays unspecified: a worker that has found the coordinator has an address of this host that works for it.
     """
     host, port = parse_url(url)
-    return url if host not in _EVERYWHERE or link.on_this_host else numeric_url(link.local, port)
-
-
-def _reach(url: str, timeout: float) -> tuple[str, str, bool]:
-    """Return the URL with the address that was reached, the local address, and whether both are the same host.
-
-    Tries a plain connection until it is accepted: libzmq would not report its own attempts.
-    """
-    target = parse_target(url)
-    until = time.monotonic() + timeout
-    while True:
-        try:
-            with socket.create_connection(target, timeout=max(until - time.monotonic(), 0.01)) as connection:
-                there, here = connection.getpeername(), connection.getsockname()[0]
-                return numeric_url(*there[:2]), here, there[0] == here
-        except OSError as error:
-            why = reason_of(error)
-        if time.monotonic() + _RETRY_SECONDS >= until:
-            raise CoordinatorUnreachableError(
-                f"no coordinator answered at {url} within {timeout:g} s ({why}). "
-                f"Is `gradserver serve` running there, and is the port right?"
-            )
-        time.sleep(_RETRY_SECONDS)
-
-
-def _configure(dealer: zmq.Socket[bytes], ipv6: bool) -> None:
-    dealer.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_ORDER_BYTES)
-    dealer.setsockopt(zmq.SNDHWM, 0)
-    dealer.setsockopt(zmq.RCVHWM, 0)
-    dealer.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000))
-    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int((COORDINATOR_SILENCE - HEARTBEAT_SECONDS) * 1000))
-    dealer.setsockopt(zmq.IPV6, int(ipv6))
+    return url if not is_everywhere(host) or link.on_this_host else numeric_url(link.local, port)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from gradserver.protocol.errors import BackendUnavailableError, GradServerError, MalformedMessageError
-from gradserver.protocol.packets import PacketStream
 from gradserver.protocol.sharing import (
     ADDRESS_PREFIX,
     MAX_PACKET_BYTES,
@@ -28,6 +27,7 @@ from gradserver.protocol.sharing import (
     decode_packet,
     encode_packet,
 )
+from gradserver.protocol.transport.local import linger, stream_through
 
 A = TypeVar("A", Taken, Lent, Talking)
 
@@ -94,15 +94,11 @@ class LocalLine:
             raise BackendUnavailableError(reason_of(error)) from error
         connection.setblocking(False)
         self.descriptor = connection.fileno()
-        self.stream = PacketStream(lambda packet: connection.send(packet, socket.MSG_NOSIGNAL), connection.recv)
+        self.stream = stream_through(connection)
 
-    def close(self, linger: float = 0.0) -> None:
-        """Hang up. What is queued has ``linger`` seconds to leave."""
-        until = time.monotonic() + linger
-        with contextlib.suppress(OSError):
-            while self.stream.queued and (left := until - time.monotonic()) > 0:
-                self._socket.settimeout(left)
-                self.stream.flush()
+    def close(self, seconds: float = 0.0) -> None:
+        """Close the connection. What is queued has so many seconds to leave."""
+        linger(self._socket, self.stream, time.monotonic() + seconds)
         self._socket.close()
 
 

@@ -20,7 +20,6 @@ import contextlib
 import logging
 import math
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Lock, Receiver
@@ -39,31 +37,26 @@ from gradserver.protocol.errors import (
     BackendUnavailableError,
     ClosedError,
     ConnectionLostError,
-    CoordinatorUnreachableError,
     GradServerError,
     ProtocolError,
 )
 from gradserver.protocol.messages import BePresent, Failure, MemoryAt, Message, Ping, Place, Scope, ShareMemory
-from gradserver.protocol.url import no_coordinator
+from gradserver.protocol.transport.dealer import PING_SECONDS
+from gradserver.protocol.transport.reach import wait_for_listener
+from gradserver.protocol.transport.wakeup import Wakeup
+from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, NOBLOCK_MORE, POLLIN, ZERO_COPY_BYTES
+from gradserver.protocol.url import beside
 from gradserver.protocol.wire import decode, encode
 from gradserver.worker.interrupts import admits, uninterrupted, watch
-from gradserver.worker.transport.beacon import Presence
-from gradserver.worker.transport.line import Line, beside, wait_for_listener
+from gradserver.worker.transport.beacon import Beacon
+from gradserver.worker.transport.line import Line
 from gradserver.worker.transport.local import LocalLine
 from gradserver.worker.transport.shared_memory import SharedMemory
 
 log = logging.getLogger("gradserver")
 
-_NOBLOCK: Final = int(zmq.NOBLOCK)  # plain numbers: combining zmq's enumeration takes longer than sending
-_NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-_EVENTS: Final = int(zmq.EVENTS)
-_POLLIN: Final = int(zmq.POLLIN)
-_ZERO_COPY_BYTES: Final = 32 * 1024
-"""Below this a copy costs less than handing memory over and getting it back."""
 _LOST: Final = ConnectionLostError.__name__
 _PING: Final = Ping()
-_PING_SECONDS: Final = 1.0
-"""How often whoever waits asks for a word. That others are heard meanwhile does not show that this one was."""
 
 
 class TcpChannel:
@@ -79,7 +72,7 @@ class TcpChannel:
     """
 
     def __init__(self, url: str, timeout: float) -> None:
-        address, self.on_this_host = wait_for_listener(url, timeout)
+        address, _, self.on_this_host = wait_for_listener(url, timeout)
         self._context = zmq.Context()
         self._lines = [Line(self._context, url, address, 0)]
         self._lock = threading.Lock()
@@ -87,13 +80,12 @@ class TcpChannel:
         self._closing = False
         """Nothing is sent or received any more."""
         self._closed = False
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
+        self._wakeup = Wakeup()
+        self._wake = self._wakeup.wake
         self._poller = select.poll()
         self._happened: list[tuple[int, int]] = []
         """What the poller has said, and was not seen to yet."""
-        self._wake_fd = self._wake_out.fileno()
+        self._wake_fd = self._wakeup.descriptor
         self._poller.register(self._wake_fd, select.POLLIN)
         self._monitors: dict[int, Line] = {}
         """Lines by their monitors' descriptors."""
@@ -104,7 +96,7 @@ class TcpChannel:
         self._listen(self._lines[0])
         self.heard = False
         """Whether anybody has said a word that a coordinator or a shard would."""
-        self._ask_at = time.monotonic() + _PING_SECONDS
+        self._ask_at = time.monotonic() + PING_SECONDS
         self._enough: Callable[[], bool] = lambda: True
         self._bystanders = 0
         """Threads that wait while another one reads."""
@@ -133,7 +125,7 @@ class TcpChannel:
             CoordinatorUnreachableError: nobody listened there in time.
         """
         url = beside(url, self._lines[0].url)
-        address, _ = wait_for_listener(url, timeout, f"data shard of {self._lines[0].url}")
+        address, _, _ = wait_for_listener(url, timeout, f"data shard of {self._lines[0].url}")
         with self._lock:
             if self._closing:
                 raise ClosedError("this worker is closed")
@@ -146,7 +138,7 @@ class TcpChannel:
 
     def _listen(self, line: Line) -> None:
         self._monitors[line.monitor_fd] = line
-        for descriptor in (int(line.socket.get(zmq.FD)), line.monitor_fd):
+        for descriptor in (line.socket_fd, line.monitor_fd):
             self._poller.register(descriptor, select.POLLIN)
 
     # ── what shows that this process runs ─────────────────────────────────────────────────────────────
@@ -155,21 +147,21 @@ class TcpChannel:
         """Wait until all shards would notice if this process froze, and no longer than ``timeout``."""
         until = time.monotonic() + timeout
         for line in self._lines:
-            if line.presence is not None:
-                line.presence.wait(max(until - time.monotonic(), 0.0))
+            if line.beacon is not None:
+                line.beacon.wait(max(until - time.monotonic(), 0.0))
 
-    def detach_presence(self) -> Presence | None:
-        """What shows the coordinator that this process runs, to be kept beyond this connection."""
-        presence, self._lines[0].presence = self._lines[0].presence, None
-        return presence
+    def detach_beacon(self) -> Beacon | None:
+        """Return what shows the coordinator that this process runs, to be kept beyond this connection."""
+        beacon, self._lines[0].beacon = self._lines[0].beacon, None
+        return beacon
 
-    def be_absent(self) -> None:
+    def put_out_beacon(self) -> None:
         """Show no more that this process runs: it is out."""
-        self._lines[0].be_absent()
+        self._lines[0].put_out_beacon()
 
-    def attach_presence(self, presence: Presence | None) -> None:
-        """What shows it already."""
-        self._lines[0].presence = presence
+    def attach_beacon(self, beacon: Beacon | None) -> None:
+        """Take over the beacon of an earlier connection."""
+        self._lines[0].beacon = beacon
 
     # ── memory that the coordinator sees too ──────────────────────────────────────────────────────────
 
@@ -262,13 +254,13 @@ class TcpChannel:
             try:  # libzmq's own thread sends
                 if payloads:
                     payload = payloads[0]
-                    line.socket.send(header, _NOBLOCK_MORE)
-                    line.socket.send(payload, _NOBLOCK, copy=len(payload) < _ZERO_COPY_BYTES)
+                    line.socket.send(header, NOBLOCK_MORE)
+                    line.socket.send(payload, NOBLOCK, copy=len(payload) < ZERO_COPY_BYTES)
                 else:
-                    line.socket.send(header, _NOBLOCK)
+                    line.socket.send(header, NOBLOCK)
             except zmq.Again:  # libzmq has given the connection up
                 raise ConnectionLostError(line.lost_text("the connection is gone")) from None
-            missed = self._reading.locked() and int(line.socket.get(_EVENTS)) & _POLLIN
+            missed = self._reading.locked() and int(line.socket.get(EVENTS)) & POLLIN
         if missed:
             self._wake()
 
@@ -363,7 +355,7 @@ class TcpChannel:
                     self._check_connection(self._monitors[descriptor])
                 elif descriptor == self._wake_fd or len(self._edgy) < len(self._lines):
                     if descriptor == self._wake_fd:
-                        self._wake_out.recv(4096)
+                        self._wakeup.clear()
                     while self._take_one_of_each(self._lines):
                         pass
                 # Else every line is looked at anew before the next poll.
@@ -384,7 +376,7 @@ class TcpChannel:
         """
         now = time.monotonic()
         if now >= self._ask_at:
-            self._ask_at = now + _PING_SECONDS
+            self._ask_at = now + PING_SECONDS
             for line in self._lines:
                 if not line.sends_locally:
                     with contextlib.suppress(ClosedError):
@@ -392,7 +384,7 @@ class TcpChannel:
         until = self._ask_at if timeout is None else min(self._ask_at, now + timeout)
         for line in self._lines:
             if line.numbers.deadline is not None:
-                line.check(now)
+                line.numbers.check(now)
                 until = min(until, line.numbers.deadline)
         watch()
         self._poll(max(math.ceil((until - now) * 1000), 0))
@@ -414,7 +406,7 @@ class TcpChannel:
         frames = self._receive(line)
         if frames is None:
             return False
-        for message in line.ordered(frames):
+        for message in line.numbers.take(frames, time.monotonic()):
             self._hand_over(line, message)
         return True
 
@@ -462,38 +454,28 @@ class TcpChannel:
         if type(message) is MemoryAt:
             self._heard_of_memory(message)
         elif type(message) is BePresent:
-            line.be_present(message, partial(self.send, shard=line.number))
+            line.light_beacon(message, partial(self.send, shard=line.number))
         elif type(message) is Failure and message.scope is Scope.CONNECTION and message.error == _LOST:
             raise ConnectionLostError(message.text)  # it is the other side that has noticed it
         else:
             line.receiver.receive(message, payloads)
 
     def _receive(self, line: Line) -> list[Buffer] | None:
-        receive = line.socket.recv
         with self._lock:
-            if self._closing or not int(line.socket.get(_EVENTS)) & _POLLIN:
+            if self._closing or not int(line.socket.get(EVENTS)) & POLLIN:
                 return None
-            frames: list[Buffer] = []
-            more = True
-            while more:
-                frame = receive(_NOBLOCK, copy=False)
-                frames.append(frame.buffer)
-                more = frame.more
-            return frames
+            return line.receive()
 
     def _check_connection(self, line: Line) -> None:
         """Raise ConnectionLostError if the monitor says so, after taking in what arrived before the end."""
         with self._lock:
-            if self._closing or not int(line.monitor.get(_EVENTS)) & _POLLIN:
+            if self._closing or not line.has_ended():
                 return
-            event = recv_monitor_message(line.monitor, _NOBLOCK)["event"]
+            error = line.end(line.url, line.what)
             line.gone = True
         while any(self._take(there) or self._take_locally(there) for there in self._lines):
             pass
-        if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-            raise ConnectionLostError(line.lost_text(f"the {line.what} died, or the network between us did"))
-        closed = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        raise CoordinatorUnreachableError(no_coordinator(line.url, line.what, closed))
+        raise error
 
     def give_up(self) -> None:
         """Close at once: nobody is there who would read what is queued."""
@@ -517,21 +499,14 @@ class TcpChannel:
             self._thread.join()
         with self._reading:  # whoever still reads has been woken, and leaves
             for line in self._lines:
-                line.be_absent()  # without the lock: it waits for a thread that may be about to send
+                line.put_out_beacon()  # without the lock: it waits for a thread that may be about to send
             with self._lock:
                 for line in self._lines:
                     line.close()
-                self._wake_in.close()
-                self._wake_out.close()
+                self._wakeup.close()
         self._context.term()
         if self._memory is not None:
             self._memory.close()
-
-    # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake already; closed: it has ended
-            self._wake_in.send(b"\0")
 
 
 @admits

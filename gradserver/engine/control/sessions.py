@@ -38,8 +38,8 @@ from gradserver.engine.events import (
     Seat,
 )
 from gradserver.engine.policy import Policy
+from gradserver.protocol.beacon import beacon_id
 from gradserver.protocol.errors import ConnectionLostError, JoinRefusedError, LeftOutError, UnexpectedMessageError
-from gradserver.protocol.presence import presence_of
 from gradserver.protocol.resuming import Resume, Resumed
 
 _LOOK_SECONDS = 0.25
@@ -108,7 +108,7 @@ def _not_back(registry: Registry, group: Group, now: float, effects: Effects) ->
     late: list[int] = []
     for seat in [seat for seat, until in group.away.items() if until <= now]:
         since = group.busy.get(seat, now)
-        if since + group.round_timeout <= now or not registry.runs(presence_of(token_of(group, seat))):
+        if since + group.round_timeout <= now or not registry.runs(beacon_id(token_of(group, seat))):
             late.append(seat)
             continue
         if seat not in group.busy:

@@ -1,0 +1,95 @@
+"""One ZeroMQ connection to a server, as a worker, a data shard and ``gradserver status`` make it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import ConnectionLostError, CoordinatorUnreachableError
+from gradserver.protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS
+from gradserver.protocol.numbers import Frames, Numbers
+from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, POLLIN
+from gradserver.protocol.url import no_coordinator
+
+PING_SECONDS: Final = 1.0
+"""Pause between two Pings of a waiting side. Messages of other connections do not show that this one was heard."""
+_NEVER_MS: Final = 24 * 3600 * 1000
+_ENDS: Final = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_CLOSED
+)
+"""Events of the monitor after which nothing arrives any more."""
+_BROKEN: Final = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED)
+"""Those of them that end a connection which was one of gradserver's."""
+
+
+class Dealer:
+    """A DEALER that connects once, the monitor that says when the connection ends, and the numbers of both sides.
+
+    Both sockets' descriptors are edge-triggered: take what there is before each wait.
+
+    Args:
+        context: libzmq's threads.
+        address: URL of the server, with a numeric address.
+        max_bytes: longest frame that is taken.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, max_bytes: int) -> None:
+        self.address = address
+        self.numbers = Numbers()
+        self.socket = context.socket(zmq.DEALER)
+        option = self.socket.setsockopt
+        # A new connection would be a stranger to the server, so there is to be none; but told never to
+        # reconnect (-1), libzmq throws away what has arrived and was not read yet, the reason for the end included.
+        option(zmq.RECONNECT_IVL, _NEVER_MS)
+        option(zmq.MAXMSGSIZE, max_bytes)
+        option(zmq.SNDHWM, 0)  # credits bound what is queued
+        option(zmq.RCVHWM, 0)
+        option(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000))
+        option(zmq.HEARTBEAT_TIMEOUT, int((COORDINATOR_SILENCE - HEARTBEAT_SECONDS) * 1000))
+        option(zmq.IPV6, int("[" in address))
+        self.monitor = self.socket.get_monitor_socket(_ENDS)
+        self.monitor.get(EVENTS)  # its descriptor signals nothing before this, and later this could swallow a signal
+        self.socket_fd = int(self.socket.get(zmq.FD))
+        self.monitor_fd = int(self.monitor.get(zmq.FD))
+        self.socket.connect(address)
+
+    def has_input(self) -> bool:
+        """Return True if a message can be received."""
+        return bool(int(self.socket.get(EVENTS)) & POLLIN)
+
+    def receive(self) -> Frames:
+        """Receive a message that is there. Payloads stay where libzmq put them."""
+        receive = self.socket.recv
+        frames: list[Buffer] = []
+        more = True
+        while more:
+            frame = receive(NOBLOCK, copy=False)
+            frames.append(frame.buffer)
+            more = frame.more
+        return frames
+
+    def has_ended(self) -> bool:
+        """Return True if the monitor has said that the connection ended."""
+        return bool(int(self.monitor.get(EVENTS)) & POLLIN)
+
+    def end(self, url: str, what: str) -> ConnectionLostError | CoordinatorUnreachableError:
+        """Take the monitor's event, and return what it means for the ``what`` that the user knows as ``url``."""
+        event = recv_monitor_message(self.monitor, NOBLOCK)["event"]
+        if event in _BROKEN:
+            return ConnectionLostError(f"lost the {what} at {url}: the {what} died, or the network between us did")
+        closed = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        return CoordinatorUnreachableError(no_coordinator(url, what, closed))
+
+    def disconnect(self, linger_ms: int) -> None:
+        """Close the connection. What is queued has so long to leave. Does nothing the second time."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.socket.close(linger=linger_ms)
