@@ -10,7 +10,7 @@ from typing import Final
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 """The protocol's version. It goes up when an old peer could misread a new one."""
 
 MAX_HEADER_BYTES: Final = 64 * KIB

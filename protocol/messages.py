@@ -398,6 +398,8 @@ class Result(NamedTuple):
     Who listens is sent results of buckets that it has not pushed, always as payloads. In durable groups a bucket's
     result names the ``weights`` of those who counted, by seat; 0 for who did not.
 
+    With the last result of a round the round may be ``over``, and the membership stays as it is: no RoundDone follows.
+
     What the seats ``nonfinite`` gave to these slices is not finite. If the group leaves that out, the result is the
     mean of the others; if it skips such rounds, there is none, and nothing of the round is to be applied. In
     ``weights`` theirs are negative.
@@ -409,6 +411,7 @@ class Result(NamedTuple):
     present: bool
     slices: int = 1
     placed: bool = False
+    over: bool = False
     without: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
     nonfinite: tuple[int, ...] = ()

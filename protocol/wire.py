@@ -185,7 +185,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Propose, (_text, _claimed, _text, listed(_counter, MAX_LIST)), 1, 1, MAX_FRAME_BYTES),
     (Agreed, (_text, _counter, _counter), 0, 1, MAX_FRAME_BYTES),
     (Push, (_key, _counter, _weight, flag, _operation, _slices, _place, _counter, _place), 0, 1, SLICE_BYTES),
-    (Result, (_key, _counter, _total, flag, _slices, flag, _seats, _weights, _seats), 0, 1, SLICE_BYTES),
+    (Result, (_key, _counter, _total, flag, _slices, flag, flag, _seats, _weights, _seats), 0, 1, SLICE_BYTES),
     (Inquire, (_key,), 0, 0, 0),
     (Missing, (_key, _texts), 0, 0, 0),
     (Leave, (_text, flag), 0, 0, 0),
@@ -226,7 +226,7 @@ _TYPES: Final[tuple[tuple[type[Any], tuple[Callable[[Any], Any], ...], int, int,
     (Follow, (_claimed, _counter), 0, 0, 0),
     (Opened, (_counter, _counter, flag, _counter, _counter, flag, _counter), 0, 0, 0),
 )
-_SHORTER: Final = {Push: (5, 7, 8), Result: (4, 6, 7, 8)}
+_SHORTER: Final = {Push: (5, 7, 8), Result: (4, 5, 6, 7, 8, 9)}
 """With so many fields they come too: what is behind concerns shared memory, and groups that are elastic or durable."""
 _CODE_OF: Final = {row[0]: code for code, row in enumerate(_TYPES)}
 _PUSH_CODE: Final = bytes([_CODE_OF[Push]])
@@ -262,9 +262,16 @@ def encode(message: Message) -> bytes:
             values = (*values, message.slices, message.place)
     elif isinstance(message, Result):
         shared = message.placed or message.slices != 1
-        values = message[: 8 if message.weights else 7 if message.without else 6 if shared else 4]
         if message.nonfinite:
             values = message
+        elif message.weights:
+            values = message[:9]
+        elif message.without:
+            values = message[:8]
+        elif message.over:
+            values = message[:7] if shared else (*message[:4], True)
+        else:
+            values = message[: 6 if shared else 4]
     else:
         values = tuple(getattr(message, name) for name in message.__slots__)
     try:
@@ -322,6 +329,8 @@ def _read(header: Buffer) -> tuple[Message, tuple[int, int, int]]:
     quick = _quick_push if kind is Push else _quick_result if kind is Result else None
     message: Message | None = quick(values) if quick is not None else None
     if message is None:
+        if kind is Result and len(values) == 5:  # the shortest one that says that the round is over
+            values = [*values[:4], 1, False, values[4]]
         message = kind(*[check(value) for check, value in zip(checks, values, strict=False)])
     fewest, most, largest = payloads
     return message, (fewest, most, largest)
@@ -366,7 +375,8 @@ def _quick_push(values: list[Any]) -> Push | None:
 
 
 def _quick_result(values: list[Any]) -> Result | None:
-    if len(values) != 4 and (len(values) != 8 or values[4:7] != [1, False, []]):
+    count = len(values)
+    if count != 4 and (count != 5 or values[4] is not True) and (count != 9 or values[4:8] != [1, False, False, []]):
         return None
     key, index, weight, present = values[:4]
     exchange = _quick_key(key)
@@ -374,9 +384,9 @@ def _quick_result(values: list[Any]) -> Result | None:
         type(index) is int and 0 <= index <= MAX_COUNTER and type(weight) is float and 0.0 <= weight <= _MAX_TOTAL
     ):
         return None
-    if type(present) is not bool or (len(values) == 8 and (type(values[4]) is not int or values[5] is not False)):
+    if type(present) is not bool or (count == 9 and (type(values[4]) is not int or values[5] is not False)):
         return None
-    return Result(exchange, index, weight, present, 1, False, (), _weights(values[7]) if len(values) == 8 else ())
+    return Result(exchange, index, weight, present, 1, False, count == 5, (), _weights(values[8]) if count == 9 else ())
 
 
 def _quick_key(value: Any) -> ExchangeKey | None:

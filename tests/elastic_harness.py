@@ -124,6 +124,14 @@ class Member:
     def finished(self) -> bool:
         return self.at == len(self.cluster.program)
 
+    def heed_end(self, message: Result) -> None:
+        """The last result of a round may say that it is over, with the membership as it was."""
+        if message.over:
+            assert message.key.number == self.round, "the end of another round"
+            assert self.over < self.round, "a round that is over twice"
+            self.over = self.round
+            self.boundaries[self.round] = self.epoch, self.seats
+
     @property
     def must_ask(self) -> bool:
         """Whether it cannot go on before it knows what the others do."""
@@ -192,6 +200,7 @@ class Member:
                 assert task.error is None, "a result after the failure"
                 assert message.nonfinite in ((), tuple(sorted(self.cluster.not_finite(key, index))))
                 task.answers[index] = weight, payload
+                self.heed_end(message)
             case Failure(key=key):
                 assert key is not None, message
                 if is_state(key) and all(task.key != key for task in (*self.tasks, *self.side)):

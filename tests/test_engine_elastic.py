@@ -251,7 +251,33 @@ def test_a_round_is_over_after_its_last_result() -> None:
             driven.push(rank, bucket(0, part), floats(1))
 
     for rank in range(2):
-        assert [type(message) for message, _ in driven.sent(rank)] == [Result, Result, RoundDone]
+        assert [result.over for result in driven.told(rank, Result)] == [False, True]
+        assert driven.silent(rank)
+
+
+def test_after_a_departure_its_end_is_told_once_and_then_results_say_it_again() -> None:
+    driven = active(1, 3, 1)
+    driven.lose(2)
+    for number in range(2):
+        for rank in range(2):
+            driven.push(rank, bucket(number), floats(1))
+
+    for rank in range(2):
+        assert driven.told(rank, RoundDone) == [RoundDone(0, 2)]
+        assert [result.over for result in driven.told(rank, Result)] == [False, True]
+
+
+def test_while_a_worker_joins_results_do_not_say_that_a_round_is_over() -> None:
+    driven = active(1, 2, 1)
+    driven.receive(SEATS, Serve())
+    driven.join(SEATS + 5, "late")
+    for number in range(2):
+        for rank in range(2):
+            driven.push(rank, bucket(number), floats(1))
+
+    for rank in range(2):
+        assert [done.round for done in driven.told(rank, RoundDone)] == [0, 1]
+        assert not any(result.over for result in driven.told(rank, Result))
 
 
 def paused() -> Harness:

@@ -505,7 +505,7 @@ def test_a_refusal_names_the_order_and_the_field(fields: list[Any], text: str) -
         (["launched", 1, "g"], "there is no report 'launched'"),
         (["heeded"], "Heeded without an epoch"),
         (["behind", 1, "g", 4, -1], f"Behind.round: expected an integer from 0 to {MAX_COUNTER}, got -1"),
-        (["round", 1, "g", None, True], "RoundCompleted.record: expected a round, got None"),
+        (["round", 1, "g", None, True, False], "RoundCompleted.record: expected a round, got None"),
         (["late", 1, "g", 4, [1], "why", 1], "Late.tell: expected true or false, got 1"),
     ],
 )

@@ -126,7 +126,7 @@ def largest(world: int, name: str) -> list[tuple[Any, int]]:
         (Membership(MAX_COUNTER, seats, names, WIDE * 1000, True, seats, MAX_COUNTER), -1),
         (RoundDone(MAX_COUNTER, MAX_COUNTER, transfers), -1),
         (Push(KEY, MAX_COUNTER, MAX_WEIGHT, True, OPERATION, MAX_SLICES, PLACE, MAX_COUNTER, PLACE), -1),
-        (Result(KEY, MAX_COUNTER, 2e33, True, MAX_SLICES, True, ALL, WEIGHTS), -1),
+        (Result(KEY, MAX_COUNTER, 2e33, True, MAX_SLICES, True, True, ALL, WEIGHTS), -1),
         (Held(MAX_COUNTER, KEY, MAX_COUNTER, 2e33, True, ALL, WEIGHTS), 1),
         (Propose(TEXT, MAX_CLAIMED, TEXT, (MAX_COUNTER,) * MAX_LIST), 1),
         (Agreed(TEXT, MAX_COUNTER, MAX_COUNTER), 1),

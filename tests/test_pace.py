@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from gradserver.engine.data.pace import Pace
 from gradserver.engine.policy import Lateness, Policy, lateness_of
 from gradserver.protocol.errors import InvalidArgumentError
-from gradserver.protocol.messages import RoundDone
+from gradserver.protocol.messages import Result
 from tests.engine_harness import Harness, bucket, floats, plan_of
 
 
@@ -152,7 +152,7 @@ def test_who_is_late_is_named_once_a_round_and_not_every_round() -> None:
     assert len(warnings(harness)) == 2
     harness.sent(0)
     rounds(harness, 17, 1)
-    assert isinstance(harness.sent(0)[-1][0], RoundDone)
+    assert harness.only([0], Result)[-1].over
 
 
 def test_nobody_is_late_in_a_fixed_group() -> None:

@@ -115,6 +115,7 @@ operations = st.builds(
 rates = st.lists(st.floats(0, MAX_RATE), max_size=MAX_SHARDS).map(tuple)
 short_lists = st.lists(st.text(max_size=20), max_size=5).map(tuple) | st.just(("worker",) * MAX_LIST)
 seats = st.lists(st.integers(0, MAX_WORLD_SIZE - 1), max_size=8).map(tuple)
+over = st.booleans()
 some_seats = st.just(()) | seats
 totals = st.floats(0, 1e33)
 columns = st.just(()) | st.lists(weights, max_size=8).map(tuple) | st.just((1.0,) * MAX_WORLD_SIZE)
@@ -193,13 +194,33 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         ),
         (
             st.builds(
-                Result, keys, counters, totals, st.just(True), just_one, st.just(False), some_seats, columns, some_seats
+                Result,
+                keys,
+                counters,
+                totals,
+                st.just(True),
+                just_one,
+                st.just(False),
+                over,
+                some_seats,
+                columns,
+                some_seats,
             ),
             one,
         ),
         (
             st.builds(
-                Result, keys, counters, totals, st.just(False), just_one, st.just(False), seats, columns, some_seats
+                Result,
+                keys,
+                counters,
+                totals,
+                st.just(False),
+                just_one,
+                st.just(False),
+                over,
+                seats,
+                columns,
+                some_seats,
             ),
             none,
         ),
@@ -223,12 +244,14 @@ frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
         (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(False), seats, columns), none),
         (st.builds(Standing, counters, counters), none),
         (
-            st.builds(Result, keys, counters, totals, st.just(True), slices, st.just(True), seats, columns, some_seats),
+            st.builds(
+                Result, keys, counters, totals, st.just(True), slices, st.just(True), over, seats, columns, some_seats
+            ),
             none,
         ),
         (
             st.builds(
-                Result, keys, counters, totals, st.just(False), slices, st.booleans(), some_seats, columns, some_seats
+                Result, keys, counters, totals, st.just(False), slices, over, over, some_seats, columns, some_seats
             ),
             none,
         ),
@@ -296,7 +319,12 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Result(KEY, 0, 0.0, False, weights=(1.0, -2.5), nonfinite=(1,)), []),
     (Result(KEY, 0, 1.0, True, nonfinite=(0, 1023)), [b"x"]),
     (Result(KEY, 0, 4.0, True, weights=(1.0, 0.0, 3.0)), [b"x"]),
-    (Result(KEY, 0, 4.0, True, 2, True, (1,), (1.0, 0.0, 3.0)), []),
+    (Result(KEY, 0, 4.0, True, 2, True, False, (1,), (1.0, 0.0, 3.0)), []),
+    (Result(KEY, 0, 4.0, True, over=True), [b"x"]),
+    (Result(KEY, 0, 4.0, True, 2, True, over=True), []),
+    (Result(KEY, 0, 0.0, False, over=True, without=(1,)), []),
+    (Result(KEY, 0, 4.0, True, over=True, weights=(1.0, 3.0)), [b"x"]),
+    (Result(KEY, 0, 1.0, True, over=True, nonfinite=(0,)), [b"x"]),
     (Taken(1 << 40), []),
     (BePresent("ab" * 32, 1.65), []),
     (Present("ab" * 32), []),
@@ -342,7 +370,7 @@ def header(*values: object, version: int = PROTOCOL_VERSION) -> bytes:
 
 def result_of(weights: object) -> bytes:
     """A result in a durable group."""
-    return header(6, [0, 0, 0, -1, -1], 0, 1.0, True, 1, False, [], weights)
+    return header(6, [0, 0, 0, -1, -1], 0, 1.0, True, 1, False, False, [], weights)
 
 
 # ── there and back ────────────────────────────────────────────────────────────────────────────────────
@@ -482,7 +510,7 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0, 0]), b""], "announces a payload without one, or has one"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0]), b""], "expected a place in shared memory"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 0, [0, 0])], "expected an integer from 1"),
-        ([header(6, [0, 0, 0], 0, 1.0, True, 1), b""], "Result has 9 fields, got 5"),
+        ([header(6, [0, 0, 0], 0, 1.0), b""], "Result has 10 fields, got 3"),
         ([result_of([1.0, math.nan]), b""], "expected a number from -1e.30 to 1e.30, got nan"),
         ([result_of([math.nan, 1.0]), b""], "expected a number from -1e.30 to 1e.30, got nan"),
         ([result_of([1.0, -1e31]), b""], "expected a number from -1e.30 to 1e.30, got -1e.31"),
@@ -491,8 +519,11 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([result_of([1.0, True]), b""], "expected a number from -1e.30 to 1e.30, got True"),
         ([result_of([1.0] * 1025), b""], "not msgpack|expected a list of at most 1024 items, got list of length 1025"),
         ([result_of(1.0), b""], "expected a list of at most 1024 items, got 1.0"),
-        ([header(6, [0, 0, 0, -1, -1], 0, 1.0, True, True, False, [], [1.0]), b""], "expected an integer from 1 to"),
-        ([header(6, [0, 0, 0, -1, -1], 0, 1.0, True, 1, 0, [], [1.0]), b""], "expected true or false, got 0"),
+        (
+            [header(6, [0, 0, 0, -1, -1], 0, 1.0, True, True, False, False, [], [1.0]), b""],
+            "expected an integer from 1 to",
+        ),
+        ([header(6, [0, 0, 0, -1, -1], 0, 1.0, True, 1, 0, False, [], [1.0]), b""], "expected true or false, got 0"),
         ([header(6, [0, 0, 0], 0, 1.0, True), b"", b""], "Result with 2 payloads; 0 to 1 go with it"),
         ([header(3, "hash", 0, "", [])], "Propose with 0 payloads; 1 to 1"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None)], "announces a payload without one"),

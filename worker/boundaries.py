@@ -132,6 +132,9 @@ class Boundaries(Traffic):
 
     def _await_boundary(self, timeout: float | None) -> None:
         """Wait until the round is over for all members of an elastic group, and go by what that changes."""
+        with self._state:
+            if self._announced.pass_over(self.round):
+                return
         handle = Handle(self.timeout, self._channel, None, self._no_boundary)
         with self._state:
             waiting = self._announced.wait_for_round(self.round, handle, self.stage is not Stage.OBSERVING)

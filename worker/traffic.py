@@ -446,7 +446,10 @@ class Traffic(Latecomer):
     def _take_result(self, result: Result, payloads: Sequence[Buffer], shard: int = 0) -> None:
         """A result has come from ``shard``: for what was pushed, or unasked."""
         payload, there = payloads[0] if payloads else None, self._shards[shard]
+        waiting: list[Waiter] = []
         with self._state:
+            if result.over:
+                waiting = self._announced.ended(result.key.number)
             exchange = there.exchanges.get(result.key)
             if exchange is None and self.books is not None and there.held:
                 self.books.early(result, payload, shard)
@@ -461,6 +464,8 @@ class Traffic(Latecomer):
             self._settle(result, payload, shard)
         elif not has_room:
             self._overrun(result.key.number)
+        for handle in waiting:
+            handle._complete()
 
     def _settle(self, result: Result, payload: Buffer | None, shard: int) -> None:
         """A result for what has begun."""

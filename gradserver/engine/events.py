@@ -327,7 +327,7 @@ class OpenGroup(RemoteOrder):
     nobody's yet. With ``digests`` rounds are hashed for the ledger. Who listens may leave as many bytes unread as its
     ``backlog``; ``lateness`` says when a round is closed without those who are late. A ``durable`` one survives its
     coordinator, so members are told what that would have to know. ``nonfinite`` says what becomes of gradients that are
-    not finite.
+    not finite. In a ``steady`` group of one shard a round ends with its last results, until the membership changes.
     """
 
     group: Name
@@ -344,6 +344,7 @@ class OpenGroup(RemoteOrder):
     lateness: _Lateness = None
     durable: Flag = False
     nonfinite: Annotated[OnNonFinite, Field(known_policy)] = OnNonFinite.HALT
+    steady: Flag = False
 
     def verify(self) -> None:
         """Raise MalformedMessageError if there are not as many tokens as seats, or no shard of this number."""
@@ -351,6 +352,17 @@ class OpenGroup(RemoteOrder):
             raise MalformedMessageError(f"OpenGroup has {len(self.seats)} seats and {len(self.tokens)} tokens")
         if self.shard >= len(self.rates) or not any(self.rates):
             raise MalformedMessageError(f"OpenGroup is for shard {self.shard}, and has the rates {self.rates}")
+
+
+@order("steady")
+@dataclass(frozen=True, slots=True)
+class Steady(RemoteOrder):
+    """Nobody comes or goes any more: from now on a round ends with its last results, and no RoundDone is sent for it.
+
+    Admit, Depart and Recover end that.
+    """
+
+    group: Name
 
 
 @order("plan")
@@ -537,6 +549,8 @@ class RoundCompleted(RemoteReport):
     record: Annotated[RoundRecord, Field(partial(unpack_round, completed=0.0), pack_round)]
     adopted: Flag = False
     """True if nothing of it was made anew since the group's books were opened."""
+    told: Flag = False
+    """True if its last results said that it is over."""
 
     def at(self, now: float) -> Self:
         """Give the same, as if the round had ended ``now``."""

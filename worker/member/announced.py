@@ -21,6 +21,8 @@ class Announced:
         self._memberships: dict[int, Membership] = {}
         self._latest = self._in_force = 0
         self._done = RoundDone(-1, 0)
+        self._steady: set[int] = set()
+        """Rounds whose last results said that they are over, with the membership as it was before."""
         self._epochs: dict[int, int] = {}
         """Those in force after rounds that are over for the others, and not for this worker."""
         self._waiting: list[tuple[Callable[[], bool], Waiter]] = []
@@ -62,6 +64,18 @@ class Announced:
         self._epochs[done.round] = done.epoch
         return self._satisfied()
 
+    def ended(self, number: int) -> list[Waiter]:
+        """Note that the results of round ``number`` say that it is over; give the handles that wait for that."""
+        self._steady.add(number)
+        return self._satisfied() if self._waiting else []
+
+    def pass_over(self, number: int) -> bool:
+        """Tell whether the results of round ``number`` said that it is over; nobody asks for that a second time."""
+        if number not in self._steady:
+            return False
+        self._steady.discard(number)
+        return True
+
     def wait_for_round(self, number: int, handle: Waiter, is_told: bool = True) -> Waiter | None:
         """``handle``, which is done when round ``number`` is over; None if it is.
 
@@ -78,6 +92,8 @@ class Announced:
         return self._wait_until(lambda: self._latest >= epoch, handle)
 
     def _is_over(self, number: int, is_told: bool) -> bool:
+        if number in self._steady:
+            return True
         if self._done.round < number:
             return False
         return not is_told or self._epochs.get(number, self._done.epoch) <= self._latest
@@ -95,7 +111,7 @@ class Announced:
 
     def epoch_after(self, number: int) -> int:
         """The one in force after round ``number``, which is over, and of which nobody will ask again."""
-        epoch = self._epochs.pop(number, self._done.epoch)
+        epoch = self._epochs.pop(number, self._in_force if self.pass_over(number) else self._done.epoch)
         self._epochs = {later: known for later, known in self._epochs.items() if later > number}
         return epoch
 
@@ -107,7 +123,7 @@ class Announced:
     @property
     def rounds(self) -> int:
         """How many rounds are over."""
-        return self._done.round + 1
+        return max(self._done.round, max(self._steady, default=-1)) + 1
 
     def give_up(self) -> list[Waiter]:
         """Who waits for what will not come."""

@@ -213,8 +213,8 @@ class Group:
     positions: Positions = field(default_factory=Positions)
     asked: dict[tuple[str, int], tuple[Register | Claim, Ranges]] = field(default_factory=dict)
     """What members asked of data, by name and seat, that waits for a round to be over."""
-    unsettled: deque[RoundRecord] = field(default_factory=deque)
-    """Rounds that all shards are done with, and that are not over."""
+    unsettled: deque[tuple[RoundRecord, bool]] = field(default_factory=deque)
+    """Rounds that all shards are done with and that are not over, each with True if members were told that it is."""
     ledger: deque[RoundRecord] = field(default_factory=lambda: deque(maxlen=_LEDGER_ROUNDS))
     account: Account = field(default_factory=Account)
     """Its journal quota."""

@@ -8,7 +8,7 @@ from typing import Final
 from gradserver.engine.control.access import OPEN, Access
 from gradserver.engine.control.group import Group, check_world
 from gradserver.engine.control.quota import Quotas
-from gradserver.engine.control.rounds import go_on
+from gradserver.engine.control.rounds import go_on, is_steady
 from gradserver.engine.control.shards import Roster
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import OpenGroup, RemoteOrder, Seat
@@ -154,6 +154,7 @@ class Registry:
             lateness=None if policy is None or group.secret else policy.lateness,  # a durable one waits for all
             durable=bool(group.secret),
             nonfinite=group.nonfinite,
+            steady=is_steady(group),
         )
 
     def order(self, group: Group, order: RemoteOrder, effects: Effects, but: int | None = None) -> None:

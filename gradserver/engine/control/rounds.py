@@ -32,7 +32,7 @@ from collections.abc import Callable
 from gradserver.engine.control import journal, learners, leases, turns
 from gradserver.engine.control.group import MAX_REASON, Group, announce
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import CutRound, Depart, Late, RemoteOrder
+from gradserver.engine.events import CutRound, Depart, Late, RemoteOrder, Steady
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.errors import LeftOutError
 from gradserver.protocol.exchange import ExchangeKey, Stream
@@ -57,39 +57,51 @@ def depart(
     return Depart(group.name, seat, error, group.epoch, ended), learners.lost_donor(group, seat)
 
 
-def completed(group: Group, record: RoundRecord, adopted: bool, effects: Effects) -> None:
-    """All shards are done with a round. One that was ``adopted`` may be written down already, as it was done before."""
+def completed(group: Group, record: RoundRecord, adopted: bool, told: bool, effects: Effects) -> None:
+    """All shards are done with a round. One that was ``adopted`` may be written down already, as it was done before.
+
+    Members may have been ``told`` that it is over, by its last results.
+    """
     if adopted and _is_written(group, record):
-        _told(group, record, True, effects)
+        _hold(group, record, True, effects)
         return
-    group.unsettled.append(record)
+    group.unsettled.append((record, told))
     end_rounds(group, effects)
 
 
 def end_rounds(group: Group, effects: Effects) -> None:
     """Rounds are over, in their order, when all who counted have said what they used."""
     while group.unsettled:
-        record = group.unsettled[0]
+        record, told = group.unsettled[0]
         counted = [seat for seat in group.contributors if record.weights[seat] > 0] if group.shards else ()
         if group.positions.awaits(record.round, counted):
             return
         group.unsettled.popleft()
-        _over(group, record, effects)
+        _over(group, record, told, effects)
 
 
-def _over(group: Group, record: RoundRecord, effects: Effects) -> None:
+def _over(group: Group, record: RoundRecord, told: bool, effects: Effects) -> None:
     weights = dict(enumerate(record.weights))
     used_up = group.positions.commit(record.round, group.contributors, weights, _partly(group, record))
     again = group.told[0] >= record.round
     journal.completed(group, record, used_up, effects)
-    _told(group, record, again, effects)
+    if told:
+        group.late.pop(record.round, None)
+        _begin_next(group, record, effects)
+    else:
+        _hold(group, record, again, effects)
 
 
-def _told(group: Group, record: RoundRecord, again: bool, effects: Effects) -> None:
+def _hold(group: Group, record: RoundRecord, again: bool, effects: Effects) -> None:
+    """The round is complete, and is over for members when all shards know which of them take part in the next one."""
+    if group.policy is not None:
+        group.held, group.held_again = record, again
+    _begin_next(group, record, effects)
+
+
+def _begin_next(group: Group, record: RoundRecord, effects: Effects) -> None:
     group.rounds = record.round + 1
     turns.over(group)
-    if group.policy is not None:
-        group.held, group.held_again = record, again  # until all shards know who takes part in the next one
     leases.answer_what_waited(group, effects)
 
 
@@ -149,6 +161,14 @@ def go_on(
     return []
 
 
+def is_steady(group: Group) -> bool:
+    """Tell whether a round can end with its last results: nothing is to be decided, or written down before it is told.
+
+    With data shards elsewhere no single one of them knows that a round is complete.
+    """
+    return not (group.policy is None or group.secret or group.shards or group.learners)
+
+
 def _expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
     """Have joiners take part in the next round, unless a member may have begun that round without them.
 
@@ -182,6 +202,8 @@ def _end_round(group: Group, record: RoundRecord, now: float, effects: Effects) 
     for joiner in learners.waiting(group):
         joiner.since = record.completed
         effects.send(joiner.connection, done)
+    if is_steady(group):
+        effects.order(Steady(group.name))
 
 
 def close_round(group: Group, late: Late, effects: Effects) -> CutRound | None:

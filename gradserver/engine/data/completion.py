@@ -123,11 +123,13 @@ def _send(
 ) -> None:
     refund(group, exchange, piece)
     acknowledged: list[Command] = []
+    over = _ends_round(group, exchange, piece)
     if findings:
         for part, part_payload, nonfinite in sifted(group, exchange, piece, payload, findings):
-            _tell(group, exchange, part, part_payload, nonfinite, acknowledged, effects)
+            is_last = over and part.stop == piece.stop
+            _tell(group, exchange, part, part_payload, nonfinite, is_last, acknowledged, effects)
     else:
-        _tell(group, exchange, piece, payload, (), acknowledged, effects)
+        _tell(group, exchange, piece, payload, (), over, acknowledged, effects)
     # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
     effects.commands += acknowledged
     group.slices += piece.stop - piece.start
@@ -137,7 +139,18 @@ def _send(
     key = exchange.key
     del group.exchanges[key]
     if key.stream == Stream.BUCKET:
-        _bucket_done(group, exchange, now, effects)
+        _bucket_done(group, exchange, over, now, effects)
+
+
+def _ends_round(group: Group, exchange: Exchange, piece: Piece) -> bool:
+    """Tell whether the round ends with the results of ``piece``, and members hear so from them."""
+    key = exchange.key
+    if not group.is_steady or key.stream != Stream.BUCKET:
+        return False
+    if exchange.answered + piece.stop - piece.start < exchange.stop - exchange.start:
+        return False
+    current = group.rounds[key.number]
+    return len(current.done) + 1 >= group.full_buckets[current.section]
 
 
 def _tell(
@@ -146,10 +159,14 @@ def _tell(
     piece: Piece,
     payload: Payload,
     nonfinite: tuple[int, ...],
+    over: bool,
     acknowledged: list[Command],
     effects: Effects,
 ) -> None:
-    """Say the result of some slices, in which what the seats ``nonfinite`` have given is not finite."""
+    """Say the result of some slices, in which what the seats ``nonfinite`` have given is not finite.
+
+    The round may be ``over`` with them.
+    """
     key, operation, layout = exchange.key, exchange.operation, exchange.layout
     start, stop, given = piece
     weight = sum(run.weight for run in given.values())
@@ -161,7 +178,7 @@ def _tell(
         weights = tuple(-own if seat in nonfinite else own for seat, own in enumerate(weights))
 
     def result(present: bool, slices: int, is_placed: bool) -> Result:
-        return Result(key, start, weight, present, slices, is_placed, lacking, weights, nonfinite)
+        return Result(key, start, weight, present, slices, is_placed, over, lacking, weights, nonfinite)
 
     placed = empty = None  # made when somebody is to get them: most often all get the same one
     travels: list[tuple[Result, Sequence[Buffer]]] = []
@@ -216,7 +233,7 @@ def refund(group: Group, exchange: Exchange, piece: Piece) -> None:
         group.refund(exchange, rank, run)
 
 
-def _bucket_done(group: Group, exchange: Exchange, now: float, effects: Effects) -> None:
+def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effects: Effects) -> None:
     number = exchange.key.number
     current = group.rounds[number]
     current.done.add(exchange.key.part)
@@ -235,7 +252,8 @@ def _bucket_done(group: Group, exchange: Exchange, now: float, effects: Effects)
         group.pace.completed(took if current.quorum_at is None else current.quorum_at - current.opened, finished)
     if group.hashing is not None:
         group.hashing.completed(now)
-    effects.report(RoundCompleted(group.order.group, current.record(number, group.world, group.plan, now)))
+    record = current.record(number, group.world, group.plan, now)
+    effects.report(RoundCompleted(group.order.group, record, told=over))
 
 
 def _add_up(current: Round, exchange: Exchange) -> None:
@@ -257,5 +275,5 @@ def _by_slice(
     view, at = memoryview(payload), 0
     for index in range(piece.start, piece.stop):
         size = layout.nbytes(index)
-        yield first._replace(slice=index), (view[at : at + size],)
+        yield first._replace(slice=index, over=first.over and index + 1 == piece.stop), (view[at : at + size],)
         at += size

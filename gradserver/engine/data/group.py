@@ -106,12 +106,29 @@ class Group:
     """While it is being found out who holds which results."""
     recovered: bool = False
     """Whether it ever was. Then a sequence begins with any number."""
+    _is_steady: bool = field(init=False)
     halted: GradServerError | None = None
     buckets_halted: GradServerError | None = None
     next_check: float | None = None
     bytes_in: int = 0
     bytes_out: int = 0
     slices: int = 0
+
+    def __post_init__(self) -> None:
+        self._is_steady = self.order.steady
+
+    @property
+    def is_steady(self) -> bool:
+        """True if a round ends with its last results, until an order changes the membership."""
+        return self._is_steady
+
+    def settle(self) -> None:
+        """From now on a round ends with its last results."""
+        self._is_steady = True
+
+    def disturb(self) -> None:
+        """Leave the end of a round to control, as the membership is about to change."""
+        self._is_steady = False
 
     @property
     def world(self) -> int:

@@ -62,6 +62,7 @@ from gradserver.engine.events import (
     Reseat,
     SetPlan,
     Sifted,
+    Steady,
     Undecodable,
     Violation,
 )
@@ -105,6 +106,7 @@ class Data:
                         self._seats[connection] = (group, rank)
             case Admit(name, seat, occupant):
                 group = self.groups[name]
+                group.disturb()
                 admit(group, order)
                 if occupant.connection >= 0:
                     self._seats[occupant.connection] = (group, seat)
@@ -118,6 +120,7 @@ class Data:
                 self._set_plan(self.groups[name], plan, first_round, effects)
             case Depart(name, rank, error):
                 group = self.groups[name]
+                group.disturb()
                 self._seats.pop(group.connections[rank], None)
                 if group.order.elastic:
                     depart(group, order, now, effects)
@@ -137,7 +140,10 @@ class Data:
             case Detach(name, rank):
                 self.unseat(self.groups[name].connections[rank])
                 recovery.forget(self.groups[name], rank, now, effects)
+            case Steady(name):
+                self.groups[name].settle()
             case Recover(name):
+                self.groups[name].disturb()
                 recovery.begin(self.groups[name], order, now)
                 self.groups[name].next_check = now + self.groups[name].order.timeout
                 self._plan_next_check()
@@ -224,8 +230,7 @@ class Data:
     def _look_who_is_late(
         self, group: Group, number: int, rank: int, ended: bool, now: float, effects: Effects
     ) -> None:
-        contributed(group, number, rank, ended, now, effects)
-        look_at = next_look(group)
+        look_at = contributed(group, number, rank, ended, now, effects)
         if look_at is not None and (group.next_check is None or look_at < group.next_check):
             group.next_check = look_at
             self._plan_next_check()

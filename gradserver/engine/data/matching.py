@@ -111,9 +111,12 @@ def _operation(group: Group, rank: int, push: Push) -> Operation:
 
 def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float) -> Exchange:
     _check_operation(key, operation, group.world, group.order.elastic)
-    if group.order.elastic and (failed := outdated(group, rank, key, operation, epoch, now)) is not None:
-        return failed
-    if group.order.elastic and key.stream == Stream.BUCKET and any(number < key.number for number in group.rounds):
+    is_bucket = key.stream == Stream.BUCKET
+    if group.order.elastic and not is_bucket:
+        failed = outdated(group, rank, key, operation, epoch, now)
+        if failed is not None:
+            return failed
+    if group.order.elastic and is_bucket and group.rounds and min(group.rounds) < key.number:
         raise OutOfStepError(f"{group.describe(key)} from {group.call(rank)}: the round before it is not over")
     layout, start, stop = group.share(key, operation)
     if start == stop:

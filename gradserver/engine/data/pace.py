@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping
 from statistics import median
 from typing import Final
@@ -27,7 +27,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._took: deque[float] = deque(maxlen=_ROUNDS)
-        self._lags: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_ROUNDS))
+        self._ended: deque[Mapping[int, float]] = deque(maxlen=_ROUNDS)
         self._uncounted = _UNCOUNTED
 
     def changed(self) -> None:
@@ -40,14 +40,13 @@ class Pace:
             self._uncounted -= 1
             return
         self._took.append(took)
-        if ended:
-            usual = median(ended.values())
-            for member, at in ended.items():
-                self._lags[member].append(at - usual)
+        self._ended.append(ended)
 
     def forget(self, member: int) -> None:
         """One is gone."""
-        self._lags.pop(member, None)
+        self._ended = deque(
+            ({other: at for other, at in ended.items() if other != member} for ended in self._ended), maxlen=_ROUNDS
+        )
 
     @property
     def rounds(self) -> int:
@@ -72,7 +71,7 @@ class Pace:
 
     def lag(self, member: int) -> float:
         """Seconds that one is behind the median member, usually."""
-        lags = self._lags.get(member)
+        lags = [ended[member] - median(ended.values()) for ended in self._ended if member in ended]
         return median(lags) if lags else 0.0
 
     def deadline(self, grace: float, timeout: float, took: float | None = None) -> float | None:

@@ -6,7 +6,8 @@ given what it can when it has given everything, or has used up its credit while 
     round   event                                          next    what happens
     ──────  ─────────────────────────────────────────────  ──────  ─────────────────────────────────────────────────
     OPEN    a quorum has given what it can, with backups   OPEN    Late is reported, at once
-    OPEN    a quorum has given what it can                 OPEN    a time is set: grace, and the adaptive deadline
+    OPEN    a quorum has given what it can                 OPEN    a time is set: grace, and the adaptive deadline;
+                                                                   without a quorum option half a second or more
     OPEN    that time has come, nobody is missing          OPEN    nothing
     OPEN    … somebody is, and there is no quorum option   OPEN    Late is reported, as a warning
     OPEN    … somebody is, and there is one                OPEN    Late is reported: control decides
@@ -21,6 +22,7 @@ round is closed without are in it again from the next one on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from gradserver.engine.data.completion import complete
@@ -35,43 +37,52 @@ from gradserver.protocol.limits import SLICE_BYTES
 
 _AGAIN_SECONDS: Final = 1.0
 """Before the same is reported again, if control did not decide so."""
+_UNREMARKABLE_SECONDS: Final = 0.5
+"""That a quorum waits for others before people are told of it, however quick rounds are."""
 _QUIET_SECONDS: Final = 10.0
 """Between two times that people are told."""
 
 
-def contributed(group: Group, number: int, seat: int, ended: bool, now: float, effects: Effects) -> None:
-    """``seat`` has pushed to a bucket of round ``number``, perhaps the last of it."""
+def contributed(group: Group, number: int, seat: int, ended: bool, now: float, effects: Effects) -> float | None:
+    """Note that ``seat`` has pushed to a bucket of round ``number``, perhaps the last of it; when to `look`, if new."""
     current = group.rounds.get(number)
     if current is None:
-        return
+        return None
     if ended:
         current.given[seat] += 1
     if current.quorum_at is not None or not (ended or _has_no_credit(group, seat)):
-        return
-    present = _present(group, number)
-    if sum(_has_given(group, current, other) for other in present) < _needed(group, number):
-        return
-    current.quorum_at = now
+        return None
     lateness = group.order.lateness
-    if lateness is not None and lateness.backup:
+    if lateness is None and not group.closed and not group.entered:  # as in most rounds
+        present: Sequence[int] = group.seats.present
+        needed = -(-len(present) // 2)
+    else:
+        present, needed = _present(group, number), _needed(group, number)
+    if sum([_has_given(group, current, other) for other in present]) < needed:
+        return None
+    current.quorum_at = now
+    if lateness is None:
+        current.look_at = now + _UNREMARKABLE_SECONDS  # what is usual is looked up then: most rounds are over by that
+    elif lateness.backup:
         _report(group, number, current, now, effects)
-        return
-    deadline = group.pace.deadline(
-        0.0 if lateness is None else lateness.grace,
-        group.order.timeout,
-        None if lateness is None else now - current.opened,
-    )
-    if deadline is not None:
-        current.look_at = current.opened + deadline
-        if lateness is not None:
-            current.look_at = max(current.look_at, now + lateness.grace)
+    else:
+        deadline = group.pace.deadline(lateness.grace, group.order.timeout, now - current.opened)
+        if deadline is not None:
+            current.look_at = max(current.opened + deadline, now + lateness.grace)
+    return current.look_at
 
 
 def look(group: Group, now: float, effects: Effects) -> None:
     """Time has passed: who is late?"""
     for number, current in list(group.rounds.items()):
-        if current.look_at is not None and current.look_at <= now:
-            _report(group, number, current, now, effects)
+        if current.look_at is None or current.look_at > now:
+            continue
+        if group.order.lateness is None:
+            deadline = group.pace.deadline(0.0, group.order.timeout)
+            current.look_at = None if deadline is None else current.opened + deadline
+            if current.look_at is None or current.look_at > now:
+                continue
+        _report(group, number, current, now, effects)
 
 
 def next_look(group: Group) -> float | None:

@@ -125,7 +125,7 @@ def held(group: Group, seat: int, message: Held, payload: Buffer | None, effects
         _check_held(group, recovery.holders[seat], seat, place, payload)
     nonfinite = tuple(seat for seat, weight in enumerate(message.weights) if weight < 0)
     result = Result(
-        *place, message.weight, message.present, 1, False, message.without, message.weights, nonfinite=nonfinite
+        *place, message.weight, message.present, 1, False, False, message.without, message.weights, nonfinite=nonfinite
     )
     recovery.came[place] = result, () if payload is None else (payload,)
     _hand_on(group, recovery, effects)
