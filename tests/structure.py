@@ -544,9 +544,9 @@ FIGURES: Final = {
         Figure(f"modules of more than {MAX_LINES} lines", long_modules, 24, 0),
     ),
     "English": (
-        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 621, 0),
-        Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 66, 0),
-        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 524, 0),
+        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 587, 0),
+        Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 64, 0),
+        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 461, 0),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Whether the members of a job are alike: what they tell each other before they save, and before they go on."""
+"""Comparison of a job's members: what they tell each other before they save, and before they continue."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ log = logging.getLogger("gradserver")
 _OLD: Final = 1
 _NEW: Final = 2
 _MOST_BYTES: Final = 16 * MIB
-"""What one member may tell the others at once."""
+"""Bytes that one member may tell the others at once."""
 
 
 def gather(worker: Worker, tree: Tree) -> list[Tree]:
-    """What every member tells, by rank: small trees, which need not be alike. A collective."""
+    """Return what every member tells, by rank: small trees, which may differ. It is a collective."""
     told = np.frombuffer(to_bytes(tree), np.uint8)
     while True:
         try:
@@ -49,13 +49,13 @@ def gather(worker: Worker, tree: Tree) -> list[Tree]:
             padded = np.zeros(max(lengths), np.uint8)
             padded[: told.size] = told
             rows = worker.all_gather(padded)
-        except MembershipChangedError:  # raised at everybody, so everybody tells again
+        except MembershipChangedError:  # raised at all members, so all tell again
             continue
         return [from_bytes(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
 def digest_of(*modules: nn.Module) -> int:
-    """The digest (`gradserver.protocol.digest`) of modules' parameters, one behind the other."""
+    """Return the digest (`gradserver.protocol.digest`) of modules' parameters, one behind the other."""
     total = at = 0
     for module in modules:
         for parameter in module.parameters():
@@ -66,8 +66,8 @@ def digest_of(*modules: nn.Module) -> int:
 
 
 def check_weights(worker: Worker, digests: Sequence[int], number: int) -> None:
-    """Raise DivergedError, which names those who differ from most, unless all weights are the same."""
-    usual = max(digests, key=Counter(digests).__getitem__)  # the first of them, so the lowest rank's, if it is a draw
+    """Raise DivergedError, which names the members that differ from most, unless all weights are the same."""
+    usual = max(digests, key=Counter(digests).__getitem__)  # the first of them in a draw, so the lowest rank's
     others = [rank for rank, one in enumerate(digests) if one != usual]
     if others:
         then = "Start again from the last checkpoint"
@@ -75,13 +75,13 @@ def check_weights(worker: Worker, digests: Sequence[int], number: int) -> None:
 
 
 def check_joined_weights(worker: Worker, module: nn.Module) -> None:
-    """Compare weights where all have come to the end of a block of `join`. A collective.
+    """Compare weights after the end of a block of `join` at all members. It is a collective.
 
     Raises:
-        DivergedError: they differ; names who has others than most.
+        DivergedError: they differ. The error names the members that differ from most.
     """
     if worker._session.stage is not Stage.MEMBER:
-        return  # a worker that joins takes part in collectives when its first round is over
+        return  # a learner takes part in collectives when its first round is over
     digests = [one["weights"] for one in gather(worker, {"weights": digest_of(module)})]
     usual = max(digests, key=Counter(digests).__getitem__)
     others = [rank for rank, one in enumerate(digests) if one != usual]
@@ -94,10 +94,10 @@ def check_joined_weights(worker: Worker, module: nn.Module) -> None:
 
 
 def check_same_tensors(worker: Worker, tensors: Mapping[str, Tensor]) -> None:
-    """Compare the digests of ``tensors``, the same parameters and buffers at every member. A collective.
+    """Compare the digests of ``tensors``, the same parameters and buffers at every member. It is a collective.
 
     Raises:
-        DivergedError: they differ; names the first tensor that does, and who has it otherwise than most.
+        DivergedError: they differ. The error names the first such tensor, and the members that differ from most.
     """
     digests = [digest(bind(tensor, writes=False).data) for tensor in tensors.values()]
     told = gather(worker, {"names": "\n".join(tensors), "digests": np.array(digests, np.uint64)})
@@ -116,7 +116,7 @@ def check_same_tensors(worker: Worker, tensors: Mapping[str, Tensor]) -> None:
 
 
 class _Asked(NamedTuple):
-    """What members have told each other behind a round: a row for each, with a digest and what he is."""
+    """The answers of members after a round: a row for each, with a digest and whether it is new."""
 
     round: int
     names: Sequence[str]
@@ -126,31 +126,31 @@ class _Asked(NamedTuple):
 
 
 class Newcomers:
-    """Whether those who have joined have the weights of the others behind the first round to which they contributed.
+    """The comparison of new members' weights with the others', after the first round that they contributed to.
 
-    What a loop does to weights beside `Job.step` a joiner does not do for rounds that were before it. Nobody waits for
-    the answer, which is there a round later, and nothing is asked unless somebody has joined.
+    A loop may change weights beside `Job.step`. A learner has not done so for rounds before it joined. The answer is
+    there a round later, and no member waits for it. Without new members nothing is asked.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._is_one = worker.joins
-        """This worker has not been compared yet."""
+        """True if this worker has not been compared yet."""
         self._seats = frozenset(worker._session.membership.seats)
         self._due = False
         self._asked: deque[_Asked] = deque()
         worker.on_membership(self._heard)
 
     def _heard(self, news: Membership) -> None:
-        """It is in force from now on, behind a round in which those who are new in it were for the first time."""
+        """Note the new members of a membership, which is in force after the first round that they took part in."""
         self._due = self._due or self._is_one or not self._seats.issuperset(news.seats)
         self._seats = frozenset(news.seats)
 
     def check(self, modules: Sequence[nn.Module], number: int) -> None:
-        """Compare, if somebody is new. To be called by all members between the same two rounds.
+        """Compare weights if a member is new. All members call it between the same two rounds.
 
         Raises:
-            DivergedError: this worker is new, and its weights are others: it has left. The others go on.
+            DivergedError: this worker is new, and its weights differ: it has left. The others continue.
         """
         while self._asked and not self._asked[0].handle._open:
             self._compare(self._asked.popleft())
@@ -159,7 +159,7 @@ class Newcomers:
             rows = np.zeros((self._worker.world_size, 9), np.uint8)
             weights = digest_of(*modules).to_bytes(8, "little")
             rows[self._worker.rank] = [*weights, _NEW if is_one else _OLD]
-            handle = self._worker.all_reduce(rows, op="max", async_op=True)  # which goes on if somebody is lost
+            handle = self._worker.all_reduce(rows, op="max", async_op=True)  # it continues if a member is lost
             self._asked.append(_Asked(number, self._worker.names, self._worker.rank, rows, handle))
 
     def _compare(self, asked: _Asked) -> None:
@@ -172,7 +172,7 @@ class Newcomers:
         digests = {rank: row[:8].tobytes() for rank, row in enumerate(asked.rows) if row[8]}
         usual = next((rank for rank in digests if asked.rows[rank][8] == _OLD), -1)
         others = [rank for rank in digests if asked.rows[rank][8] == _NEW and digests[rank] != digests.get(usual)]
-        if usual < 0 or asked.rank not in others:  # who leaves says why
+        if usual < 0 or asked.rank not in others:  # a worker that leaves says why
             return
         self._worker.abort(f"behind round {asked.round} its weights were not those of {_named(asked.names, [usual])}")
         so = "who has just joined leaves, and the others go on"
@@ -194,8 +194,8 @@ def check_same_start(worker: Worker, told: Sequence[Tree]) -> None:
     """Raise unless all members found the same checkpoint, or none.
 
     Raises:
-        StateError: one of them could not read its own; says who and why.
-        DisagreementError: they found different ones; says who found which.
+        StateError: one of them could not read its own. The error names it and the reason.
+        DisagreementError: they found different ones. The error names each member's.
     """
     for rank, one in enumerate(told):
         if one["error"]:

@@ -1,4 +1,4 @@
-"""Follows backward through a module, and has each bucket pushed as soon as its last gradient is there.
+"""The course of a backward through a module: each bucket is pushed as soon as its last gradient is there.
 
     state      event                                   next       what happens
     ─────────  ──────────────────────────────────────  ─────────  ───────────────────────────────────────────
@@ -14,7 +14,7 @@
     EXCHANGE   backward fails, something was pushed    BROKEN
     BROKEN     … and the round is abandoned            IDLE       the others are pushed without data, results awaited
     IDLE       the round is abandoned                  IDLE       the same, of all buckets
-    BROKEN     forward, first hook                     BROKEN     OutOfStepError, which says what broke it
+    BROKEN     forward, first hook                     BROKEN     OutOfStepError, with the reason
 
 Hooks run in the thread that computes a gradient: the caller's for a module on the CPU, and one for each CUDA device.
 """
@@ -44,7 +44,7 @@ _MAX_NAMED = 8
 
 
 class State(Enum):
-    """Where in a backward we are."""
+    """The state of a backward."""
 
     IDLE = "idle"
     LOCAL = "local"
@@ -52,20 +52,20 @@ class State(Enum):
 
 
 class Backward:
-    """Follows one module's backwards.
+    """The backwards of one module.
 
     Attributes:
         rounds: the exchange.
         syncs: whether gradients are exchanged (not inside `no_sync`).
         training: whether the wrapper is in training mode.
-        anybody: whether anybody took part in the last exchange with a batch.
+        anybody: whether any worker took part in the last exchange with a batch.
         optimizers: those that have stepped the module's parameters in a block of `join`.
         armed: whether a forward has run since the last exchange.
         leads: whether buckets are pushed while this backward is under way (`gradserver.worker.sequence`).
         fresh: whether there was an exchange since the gradients were last cleared (`gradserver.Job` says so).
-        latest: what is the same for all modules that the latest backward has exchanged.
+        latest: what all modules of the latest exchanging backward share.
         begun: whether the present backward has reached the module.
-        ended: in how many exchanges nobody did since `DistributedDataParallel.join` began: each ends one such block.
+        ended: exchanges without any batch since `DistributedDataParallel.join` began: each ends one such block.
     """
 
     def __init__(self, module: nn.Module, worker: Worker, options: Options, rounds: Rounds) -> None:
@@ -78,20 +78,20 @@ class Backward:
         self._options = options
         self._state = State.IDLE
         self._broken = ""
-        """What broke the exchange: the text is the BROKEN state."""
+        """The error that broke the exchange: its text is the BROKEN state."""
         self._abandonable = False
-        """Whether that was the backward, and all exchanges are whole."""
+        """Whether the backward broke it, and all exchanges are whole."""
         self._number = 0
-        """Of the present backward: an error of an earlier one may be noticed late."""
+        """The number of the present backward: an error of an earlier one may be noticed late."""
         self._lock = threading.RLock()
         self._waiting: list[int] = []
-        """For each bucket, how many of its parameters are still to come."""
+        """For each bucket, the number of its parameters still to come."""
         self._pending = 0
-        """Backwards whose gradients were accumulated since the last exchange."""
+        """Number of backwards whose gradients were accumulated since the last exchange."""
         self._learned = False
         self._warned = False
         self._versions: dict[str, int] | None = {}
-        """Of the parameters when the first backward that exchanges begins; None when it is over."""
+        """Versions of the parameters when the first exchanging backward begins; None when it is over."""
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self.optimizers: list[Callable[[], object] | Optimizer] = []
         self.armed = False
@@ -104,7 +104,7 @@ class Backward:
 
     @property
     def begun(self) -> bool:
-        """Whether the present backward has reached the module."""
+        """True if the present backward has reached the module."""
         return self._state is not State.IDLE
 
     # ── hooks ─────────────────────────────────────────────────────────────────────────────────────────
@@ -127,10 +127,10 @@ class Backward:
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     def watch(self, outputs: Iterable[Any]) -> None:
-        """Learn of a backward when it reaches one of ``outputs``, tensors.
+        """Notice a backward when it reaches one of ``outputs``, tensors.
 
-        That is before any parameter's hook and, unlike these, never inside the nested backward of a
-        re-entrant checkpoint, whose end is not the end of the whole.
+        That is before any parameter's hook. Unlike these, it is never inside the nested backward of a re-entrant
+        checkpoint, which may end before the whole does.
         """
 
         def on_output(_: Tensor) -> None:
@@ -142,14 +142,14 @@ class Backward:
                 output.register_hook(on_output)
 
     def check(self) -> None:
-        """Before a forward. OutOfStepError if an exchange broke; UsageError for parameters thawed since wrapping."""
+        """Check before a forward: OutOfStepError if an exchange broke, UsageError for parameters thawed since."""
         if self._broken:
             raise self._out_of_step()
         self._check_frozen()
 
     @property
     def exchanges(self) -> bool:
-        """Whether the present mode exchanges gradients; inside `no_sync` that happens later."""
+        """True if the present mode exchanges gradients; inside `no_sync` that happens later."""
         return self.training or self._options.exchange_in_eval
 
     def _check_frozen(self) -> None:
@@ -163,12 +163,12 @@ class Backward:
     # ── one backward ──────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self) -> None:
-        """The first hook of a backward, or a later one."""
+        """Begin a backward at its first hook, or return at a later one."""
         if self._broken:
             raise self._out_of_step()
         if self._state is not State.IDLE:
             return
-        if self.exchanges and not self.training:  # the forward has not looked
+        if self.exchanges and not self.training:  # the forward has not checked it
             self._check_frozen()
         self._start(State.EXCHANGE if self.syncs and self.exchanges else State.LOCAL)
         self.leads = self._sequence.may_push(self)
@@ -190,7 +190,7 @@ class Backward:
         self._waiting = [sum(slot.expected > 0 for slot in bucket.slots) for bucket in self.rounds.gradients]
 
     def _on_gradient(self, index: int, slot: Slot) -> None:
-        """The gradient of one parameter is ready."""
+        """Take the gradient of one parameter, which is ready."""
         has_graph = torch.is_grad_enabled()
         with self._lock, torch.no_grad():
             self._begin()
@@ -210,7 +210,7 @@ class Backward:
 
     @property
     def _all_at_end(self) -> bool:
-        """Whether nothing is pushed before the end of backward."""
+        """True if nothing is pushed before the end of backward."""
         waits = self._options.delay_all_reduce or not self.leads
         return waits or (self._options.static_graph and not self._learned)
 
@@ -223,7 +223,7 @@ class Backward:
                 self.rounds.push(index)
 
     def end_all(self) -> None:
-        """The end of backward, at all modules that it has reached: in the same order on all workers."""
+        """End backward at all modules that it has reached, in the same order on all workers."""
         if self._sequence.is_shared:
             self._sequence.end()
         else:
@@ -231,7 +231,7 @@ class Backward:
 
     @torch.no_grad()
     def end(self) -> None:
-        """The end of backward."""
+        """End backward."""
         fired = any(slot.fired for slot in self.rounds.slots)
         if self._state is State.LOCAL:
             self._state = State.IDLE
@@ -240,7 +240,7 @@ class Backward:
             elif fired and self.syncs:
                 with self._failing():
                     self.rounds.modes.check(Mode.EVAL)
-        elif not fired:  # torch.autograd.grad, say
+        elif not fired:  # for example, torch.autograd.grad
             self._state = State.IDLE
         else:
             with self._failing():
@@ -260,7 +260,7 @@ class Backward:
         return took_part
 
     def shadow(self) -> bool:
-        """Take part in a round without a backward; whether anybody else did with one.
+        """Take part in a round without a backward. Return whether any other worker had one.
 
         Gradients that were accumulated inside `no_sync` and not exchanged yet count in it.
         """
@@ -280,7 +280,7 @@ class Backward:
         return anybody
 
     def abandon(self) -> None:
-        """End the open round without a backward, or without the rest of one that failed."""
+        """Complete the open round without a backward, or without the rest of one that failed."""
         if self._broken and not self._abandonable:
             raise self._out_of_step()
         if not self.exchanges:
@@ -297,7 +297,7 @@ class Backward:
 
     @contextmanager
     def _failing(self, in_backward: bool = False) -> Iterator[None]:
-        """Whatever is raised in here breaks the exchange: for good, unless it is the computation ``in_backward``."""
+        """Break the exchange by any error raised in here: for good, unless the computation ``in_backward`` failed."""
         try:
             yield
         except BaseException as error:
@@ -306,7 +306,7 @@ class Backward:
             raise
 
     def fail(self, number: int | None = None) -> None:
-        """A backward ended with an error: the present one, or that of this ``number``."""
+        """Handle the error that ended a backward: the present one, or that of this ``number``."""
         if number is not None and number != self._number:
             return
         if self._state is State.EXCHANGE and self.rounds.begun and not self._broken:
@@ -322,7 +322,7 @@ class Backward:
         return OutOfStepError(f"{self._broken}. This replica is out of step with the others: {remedy}")
 
     def _check_not_stepped(self) -> None:
-        """In the first backward. An optimizer in a hook would use a gradient that is this worker's alone."""
+        """Check, in the first backward: an optimizer in a hook would use a gradient that is this worker's alone."""
         if self._versions:
             for slot in self.rounds.slots:
                 if slot.parameter._version != self._versions[slot.name]:
@@ -377,9 +377,9 @@ class Backward:
 
 
 class _Ending:
-    """Told of the end of a backward by the autograd engine, which drops it untold when backward fails.
+    """A callback at the end of a backward. The autograd engine drops it uncalled when backward fails.
 
-    Of several modules the first one that is told sees to all of them.
+    The first one that is called serves all modules.
     """
 
     def __init__(self, backward: Backward) -> None:

@@ -58,7 +58,7 @@ class SyncBatchNorm(_BatchNorm):
         worker = self._worker
         if worker is None or not (self.training or self.running_mean is None):
             return super().forward(inputs)
-        # A worker that joins takes part in collectives when its first round is over.
+        # A learner takes part in collectives when its first round is over.
         if worker.world_size == 1 or worker._session.stage is not Stage.MEMBER:
             return super().forward(inputs)
         normalize: Any = _Normalize.apply
@@ -87,7 +87,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """With sums over all workers in float64: of them depend differences of large numbers."""
+    """The normalization. Sums over all workers are in float64, as differences of large numbers depend on them."""
 
     @staticmethod
     def forward(
@@ -130,10 +130,10 @@ class _Normalize(torch.autograd.Function):
 
 
 def _by_channel(tensor: Tensor) -> Tensor:
-    """(N, C, …) as (C, elements)."""
+    """Return (N, C, …) as (C, elements)."""
     return tensor.transpose(0, 1).reshape(tensor.shape[1], -1)
 
 
 def _from_channels(rows: Tensor, shape: torch.Size) -> Tensor:
-    """And back."""
+    """Undo `_by_channel`."""
     return rows.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1).contiguous()

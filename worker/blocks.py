@@ -107,7 +107,7 @@ class GradientExchange:
         self._num_blocks = whole_number(num_blocks, "num_blocks")
         self._sizes = _per_block(component_sizes, self._num_blocks)
         self._given: list[list[Any]] = []
-        """What was pushed in this step."""
+        """The buckets pushed in this step."""
         self.step = whole_number(step, "step")
         element = dtype_of(dtype)
         buckets = [
@@ -118,7 +118,7 @@ class GradientExchange:
             buckets.append(Bucket(name, element, (Component(name, (whole_number(size, name),)),)))
         self._agreement = worker.agree_beside(with_named_codecs(Plan(tuple(buckets)), wire or {}), timeout)
         self.plan = self._agreement.plan
-        if not worker.joins:  # who joins hears of the step from the others
+        if not worker.joins:  # a learner hears of the step from the others
             self._check_first_step()
 
     def serve_state(self, snapshot: Callable[[], Tree]) -> None:
@@ -264,7 +264,7 @@ def _sizes_of(sizes: Sizes) -> tuple[int, ...]:
 
 
 def _per_block(sizes: Sizes | Sequence[Sizes], num_blocks: int) -> list[tuple[int, ...]]:
-    """The component sizes of every block, from one for all or one for each."""
+    """Return the component sizes of every block, from one list for all or one for each."""
     if isinstance(sizes, BlockShape) or not any(isinstance(each, (BlockShape, Sequence)) for each in sizes):
         return [_sizes_of(sizes)] * num_blocks  # type: ignore[arg-type]  # plain numbers, as was just seen
     if len(sizes) != num_blocks:
@@ -288,7 +288,7 @@ def _check_sizes(given: tuple[int, ...], agreed: tuple[int, ...], gradient: Any,
 
 
 def _exchangeable(flat: Any) -> Any:
-    """``flat``, if the worker can exchange it where it lies, else a copy."""
+    """Return ``flat`` if the worker can exchange it where it lies, else a copy."""
     if not is_torch(flat):
         return np.ascontiguousarray(flat)
     if flat.device.type == "cpu" and flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():

@@ -3,15 +3,15 @@
 The order is that in which backward is expected to complete them:
 
     lm_head, final_norm     what is registered behind the blocks: norms, and everything else
-    bucket.0 …              what no role can be told for: runs of parameters, last first, of limited size
+    bucket.0 …              parameters without a role: runs of limited size, last first
     block.L-1 … block.0     the blocks: a ModuleList's children, or those that the caller names
     embedding               what is registered before the blocks, and every nn.Embedding
-    sender                  which member's buffers are sent, if there are any
+    sender                  the member that sends buffers, if there are any
     buffers.<dtype>         BatchNorm's running statistics and the like, and then further ones with numbers
-    used                    which parameters have a gradient, where that may differ
+    used                    parameters that have a gradient, where that may differ
 
-A parameter that several modules share is complete when the first of them in forward order is: a tied
-embedding and head live in `embedding`, a weight shared by blocks in the first of these.
+A parameter that several modules share is complete when the first of them in forward order is. So a tied embedding and
+head live in `embedding`, and a weight shared by blocks lives in the first of these.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gradserver.worker.tensors import bind, wire_dtype
 USED_KEY: Final = "used"
 SENDER_KEY: Final = "sender"
 _LARGE_BUFFER_BYTES: Final = 256 * KIB
-"""From here on a buffer's bytes weigh more than a message of its own."""
+"""Size from which a buffer's bytes weigh more than a message of its own."""
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EMBEDDINGS: Final = (nn.Embedding, nn.EmbeddingBag)
 _NORM: Final = re.compile(r"Norm(\dd)?$")
@@ -104,7 +104,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 class _Roles:
-    """Tells a parameter's role from where the module registers it."""
+    """The role of each parameter, from the place where the module registers it."""
 
     def __init__(self, module: nn.Module, blocks: list[nn.Module]) -> None:
         self.blocks = blocks
@@ -131,7 +131,7 @@ class _Roles:
                     self._outside.setdefault(id(parameter), []).append(path)
 
     def of(self, parameter: nn.Parameter) -> str:
-        """A bucket's key, or ``behind`` or ``before`` for what is cut into runs."""
+        """Return a bucket's key, or ``behind`` or ``before`` for parameters that are cut into runs."""
         if not self.blocks:
             return "before"
         owners = self._outside.get(id(parameter), [])
@@ -140,20 +140,20 @@ class _Roles:
         if id(parameter) in self._block_of:
             return f"block.{self._block_of[id(parameter)]}"
         owner = owners[0]
-        # The largest part beside the blocks that the parameter belongs to; a module around the blocks has none.
+        # The largest part beside the blocks that the parameter belongs to. A module around the blocks has none.
         beside = next((prefix for prefix in _prefixes(owner) if prefix not in self._around), None)
         if beside is None:
             return "embedding"  # a table of positions, a class token
         is_behind = self._position[beside] > self._first_block
         if any(isinstance(part, nn.ModuleList) for part in self._paths[beside].modules()):
-            return "behind" if is_behind else "before"  # a second stack of blocks, say an encoder's
+            return "behind" if is_behind else "before"  # a second stack of blocks, for example an encoder's
         if not is_behind:
             return "embedding"
         return "final_norm" if _NORM.search(type(self._paths[owner]).__name__) else "lm_head"
 
 
 def _prefixes(path: str) -> Iterator[str]:
-    """``a.b`` → ``""``, ``a``, ``a.b``: the paths of the modules on the way to one."""
+    """Yield the paths of the modules on the way to one: ``a.b`` → ``""``, ``a``, ``a.b``."""
     yield ""
     for end in (i for i, character in enumerate(path + ".") if character == "."):
         if end:
@@ -175,7 +175,7 @@ def _runs(named: Sequence[tuple[str, nn.Parameter]], cap_mb: float) -> list[tupl
 
 
 def _split(group: Group) -> list[Group]:
-    """One group for each element type and device in ``group``: a bucket is one piece of memory."""
+    """Split ``group`` by element type and device: a bucket is one piece of memory."""
     parts: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in group.parameters:
         parts.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
@@ -184,7 +184,7 @@ def _split(group: Group) -> list[Group]:
     groups = []
     for (dtype, device), members in parts.items():
         key = group.key if dtype == dtypes[0] else f"{group.key}.{str(dtype).removeprefix('torch.')}"
-        # By number: workers may well call their devices differently.
+        # By number: workers may name their devices differently.
         key += f".device{devices.index(device)}" if device != devices[0] else ""
         groups.append(Group(key, tuple(members)))
     return groups
@@ -224,7 +224,7 @@ def check_module(module: nn.Module, ignored: Collection[str] = ()) -> None:
 
 
 def _is_exchangeable(name: str, parameter: nn.Parameter) -> bool:
-    """Whether there is anything to exchange; raises for what cannot be."""
+    """Return whether there is anything to exchange; raise for parameters that cannot be exchanged."""
     if isinstance(parameter, nn.UninitializedParameter):
         raise InvalidArgumentError(f"parameter {name!r} has no shape yet: run the lazy module once before wrapping it")
     if parameter.device.type not in ("cpu", "cuda"):
@@ -260,7 +260,7 @@ class Slot:
         self.component = Component(name, tuple(parameter.shape[dimension] for dimension in self._order))
 
     def place(self, flat: Tensor, begin: int) -> None:
-        """Live in ``flat`` from element ``begin`` on."""
+        """Place the gradient in ``flat`` from element ``begin`` on."""
         self._home = flat[begin : begin + self.component.numel]
         self._address = self._home.data_ptr()
         self._view = self._make_view()
@@ -273,7 +273,7 @@ class Slot:
     @property
     def view(self) -> Tensor:
         """The gradient's place, in the parameter's shape and strides."""
-        if self._view.data_ptr() != self._address:  # Module.to() swaps the memory under a .grad
+        if self._view.data_ptr() != self._address:  # Module.to() replaces the memory under a .grad
             self._view = self._make_view()
         return self._view
 
@@ -294,7 +294,7 @@ class Slot:
         return grad
 
     def take(self, as_view: bool) -> bool:
-        """Bring the gradient into the bucket, zeros if there is none. Returns whether there was one.
+        """Bring the gradient into the bucket, zeros if there is none. Return whether there was one.
 
         With ``as_view`` the parameter's ``.grad`` then is that place in the bucket.
         """
@@ -309,7 +309,7 @@ class Slot:
         return True
 
     def give(self, as_view: bool) -> None:
-        """Make what the bucket holds the parameter's gradient."""
+        """Make the bucket's content the parameter's gradient."""
         grad = self.grad
         if as_view:
             if grad is None or grad.data_ptr() != self._address:
@@ -336,7 +336,7 @@ class FlatBucket:
         self.flat = torch.empty(0)
 
     def place(self, flat: Tensor) -> None:
-        """Live in ``flat``, which has ``spec.numel`` elements of ``dtype`` on ``device``."""
+        """Place the bucket in ``flat``, which has ``spec.numel`` elements of ``dtype`` on ``device``."""
         self.flat = flat
 
 
@@ -349,7 +349,7 @@ class GradientBucket(FlatBucket):
         super().__init__(group.key, group.parameters[0][1], components, Op.MEAN)
 
     def place(self, flat: Tensor) -> None:
-        """Live in ``flat``, which has ``spec.numel`` elements of ``dtype`` on ``device``."""
+        """Place the bucket in ``flat``, which has ``spec.numel`` elements of ``dtype`` on ``device``."""
         super().place(flat)
         begin = 0
         for slot in self.slots:
@@ -358,7 +358,7 @@ class GradientBucket(FlatBucket):
 
 
 class BufferBucket(FlatBucket):
-    """Buffers of one element type, packed. Between rounds ``flat`` holds what the last exchange has left them at."""
+    """Buffers of one element type, packed. Between rounds ``flat`` holds their values after the last exchange."""
 
     def __init__(self, key: str, module: nn.Module, names: Sequence[str]) -> None:
         components = tuple(Component(name, tuple(module.get_buffer(name).shape)) for name in names)
@@ -366,7 +366,7 @@ class BufferBucket(FlatBucket):
         self._owners = [module.get_submodule(name.rpartition(".")[0]) for name in names]
 
     def changed(self) -> bool:
-        """Whether any of the buffers is not what the bucket holds, bit by bit."""
+        """Return whether any buffer differs from the bucket's content, bit by bit."""
         return not all(_alike(packed, buffer) for packed, buffer in self._pairs())
 
     def pack(self) -> None:
@@ -375,16 +375,16 @@ class BufferBucket(FlatBucket):
             packed.copy_(buffer)
 
     def unpack(self) -> None:
-        """Copy what the bucket holds into the buffers."""
+        """Copy the bucket's content into the buffers."""
         for packed, buffer in self._pairs():
             if _is_large(packed) and _alike(packed, buffer):  # a table that never changes: reading it is enough
                 continue
-            # Like BatchNorm itself, past autograd's check for changes in place: a buffer that another forward saved
-            # may change before its backward.
+            # As BatchNorm itself, past autograd's check for changes in place: a buffer that another forward saved may
+            # change before its backward.
             buffer.data.copy_(packed)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # Looked up anew: modules assign to their buffers.
+        # Read anew: modules assign to their buffers.
         places = torch.split(self.flat, list(self.spec.sizes))
         for place, component, owner in zip(places, self.spec.components, self._owners, strict=True):
             name = component.name
@@ -403,7 +403,7 @@ def _is_large(buffer: Tensor) -> bool:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape have the same bits."""
+    """Return whether two tensors of one shape have the same bits."""
     if one.dtype != other.dtype or one.device != other.device:
         return False
     if _is_large(one) and one.device.type == "cpu" and one.is_contiguous() and other.is_contiguous():
@@ -416,7 +416,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _same_bytes(one: Bytes, other: Bytes) -> bool:
-    """Compares words, and in blocks that stay in a core's cache: some ten times faster than `torch.equal` of bytes."""
+    """Compare words, in blocks that stay in a core's cache: some ten times faster than `torch.equal` of bytes."""
     for begin in range(0, one.size, MIB):
         mine, theirs = one[begin : begin + MIB], other[begin : begin + MIB]
         words = mine.size // 8 * 8
@@ -430,8 +430,8 @@ def _same_bytes(one: Bytes, other: Bytes) -> bool:
 def buffer_buckets(module: nn.Module, ignored: Collection[str] = ()) -> list[BufferBucket]:
     """Pack the module's buffers, but for those whose names are ``ignored``.
 
-    A bucket travels if anything in it has changed. So what is likely to change together is in one: the small buffers of
-    one element type and device of all modules of one class. A large buffer has a bucket of its own.
+    A bucket travels if anything in it has changed. So buffers that are likely to change together share one: the small
+    buffers of one element type and device of all modules of one class. A large buffer has a bucket of its own.
     """
     groups: dict[tuple[torch.dtype, torch.device, str], list[str]] = {}
     for name, buffer in module.named_buffers():
@@ -451,17 +451,17 @@ def buffer_buckets(module: nn.Module, ignored: Collection[str] = ()) -> list[Buf
 
 
 def sender_spec() -> Bucket:
-    """The row of the plan that says which member's buffers all are to have: the lowest that takes part with a batch."""
+    """Return the plan's row for the member whose buffers all take: the lowest that takes part with a batch."""
     return Bucket(SENDER_KEY, BY_NAME["int32"], (Component("member whose buffers are sent", (1,)),), Op.FIRST)
 
 
 def used_spec(slots: int) -> Bucket:
-    """The row of the plan that says which of ``slots`` parameters anybody has a gradient for: one byte each."""
+    """Return the plan's row for the ``slots`` parameters that any worker has a gradient for: one byte each."""
     return Bucket(USED_KEY, UINT8, (Component("parameters with a gradient", (slots,)),), Op.MAX)
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions from the slowest to the fastest in memory; as they are if the tensor does not fill its memory."""
+    """Return the dimensions from the slowest to the fastest in memory; as they are if the tensor has gaps."""
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.ndim), key=lambda dimension: -strides[dimension]))
     plain = tuple(range(tensor.ndim))

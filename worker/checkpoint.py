@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a file holds one tree, and is there as a whole or not at all.
+"""Checkpoints on disk: a file holds one tree, and exists as a whole or not at all.
 
     bytes   what
     ──────  ───────────────────────────────────────────────────────
@@ -8,8 +8,8 @@
     …       the buffers, one behind the other
     32      SHA-256 of all that stands before: the file's *digest*
 
-Writing goes to ``NAME.tmp``, which is flushed to the disk and then renamed; after that the directory is flushed.
-Whatever ends the writer, under a name that counts there is only ever a whole file, and the one before stays until then.
+A checkpoint is written to ``NAME.tmp``, which is flushed to the disk and then renamed. After that the directory is
+flushed. Whatever ends the writer, a file under a valid name is always whole, and the one before stays until then.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAGIC: Final = b"GSCKPT1\n"
 _HEAD: Final = struct.Struct("<8sQQ")
 _DIGEST_BYTES: Final = 32
 _WRITE_BYTES: Final = 16 << 20
-"""Written and added to the digest at a time."""
+"""Bytes that are written, and added to the digest, at a time."""
 _SUFFIX: Final = ".gsckpt"
 _NAME: Final = re.compile(rf"round-\d{{9,}}{re.escape(_SUFFIX)}")
 _LATEST: Final = "latest"
@@ -53,7 +53,7 @@ _LATEST: Final = "latest"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a file held."""
+    """The content of a file."""
 
     path: Path
     tree: Tree
@@ -64,10 +64,10 @@ class Loaded:
 
 
 def write(path: Path, packed: Packed) -> None:
-    """Write a tree into ``path``, in place of what is there when all of it is on the disk.
+    """Write a tree into ``path``. It replaces what is there when all of it is on the disk.
 
     Raises:
-        StateError: it could not be written; names the file. What was at ``path`` is still there.
+        StateError: it could not be written. The error names the file. What was at ``path`` is still there.
     """
     unfinished = path.with_name(path.name + ".tmp")
     try:
@@ -86,10 +86,10 @@ def write(path: Path, packed: Packed) -> None:
 
 
 def read(path: Path) -> Loaded:
-    """Read what `write` wrote. Tensors are read into memory of their own, each once.
+    """Read what `write` wrote. Each tensor is read once, into memory of its own.
 
     Raises:
-        StateError: there is no whole and undamaged checkpoint at ``path``; says what is wrong with it.
+        StateError: there is no whole and undamaged checkpoint at ``path``. The error says what is wrong with it.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -120,7 +120,7 @@ def _write(file: BinaryIO, piece: memoryview) -> None:
 
 
 def _flush_directory(directory: Path) -> None:
-    """Make what was renamed in it survive a power failure."""
+    """Flush the directory, so that renamed files survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -129,7 +129,7 @@ def _flush_directory(directory: Path) -> None:
 
 
 class _Reader:
-    """Reads one file, and believes no length that it does not have."""
+    """A reader of one file, which trusts no length."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
@@ -139,7 +139,7 @@ class _Reader:
         self._left = self._size - _DIGEST_BYTES
 
     def read(self) -> Loaded:
-        """The tree, once all of it was compared with its digest."""
+        """Return the tree, once all of it was compared with its digest."""
         if self._left < _HEAD.size:
             raise self._damaged(f"it has {self._size} bytes, and no checkpoint is so short")
         magic, manifest_bytes, buffer_bytes = _HEAD.unpack(self._take(_HEAD.size))
@@ -159,7 +159,7 @@ class _Reader:
         return Loaded(self._path, tree, digest)
 
     def _take(self, nbytes: int) -> memoryview:
-        """The next ``nbytes``, in memory of their own."""
+        """Return the next ``nbytes``, in memory of their own."""
         if nbytes > self._left:
             raise self._damaged(f"{nbytes} bytes should follow, and {self._left} do")
         self._left -= nbytes
@@ -195,17 +195,17 @@ class Directory:
         self._keep = keep
 
     def latest(self) -> Path | None:
-        """The checkpoint written last; None if there is none. Raises StateError if the directory cannot be read."""
+        """Return the checkpoint written last; None if there is none. StateError if the directory cannot be read."""
         try:
             linked = self.path / _LATEST
             if linked.exists():
                 return linked.resolve()
-            return next(iter(self._newest_first()), None)  # the writer was killed before it had set the link
+            return next(iter(self._newest_first()), None)  # the writer was killed before it set the link
         except OSError as error:
             raise StateError(f"cannot look for checkpoints in {self.path}: {reason_of(error)}") from error
 
     def write(self, number: int, packed: Packed) -> Path:
-        """Write the checkpoint of round ``number``, and remove those that are not to be kept. Raises StateError."""
+        """Write the checkpoint of round ``number``, and remove the superfluous ones. Raises StateError."""
         path = self.path / f"round-{number:09}{_SUFFIX}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ class Directory:
             old.unlink()
 
     def _newest_first(self) -> list[Path]:
-        """Whole ones, by when they were written: after going back to an older one rounds are no order."""
+        """Return the whole ones, latest written first: after going back to an older one rounds are no order."""
         if not self.path.exists():
             return []
         found = [path for path in self.path.iterdir() if _NAME.fullmatch(path.name)]
@@ -241,7 +241,7 @@ class Directory:
 
 
 class Writing(threading.Thread):
-    """Writes one checkpoint. A process does not end before that."""
+    """A thread that writes one checkpoint. A process does not end before that."""
 
     def __init__(self, write: Callable[[], object], warns: bool = False) -> None:
         super().__init__(name="gradserver-checkpoint")
@@ -267,6 +267,6 @@ class Writing(threading.Thread):
             log.info("a checkpoint was written in %.1f s", time.monotonic() - began)
 
     def outcome(self, timeout: float) -> str:
-        """What became of it: empty if it is not done after so many seconds, ``written``, or what went wrong."""
+        """Return the outcome: empty if it is not done after so many seconds, ``written``, or what went wrong."""
         self.join(timeout)
         return self._outcome

@@ -38,7 +38,7 @@ __all__ = ["Worker", "check_weight", "finished"]
 
 
 _BARE: Final = simple_plan([("round", 1)], UINT8, Op.FIRST)
-"""What the rounds of a group exchange that has no gradients."""
+"""The plan of a group that has no gradients."""
 
 
 class Worker(ObjectCollectives):
@@ -67,7 +67,7 @@ class Worker(ObjectCollectives):
         self._codec = codec_of(wire)
         self.wire: str = self._codec.name
         self._bare: Agreement | None = None
-        """By which rounds of a group without gradients end."""
+        """The rounds of a group without gradients, which `next_round` ends."""
 
     def __repr__(self) -> str:
         return f"<Worker {self.name!r}: rank {self.rank} of {self.world_size} in group {self.group!r}>"
@@ -176,7 +176,7 @@ class Worker(ObjectCollectives):
                 "others do, or call agree(plan)"
             ) from error
         enter(self._session, install, True)
-        self.next_round()  # it contributes to a round first, and is a member when that is over
+        self.next_round()  # it contributes to a round first, and is a member after that
         return self.round
 
     def next_round(self, timeout: Timeout = None) -> None:
@@ -331,7 +331,7 @@ class Worker(ObjectCollectives):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session.disowned:  # a forked child that ends inside the block: the worker is its parent's
+        if self._session.disowned:  # in a forked child that ends inside the block, the worker is its parent's
             return
         if error is None:
             self.close("its work was done")

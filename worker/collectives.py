@@ -1,4 +1,4 @@
-"""Collectives and transfers, as their user calls them: on torch tensors and numpy arrays."""
+"""Collectives and transfers for users, on torch tensors and numpy arrays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ReductionName: TypeAlias = Literal[
     "mean", "avg", "sum", "min", "max", "product", "prod", "MEAN", "AVG", "SUM", "MIN", "MAX", "PRODUCT", "PROD"
 ]
 Reduction: TypeAlias = "ReductionName | ReduceOp.RedOpType"
-"""How tensors are combined: by name, or as torch says it (``torch.distributed.ReduceOp.SUM``)."""
+"""The name of a reduction, or torch's constant (``torch.distributed.ReduceOp.SUM``)."""
 Yes: TypeAlias = Literal[True]
 No: TypeAlias = Literal[False]
 
@@ -495,19 +495,19 @@ class Collectives:
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
 
     def _lossy(self, operation: Operation) -> Operation:
-        """With the group's codec, if it is a dense one: without feedback the others would only shrink tensors."""
+        """Apply the group's codec, if it is a dense one: without feedback the others would only shrink tensors."""
         small = operation.numel * operation.dtype.itemsize < EXEMPT_BYTES
         if self._codec.parameter or small or operation.op is not Op.MEAN or operation.dtype != FLOAT32:
             return operation
         return operation_of(operation.kind, operation.op, operation.dtype, operation.numel, codec=self._codec)
 
     def _columns(self, operation: Operation, rows: Rows) -> Source:
-        """What a divided operation is given: as it lies there, if that is one slice."""
+        """Return the source of a divided operation: the rows as they lie there, if that is one slice."""
         layout = layout_of(operation, self.world_size)
         return rows.reshape(-1) if layout.count <= 1 else Columns(rows, layout)
 
     def _rows_of(self, parts: object, bound: Binding) -> Rows:
-        """The bytes that a scatter has for each rank; ``bound`` is what each of them gets."""
+        """Return the bytes that a scatter has for each rank. ``bound`` is the memory of each rank's part."""
         given = list(parts) if parts is not None else []  # type: ignore[call-overload]  # whatever has so many parts
         if len(given) != self.world_size:
             raise SizeMismatchError(f"scatter needs a part for each of {self.world_size} ranks, and got {len(given)}")
@@ -579,7 +579,7 @@ class Collectives:
 
 
 def check_weight(weight: float) -> float:
-    """``weight`` as a float; InvalidArgumentError unless it is finite, not negative and at most 1e30."""
+    """Return ``weight`` as a float. InvalidArgumentError unless it is finite, not negative and at most 1e30."""
     if weight == 1.0:
         return 1.0
     try:
@@ -592,7 +592,7 @@ def check_weight(weight: float) -> float:
 
 
 def finished(value: Any, weight: float = 1.0) -> Handle[Any]:
-    """A handle of something that needed no exchange."""
+    """Return a handle of a result that needed no exchange."""
     handle: Handle[Any] = Handle(0.0, None, value)
     handle.weight, handle.present = weight, True
     handle._complete()
@@ -600,7 +600,7 @@ def finished(value: Any, weight: float = 1.0) -> Handle[Any]:
 
 
 def op_of(name: object) -> Op:
-    """The reduction that somebody names, in our words or torch's."""
+    """Return the reduction of this name, ours or torch's."""
     try:
         return _OPS[name]  # type: ignore[index]  # whatever it is
     except (KeyError, TypeError):
@@ -616,14 +616,14 @@ def op_of(name: object) -> Op:
 
 
 def root_of(root: int, name: str, synonym: int | None) -> int:
-    """A root, which may be said by torch's name."""
+    """Return a root, which may be given by torch's name."""
     if synonym is not None and root not in (0, synonym):
         raise InvalidArgumentError(f"root is {root!r} and {name} is {synonym!r}: they mean the same, give one")
     return root if synonym is None else synonym
 
 
 def _peer_of(name: str, value: int | None, torchs: str, synonym: int | None) -> int | None:
-    """Another rank, which may be said by torch's name."""
+    """Return another rank, which may be given by torch's name."""
     if value is not None and synonym is not None and value != synonym:
         raise InvalidArgumentError(f"{name} is {value!r} and {torchs} is {synonym!r}: they mean the same, give one")
     return value if synonym is None else synonym

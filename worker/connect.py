@@ -39,13 +39,13 @@ log = logging.getLogger("gradserver")
 
 _CHANNELS = ("auto", "shm", "tcp")
 _SHARING_SECONDS = 5.0
-"""How long the coordinator may take for an answer when memory is shared. It is about 50 µs if it is not busy."""
+"""Seconds that the coordinator may take to answer when memory is shared. It takes about 50 µs if it is not busy."""
 _SETTLING_SECONDS = 2.0
-"""How long it may take until the coordinator would notice if this process froze. It is 0.2 s if nobody is busy."""
+"""Seconds until the coordinator would notice that this process froze. It takes 0.2 s if neither side is busy."""
 _AGAIN_SECONDS = 0.1
-"""Between two attempts to join."""
+"""Seconds between two attempts to join."""
 _ASKING_SECONDS = 0.5
-"""How long whoever breaks a connection without a word may take to say what it is."""
+"""Seconds that a listener which breaks a connection without a word may take to say what it is."""
 _LOCAL_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 _WORLD_VARIABLES = ("WORLD_SIZE", "SLURM_NTASKS")
@@ -115,7 +115,7 @@ def connect(
     _check_seconds("reconnect", reconnect)
     world_size = _from_environment(_WORLD_VARIABLES) if world_size is None else world_size
     if url is None and world_size == 1:
-        rank = rank or 0  # which one it would be among others does not matter
+        rank = rank or 0  # its place among others does not matter
     rank = _from_environment(_RANK_VARIABLES) if rank is None else rank
     _check(rank, world_size)
     what = Join(
@@ -133,11 +133,11 @@ def connect(
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The arguments of `connect`, checked, with what was not given from the environment.
+    """The arguments of `connect`, checked, with defaults from the environment.
 
     Attributes:
         url: the coordinator's; None for a worker that trains by itself.
-        join: what to ask the coordinator for.
+        join: the request to the coordinator.
     """
 
     url: str | None
@@ -148,7 +148,7 @@ class Wish:
 
 
 class UrlMissingError(InvalidArgumentError):
-    """No URL is given. The worker is the only one, so ``wish`` can be granted without a coordinator."""
+    """The error of a missing URL. The worker is the only one, so ``wish`` can be granted without a coordinator."""
 
     def __init__(self, message: str, wish: Wish) -> None:
         super().__init__(message)
@@ -156,7 +156,7 @@ class UrlMissingError(InvalidArgumentError):
 
 
 def _no_url(wish: Wish) -> InvalidArgumentError:
-    """What to raise without a URL."""
+    """Return the error of a missing URL."""
     size, rank = wish.join.world_size, wish.join.rank
     several = f", and there are {size} workers" if size else f", and this is rank {rank} of several" * (rank >= 0)
     text = "give connect('tcp://HOST:PORT'), or set GRADSERVER_URL"
@@ -171,7 +171,7 @@ def join(wish: Wish) -> Worker:
     url, channel, until = wish.url, wish.channel, time.monotonic() + wish.join.timeout
     connection, session = _join(url, wish.join, until)
     try:
-        if session.membership.durable:  # also with no patience: others may come back, and ask what this one holds
+        if session.membership.durable:  # even without patience: others may return, and ask what this one holds
             session.endure(Lifeline(connection, session, wish.reconnect))
         elif session.membership.seats:
             connection.attach(Farewell(session, url))
@@ -194,7 +194,7 @@ def join(wish: Wish) -> Worker:
 
 
 def _join(url: str, join: Join, until: float) -> tuple[TcpChannel, Session]:
-    """Be let in. While nobody has said Welcome, a connection that breaks or loses a message is made anew."""
+    """Join. Until a Welcome comes, a connection that breaks or loses a message is made anew."""
     lost: tuple[float, ConnectionLostError] | None = None
     while True:
         try:
@@ -226,7 +226,7 @@ def _join(url: str, join: Join, until: float) -> tuple[TcpChannel, Session]:
 
 
 def _attend_shards(connection: TcpChannel, session: Session, until: float) -> None:
-    """Connect to every further data shard of the group; ``until`` then, but give each of them a second at least."""
+    """Connect to each further data shard of the group, until ``until``, but for a second each at least."""
     for number, url in enumerate(session.membership.shards, 1):
         connection.add(url, ShardReceiver(session, number), max(until - time.monotonic(), 1.0))
         left = max(until - time.monotonic(), 1.0)
@@ -253,11 +253,11 @@ def _share_memory(connection: TcpChannel, must: bool, durable: bool) -> None:
 
 
 def _leave_at_exit(reference: weakref.ref[Worker], process: int) -> None:
-    """Say goodbye for a script that ends without ``close()``, and why, if that was an error."""
+    """Leave for a script that ends without ``close()``, and say why if that was an error."""
     worker = reference()
-    if worker is None or worker.closed or process != os.getpid():  # a forked child has no say
+    if worker is None or worker.closed or process != os.getpid():  # a forked child decides nothing
         return
-    error = getattr(sys, "last_value", None)  # what the interpreter has just shown a traceback of
+    error = getattr(sys, "last_value", None)  # the interpreter has just shown its traceback
     if error is None:
         worker.close("its process ended")
     else:
@@ -265,7 +265,7 @@ def _leave_at_exit(reference: weakref.ref[Worker], process: int) -> None:
 
 
 def _await_welcome(joining: Handle, connection: TcpChannel, left: float, timeout: float) -> None:
-    """Wait to be let in. A coordinator gets time to say who is missing; one that has said no word gets none."""
+    """Wait for the Welcome. A coordinator gets time to name the missing workers, but none if it was silent so far."""
     for patience in (left, VERDICT_SECONDS):  # its own deadline began later than ours
         try:
             joining.wait(patience)
@@ -291,7 +291,7 @@ def _from_environment(names: tuple[str, ...], environment: Mapping[str, str] = o
 
 
 def _default_name(environment: Mapping[str, str] = os.environ) -> str:
-    """A name that outlives this process, if somebody tells processes of a host apart; so it can come back by it."""
+    """Return a name to return by, after this process ends, if the environment tells processes of a host apart."""
     if environment.get("GRADSERVER_NAME"):
         return environment["GRADSERVER_NAME"]
     local = next((environment[name] for name in _LOCAL_VARIABLES if environment.get(name)), str(os.getpid()))

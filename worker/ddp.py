@@ -21,7 +21,7 @@ from gradserver.worker.rounds import Options, Rounds
 from gradserver.worker.stepping import noting_steps
 
 Step = Callable[[], object] | Optimizer
-"""What a training loop does after backward: an optimizer, or a function that steps one."""
+"""The part of a training loop after backward: an optimizer, or a function that steps one."""
 
 
 class DistributedDataParallel(nn.Module):
@@ -154,7 +154,7 @@ class DistributedDataParallel(nn.Module):
         self.worker = worker
         self._rounds = Rounds(module, worker, options, blocks, bucket_cap_mb)
         self._backward = Backward(module, worker, options, self._rounds)
-        if not worker.joins:  # who joins a group that trains already gets them with all the other state
+        if not worker.joins:  # a learner gets them with all the other state
             named = [*module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ())]
             tensors = {name: tensor for name, tensor in named if name not in options.ignored}
             if init_sync:
@@ -369,7 +369,7 @@ class DistributedDataParallel(nn.Module):
         return {name: buffer for name, buffer in self.module.named_buffers() if name in exchanged and name not in saved}
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the connection: a copy, also one that was pickled, has a module of its own, and exchanges nothing."""
+        """Return all but the connection: a copy, or a pickle, has a module of its own, and exchanges nothing."""
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THE_CONNECTION}
 
     def __getattr__(self, name: str) -> Any:
@@ -390,7 +390,7 @@ def _checked(
     output_device: int | torch.device | None,
     process_group: object,
 ) -> Worker:
-    """``worker``, if all this is what it should be; else an error that says what to give instead."""
+    """Return ``worker`` if the arguments are possible; else raise an error that says what to give instead."""
     connected = "worker = gradserver.connect(); model = gradserver.DistributedDataParallel(module, worker)"
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}, and must be a torch.nn.Module: {connected}")
@@ -417,7 +417,7 @@ def _device(device: int | str | torch.device) -> torch.device:
 
 
 def _ignored(module: nn.Module, buffers: Iterable[str]) -> frozenset[str]:
-    """Names of the parameters and buffers that are not exchanged."""
+    """Return the names of the parameters and buffers that are not exchanged."""
     known, named = [name for name, _ in module.named_buffers(remove_duplicate=False)], frozenset(buffers)
     for name in sorted(named.difference(known)):
         have = f"its buffers are {', '.join(map(repr, known[:16]))}" if known else "it has no buffers"
@@ -457,7 +457,7 @@ def _broadcast_chunk(worker: Worker, tensors: list[Tensor]) -> None:
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a forward returned."""
+    """Yield the tensors in a forward's result."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -1,10 +1,10 @@
 """Building blocks of a training step that exchanges gradients block by block.
 
-The step: accumulate gradients over the local shard; `local_mean` by the number of sequences; for
-blocks last to first, `flatten` the nine components into one gradient, exchange it, `unflatten`; then the
-non-block components in the order of `NON_BLOCK_COMPONENTS`; then the optimizer.
+The step accumulates gradients over the local shard, and takes the `local_mean` by the number of sequences. For blocks
+last to first, it joins the nine components into one gradient (`flatten`), exchanges that, and takes it apart
+(`unflatten`). Then come the non-block components in the order of `NON_BLOCK_COMPONENTS`, then the optimizer.
 
-All of it works on numpy arrays and on torch tensors alike, and torch is imported only by whoever made the tensors.
+All functions take numpy arrays and torch tensors. They never import torch themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMPONENT_NAMES: Final = (
 """The components of one transformer block, in the order in which they are flattened."""
 
 NON_BLOCK_COMPONENTS: Final = ("lm_head", "final_norm", "embedding")
-"""What is exchanged after the blocks; the index is the component's number. Any may have length 0."""
+"""The components that are exchanged after the blocks; the index is the component's number. Any may have length 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def _check_shapes(shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> None
 
 
 def _is_tensor(value: object) -> TypeIs[torch.Tensor]:
-    # Where torch was never imported nobody can hold a tensor, so there is no need to import it.
+    # Without an import of torch there are no tensors, so this need not import it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -217,7 +217,7 @@ def _is_array(value: object) -> TypeIs[npt.NDArray[Any] | torch.Tensor]:
 
 
 def _dtype_name(array: npt.NDArray[Any] | torch.Tensor) -> str:
-    """As both libraries spell it: ``float32``."""
+    """Return the name that both libraries use: ``float32``."""
     return str(array.dtype).removeprefix("torch.")
 
 

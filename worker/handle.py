@@ -1,4 +1,4 @@
-"""What a call that does not wait gives back."""
+"""Handles of calls that do not wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradserver.worker.interrupts import admits
 from gradserver.worker.member.waiter import NotFinite
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # a handle of which nothing is said is a Handle[Any]
+    from typing_extensions import TypeVar  # a plain Handle is a Handle[Any]
 
     T_co = TypeVar("T_co", covariant=True, default=Any)
 else:
@@ -24,14 +24,14 @@ else:
     T_co = TypeVar("T_co", covariant=True)
 
 Timeout: TypeAlias = float | timedelta | None
-"""How long a call waits: seconds, or what torch takes; None for as long as its worker does."""
+"""The limit of a call's wait: seconds, or a timedelta as in torch; None for the worker's own."""
 
 log = logging.getLogger("gradserver")
 
 VERDICT_SECONDS: Final = 2.0
-"""How long after its own timeout a worker waits for the coordinator to say who was missing."""
+"""Seconds after its own timeout that a worker waits for the coordinator to name the missing workers."""
 REMINDER_SECONDS: Final = 60.0
-"""Wait after which the log first says what is waited for; the next reminders come after twice as long each."""
+"""Seconds until the log first names what is waited for. Each further reminder comes after twice as long."""
 
 
 class Handle(Generic[T_co]):
@@ -116,19 +116,19 @@ class Handle(Generic[T_co]):
         return result
 
     def within(self, patience: float | None) -> None:
-        """Have `wait` take so many seconds if it is told nothing else."""
+        """Limit a `wait` without a timeout to so many seconds."""
         self._patience = patience
 
     def then(self, finish: Callable[[], None] | None) -> None:
-        """Have ``finish`` called once, by the first `wait` that finds the result there."""
+        """Call ``finish`` once, in the first `wait` that finds the result there."""
         self._finish = finish
 
     def on_error(self, heed: Callable[[GradServerError], None]) -> None:
-        """Have ``heed`` called with what made this fail, each time before it is raised."""
+        """Call ``heed`` with the error that made this fail, each time before it is raised."""
         self._on_error = heed
 
     def raise_error(self) -> None:
-        """Raise what made this fail, if it is done and something did."""
+        """Raise the error that made this fail, if it is done and failed."""
         if self._error is not None:
             if self._on_error is not None:
                 self._on_error(self._error)
@@ -136,7 +136,7 @@ class Handle(Generic[T_co]):
 
     def _wait(self, given: Timeout) -> None:
         timeout = self._patience if given is None else seconds(given)
-        # The coordinator's own deadline is as long as the worker's, and its error says more: give it time to come.
+        # The coordinator's own deadline is as long as the worker's, and its error says more: it gets time to come.
         patience = self._timeout + VERDICT_SECONDS if timeout is None else timeout
         patience = min(max(patience, 0.0), threading.TIMEOUT_MAX)
         waited, remind = 0.0, REMINDER_SECONDS if self._overdue is not None else math.inf
@@ -158,7 +158,7 @@ class Handle(Generic[T_co]):
         return self._channel.wait(self._lock, seconds)
 
     def _complete(self, error: GradServerError | None = None) -> None:
-        """Mark as done, once. The caller sees to it that no two threads do."""
+        """Mark the operation as done, once. The caller makes sure that no two threads do."""
         if self._open:
             self._error = error
             self._open = False
@@ -166,7 +166,7 @@ class Handle(Generic[T_co]):
 
 
 def seconds(timeout: Timeout) -> float | None:
-    """``timeout`` in seconds; None for the worker's own. Raises InvalidArgumentError if it is no such thing."""
+    """Return ``timeout`` in seconds; None for the worker's own. InvalidArgumentError if it is no timeout."""
     if timeout is None:
         return None
     if isinstance(timeout, timedelta):

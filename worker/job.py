@@ -1,4 +1,4 @@
-"""A training job: all that has state, saved and loaded as one."""
+"""A training job: everything that has state, saved and loaded as one."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from gradserver.worker.tree import Tree, pack
 log = logging.getLogger("gradserver")
 
 _LOOK_SECONDS: Final = 1.0
-"""How often members that wait for a checkpoint are told that it is still being written."""
+"""Seconds between two messages to waiting members that a checkpoint is still being written."""
 _VERSIONS: Final = {"gradserver": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 class Told(NamedTuple):
-    """What the others update, and whose gradients they drop."""
+    """The models that the others update, and those with gradients that they drop."""
 
     updated: list[Trained]
     dropped: list[Trained]
@@ -138,7 +138,7 @@ class Job:
         self._worker = self._parts[0].model.worker
         self._several = bool(self._parts[0].name)
         self._entering = self._worker.joins and self._several
-        """It has joined, and is not at the top of its loop while the others are."""
+        """True if the worker has joined, and is not at the top of its loop while the others are."""
         self._state = dict(state or {})
         self._position = None if data is None else _position_of(data, self._place_of(data))
         self._directory = None if checkpoint is None else Directory(Path(checkpoint), keep)
@@ -147,14 +147,14 @@ class Job:
         self._stopping = False
         self._plain_steps = False
         self._done = 0
-        """What the member whose state this worker has got had done since the last round."""
+        """Steps since the last round of the member that sent this worker its state."""
         self._looked_at = 0
-        """In which round it was looked at last whether something is to be saved."""
+        """The round in which the job last checked whether something is to be saved."""
         self._told: Told | None = None
-        """What the others update, of which this worker has no data."""
+        """The models that the others update, in a round for which this worker has no data."""
         self._newcomers = Newcomers(self._worker)
         if self._worker.joins:
-            # What the coordinator hands out to a worker is to count: then the others wait for it.
+            # The others wait for a worker that gets samples from the coordinator, so that these count.
             self._check_can_enter()
             self._worker.enter(self._take_over, waits=isinstance(data, DataRanges) or self._several)
             self._worker._session.turns.go_on_from(self._done)
@@ -213,7 +213,7 @@ class Job:
             self._save_or_part(stopping, before_it)
 
     def _save_if_due(self) -> None:
-        """At the top of the loop of several models. In between some are updated and others not."""
+        """Save at the top of the loop of several models. In between some are updated and others not."""
         before, self._looked_at = self._looked_at, self.round
         stopping = self._ask_who_stops()
         if stopping is not None:
@@ -238,7 +238,7 @@ class Job:
             after()
 
     def _catch_up(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
-        """Who has just joined does all that the others have done meanwhile."""
+        """Repeat what the others have done since this worker got its state."""
         while self._worker.has_next:
             (part,) = self._parts
             if part.model.replay():
@@ -287,12 +287,12 @@ class Job:
 
     @property
     def _ended(self) -> bool:
-        """Whether the others have come to the end of the epoch."""
+        """True if the others have come to the end of the epoch."""
         return any(part.model.ended for part in self._parts)
 
     @contextmanager
     def _join(self, step: Callable[..., object]) -> Iterator[None]:
-        """As `DistributedDataParallel.join`, for all models at once."""
+        """Join as `DistributedDataParallel.join`, for all models at once."""
         if not self._several:
             with self._parts[0].model.join(step):
                 yield
@@ -309,7 +309,7 @@ class Job:
         self._save_if_due()
 
     def _from_the_top(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """``batches``, before each of which the others are told so, as they may have none; and it can be saved."""
+        """Yield ``batches``. Before each the others hear of it, as they may have none, and the job can be saved."""
         while True:
             if self._several and not self._ended:
                 if not self._entering:
@@ -323,7 +323,7 @@ class Job:
             yield batch
 
     def _follow(self, step: Callable[..., object], to_the_top: bool = False) -> None:
-        """Do without data what the others do: until they come to the top of their loop, or to the end of the epoch."""
+        """Repeat the others' updates without data, until the top of their loop or the end of the epoch."""
         while True:
             news = self._worker._session.turns.follow()
             if news.updated:
@@ -404,7 +404,7 @@ class Job:
         self._writing = Writing(partial(self._directory.write, self.round, pack(tree, copy=True)), warns=True)
 
     def _save_and_part(self, leaving: list[int]) -> None:
-        """Save for those who were told to stop. Returns if this worker can go on without them."""
+        """Save for the workers that were told to stop. Return if this worker can go on without them."""
         assert self._directory is not None
         leaves, names = self._worker.rank in leaving, [self._worker.names[rank] for rank in leaving]
         self.save()
@@ -421,7 +421,7 @@ class Job:
         log.warning("%s; the others go on", said)
 
     def _agree_on_state(self) -> Tree | None:
-        """Compare weights, and hear where everybody is. What is to be saved; None at all but the one who writes."""
+        """Compare weights, and learn every worker's position. Return the tree to save, at the writing worker only."""
         mine = {
             "weights": digest_of(*self._modules),
             "chance": chance(),
@@ -450,7 +450,7 @@ class Job:
         }
 
     def _await(self, writing: Writing | None) -> None:
-        """Wait until the one who writes has done so. It says so each second, so that no wait runs out meanwhile."""
+        """Wait for the worker that writes. It says each second that it still does, so that no wait runs out."""
         pause = min(_LOOK_SECONDS, self._worker.timeout / 4)
         outcome: Tree = ""
         while outcome == "":
@@ -462,7 +462,7 @@ class Job:
     # ── loading ───────────────────────────────────────────────────────────────────────────────────────
 
     def _load(self, find: Callable[[], Path | None]) -> bool:
-        """Go on from the checkpoint that ``find`` finds, if it is everybody's; whether there is one."""
+        """Continue from the checkpoint that ``find`` finds, if all have the same. Return whether there is one."""
         loaded, failure = None, ""
         try:
             path = find()
@@ -486,7 +486,7 @@ class Job:
         return True
 
     def _for_who_joins(self) -> Tree:
-        """What a worker that joins needs to be like this one."""
+        """Return the state that a learner needs to be like this worker."""
         position = None if self._position is None else self._position.for_who_joins()
         tree = self._tree([{"chance": None, "weights": digest_of(*self._modules)}], position)
         tree["unsaved"] = states(self._parts, lambda part: part.model.unsaved_buffers())
@@ -496,7 +496,7 @@ class Job:
         return tree
 
     def _take_over(self, tree: Tree) -> None:
-        """Be like the member whose state this is."""
+        """Take the state of another member."""
         try:
             self._install(_of_a_job(tree, "the state that a member sent"))
             for part in self._parts:
@@ -548,7 +548,7 @@ class Job:
             )
 
     def _place_of(self, data: ShardSampler | DataRanges) -> Callable[[], tuple[int, int]] | None:
-        """By what epochs are dealt in an elastic group, if this sampler is of the worker's own rank."""
+        """Return the place by which epochs are dealt in an elastic group, for a sampler of the worker's own rank."""
         worker = self._worker
         if isinstance(data, DataRanges):
             return None
@@ -569,7 +569,7 @@ class Job:
             )
 
     def _ask_who_stops(self) -> Handle | None:
-        """Tell the others whether this worker is to stop. On its way while the optimizer steps, so it costs little."""
+        """Tell the others whether this worker is to stop. It costs little, as it travels while the optimizer steps."""
         if self._directory is None or self._worker.observes:
             return None
         stopping = np.zeros(self._worker.world_size, np.uint8)
@@ -578,11 +578,11 @@ class Job:
 
 
 _DOES_NOT_FIT: Final = (GradServerError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
-"""What is raised by what cannot be loaded."""
+"""Errors of objects that cannot be loaded."""
 
 
 def _of_a_job(tree: Tree, what: str) -> Tree:
-    """``tree``, if it has what `Job.save` writes."""
+    """Return ``tree`` if it has the parts that `Job.save` writes."""
     parts = ("round", "model", "optimizer", "scheduler", "state", "data", "chance", "weights", "versions")
     if type(tree) is not dict or any(part not in tree for part in parts):
         raise StateError(f"{what} is not the checkpoint of a job")

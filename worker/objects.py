@@ -1,7 +1,7 @@
-"""Collectives of Python objects: plain data, arrays and tensors, whose sizes nobody else knows.
+"""Collectives of Python objects: plain data, arrays and tensors of sizes that no other member knows.
 
-An object travels as a tree (`gradserver.worker.tree`), of which nothing is evaluated and no size believed; or pickled,
-if its giver and its taker both allow that. Its first byte says which.
+An object travels as a tree (`gradserver.worker.tree`): nothing of it is evaluated, and no size is believed. Or it
+travels pickled, if both sides allow that. Its first byte says which.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ObjectCollectives(Collectives):
 
 
 def _encoded(value: object, allow_pickle: bool) -> bytes:
-    """An object as bytes."""
+    """Encode an object as bytes."""
     try:
         data = _TREE + to_bytes(value)
     except InvalidArgumentError as error:
@@ -144,7 +144,7 @@ def _check_size(longest: int) -> None:
 
 
 def _decoded(data: bytes, allow_pickle: bool, giver: str) -> Any:
-    """The object that ``giver`` has sent."""
+    """Return the object that ``giver`` has sent."""
     if data[:1] == _PICKLE and not allow_pickle:
         raise UsageError(f"{giver!r} has sent an object that has to be unpickled: say allow_pickle=True here, too")
     try:

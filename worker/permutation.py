@@ -26,9 +26,8 @@ _KEY_BITS: Final = 64
 def epoch_permutation(length: int, seed: int, epoch: int) -> Indices:
     """The order of all samples in one epoch: an int64 array of shape (length,), a permutation.
 
-    It depends on nothing but the arguments. ``seed`` and ``epoch`` are integers of 64 bits without
-    sign, together the generator's key, so no two pairs share one. Takes 16 bytes per sample, and a
-    few more while it sorts.
+    It depends on nothing but the arguments. ``seed`` and ``epoch`` are integers of 64 bits without sign, together the
+    generator's key, so no two pairs share one. Takes 16 bytes per sample, and a few more while it sorts.
 
     Raises InvalidArgumentError for an argument outside of its range.
     """

@@ -1,4 +1,4 @@
-"""Where in its data a job is, and the generators of chance that it draws from."""
+"""The position of a job in its data, and the generators of random numbers that it draws from."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gradserver.worker.tree import Tree
 
 
 class Position:
-    """How much of an epoch has been used, by this worker and by all.
+    """The part of an epoch that was used, by this worker and by all.
 
-    What a loader has read ahead does not count: what counts is what it has given to the training loop.
+    Samples count when a loader has given them to the training loop, not when it has read them ahead.
 
     Args:
         sampler: the job's; the same on every worker, but for its rank.
@@ -31,19 +31,19 @@ class Position:
         self.sampler = sampler
         self._place = place
         self.running = False
-        """Whether a loop goes over the data now."""
+        """True if a loop goes over the data now."""
         self._used: int | None = None
-        """Of this worker's shard; None between epochs."""
+        """Samples used of this worker's shard; None between epochs."""
         self._counts: list[int] = []
         """The same of each rank of the sampler, as last heard."""
         self._resumed = False
 
     def loader(self, dataset: Dataset[Any], options: Mapping[str, Any]) -> DataLoader[Any]:
-        """A loader of ``dataset`` for `batches`."""
+        """Return a loader of ``dataset`` for `batches`."""
         return DataLoader(dataset, sampler=self.sampler, **options)
 
     def epochs(self, stop: int) -> Iterator[int]:
-        """Each epoch from the present one on, up to ``stop``."""
+        """Yield each epoch from the present one on, up to ``stop``."""
         while self.sampler.epoch < stop:
             yield self.sampler.epoch
             if self._place is not None:
@@ -52,7 +52,7 @@ class Position:
             self._used, self._counts = None, []
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """What ``loader`` gives of the present epoch."""
+        """Yield the batches of ``loader`` in the present epoch."""
         size = self._batch_size(loader)
         begun, total = self.sampler.start, self.sampler.start + len(self.sampler)
         self._used = begun
@@ -62,11 +62,11 @@ class Position:
         self._used = total
 
     def own(self) -> Tree:
-        """What this worker tells the others."""
+        """Return this worker's part of the position, for the others."""
         return {"rank": self.sampler.rank, "of": self.sampler.world_size, "used": self._used}
 
     def for_who_joins(self) -> Tree:
-        """Where this worker is."""
+        """Return this worker's position, for a learner."""
         sampler = self.sampler
         return {
             "order": sampler.order,
@@ -76,7 +76,7 @@ class Position:
         }
 
     def join(self, there: Tree) -> None:
-        """Begin where a member is: in the present epoch, as far in this worker's own shard as that one is in its own.
+        """Begin where a member is: in the present epoch, as far in this worker's own shard as it is in its own.
 
         Some of these samples are others' in this epoch; the next one is dealt among all. Raises StateError.
         """
@@ -86,10 +86,10 @@ class Position:
         self._resumed, self._used = there["begun"], self.sampler.start if there["begun"] else None
 
     def of_all(self, told: Sequence[Tree]) -> Tree:
-        """The position for a checkpoint, from what all workers told."""
+        """Return the position for a checkpoint, from the parts of all workers."""
         sampler, counts = self.sampler, self._counts or [0] * self.sampler.world_size
         for one in told:
-            if one["of"] == sampler.world_size:  # who joined in this epoch has a shard of its own
+            if one["of"] == sampler.world_size:  # a worker that joined in this epoch has a shard of its own
                 counts[one["rank"]] = one["used"] or 0
         begun = any(one["used"] is not None for one in told)
         self._counts = counts if begun else []
@@ -97,7 +97,7 @@ class Position:
         return {"order": sampler.order, "epoch": sampler.epoch, "begun": begun, "done": done}
 
     def resume(self, saved: Tree) -> None:
-        """Go on where a checkpoint says. Raises StateError if it is about other data."""
+        """Continue where a checkpoint says. StateError if it is about other data."""
         self._check_order(saved)
         self.sampler.set_epoch(saved["epoch"], done=saved["done"])
         self._resumed = saved["begun"]
@@ -128,7 +128,7 @@ class Position:
 
 
 class RangesPosition:
-    """The same of data that the coordinator hands out: it knows what is used up, by whomever.
+    """The position in data that the coordinator hands out. The coordinator knows what is used up.
 
     Args:
         data: the job's.
@@ -137,42 +137,42 @@ class RangesPosition:
     def __init__(self, data: DataRanges) -> None:
         self.data = data
         self.running = False
-        """Whether a loop goes over the data now."""
+        """True if a loop goes over the data now."""
 
     def loader(self, dataset: Dataset[Any], options: Mapping[str, Any]) -> DataLoader[Any]:
-        """A loader of ``dataset`` for `batches`."""
-        sampler: Any = self.data  # torch has typed more of it than it needs
+        """Return a loader of ``dataset`` for `batches`."""
+        sampler: Any = self.data  # torch declares more of it than it needs
         return DataLoader(dataset, batch_sampler=sampler, **options)
 
     def epochs(self, stop: int) -> Iterator[int]:
-        """Each epoch from the present one on, up to ``stop``; again, while something is left that came back."""
+        """Yield each epoch from the present one on, up to ``stop``; again, if samples came back."""
         return self.data.epochs(stop)
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """What ``loader`` gives for what this worker gets."""
+        """Yield the batches of ``loader`` that this worker gets."""
         return self.data.batches(loader)
 
     def own(self) -> Tree:
-        """What this worker tells the others: nothing."""
+        """Return this worker's part of the position: nothing."""
         return None
 
     def of_all(self, _told: Sequence[Tree]) -> Tree:
-        """The position for a checkpoint: between two rounds it is the same for all."""
+        """Return the position for a checkpoint. Between two rounds it is the same for all."""
         epoch, done = self.data.locate()
         return {"order": self.data.order, "epoch": epoch, "done": pack(done)}
 
     def resume(self, saved: Tree) -> None:
-        """Go on where a checkpoint says. Raises StateError if it is about other data."""
+        """Continue where a checkpoint says. StateError if it is about other data."""
         if saved["order"] != self.data.order:
             raise StateError(f"its data is {saved['order']}, and this job's is {self.data.order}")
         self.data.go_on(saved["epoch"], unpack(saved["done"]))
 
     def for_who_joins(self) -> Tree:
-        """What the coordinator does not know."""
+        """Return what the coordinator does not know."""
         return {"order": self.data.order}
 
     def join(self, there: Tree) -> None:
-        """Begin where the others are, which the coordinator knows. Raises StateError if that is other data."""
+        """Begin where the others are, which the coordinator knows. StateError if that is other data."""
         if there["order"] != self.data.order:
             raise StateError(f"its data is {there['order']}, and this job's is {self.data.order}")
 
@@ -181,7 +181,7 @@ class RangesPosition:
 
 
 def chance() -> Tree:
-    """The state of this process's generators: torch's on the CPU and on the present CUDA device, Python's, numpy's."""
+    """Return the states of this process's generators: torch's on CPU and present CUDA device, Python's, numpy's."""
     version, words, gauss = random.getstate()
     state = {
         "torch": torch.get_rng_state(),
@@ -195,7 +195,7 @@ def chance() -> Tree:
 
 
 def set_chance(state: Tree) -> None:
-    """Let the generators go on from there."""
+    """Set the generators to these states."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(state["numpy"])

@@ -1,4 +1,4 @@
-"""Data that the coordinator hands out: each sample is used once in an epoch, whoever joins, leaves or dies."""
+"""Data that the coordinator hands out: each sample is used once in an epoch, even if workers join, leave or die."""
 
 from __future__ import annotations
 
@@ -101,19 +101,19 @@ class DataRanges:
         self._asking = threading.Lock()
         self._lock = threading.Lock()
         self._start: tuple[int, Ranges] = (0, ())
-        """Where to go on, if nobody has gone on yet."""
+        """The place to continue from, if no member has continued yet."""
         self._registered = False
         self._number = 0
         self._claimed: Handle | None = None
-        """What is claimed ahead."""
+        """Ranges that are claimed ahead."""
         self._left: Ranges = ()
-        """This worker's own, in no batch yet."""
+        """Ranges of this worker that are in no batch yet."""
         self._drawn: deque[Ranges] = deque()
         """Batches that a loader reads ahead."""
         self._used: Ranges = ()
-        """In batches that the training has had since the last round began."""
+        """Ranges in batches that the training has had since the last round began."""
         self._said: tuple[int, Ranges] = (-1, ())
-        """What was said of the last round."""
+        """The message about the last round."""
         self._order: tuple[int, Indices] | None = None
         self._running = False
         self._session.claims.add(self)
@@ -190,7 +190,7 @@ class DataRanges:
             self._drawn.clear()
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Batches of indices, for the loader of `batches`."""
+        """Yield batches of indices, for the loader of `batches`."""
         if not self._running:
             raise UsageError(_NOT_RUNNING)
         while ranges := self._draw():
@@ -213,7 +213,7 @@ class DataRanges:
     # ── claiming ──────────────────────────────────────────────────────────────────────────────────────
 
     def _draw(self) -> Ranges:
-        """The ranges of the next batch."""
+        """Return the ranges of the next batch."""
         self._register()
         self._collect()
         size = self._batch_size
@@ -225,7 +225,7 @@ class DataRanges:
         return batch
 
     def _collect(self) -> None:
-        """Take in what was claimed ahead."""
+        """Take the answers to claims made ahead."""
         claimed, self._claimed = self._claimed, None
         if claimed is not None:
             self._take_in(claimed)
@@ -253,7 +253,7 @@ class DataRanges:
             self.locate()
 
     def locate(self) -> tuple[int, Ranges]:
-        """The epoch that the group is in, and the ranges of its positions that are used up."""
+        """Return the epoch that the group is in, and the ranges of its positions that are used up."""
         self._collect()
         epoch, done = (0, ()) if self._registered else self._start
         what = Register(self.name, self.length, self._seed, self._shuffle, epoch, self._session.round_to_open)
@@ -264,9 +264,9 @@ class DataRanges:
         return located.epoch, used
 
     def go_on(self, epoch: int, done: Ranges) -> None:
-        """Go on in ``epoch``, of which some ranges are ``done``. All members say so, before any batch is taken.
+        """Continue in ``epoch``, with the ranges ``done``. All members say so, before any batch is taken.
 
-        Who joins a group that has gone on is told where it is, whatever it says here.
+        A worker that joins a group that has continued is told the group's place, whatever it says here.
         """
         if self._registered and self._number:
             raise UsageError(
@@ -278,13 +278,13 @@ class DataRanges:
     # ── what was used ─────────────────────────────────────────────────────────────────────────────────
 
     def use(self, round_number: int) -> Ranges:
-        """What this worker used since the last round, and so in this one; once more the same for the same round."""
+        """Return what this worker used since the last round, and so in this one; the same again for the same round."""
         with self._lock:
             if self._said[0] != round_number:
                 self._said, self._used = (round_number, self._used), ()
             return self._said[1]
 
     def carry(self) -> None:
-        """The last round closed without this worker, and what it gave is kept: it is used in the next one instead."""
+        """Carry the last round's samples over to the next: it closed without this worker, which keeps what it gave."""
         with self._lock:
             self._used, self._said = union(self._used, self._said[1]), (self._said[0], ())

@@ -1,7 +1,7 @@
 """A torch sampler that gives each worker its own, disjoint part of a data set.
 
 Every rank draws the same permutation for an epoch (`gradserver.worker.permutation`) and takes an interleaved shard of
-it, so that no message is needed to agree on who reads what.
+it. So no message is needed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from gradserver.worker.permutation import Indices
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
-"""What becomes of the samples of an epoch that do not divide evenly among the ranks."""
+"""The treatment of an epoch's samples that do not divide evenly among the ranks."""
 
 _CHUNK: Final = 4096
 """Samples turned into Python ints at a time: the whole shard as ints takes five times its memory."""
 
 
 class HasRank(Protocol):
-    """What `ShardSampler.for_worker` reads of a worker."""
+    """The properties of a worker that `ShardSampler.for_worker` reads."""
 
     @property
     def rank(self) -> int:
-        """From 0 to ``world_size - 1``."""
+        """The rank, from 0 to ``world_size - 1``."""
 
     @property
     def world_size(self) -> int:
@@ -171,16 +171,16 @@ class ShardSampler(Sampler[int]):
         return len(self._shard) - self.start
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's samples of the epoch, from ``start`` on, as plain ints."""
+        """Yield this rank's samples of the epoch, from ``start`` on, as plain ints."""
         left = self._left
         samples = self._all_samples if left is None else len(left)
         positions = self._shard[self.start :]
         padded = len(positions) > 0 and positions[-1] >= samples
         if not self._shuffle and left is None:
             return (position % samples for position in positions) if padded else iter(positions)
-        # Drawn now, not at the first sample: a set_epoch in between must not change a running epoch.
-        # The order is of all samples, even those that uneven="drop" leaves out, so that it picks others
-        # each time; the copy lets go of the other ranks' part.
+        # Drawn now, not at the first sample: a set_epoch in between must not change a running epoch. The order is of
+        # all samples, even those that uneven="drop" leaves out, so that it picks others each time. The copy frees the
+        # other ranks' part.
         order = epoch_permutation(self._all_samples, self._seed, self.epoch) if self._shuffle else None
         if left is not None:
             order = left if order is None else order[left]
@@ -190,14 +190,14 @@ class ShardSampler(Sampler[int]):
         return _as_ints(order[positions.start : positions.stop : positions.step].copy())
 
     def _dealt(self, samples: int, world_size: int) -> int:
-        """How many of ``samples`` so many ranks deal among each other; with ``"pad"`` more than there are."""
+        """Return how many of ``samples`` so many ranks deal among each other; with ``"pad"`` more than there are."""
         rest = samples % world_size
         if not rest or self.uneven == "keep":
             return samples
         return samples - rest if self.uneven == "drop" else samples + world_size - rest
 
     def _left_by(self, stages: list[tuple[int, ...]]) -> Indices:
-        """The positions in the epoch's order that nobody had, if ``stages`` say how many each rank of each had."""
+        """Return the positions in the epoch's order that no rank had, by the counts of each rank in ``stages``."""
         left = np.arange(self._all_samples)
         for counts in stages:
             if not counts:
@@ -215,7 +215,7 @@ class ShardSampler(Sampler[int]):
 
 
 def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -> tuple[int, int]:
-    """Rank and world size of a sampler, of which torch calls the second ``num_replicas``."""
+    """Return rank and world size of a sampler. torch calls the second ``num_replicas``."""
     if world_size is None:
         world_size = num_replicas
     elif num_replicas is not None and num_replicas != world_size:
@@ -229,7 +229,7 @@ def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -
 
 
 def _uneven(uneven: Uneven | None, drop_last: bool) -> Uneven:
-    """What becomes of uneven samples. ``drop_last`` is torch's name for ``"drop"``."""
+    """Return the treatment of uneven samples. ``drop_last`` is torch's name for ``"drop"``."""
     if uneven is None:
         return "drop" if drop_last else "pad"
     if uneven not in get_args(Uneven):

@@ -1,8 +1,7 @@
 """Which batches belong to which worker: rank r of n takes r, r + n, r + 2n and so on.
 
-Interleaving keeps shards disjoint and complete without any message between workers, and lets
-their sizes differ by at most one. Nothing is padded: a worker whose shard is shorter, or empty,
-simply has fewer batches.
+Interleaving keeps shards disjoint and complete without any message between workers, and lets their sizes differ by at
+most one. Nothing is padded: a worker whose shard is shorter, or empty, simply has fewer batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Brings buckets to the worker and their results back, wherever their memory is.
+"""The way of buckets to the worker and of their results back, wherever their memory is.
 
-A bucket on the CPU is pushed from, and received into, its own memory. One on a CUDA device has a copy in
-pinned memory of the host. Copies run on a stream of their own beside the computation:
+A bucket on the CPU is pushed from, and received into, its own memory. One on a CUDA device has a copy in pinned memory
+of the host. Copies run on a stream of their own beside the computation:
 
     compute stream   … backward of block 3 ┐ backward of block 2 …                      ┌ optimizer
     side stream                            └► to the host ┐                 ┌► to the device
@@ -25,20 +25,20 @@ from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
 
 _cuda: Any = torch.cuda  # torch has not typed its constructors
-# How much longer than an exchange a push may take to begin, in seconds: the copy to the host comes before it.
+# Seconds that a push may take to begin, beyond an exchange: the copy to the host comes before it.
 _COPY_SECONDS = 60.0
 
 
-# Who has buckets on which CUDA device of this process.
+# The stagings with buckets on each CUDA device of this process.
 _on_device: dict[torch.device, WeakSet[Staging]] = {}
 
 
 class Staging:
-    """Exchanges the buckets of one module for one worker.
+    """The exchange of one module's buckets for one worker.
 
     Args:
-        worker: has made the agreement.
-        agreement: which buckets these are.
+        worker: worker that has made the agreement.
+        agreement: the buckets.
         timeout: seconds that a round may take beyond the end of backward; None for the worker's.
     """
 
@@ -51,7 +51,7 @@ class Staging:
         self._staged: dict[int, tuple[Tensor, Future[Handle]]] = {}
 
     def new_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros for a bucket: on the CPU where the channel reads and writes without a copy."""
+        """Return zeros for a bucket: on the CPU, where the channel reads and writes without a copy."""
         if device.type != "cpu":
             _on_device.setdefault(device, WeakSet()).add(self)
             return torch.zeros(numel, dtype=dtype, device=device)
@@ -61,15 +61,15 @@ class Staging:
     def before_forward(self) -> None:
         """Make sure that workers which share a device, as threads of one process, can wait for each other.
 
-        The end of a backward, where results are waited for, runs in the thread that autograd has for the device,
-        and the other worker's backward would need that same thread. So they run theirs in their own threads.
+        Results are waited for at the end of a backward, in the thread that autograd has for the device. The other
+        worker's backward would need that same thread. So they run theirs in their own threads.
         """
         if any(self in sharers and len(sharers) > 1 for sharers in _on_device.values()):
             torch.autograd.set_multithreading_enabled(False)  # concerns this thread alone
 
     @property
     def pushed(self) -> bool:
-        """Whether anything of the present round was pushed."""
+        """True if anything of the present round was pushed."""
         return bool(self._handles or self._staged)
 
     def push(self, index: int, flat: Tensor, weight: float, present: bool = True) -> None:
@@ -88,7 +88,7 @@ class Staging:
         return self._handles[index]
 
     def overwritten(self, index: int, flat: Tensor) -> None:
-        """``flat`` is not what the last result was any more."""
+        """Note that ``flat`` does not hold the last result any more."""
         copier = self._copier(flat.device)
         if copier is not None:
             copier.forget(index)
@@ -101,7 +101,7 @@ class Staging:
         return self._devices[device]
 
     def finish(self) -> dict[int, Handle]:
-        """Wait until every result is in its bucket; gives the handles, by bucket, and opens the next round.
+        """Wait until every result is in its bucket. Return the handles, by bucket, and open the next round.
 
         On a CUDA device the results are there for whatever is queued on the current stream from now on.
         """
@@ -118,7 +118,7 @@ class Staging:
 
 
 def _begun(pushing: Future[Handle], timeout: float) -> Handle:
-    """The handle of a push that the staging thread makes; raises what that raised."""
+    """Return the handle of a push that the staging thread makes, or raise its error."""
     try:
         return pushing.result(timeout + _COPY_SECONDS)
     except DeadlineError:
@@ -146,14 +146,15 @@ class _DeviceCopier:
         host = self._host.get(index)
         if host is None:
             host = self._host[index] = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=True)
-            flat.record_stream(self._stream)  # the allocator shall not reuse it while a copy is under way
-            if not present:  # the result may be to leave it alone
+            flat.record_stream(self._stream)  # keeps the allocator from reusing it during a copy
+            if not present:  # the result may be to leave it as it is
                 host.copy_(flat)
         copied = _cuda.Event(blocking=True)
         with self._beside():
             if present and weight > 0:
                 host.copy_(flat, non_blocking=True)
-            # The event also when nothing is copied: the result of the last round may still be on its way from there.
+            # The event is recorded even if nothing is copied: the result of the last round may still be on its way from
+            # there.
             copied.record(self._stream)
         return self._thread.submit(self._push, index, host, weight, present, copied)
 
@@ -176,7 +177,7 @@ class _DeviceCopier:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """On the side stream, behind what is queued on the current one."""
+        """Run on the side stream, behind what is queued on the current one."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield

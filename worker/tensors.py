@@ -1,4 +1,4 @@
-"""Tensors as bytes: what of torch and numpy can travel, and how results get back into place."""
+"""Tensors as bytes: the types of torch and numpy that can travel, and how results get back into place."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 Tensor: TypeAlias = "torch.Tensor | npt.NDArray[np.generic]"
-"""What is exchanged."""
-"""A flat, contiguous view of somebody's memory."""
+"""A tensor that is exchanged."""
+"""A flat, contiguous view of a tensor's memory."""
 
 
 class Binding(NamedTuple):
@@ -42,13 +42,13 @@ class Binding(NamedTuple):
 
 
 def is_torch(value: object) -> bool:
-    """Whether ``value`` is a torch tensor, found without importing torch."""
+    """Return whether ``value`` is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def wire_dtype(tensor: Any) -> DType:
-    """The wire's name for the element type of a torch tensor or numpy array; DTypeError if it has none."""
+    """Return the element type of a torch tensor or numpy array on the wire. DTypeError if it has none."""
     if not isinstance(tensor, np.ndarray) and not is_torch(tensor):
         raise DTypeError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")
     return _wire_dtype(tensor.dtype)
@@ -64,10 +64,10 @@ def _wire_dtype(dtype: Any) -> DType:
 
 
 def bind(tensor: Any, writes: bool) -> Binding:
-    """Bind ``tensor`` for an exchange; with ``writes`` the result is to go back into it.
+    """Bind ``tensor`` for an exchange; with ``writes`` the result goes back into it.
 
     Raises:
-        DTypeError: no tensor, or its elements cannot travel.
+        DTypeError: it is no tensor, or its elements cannot travel.
         LayoutError: its device or memory layout cannot travel, or it cannot be written to.
     """
     dtype = wire_dtype(tensor)
@@ -77,20 +77,20 @@ def bind(tensor: Any, writes: bool) -> Binding:
 
 
 def like(tensor: Any, shape: tuple[int, ...]) -> Any:
-    """An uninitialised tensor of ``shape`` in the same library, element type and device as ``tensor``."""
+    """Return an uninitialised tensor of ``shape`` in the same library, element type and device as ``tensor``."""
     if is_torch(tensor):
         return tensor.detach().new_empty(shape)
     return np.empty(shape, tensor.dtype)
 
 
 Memory = Callable[[int], Bytes | None]
-"""Gives so many bytes of uninitialised memory of a special kind, or None where there is none."""
+"""A source of uninitialised memory of a special kind, of so many bytes; None where there is none."""
 
 
 def empty(shape: tuple[int, ...] | int, dtype: Any, memory: Memory = lambda _: None) -> Any:
-    """An uninitialised torch tensor if ``dtype`` is torch's, else a numpy array of that dtype (or its name).
+    """Return an uninitialised torch tensor if ``dtype`` is torch's, else a numpy array of that dtype (or its name).
 
-    It lies in what ``memory`` gives, or else in ordinary memory.
+    It lies in the memory of ``memory``, or else in ordinary memory.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(dtype, torch.dtype):
@@ -108,7 +108,7 @@ def empty(shape: tuple[int, ...] | int, dtype: Any, memory: Memory = lambda _: N
 
 
 def _elements(shape: tuple[int, ...] | int) -> int:
-    """How many elements an array of ``shape`` has; none if there can be no such array."""
+    """Return the number of elements of an array of ``shape``; none if there can be no such array."""
     sizes = (shape,) if isinstance(shape, int) else shape
     return math.prod(sizes) if all(size >= 0 for size in sizes) else 0
 
@@ -116,7 +116,7 @@ def _elements(shape: tuple[int, ...] | int) -> int:
 def _bind_numpy(array: npt.NDArray[Any], dtype: DType, writes: bool) -> Binding:
     if isinstance(array, np.ma.MaskedArray):
         raise LayoutError("a masked array cannot travel: call .filled(…) first")
-    array = np.asarray(array)  # a subclass such as numpy.matrix has its own idea of reshape
+    array = np.asarray(array)  # subclasses such as numpy.matrix reshape in their own way
     if writes and not array.flags.writeable:
         raise LayoutError("the result cannot be written into a read-only array: pass a copy")
     if array.flags.c_contiguous:
@@ -153,7 +153,7 @@ def _bind_torch(tensor: torch.Tensor, dtype: DType, writes: bool) -> Binding:
 
 
 def _torch_bytes(tensor: torch.Tensor) -> Bytes:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     import torch
 
     flat = tensor.reshape(-1)
@@ -164,6 +164,6 @@ def _torch_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether an expanded dimension makes elements share memory."""
+    """Return whether an expanded dimension makes elements share memory."""
     shared = any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
     return shared and 0 not in shape

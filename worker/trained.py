@@ -1,4 +1,4 @@
-"""What a job trains: a model with its optimizer and scheduler, or several of these."""
+"""The models that a job trains, each with its optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from gradserver.worker.tree import Tree
 
 T = TypeVar("T")
 _MOST: Final = 60
-"""Models of one job: which of them were updated travels as the bits of a number."""
+"""Models of one job, at most. The updated ones travel as the bits of a number."""
 
 
 class Stateful(Protocol):
-    """What a job can save: schedulers, averages of weights, scalers, generators, and so on."""
+    """An object that a job can save: a scheduler, an average of weights, a scaler, a generator, and so on."""
 
     def state_dict(self) -> Any:
-        """Its state, made of what `gradserver.worker.tree` knows."""
+        """Return the state, made of what `gradserver.worker.tree` knows."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Go on from a state."""
+        """Continue from a state."""
 
 
 class Scheduler(Stateful, Protocol):
-    """One that steps after each update, without arguments."""
+    """A scheduler that steps after each update, without arguments."""
 
     def step(self) -> Any:
         """Go to the next step."""
@@ -43,16 +43,16 @@ class Trained:
     optimizer: Optimizer
     scheduler: Scheduler | None
     dropped: bool = False
-    """Its gradients came with those of a model that was updated without it, and are gone."""
+    """True if its gradients are gone: they came with those of a model that was updated without it."""
 
     @property
     def number(self) -> int:
-        """Of its section in the group's plan."""
+        """The number of its section in the group's plan."""
         return self.model._rounds.agreement.number
 
     @property
     def fresh(self) -> bool:
-        """Whether it has the mean gradients of an exchange that it was not updated by."""
+        """True if it has the mean gradients of an exchange, and was not updated by them."""
         return self.model._backward.fresh
 
     def update(self) -> None:
@@ -62,16 +62,16 @@ class Trained:
             self.scheduler.step()
 
     def clear(self) -> None:
-        """Have no gradients any more."""
+        """Drop its gradients."""
         self.optimizer.zero_grad()
         self.model._backward.fresh = False
 
     def gradients(self) -> Tree:
-        """Those that it was not updated by yet, for a worker that joins in between; None if there are none."""
+        """Return the gradients that are not applied yet, for a worker that joins in between; None if there are none."""
         return [slot.parameter.grad for slot in self.model._rounds.slots] if self.fresh else None
 
     def set_gradients(self, found: Tree) -> None:
-        """Be as the member that had these."""
+        """Take the gradients of another member."""
         if found is not None:
             for slot, gradient in zip(self.model._rounds.slots, found, strict=True):
                 slot.parameter.grad = gradient
@@ -79,7 +79,7 @@ class Trained:
 
 
 def trained(model: Any, optimizer: Any, scheduler: Any) -> tuple[Trained, ...]:
-    """The models of a job, from what `gradserver.Job` was given.
+    """Return the models of a job, from the arguments of `gradserver.Job`.
 
     Raises:
         InvalidArgumentError: they do not belong together.
@@ -111,7 +111,7 @@ def trained(model: Any, optimizer: Any, scheduler: Any) -> tuple[Trained, ...]:
 
 
 def _check_optimizer(model: DistributedDataParallel, optimizer: Optimizer, name: str) -> None:
-    """Refuse an optimizer of other parameters: its steps would change nothing, or what is not exchanged."""
+    """Refuse an optimizer of other parameters: it would change nothing, or what is not exchanged."""
     whose = f"those of model{name}" if name else "the model's"
     own = {id(parameter) for parameter in model.module.parameters()}
     for index, group in enumerate(optimizer.param_groups):
@@ -143,7 +143,7 @@ def _matched(models: Mapping[str, Any], several: Any, what: str) -> dict[str, An
 
 
 def chosen(parts: Sequence[Trained], which: Sequence[object]) -> list[Trained]:
-    """Those of ``parts`` that somebody names: by the model or its name; all if nobody is named."""
+    """Return those of ``parts`` that are named, by the model or its name; all if none is named."""
     if not which:
         return list(parts)
     found = []
@@ -156,13 +156,13 @@ def chosen(parts: Sequence[Trained], which: Sequence[object]) -> list[Trained]:
 
 
 def together(parts: Sequence[Trained], updated: Sequence[Trained]) -> list[Trained]:
-    """Those whose gradients came in the same backward as those of who is ``updated``, and that are not."""
+    """Return those that were not ``updated``, and got their gradients in the same backward as one that was."""
     backwards = {part.model._backward.latest for part in updated if part.fresh}
     return [p for p in parts if p not in updated and p.fresh and p.model._backward.latest in backwards]
 
 
 def check_updated(parts: Sequence[Trained]) -> None:
-    """UsageError if the gradients of one of these were dropped."""
+    """Raise UsageError if the gradients of one of these were dropped."""
     for part in parts:
         if part.dropped and not part.fresh:
             raise UsageError(
@@ -172,27 +172,27 @@ def check_updated(parts: Sequence[Trained]) -> None:
 
 
 def bits(parts: Sequence[Trained], which: Sequence[Trained]) -> int:
-    """Which of ``parts`` these are, as the bits of a number."""
+    """Encode these of ``parts`` as the bits of a number."""
     return sum(1 << place for place, part in enumerate(parts) if part in which)
 
 
 def of_bits(parts: Sequence[Trained], number: int) -> list[Trained]:
-    """The other way round."""
+    """Decode what `bits` has encoded."""
     return [part for place, part in enumerate(parts) if number >> place & 1]
 
 
 def states(parts: Sequence[Trained], of: Callable[[Trained], Tree]) -> Tree:
-    """What each of ``parts`` has, by its name; of one by itself no more than that."""
+    """Return the state of each of ``parts``, by its name; of a single one its state alone."""
     return of(parts[0]) if not parts[0].name else {part.name: of(part) for part in parts}
 
 
 def state_of(part: Trained, tree: Tree) -> Tree:
-    """The other way round."""
+    """Return the state of ``part`` in what `states` has returned."""
     return tree[part.name] if part.name else tree
 
 
 def check_parts(parts: Sequence[Trained], tree: Tree) -> None:
-    """StateError unless ``tree`` is the state of a job with models and schedulers of these names."""
+    """Raise StateError unless ``tree`` is the state of a job with models and schedulers of these names."""
     several = [part.name for part in parts if part.name]
     if several and (type(tree["scheduler"]) is not dict or sorted(tree["scheduler"]) != sorted(several)):
         raise StateError(f"it is not the state of a job that trains the models {several}")

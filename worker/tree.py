@@ -1,4 +1,4 @@
-"""Trees of plain values and tensors, to bytes and back: what a training job's state is made of.
+"""Trees of plain values and tensors, to bytes and back. A training job's state is one.
 
     manifest   a msgpack array: shape and values of the tree; at most 4 MiB
     buffers    the elements of its tensors and arrays, in the order in which they stand in the tree, as they are
@@ -6,10 +6,10 @@
 A tree is made of dict, list, tuple, None, bool, int, float, str, bytes, numpy arrays and scalars, and torch tensors, of
 every element type in `gradserver.protocol.dtypes`. (OrderedDict and Counter, which torch's states hold, keep their
 types too.) It comes back equal bit by bit, apart from what only its process knows: tensors come back contiguous on the
-CPU, without what they shared with others, and require no gradient.
+CPU, without memory that they shared, and require no gradient.
 
-Nothing is evaluated or unpickled, and no size is believed before there are so many bytes: decoding takes any bytes and
-gives a tree or a MalformedMessageError.
+Nothing is evaluated or unpickled, and no size is believed before there are so many bytes. Decoding takes any bytes, and
+returns a tree or raises MalformedMessageError.
 
     value                                        in the manifest
     ───────────────────────────────────────────  ────────────────────────────────────────────
@@ -37,12 +37,12 @@ from gradserver.protocol.limits import MAX_DIMENSIONS, MAX_NUMEL, MIB
 from gradserver.worker.tensors import bind, is_torch
 
 Tree: TypeAlias = Any
-"""A tree, as the head of this module has it."""
+"""A tree, as described at the head of this module."""
 Take: TypeAlias = Callable[[int], Buffer]
-"""Gives the next buffer, of so many bytes. What comes back is made of this memory, so it should be the tree's own."""
+"""A source of buffers of so many bytes each. Tensors are made of this memory, so it should be the tree's own."""
 
 MAX_MANIFEST_BYTES: Final = 4 * MIB
-"""Some 40,000 tensors, or 400,000 numbers. Decoding takes up to 64 times as much memory."""
+"""Bytes of some 40,000 tensors, or 400,000 numbers. Decoding takes up to 64 times as much memory."""
 MAX_DEPTH: Final = 64
 """Levels of nesting."""
 _MAX_INT_BYTES: Final = 4096
@@ -51,7 +51,7 @@ _PLAIN: Final = (type(None), bool, float, str, bytes)
 
 
 class _Kind(IntEnum):
-    """What an array in a manifest stands for; what follows in it."""
+    """The meaning of an array in a manifest, and what follows in it."""
 
     LIST = 0  # the items
     TUPLE = 1  # the items
@@ -90,10 +90,10 @@ class Packed:
 
 
 def pack(tree: Tree, copy: bool = False) -> Packed:
-    """The bytes of a tree. With ``copy`` the buffers are its own; otherwise they may be the tensors' memory.
+    """Return the bytes of a tree. With ``copy`` its buffers are copies; otherwise they may be the tensors' memory.
 
     Raises:
-        InvalidArgumentError: something in the tree cannot be stored; names where it stands. (Also DTypeError
+        InvalidArgumentError: something in the tree cannot be stored. The error names where it stands. (Also DTypeError
             and LayoutError.)
     """
     packer = _Packer(copy)
@@ -112,7 +112,7 @@ class _Packer:
         self._copy = copy
 
     def node(self, value: Any, where: str, depth: int) -> Any:
-        """What stands in the manifest for ``value``."""
+        """Return the manifest's entry for ``value``."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -168,7 +168,7 @@ def _int_bytes(value: int, where: str) -> bytes:
 
 
 def unpack(manifest: Buffer, take: Take) -> Tree:
-    """The tree of a manifest; ``take`` is asked for its buffers, one after the other.
+    """Return the tree of a manifest. ``take`` is asked for its buffers, one after the other.
 
     Raises:
         MalformedMessageError: these bytes are no tree, or a buffer is not as long as was asked for.
@@ -184,7 +184,7 @@ def unpack(manifest: Buffer, take: Take) -> Tree:
             max_map_len=0,
             max_ext_len=0,
         )
-    except Exception as error:  # msgpack raises a zoo of types, all of them about these bytes
+    except Exception as error:  # msgpack raises errors of many types, all of them about these bytes
         raise MalformedMessageError(f"a manifest that is not msgpack: {str(error)[:120]}") from None
     return _Unpacker(take).value(root, 0)
 
@@ -194,7 +194,7 @@ class _Unpacker:
         self._take = take
 
     def value(self, node: Any, depth: int) -> Any:
-        """What ``node`` of the manifest stands for."""
+        """Return the value of the manifest's ``node``."""
         if type(node) is not list:
             return node
         if not node or type(node[0]) is not int or depth > MAX_DEPTH:
@@ -261,7 +261,7 @@ def _numpy_array(data: Bytes, dtype: DType, shape: tuple[int, ...], kind: int) -
 
 
 def _torch_tensor(data: Bytes, dtype: DType, shape: tuple[int, ...]) -> Any:
-    import torch  # only states that hold tensors need it
+    import torch  # only states with tensors need it
 
     kind = getattr(torch, dtype.name, None)
     if kind is None:
@@ -273,13 +273,13 @@ def _torch_tensor(data: Bytes, dtype: DType, shape: tuple[int, ...]) -> Any:
 
 
 def to_bytes(tree: Tree) -> bytes:
-    """A small tree as one piece: the manifest's length, the manifest, the buffers."""
+    """Encode a small tree as one piece: the manifest's length, the manifest, the buffers."""
     packed = pack(tree)
     return b"".join([len(packed.manifest).to_bytes(4, "little"), packed.manifest, *map(bytes, packed.buffers)])
 
 
 def from_bytes(data: bytes) -> Tree:
-    """The tree that `to_bytes` made these of. Raises MalformedMessageError."""
+    """Return the tree that `to_bytes` has encoded. Raises MalformedMessageError."""
     at = 4 + int.from_bytes(data[:4], "little")
     if at > len(data):
         raise MalformedMessageError(f"a tree of {len(data)} bytes whose manifest ends at {at}")

@@ -1,7 +1,7 @@
-"""Collectives whose parts differ in length: first all hear of the longest part, then the parts travel as frames.
+"""Collectives with parts of different lengths: first all hear the longest length, then the parts travel as frames.
 
-Both are collectives like any other, in one order at all members. What is not there does not travel: a contribution is
-as long as what it holds (`gradserver.protocol.frames`), and only the number of slices follows from the longest part.
+Both are collectives like any other, in one order at all members. A contribution is as long as its content
+(`gradserver.protocol.frames`). Only the number of slices follows from the longest part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ V = TypeVar("V")
 
 
 def agree_on(session: Session, values: Sequence[int], timeout: float | None) -> list[int]:
-    """The largest of each of ``values`` among all members."""
+    """Return the largest of each of ``values`` among all members."""
     most = np.array(values, np.int64)
     if len(session.membership.names) > 1:
         data = most.view(np.uint8)
@@ -49,12 +49,12 @@ def exchange_parts(
     timeout: float | None,
     background: bool = False,
 ) -> Handle[V]:
-    """Exchange parts of at most ``longest`` bytes; the handle's value is what is ``made`` of those that come here.
+    """Exchange parts of at most ``longest`` bytes. The handle's value is ``made`` of the parts that come here.
 
     Args:
         session: the member's.
         kind: ALL_GATHER and GATHER take one part, SCATTER (of its root) and ALL_TO_ALL one for each rank.
-        given: those parts; None for who gives none.
+        given: those parts; None at a rank that gives none.
         longest: bytes of the longest part of all members.
         root: the rank that scatters or gathers.
         made: what the handle returns, of one part from each rank that gives; of none at a rank that gets none.
@@ -90,7 +90,7 @@ def _deliver(handle: Handle[V], came: FromFrames | None, made: Callable[[list[by
 def all_to_all_uneven(
     session: Session, tensors: Sequence[Any], timeout: float | None, background: bool
 ) -> Handle[list[Any]]:
-    """As `Collectives.all_to_all` has it, of a list."""
+    """Exchange a list as `Collectives.all_to_all` does."""
     world = len(session.membership.names)
     if len(tensors) != world:
         raise SizeMismatchError(f"all_to_all needs a tensor for each of {world} ranks, and got {len(tensors)}")
@@ -127,7 +127,7 @@ def _check_alike(rank: int, one: Binding, first: Binding) -> None:
 
 
 def _tensor(model: Any, bound: Binding, part: bytes) -> Any:
-    """A tensor like ``model`` of the rows that ``part`` holds."""
+    """Return a tensor like ``model`` of the rows in ``part``."""
     row = int(np.prod(bound.shape[1:], dtype=np.int64)) * bound.dtype.itemsize
     rows, left = divmod(len(part), row) if row else (0, len(part))
     if left:
