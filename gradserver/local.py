@@ -208,9 +208,9 @@ class LocalCluster:
         line = self._lines.get(worker)
         if line is None or line.connection not in awaited:
             return False
-        if line.session.is_busy:
+        if line.session.member.exchanges.is_busy:
             self._alarm.set(time.monotonic() + _LOOK_AGAIN_SECONDS)
-        return not line.session.is_busy
+        return not line.session.member.exchanges.is_busy
 
 
 class _Running:

@@ -172,7 +172,7 @@ class LateCluster:
             return True
         if not all(handle.done() for handle in member.handles.values()):
             return False
-        if session._announced.rounds <= session.round:
+        if session.member.rounds.announced.rounds <= session.round:
             return False
         for part, handle in member.handles.items():
             handle.wait(0.0)

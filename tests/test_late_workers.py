@@ -67,7 +67,7 @@ def test_a_slow_worker_is_not_waited_for_and_what_it_gave_counts_later_or_never(
 
     with cluster_of_four(wire=wire, late=late, **options) as cluster, caplog.at_level(logging.WARNING):
         results = cluster.run(work)
-        kept = [worker._session._kept._slices.get(1, {}) for worker in cluster.workers]
+        kept = [worker._session.member.stragglers.carry._slices.get(1, {}) for worker in cluster.workers]
 
     assert all(row == results[0] for row in results), "not the same for all"
     assert [value for value, _, _ in results[0][:8]] == [1.0] * 8

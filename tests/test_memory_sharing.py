@@ -859,7 +859,7 @@ def test_gradients_in_shared_memory_do_not_travel(
         send(self, message, payloads, shard)
 
     def work(worker: Worker) -> Any:
-        channel = worker._session._channel
+        channel = worker._session.traffic.channel
         assert isinstance(channel, TcpChannel)
         ranks[channel] = worker.rank
         for _ in range(3):
@@ -888,7 +888,7 @@ def test_channel_is_as_asked_for(monkeypatch: pytest.MonkeyPatch, how: str, chan
     with coordinator() as server, connect(server.url, 0, 1, channel=channel if how == "argument" else None) as worker:
         assert worker.channel == ("tcp" if channel == "tcp" else "shm")
         array = worker.empty((3, 5), np.float32)
-        place = worker._session._channel.place_of(array.reshape(-1).view(np.uint8))
+        place = worker._session.traffic.channel.place_of(array.reshape(-1).view(np.uint8))
         assert (place is None) == (channel == "tcp")
 
 
@@ -973,7 +973,7 @@ import numpy as np
 from gradserver.worker.connect import connect
 worker = connect(sys.argv[1], 0, 1)
 array = worker.empty(1_000_000, "float32")
-channel = worker._session._channel
+channel = worker._session.traffic.channel
 data = array.view(np.uint8)
 child = os.fork()
 if child == 0:

@@ -148,7 +148,7 @@ def test_lossy_wires_do_the_same_and_owe_nothing_that_is_not_finite(wire: str, p
             worker.finish_round()
             results.append(large.tobytes())
             told.append(worker.skipped if policy == "skip" else worker.left_out)
-        residuals = [one.residual for one in worker._session._feedback.values()]
+        residuals = [one.residual for one in worker._session.member.exchanges.feedback.values()]
         return b"".join(results), told[0], told[1], all(np.isfinite(one).all() for one in residuals)
 
     with LocalCluster(2, wire=wire, nonfinite=policy) as cluster:

@@ -60,14 +60,14 @@ class Scene:
         self.now = stack.enter_context(Scripted())
         task = joining(self.now.url, **options)
         self.worker: Worker = self.now.admit(task, CREDIT)
-        stack.callback(self.worker._session._channel.close)
+        stack.callback(self.worker._session.traffic.channel.close)
         agreeing = Task(self.worker.agree, plan)
         self.now.agree()
         self.plan = agreeing.result()
-        lifeline, books = self.worker._session._lifeline, self.worker._session.books
+        lifeline, resumption = self.worker._session._lifeline, self.worker._session.resumption
         assert isinstance(lifeline, resume.Lifeline)
-        assert books is not None
-        self.lifeline, self.books = lifeline, books
+        assert resumption is not None
+        self.lifeline, self.resumption = lifeline, resumption
         self.data = [np.full(bucket.numel, 1.0 + index, np.float32) for index, bucket in enumerate(plan.buckets)]
 
     def again(self, version: int = 0) -> tuple[Resume, Holding, list[Span]]:
@@ -140,7 +140,7 @@ def test_nothing_is_pushed_before_standing_and_what_is_begun_meanwhile_comes_aft
     scene.pushes((SHORT, 0))
 
 
-def test_the_standing_of_books_that_were_closed_means_nothing(scene: Scene) -> None:
+def test_the_standing_of_an_earlier_recovery_means_nothing(scene: Scene) -> None:
     scene.worker.push(1, scene.data[1])
     scene.pushes((SHORT, 0))
     scene.again(version=4)
@@ -152,7 +152,7 @@ def test_the_standing_of_books_that_were_closed_means_nothing(scene: Scene) -> N
     scene.pushes((SHORT, 0))
 
 
-def test_books_are_opened_on_a_connection_that_stands(scene: Scene) -> None:
+def test_a_recovery_begins_on_a_connection_that_stands(scene: Scene) -> None:
     handle = scene.worker.push(1, scene.data[1])
     scene.pushes((SHORT, 0))
     scene.now.say(Resumed(1, 1))
@@ -180,7 +180,7 @@ def test_what_a_member_holds_is_said_behind_a_push_that_another_thread_is_about_
     pushing = Task(scene.worker.push, 1, scene.data[1])
     assert taken.wait(TIMEOUT)
     scene.now.say(Resumed(1, 1))
-    wait_until(lambda: scene.books.is_held(0), "the worker has heard that the books are opened")
+    wait_until(lambda: scene.resumption.is_held(0), "the worker has heard that a recovery has begun")
 
     assert scene.now.hears_nothing(0.2)
     go.set()
@@ -240,7 +240,7 @@ def test_a_result_that_comes_before_its_bucket_is_begun_waits_for_it(scene: Scen
     scene.answer(LONG, 1, 2.0)
     scene.answer(SHORT, 0, 3.0, 10)
     scene.now.say(Standing(0, 0))
-    wait_until(lambda: not scene.books.is_held(0), "it has heard that")
+    wait_until(lambda: not scene.resumption.is_held(0), "it has heard that")
     scene.worker.push(1, scene.data[1]).wait()
     assert (scene.data[1] == 3.0).all()
     scene.worker.push(0, scene.data[0])
@@ -285,7 +285,7 @@ def test_the_root_of_a_broadcast_keeps_what_it_gave_for_those_who_lack_it(scene:
 
 
 def test_who_is_told_a_slice_of_which_only_others_get_bytes_can_say_that_it_is_answered(scene: Scene) -> None:
-    """Another connection breaks while the books are open, and the coordinator asks this member and not the root."""
+    """Another connection breaks during a recovery, and the coordinator asks this member and not the root."""
     key, given = ExchangeKey(Stream.COLLECTIVE, 0), np.ones(NUMEL + 1, np.float32)
     operation = operation_of(Kind.GATHER, Op.NONE, FLOAT32, NUMEL + 1, 1)
     handle = scene.worker._session.collective(operation, given.view(np.uint8), None, background=True)
@@ -327,7 +327,7 @@ def test_a_plan_that_was_not_agreed_on_is_proposed_again() -> None:
     with ExitStack() as stack:
         first = stack.enter_context(Scripted())
         worker = first.admit(joining(first.url), CREDIT)
-        stack.callback(worker._session._channel.close)
+        stack.callback(worker._session.traffic.channel.close)
         agreeing = Task(worker.agree, PLAN)
         first.hear(Propose)
         first.die()
@@ -355,7 +355,7 @@ def test_a_connection_that_breaks_while_resuming_is_tried_again(scene: Scene) ->
 
 def test_a_connection_that_breaks_just_before_the_member_waits_for_what_stands_is_tried_again(scene: Scene) -> None:
     broken: list[TcpChannel] = []
-    restate = scene.books.restate
+    restate = scene.resumption.restate
 
     def restate_too_late(channel: TcpChannel) -> Handle:
         if not broken:  # as when a second data shard is lost while the worker shares memory with the first
@@ -363,7 +363,7 @@ def test_a_connection_that_breaks_just_before_the_member_waits_for_what_stands_i
             scene.lifeline.broke(channel, ConnectionLostError("another process has taken the place of a data shard"))
         return restate(channel)
 
-    scene.books.restate = restate_too_late  # type: ignore[assignment, method-assign]
+    scene.resumption.restate = restate_too_late  # type: ignore[assignment, method-assign]
     scene.worker.push(1, scene.data[1])
     scene.pushes((SHORT, 0))
     scene.again(version=1)
@@ -456,7 +456,7 @@ def test_a_coordinator_that_is_stopped_may_be_started_again(scene: Scene) -> Non
     scene.pushes((SHORT, 0))
 
 
-def test_who_leaves_waits_until_the_books_are_closed(scene: Scene) -> None:
+def test_a_worker_that_leaves_waits_until_the_recovery_is_over(scene: Scene) -> None:
     finish(scene, 0, 6.0)
     scene.now.die()
     wait_until(lambda: not scene.lifeline._is_up, "the worker has noticed it")

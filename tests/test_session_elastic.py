@@ -164,7 +164,7 @@ def test_memberships_may_overtake_one_another(session: Session, tape: Tape) -> N
     session.receive(RoundDone(0, 9), ())
     session.finish_round(None)
     session.receive(NEWS, ())
-    session.adopt(NEWS.epoch, 1)
+    session.boundaries.adopt(NEWS.epoch, 1)
 
     assert place(session) == (9, 0, ("w1",))
 

@@ -38,8 +38,8 @@ from gradserver.protocol.resuming import Resumed, Standing
 from gradserver.worker.clock import Clock
 from gradserver.worker.handle import Handle
 from gradserver.worker.member.regions import Regions
+from gradserver.worker.resumption import Resumption
 from gradserver.worker.session import Session, ShardReceiver
-from gradserver.worker.standing import Books
 from tests.cluster import Task, wait_until
 from tests.test_session import CREDIT, NAMES, Tape, bucket, collective, joined_session, memory, slice_of
 
@@ -260,7 +260,7 @@ class Durable(Shards):
     def __init__(self) -> None:
         super().__init__()
         self.segments: list[Bytes] = []
-        self.books: Books
+        self.resumption: Resumption
 
     def region(self, nbytes: int) -> Bytes:
         self.segments.append(np.zeros(nbytes, np.uint8))
@@ -288,7 +288,7 @@ def durable() -> tuple[Session, Durable]:
     """A member of a durable group with three shards, through slots of shared memory."""
     tape = Durable()
     session = joined_session(tape, URLS, (1.0, 1.0, 1.0), "secret")
-    tape.books = Books(session, Clock(), Regions(tape.region, tape.place_of))
+    tape.resumption = Resumption(session, Clock(), Regions(tape.region, tape.place_of))
     session.endure(tape)
     return session, tape
 

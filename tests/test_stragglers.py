@@ -164,7 +164,7 @@ def test_each_gradient_counts_once_or_not_at_all_and_is_kept_until_it_does(cours
     found = counted(cluster)
     for member in cluster.members.values():
         kept: Counter[tuple[int, int, int]] = Counter()
-        for part, there in member.session._kept._slices.items():
+        for part, there in member.session.member.stragglers.carry._slices.items():
             for index, (weight, data) in there.items():
                 assert data is not None
                 for at in np.flatnonzero(values := data.view(np.float64)):
@@ -178,7 +178,7 @@ def test_each_gradient_counts_once_or_not_at_all_and_is_kept_until_it_does(cours
                         assert once + kept[number, part, index] == pytest.approx(weight, rel=1e-12)
                     else:
                         assert once == (0 if late else weight)
-                        assert not member.session._kept.nbytes
+                        assert not member.session.member.stragglers.carry.nbytes
     for member in cluster.gone.values():
         for number, weight in enumerate(member.weights):
             for part, size in enumerate(course.sizes):
@@ -200,8 +200,8 @@ def test_a_round_has_its_quorum_and_nothing_is_left_behind(course: Course) -> No
     assert not group.exchanges
     assert not any(group.outstanding.values())
     for member in cluster.members.values():
-        assert member.session._backlog.nbytes == 0
-        assert all(not any(shard.queue._in_flight.values()) for shard in member.session._shards)
+        assert member.session.member.stragglers.backlog.nbytes == 0
+        assert all(not any(shard.queue._in_flight.values()) for shard in member.session.member.exchanges.shards)
 
 
 def test_two_shards_that_find_different_members_late_do_not_cut_off_both() -> None:

@@ -383,7 +383,7 @@ class TestSession:
 
     def test_a_backlog_that_is_full_leaves_the_worker_out(self, tape: Tape) -> None:
         session = late_session(tape, 1)
-        session._backlog.limit = 2 * SLICE_BYTES
+        session.member.stragglers.backlog.limit = 2 * SLICE_BYTES
         for number in range(3):
             unasked(session, number, 0, 1)
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from gradserver.protocol.errors import UsageError
 from gradserver.protocol.plan import Plan
 
-if TYPE_CHECKING:
-    from gradserver.worker.session import Session
+
+class Owner(Protocol):
+    """The session, as far as an agreement needs it."""
+
+    @property
+    def generation(self) -> int:
+        """How often a plan has taken the place of all others."""
+
+    def finish_round(self, timeout: float | None, parts: range | None = None) -> None:
+        """Wait for the results of ``parts``, and open the next round."""
 
 
 class Agreement:
@@ -23,7 +31,7 @@ class Agreement:
         first: the number of its first bucket there.
     """
 
-    def __init__(self, session: Session, plan: Plan, number: int, first: int) -> None:
+    def __init__(self, session: Owner, plan: Plan, number: int, first: int) -> None:
         self.plan, self.number, self.first = plan, number, first
         self._session = session
         self._generation = session.generation

@@ -39,7 +39,9 @@ class Source(Protocol):
 class Speaker(Protocol):
     """What asks and tells the coordinator: a worker's session."""
 
-    round: int
+    @property
+    def round(self) -> int:
+        """The round that is open or next."""
 
     def check_open(self) -> None:
         """Raise what ended this membership, if anything has."""

@@ -130,7 +130,7 @@ class Worker(ObjectCollectives):
     @property
     def has_next(self) -> bool:
         """True if this worker `observes`, and all results of its round have arrived."""
-        return self._session.has_next
+        return self._session.boundaries.has_next
 
     def serve_state(self, snapshot: Callable[[], Tree]) -> None:
         """Let workers join: each gets what ``snapshot()`` returns. `gradserver.Job` calls this.
@@ -288,12 +288,12 @@ class Worker(ObjectCollectives):
         This happens in a group that skips rounds (``serve --nonfinite skip``) if some gradients were not finite. The
         contents of the buckets are then of no use.
         """
-        return self._session.skipped
+        return self._session.member.rounds.skipped
 
     @property
     def left_out(self) -> bool:
         """True if a part of this worker's contribution to that round was not finite, and so did not count."""
-        return self._session.left_out
+        return self._session.member.rounds.left_out
 
     # ── memory, and the end ───────────────────────────────────────────────────────────────────────────
 

@@ -22,7 +22,7 @@ from gradserver.protocol.exchange import EXACT, STATE_TAG, Kind, Op, Operation, 
 from gradserver.protocol.limits import MAX_WEIGHT
 from gradserver.protocol.plan import EXEMPT_BYTES
 from gradserver.worker.handle import Handle, Timeout, seconds
-from gradserver.worker.member.exchanges import Destination, Source
+from gradserver.worker.member.exchange import Destination, Source
 from gradserver.worker.session import Session
 from gradserver.worker.tensors import Binding, bind, like
 from gradserver.worker.uneven import all_to_all_uneven

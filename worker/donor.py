@@ -43,7 +43,9 @@ _MAX_REASON: Final = 500
 class Sender(Protocol):
     """What sends for a donor: a member's session."""
 
-    round: int
+    @property
+    def round(self) -> int:
+        """The round that is open or next."""
 
     def tell(self, message: Message) -> None:
         """Say something to the coordinator."""

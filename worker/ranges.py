@@ -246,7 +246,9 @@ class DataRanges:
             )
         with self._asking:
             self._number += 1
-            return session.claims.ask(Claim(self.name, self._number, self.epoch, wanted, session.round_to_open))
+            return session.claims.ask(
+                Claim(self.name, self._number, self.epoch, wanted, session.boundaries.round_to_open)
+            )
 
     def _register(self) -> None:
         if not self._registered:
@@ -256,7 +258,9 @@ class DataRanges:
         """Return the epoch that the group is in, and the ranges of its positions that are used up."""
         self._collect()
         epoch, done = (0, ()) if self._registered else self._start
-        what = Register(self.name, self.length, self._seed, self._shuffle, epoch, self._session.round_to_open)
+        what = Register(
+            self.name, self.length, self._seed, self._shuffle, epoch, self._session.boundaries.round_to_open
+        )
         located: Located
         located, used = self._session.claims.ask(what, done).wait()
         if not self._registered:

@@ -17,7 +17,7 @@
     RESUMING  Failure of the connection               CLOSED    for example LeftOutError
     any       close                                   CLOSED
 
-From Resumed on it is `gradserver.worker.standing` that acts, and so also when the coordinator opens its books because
+From Resumed on it is `gradserver.worker.resumption` that acts, and so also when the coordinator opens its books because
 of another member. What is sent meanwhile is dropped, since Standing says what is to be sent again. Threads that wait
 for a result when a connection breaks go on waiting where they are: for a lock that a message from the next connection
 lets go of, which is read by its own thread until they are through.
@@ -55,8 +55,8 @@ from gradserver.worker.clock import Clock
 from gradserver.worker.handle import VERDICT_SECONDS
 from gradserver.worker.interrupts import uninterrupted
 from gradserver.worker.member.regions import Regions
+from gradserver.worker.resumption import Resumption
 from gradserver.worker.session import Session, ShardReceiver
-from gradserver.worker.standing import Books
 from gradserver.worker.transport.beacon import Beacon
 from gradserver.worker.transport.shared_memory import SharedMemory
 from gradserver.worker.transport.tcp import TcpChannel
@@ -87,7 +87,7 @@ class Lifeline:
         patience: seconds for which a lost coordinator is waited for.
 
     Attributes:
-        books: what the member holds, and what of its exchanges counts.
+        resumption: resumes the session on a new connection.
     """
 
     def __init__(self, channel: TcpChannel, session: Session, patience: float) -> None:
@@ -96,7 +96,7 @@ class Lifeline:
         self._patience = patience
         self._lock = threading.Lock()
         self._clock = Clock()
-        self.books = Books(session, self._clock, Regions(self.region, self.place_of))
+        self.resumption = Resumption(session, self._clock, Regions(self.region, self.place_of))
         self._is_up = True
         self._trying: TcpChannel | None = None
         """A connection through which this worker resumes, until it has."""
@@ -131,7 +131,7 @@ class Lifeline:
             if self._closing:
                 raise ClosedError("this worker is closed")
             channel = self._channel if self._is_up else self._trying if self._introduced else None
-        if channel is None or (type(message) is Push and self.books.is_held(shard)):
+        if channel is None or (type(message) is Push and self.resumption.is_held(shard)):
             return
         try:
             channel.send(message, payloads, shard)
@@ -198,7 +198,7 @@ class Lifeline:
             self._closing = True
             channels = [self._channel] if self._trying is None else [self._trying, self._channel]
         self._news.set()
-        self.books.interrupt(ClosedError("this worker is closed"))
+        self.resumption.interrupt(ClosedError("this worker is closed"))
         for channel in channels:
             channel.close()
         if self._thread is not threading.current_thread():
@@ -219,16 +219,16 @@ class Lifeline:
                 return
             else:
                 self._is_up = False
-                if not session.is_inside:
+                if not session.member.is_inside:
                     error = _out(session, error)
                 elif not self._is_garbled_again(error):
                     self._clock.stop()
-                    self.books.suspend()
+                    self.resumption.suspend()
                     log.warning("%s; round %d goes on when it is back", error.message, session.round)
                     self._news.set()
                     return
         if is_trying:
-            self.books.interrupt(error)
+            self.resumption.interrupt(error)
         else:
             session.lost(error)
 
@@ -311,7 +311,7 @@ class Lifeline:
 
     def _resume(self, memory: SharedMemory | None, beacon: Beacon | None, since: float) -> None:
         """Try once: be known to the coordinator again, and hear what stands. Raises why not."""
-        books = self.books
+        resumption = self.resumption
         channel = TcpChannel(self._channel.url, _REACH_SECONDS)
         with self._lock:
             self._trying, self._failed, self._introduced = channel, None, False
@@ -319,14 +319,14 @@ class Lifeline:
             raise ClosedError("this worker is closed")
         channel.attach_beacon(beacon)
         channel.attach(Ears(self, channel, self._session))
-        resuming = books.resume(channel)
+        resuming = resumption.resume(channel)
         self._introduced = True  # and not before: whoever says something else first is a stranger
         channel.ask()
         self._check_trying()
         resumed: Resumed = resuming.wait(_ANSWER_SECONDS)
         for number, url in enumerate(self._shards, 1):
             channel.add(url, ShardReceiver(self._session, number), _REACH_SECONDS)
-            attending = self._session.attend(number, _ANSWER_SECONDS, channel, books.version)
+            attending = self._session.attend(number, _ANSWER_SECONDS, channel, resumption.generation)
             self._check_trying()
             attending.wait(_ANSWER_SECONDS)
         if memory is not None:
@@ -340,7 +340,7 @@ class Lifeline:
             self._channel = channel
             self._generation += 1
         channel.watch(self._has_enough)
-        standing = books.restate(channel)
+        standing = resumption.restate(channel)
         self._check_trying()  # if it broke before there was a handle, nobody tells the handle
         again: int = standing.wait(self._session.timeout + VERDICT_SECONDS)
         with self._lock:

@@ -1,4 +1,7 @@
-"""A worker's side of the protocol: joining, agreeing and leaving. `gradserver.worker.traffic` has what it exchanges.
+"""A worker's side of the protocol: joining, agreeing and leaving, and the channel's messages, one by one.
+
+`gradserver.worker.traffic` has what it exchanges, `gradserver.worker.boundaries` its rounds, and
+`gradserver.worker.member` what both go by.
 
 No sockets and no threads of its own: a channel calls `receive` and `lost`, the client calls the rest,
 each from any thread.
@@ -8,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,10 +25,8 @@ from gradserver.protocol.errors import (
     DeadlineError,
     GradServerError,
     MalformedMessageError,
-    OutOfStepError,
     UsageError,
 )
-from gradserver.protocol.exchange import Stream
 from gradserver.protocol.limits import MAX_LIST
 from gradserver.protocol.messages import (
     Agreed,
@@ -44,20 +44,26 @@ from gradserver.protocol.messages import (
     Result,
     RoundDone,
     Scope,
+    Transfer,
     Welcome,
 )
 from gradserver.protocol.plan import Plan, Section, decode_plan
 from gradserver.protocol.positions import Claimed, Located
 from gradserver.protocol.resuming import Fetch, Resumed, Standing
-from gradserver.protocol.shards import Table
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.boundaries import Boundaries
+from gradserver.worker.claims import Claims
+from gradserver.worker.coder import Coder
+from gradserver.worker.donor import Donor
 from gradserver.worker.handle import Handle
 from gradserver.worker.member.learner import Stage
-from gradserver.worker.member.sendqueue import ShardTraffic
+from gradserver.worker.member.machine import Member
 from gradserver.worker.member.slots import Slots
-from gradserver.worker.standing import Books
+from gradserver.worker.member.waiter import Waiter
+from gradserver.worker.resumption import Resumption
+from gradserver.worker.traffic import Traffic
 from gradserver.worker.transport import forking
+from gradserver.worker.turns import Turns
 
 log = logging.getLogger("gradserver")
 
@@ -73,8 +79,8 @@ class Lasting(Channel, Protocol):
     """The channel of a durable group, which outlives connections: `gradserver.worker.resume.Lifeline`."""
 
     @property
-    def books(self) -> Books:
-        """What the member holds, and what of its exchanges counts."""
+    def resumption(self) -> Resumption:
+        """How the session is resumed on another connection."""
 
     def region(self, nbytes: int) -> Bytes | None:
         """Memory that the coordinator may write to; None if there is none."""
@@ -100,33 +106,101 @@ class Proposal(NamedTuple):
     message: Propose
 
 
-class Session(Boundaries):
-    """A worker's membership of one group, over one channel; what it exchanges there is `gradserver.worker.traffic`."""
+class Session:
+    """A worker's membership of one group, over one channel: each event goes to the part that it is for.
+
+    Attributes:
+        member: what the worker has begun, may send and holds. Its events are taken with the traffic's mutex held.
+        traffic: what it exchanges.
+        boundaries: its rounds.
+        learner: what it was told when it joined a group that trains already.
+        donor: what it sends to learners.
+        turns: what it says and asks of whose rounds are.
+        claims: what it asks and tells of data.
+        resumption: how it outlives connections; None unless the group is durable.
+        generation: how often a plan has taken the place of all others.
+    """
 
     def __init__(self, channel: Channel, timeout: float) -> None:
-        super().__init__(channel, timeout)
+        self.member = Member(channel, Coder)
+        self.traffic = Traffic(self.member, channel, timeout, self)
+        self.learner = self.member.learner
+        self.donor, self.turns, self.claims = Donor(self), Turns(self), Claims(self)
+        self.boundaries = Boundaries(self.traffic, self.claims, self.turns, self.donor)
+        self.resumption: Resumption | None = None
+        self.generation = 0
         self._joining: Handle | None = None
         self._attending: dict[int, Handle] = {}
         self._visited: list[int] = []
         """Shards that know of us, or will."""
         self._leaving: dict[int, Handle] = {}
         self._proposal: Proposal | None = None
-        self.generation = 0
-        """How often a plan has taken the place of all others."""
         self._agreements: dict[int, Callable[[], Agreement | None]] = {}
         """By the number of the section; those that nobody keeps are None."""
         self._lifeline: Lasting | None = None
         self._disowned: UsageError | None = None
         """What to raise in a forked child, whose parent's all this is."""
+        self.push_bucket, self.finish_round = self.boundaries.push_bucket, self.boundaries.finish_round
+        self.collective, self.transfer = self.traffic.collective, self.traffic.transfer
+        self.check_open, self.idle = self.traffic.check_open, self.member.idle
+        self.tell, self.send, self.new_handle = self.traffic.tell, self.traffic.send, self.traffic.new_handle
+        self.heed, self.on_membership = self.boundaries.heed, self.boundaries.on_membership
+        self.observe, self.next_instruction = self.boundaries.observe, self.boundaries.next_instruction
+        self.seat_of = self.member.identity.member_of
         channel.attach(self)
         forking.own(self)
+
+    # ── what it is ────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def membership(self) -> Welcome:
+        """Members of the group, and which of them this worker is."""
+        return self.member.identity.membership
+
+    @property
+    def stage(self) -> Stage:
+        """Whether this worker is a member yet."""
+        return self.member.identity.stage
+
+    @property
+    def plan(self) -> Plan | None:
+        """What a round exchanges, once members have agreed."""
+        return self.member.rounds.plan
+
+    @property
+    def round(self) -> int:
+        """The round that is open or next."""
+        return self.member.rounds.number
+
+    @property
+    def timeout(self) -> float:
+        """Seconds for which calls wait."""
+        return self.traffic.timeout
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self.traffic.closed is not None
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether this membership outlives connections."""
+        return self.resumption is not None
+
+    def empty(self, nbytes: int) -> Bytes | None:
+        """Memory that the coordinator sees too; None if there is none, or any memory is as good."""
+        return self.traffic.channel.empty(nbytes)
+
+    def state_part(self, transfer: Transfer, index: int, memory: Bytes) -> Handle:
+        """Send, or receive into ``memory``, part ``index`` of a state."""
+        return self.traffic.state_part(transfer, index, memory, self.donor.check)
 
     # ── joining, agreeing, leaving ────────────────────────────────────────────────────────────────────
 
     def join(self, join: Join) -> Handle:
         """Ask to be let in; the handle is done when the group is complete."""
-        joining = self._joining = Handle(join.timeout, self._channel)
-        self._channel.send(join)
+        joining = self._joining = Handle(join.timeout, self.traffic.channel)
+        self.traffic.channel.send(join)
         return joining
 
     def agree(self, plan: Plan, timeout: float | None, beside: bool = False) -> Agreement:
@@ -146,12 +220,13 @@ class Session(Boundaries):
 
     def endure(self, lifeline: Lasting) -> None:
         """From now on ``lifeline`` is the channel, and sees to it that this membership outlives connections."""
-        self._channel, self._lifeline, self.books = lifeline, lifeline, lifeline.books
-        self._slots = Slots(lifeline, lifeline.region)
+        self._lifeline, self.resumption = lifeline, lifeline.resumption
+        self.traffic.channel = lifeline
+        self.member.exchanges.endure(lifeline, Slots(lifeline, lifeline.region), self.resumption.inventory)
 
     def propose_again(self, channel: Channel) -> None:
         """Say on a new connection what the others have yet to agree with, and what is asked and told of data."""
-        with self._state:
+        with self.traffic.mutex:
             proposal = self._proposal
         if proposal is not None and proposal.handle._open:
             channel.send(proposal.message, (proposal.plan.encoded,))
@@ -159,10 +234,9 @@ class Session(Boundaries):
         self.claims.say_again(channel)
 
     def _propose(self, plan: Plan, beside: bool = False) -> Handle:
-        with self._state:
+        with self.traffic.mutex:
             self.check_open()
-            if self._pushed:
-                raise OutOfStepError(f"round {self.round} is not finished: a new plan has to wait until it is")
+            self.member.check_can_propose()
             if self._proposal is not None:
                 if self._proposal.plan == plan:
                     return self._proposal.handle
@@ -170,10 +244,10 @@ class Session(Boundaries):
             message, payload = Propose(plan.hash, self.round), plan.encoded  # refuses a plan that is too large to go
             if beside and self.plan is not None:
                 message = replace(message, beside=self.plan.hash, dropped=self._dropped())
-            handle = Handle(self.timeout, self._channel, None, _not_agreed)
+            handle = Handle(self.timeout, self.traffic.channel, None, _not_agreed)
             self._proposal = Proposal(plan, handle, message)
         try:
-            self._channel.send(message, (payload,))
+            self.traffic.channel.send(message, (payload,))
         except GradServerError:
             self._proposal = None
             raise
@@ -190,15 +264,14 @@ class Session(Boundaries):
         if self._disowned is not None:
             raise self._disowned.again()
         error = ClosedError(f"the worker was closed ({reason})")
-        if self._lifeline is not None and self._closed is None:
+        if self._lifeline is not None and not self.closed:
             self._lifeline.prepare_to_leave(0.0 if failed else _PATIENCE_SECONDS)
-        with self._state:
-            still_open, self._closed = self._closed is None, self._closed or error
-            for shard in self._shards:
-                shard.queue.clear()
+        with self.traffic.mutex:
+            still_open = self.traffic.close(error)
+            self.member.exchanges.send_nothing()
         if still_open:
             self._say_goodbye(Leave(reason[:MAX_REASON], failed))
-        self._channel.close()
+        self.traffic.channel.close()
         self._fail_everything(error)
 
     def _say_goodbye(self, leave: Leave) -> None:
@@ -210,8 +283,8 @@ class Session(Boundaries):
         with suppress(GradServerError):
             for numbers in (self._visited, [0]):
                 for number in numbers:
-                    self._leaving[number] = Handle(_FAREWELL_SECONDS, self._channel)
-                    self._channel.send(leave, (), number)
+                    self._leaving[number] = Handle(_FAREWELL_SECONDS, self.traffic.channel)
+                    self.traffic.channel.send(leave, (), number)
                 for number in numbers:
                     with suppress(DeadlineError):
                         self._leaving[number].wait(_FAREWELL_SECONDS)
@@ -226,67 +299,43 @@ class Session(Boundaries):
 
         Locks may be held by threads that the child does not have, and what the parent waits for will not come here.
         """
-        if self._disowned is not None or self._closed is not None:
+        if self._disowned is not None or self.closed:
             return
         error = UsageError(
             f"this worker belongs to process {owner}, which connected, and not to its forked child {os.getpid()}: use "
             f"it there, or call connect() in the child"
         )
-        self._disowned = self._closed = error
-        self._state, self._pumping = threading.Lock(), threading.Lock()
+        self._disowned = error
+        self.traffic.disown(error)
         self.claims.disown()
-        self._pushed.clear()
-        for channel in {id(channel): channel for channel in (self._channel, *self._channels())}.values():
+        self.member.rounds.pushed.clear()
+        for channel in {id(channel): channel for channel in (self.traffic.channel, *self._channels())}.values():
             for method in ("send", "wait", "watch", "close"):
                 setattr(channel, method, self._refuse)
 
     def _channels(self) -> set[Channel]:
         """Channels that somebody may wait at."""
-        waiting = [exchange.handle for shard in self._shards for exchange in shard.exchanges.values()]
+        waiting = self.member.exchanges.waiting()
         return {one._channel for one in waiting if isinstance(one, Handle) and one._channel is not None}
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         assert self._disowned is not None
         raise self._disowned.again()
 
-    # ── its end ───────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing can be sent any more."""
-        return self._closed is not None
-
-    def empty(self, nbytes: int) -> Bytes | None:
-        """Memory that the coordinator sees too; None if there is none, or any memory is as good."""
-        return self._channel.empty(nbytes)
-
     # ── what the channel calls ────────────────────────────────────────────────────────────────────────
 
     def receive(self, message: Message, payloads: Sequence[Buffer]) -> None:
         """Take one message from the coordinator."""
         if type(message) is Result:
-            self._take_result(message, payloads)
+            self.traffic.take_result(message, payloads)
             return
         match message:
             case Failure():
                 self._take_failure(message)
             case Welcome():
-                if not 0 <= message.rank < len(message.names):
-                    raise MalformedMessageError(f"a Welcome as rank {message.rank} of {len(message.names)}")
-                if message.seats and len(message.seats) != len(message.names):
-                    raise MalformedMessageError(f"a Welcome with {len(message.seats)} seats for {len(message.names)}")
-                if message.shards and (len(message.rates) != len(message.shards) + 1 or not any(message.rates)):
-                    raise MalformedMessageError(
-                        f"a Welcome with {len(message.shards) + 1} data shards, and rates {message.rates}"
-                    )
-                with self._state:
-                    self.welcome = message
-                    self._sifts = message.nonfinite in ("leave-out", "skip")
-                    self.timeout = message.timeout or self.timeout
-                    self._announced.welcomed(message.epoch)
-                    self.stage = Stage.JOINING if message.joins else Stage.MEMBER
-                    self._table = Table(len(message.names), message.rates)
-                    self._shards = [ShardTraffic(number) for number in range(len(message.shards) + 1)]
+                with self.traffic.mutex:
+                    self.member.welcomed(message)
+                    self.traffic.timeout = message.timeout or self.traffic.timeout
                     joining, self._joining = self._joining, None
                 if joining is not None:
                     joining._complete()
@@ -295,43 +344,34 @@ class Session(Boundaries):
             case Membership():
                 self._take_membership(message)
             case RoundDone():
-                seat = self.seat_of(self.membership.rank)
-                with self._state:
-                    before = self.learner.transfer
-                    waiting = self._announced.round_done(message) + self.learner.heard(message, seat)
-                    self.donor.asked(message, seat)
-                if before is not None and (latest := self.learner.transfer) is not None and latest is not before:
-                    self._take_from_another(latest)
-                for handle in waiting:
-                    handle._complete()
+                with self.traffic.mutex:
+                    self.member.round_done(message)
+                    self.donor.asked(message, self.member.identity.member_id)
+                    effects = self.member.effects.take()
+                self.traffic.carry_out(effects)
             case Entered(number):
-                with self._state:
-                    waiting = self.learner.entered(number)
-                for handle in waiting:
-                    handle._complete()
+                with self.traffic.mutex:
+                    self.member.entered(number)
+                    effects = self.member.effects.take()
+                self.traffic.carry_out(effects)
             case Agreed():
                 self._take_agreed(message, payloads)
             case Opened():
-                with self._state:
+                with self.traffic.mutex:
                     followers = self.turns.opened(message)
                 for follower in followers:
                     follower._complete()
             case Located() | Claimed():
                 self.claims.answered(message, payloads)
-            case Resumed() | Fetch() | Standing() if self.books is not None:
-                self.books.heed(message, self._shards[0])
-            case Missing(key, workers):
-                with self._state:
-                    inquiry = self._inquiries.pop(key, None)
-                if inquiry is not None:
-                    inquiry._value = workers
-                    inquiry._complete()
+            case Resumed() | Fetch() | Standing() if self.resumption is not None:
+                self.resumption.heed(message, 0)
+            case Missing():
+                self.traffic.take_missing(message)
 
     def lost(self, error: GradServerError) -> None:
         """The channel broke: everything open, and everything later, fails with ``error``."""
-        with self._state:
-            if self._closed is None:
-                self._closed = error
+        with self.traffic.mutex:
+            self.traffic.close(error)
         if self._lifeline is not None:
             self._lifeline.part()
         self._fail_everything(error)
@@ -340,28 +380,28 @@ class Session(Boundaries):
         """Take one message from a data shard that is not the coordinator itself."""
         match message:
             case Result():
-                self._take_result(message, payloads, shard)
+                self.traffic.take_result(message, payloads, shard)
             case Failure():
                 self._take_failure(message, shard)
             case Attended():
-                with self._state:
+                with self.traffic.mutex:
                     attending = self._attending.pop(shard, None)
                 if attending is not None:
                     attending._complete()
             case Leave():
                 self._heard_goodbye(shard)
             case Missing():
-                self.receive(message, payloads)
-            case Resumed() | Fetch() | Standing() if self.books is not None:
-                self.books.heed(message, self._shards[shard])
+                self.traffic.take_missing(message)
+            case Resumed() | Fetch() | Standing() if self.resumption is not None:
+                self.resumption.heed(message, shard)
 
     def attend(self, shard: int, timeout: float, channel: Channel | None = None, version: int = 0) -> Handle:
         """Tell a data shard who this is; the handle is done when it has let us in.
 
         With the ``version`` of the books, which a Resumed brought, on the ``channel`` on which that came.
         """
-        welcome, channel = self.membership, channel or self._channel
-        with self._state:
+        welcome, channel = self.membership, channel or self.traffic.channel
+        with self.traffic.mutex:
             handle = self._attending[shard] = Handle(timeout, channel)
         if shard not in self._visited:
             self._visited.append(shard)
@@ -371,7 +411,7 @@ class Session(Boundaries):
 
     def stop_attending(self) -> list[Handle]:
         """The connections through which this worker attends have ended; gives who waits for that."""
-        with self._state:
+        with self.traffic.mutex:
             waiting, self._attending = list(self._attending.values()), {}
         return waiting
 
@@ -380,14 +420,11 @@ class Session(Boundaries):
         return self._lifeline is None or self._lifeline.goes_on_with(tuple(shards), answers)
 
     def _take_membership(self, news: Membership) -> None:
-        seats, rank = self.membership.seats, self.membership.rank
-        if not seats or seats[rank] not in news.seats or len(news.names) != len(news.seats):
-            raise MalformedMessageError(f"a Membership of seats {news.seats[:16]} for {len(news.names)} names")
-        with self._state:
-            waiting = self._announced.add(news)
-        for handle in waiting:
-            handle._complete()
-        if news.seats[0] == seats[rank]:  # one of them is to say it
+        with self.traffic.mutex:
+            self.member.membership_told(news)
+            effects = self.member.effects.take()
+        self.traffic.carry_out(effects)
+        if news.seats[0] == self.member.identity.member_id:  # one of them is to say it
             level = logging.WARNING if news.lost else logging.INFO
             log.log(level, "group %r: %s", self.membership.group, news.reason)
 
@@ -400,7 +437,7 @@ class Session(Boundaries):
         match failure.scope:
             case Scope.EXCHANGE:
                 if failure.key is not None:
-                    self._take_exchange_failure(failure.key, error, shard)
+                    self.traffic.take_failure(failure.key, error, shard)
             case Scope.PROPOSAL:
                 if self._proposal is not None:
                     self._proposal.handle._complete(error)
@@ -412,7 +449,7 @@ class Session(Boundaries):
                 self.lost(error)
 
     def _take_agreed(self, agreed: Agreed, payloads: Sequence[Buffer]) -> None:
-        with self._state:
+        with self.traffic.mutex:
             if self._proposal is None or not self._proposal.handle._open:
                 return
             proposed, handle, message = self._proposal
@@ -426,35 +463,19 @@ class Session(Boundaries):
             else:
                 self.generation += 1
             self._agreements = {number: one for number, one in self._agreements.items() if number in kept}
-            if agreed.round != self.round:
-                self._numbers.pop((Stream.COLLECTIVE,), None)
-            self._exchange_by(plan, {part for number in kept for part in plan.parts_of(number)}, agreed.round)
+            self.member.agreed(plan, {part for number in kept for part in plan.parts_of(number)}, agreed.round)
             handle._value = section
         handle._complete()
 
-    def _exchange_by(self, plan: Plan, kept: set[int], first_round: int) -> None:
-        """Rounds are of ``plan`` from now on, of which buckets ``kept`` were there before. With the lock held."""
-        self.plan, self.round = plan, first_round
-        self._open = range(0)
-        self._pushed.clear()
-        self._feedback = {part: feedback for part, feedback in self._feedback.items() if part in kept}
-        if self.books is not None:
-            self.books.retained.forget_buckets()
-        self._table.set_plan(plan)
-        self._expect(plan, kept)
-
     def _fail_everything(self, error: GradServerError) -> None:
-        with self._state:
-            handles = self._give_up() + self.learner.give_up()
-            handles += self._attending.values()
+        with self.traffic.mutex:
+            handles: list[Waiter] = [*self.traffic.give_up(), *self._attending.values()]
             handles += [self._joining] if self._joining is not None else []
             handles += [self._proposal.handle] if self._proposal is not None else []
             handles += self.turns.give_up()
             handles += self._leaving.values()
             handles += self.claims.give_up()
             self._joining = None
-            if self.books is not None:
-                self.books.forget()
         for handle in handles:
             handle._complete(error)
 

@@ -16,7 +16,9 @@ from gradserver.worker.handle import Handle
 class Speaker(Protocol):
     """Who says and asks it: a worker's session."""
 
-    round: int
+    @property
+    def round(self) -> int:
+        """The round that is open or next."""
 
     def new_handle(self, overdue: Callable[[float], DeadlineError]) -> Handle:
         """Of something that the coordinator is asked."""

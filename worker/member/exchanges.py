@@ -1,387 +1,405 @@
-"""What a worker exchanges: each exchange that it has begun, and what of it was sent and answered."""
+"""All that a member has under way, with each of the group's data shards.
+
+Each method takes one event, and leaves what follows from it in the effects. Its caller holds the session's lock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Final
 
 import numpy as np
 
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
-from gradserver.protocol.errors import GradServerError
-from gradserver.protocol.exchange import IN_PLACE, ExchangeKey, Kind, Layout, Op, Operation, Pool, Stream
-from gradserver.protocol.limits import MAX_SLICES
-from gradserver.protocol.messages import HERE, Place, Push, Result
-from gradserver.worker.member.carryover import Contribution
-from gradserver.worker.member.regions import Regions
-from gradserver.worker.member.slots import SLOT_BYTES, SMALLEST_BYTES, Slot, Slots
+from gradserver.protocol.codecs import Feedback
+from gradserver.protocol.errors import (
+    AbandonedError,
+    GradServerError,
+    MembershipChangedError,
+)
+from gradserver.protocol.exchange import (
+    STATE_TAG,
+    WORLD_BOUND,
+    ExchangeKey,
+    Layout,
+    Operation,
+    Stream,
+    is_state,
+    pool_of,
+)
+from gradserver.protocol.messages import Membership, Push, Result, Taken, Welcome
+from gradserver.protocol.plan import Plan
+from gradserver.protocol.shards import Table
+from gradserver.worker.member.backlog import Unasked
+from gradserver.worker.member.effects import Effects, Tell
+from gradserver.worker.member.exchange import NO_SLICES, Coding, Destination, Exchange, Siblings, Source
+from gradserver.worker.member.identity import Identity
+from gradserver.worker.member.inventory import Inventory
+from gradserver.worker.member.learner import Stage
+from gradserver.worker.member.rounds import Rounds
+from gradserver.worker.member.sendqueue import ShardTraffic
+from gradserver.worker.member.slots import Slots
+from gradserver.worker.member.stragglers import Stragglers, lacks
 from gradserver.worker.member.waiter import Waiter
 
-NO_SLICES: Final[Mapping[int, float]] = MappingProxyType({})
+MakeCoder = Callable[[ExchangeKey, Layout, Bytes | None, Bytes, Feedback | None, bool], Coding]
+"""Makes what encodes a lossy exchange: `gradserver.worker.coder.Coder`."""
+
+NOT_SENT: Final = "the member that was to send its state does not"
 
 
-class Writer(Protocol):
-    """Puts the results of slices where they belong. Called for every slice, also those that others get."""
+class Exchanges:
+    """One member's exchanges. Not safe to share: the session's lock guards it.
 
-    def __call__(self, start: int, stop: int, payload: Buffer | None) -> None:
-        """Take bytes ``start`` to ``stop`` of the exchange; None stands for zeros."""
-
-
-Destination = Bytes | Writer
-"""Where results go: into memory as long as the exchange, or wherever a function puts them."""
-
-
-class Parted(Protocol):
-    """Contributions that do not lie in one piece of memory as they go."""
-
-    def part(self, index: int) -> Bytes:
-        """What is given to slice ``index``."""
-
-
-Source = Bytes | Parted
-"""Where contributions come from: memory as long as the exchange (or a slice, if there is one), or slice by slice."""
-
-
-class Coding(Protocol):
-    """Encodes what a lossy exchange contributes, and decodes what comes back: `gradserver.worker.coder.Coder`."""
-
-    def encode(self, index: int) -> Buffer:
-        """Encode the contribution to slice ``index``: once, though it may be sent again."""
-
-    def given(self, index: int) -> Bytes:
-        """Give what is, or would have been, contributed to slice ``index``."""
-
-    def decode(self, index: int, payload: Buffer | None) -> None:
-        """Put the result of slice ``index`` where it belongs."""
-
-
-class Staged(NamedTuple):
-    """Slices that pass through a slot of shared memory."""
-
-    slot: Slot
-    start: int
-    stop: int
-
-
-class Siblings:
-    """The parts of one exchange at several data shards, which are one thing to whoever waits for it.
+    Args:
+        channel: it says where memory lies that the coordinator sees too.
+        make_coder: makes what encodes a lossy exchange.
 
     Attributes:
-        left: how many are neither done nor given up.
-        error: why the exchange failed, if a shard has said so.
-        verdict: what is known if no shard says why.
+        shards: what is under way, by data shard.
+        table: how slices are divided among shards.
+        slots: shared memory through which tensors pass.
+        feedback: what lossy codecs have kept back, by bucket.
+        inventory: what the member keeps of results; None unless the group is durable.
     """
-
-    __slots__ = ("error", "left", "verdict")
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-        self.error: GradServerError | None = None
-        self.verdict: GradServerError | None = None
-
-
-class Exchange:
-    """One exchange that this worker takes part in and that is not done; or the part of it that one shard has.
-
-    Attributes:
-        shard: whose part it is.
-        start: the first slice of that shard.
-        stop: the one behind its last.
-        siblings: what it has in common with the parts of other shards; None if there are none.
-        place: where in shared memory contribution and result lie; None if they travel.
-        sent: slices that were pushed.
-        epoch: the membership on which it depends; 0 if it depends on none.
-        heavier: slices that weigh more than the others, because what did not count before was added to them.
-        answered: slices whose result is here.
-        settled: slices that are not sent: they had their result before all was begun again.
-        first: the first slice that is sent.
-    """
-
-    __slots__ = (
-        "_channel",
-        "_coder",
-        "_destination",
-        "_memory",
-        "_region",
-        "_regions",
-        "_slots",
-        "_source",
-        "_staged",
-        "_through",
-        "answered",
-        "dropped",
-        "epoch",
-        "first",
-        "handle",
-        "heavier",
-        "held_back",
-        "key",
-        "layout",
-        "operation",
-        "place",
-        "pool",
-        "sent",
-        "settled",
-        "shard",
-        "siblings",
-        "start",
-        "stop",
-        "weight",
-    )
 
     def __init__(
         self,
+        effects: Effects,
+        identity: Identity,
+        rounds: Rounds,
+        stragglers: Stragglers,
+        channel: Channel,
+        make_coder: MakeCoder,
+    ) -> None:
+        self.effects = effects
+        self.shards = [ShardTraffic(0)]
+        self.table = Table(1)
+        self.slots = Slots(channel)
+        self.feedback: dict[int, Feedback] = {}
+        self.inventory: Inventory | None = None
+        self._identity = identity
+        self._rounds = rounds
+        self._stragglers = stragglers
+        self._channel = channel
+        self._make_coder = make_coder
+        self._turn = 0
+        """The shard that is sent to next, if there is something for it."""
+        self._numbers: dict[tuple[int, ...], int] = {}
+        """The next number of each sequence of collectives or transfers."""
+
+    def endure(self, channel: Channel, slots: Slots, inventory: Inventory) -> None:
+        """Go by ``channel`` from now on, and keep results in ``inventory``."""
+        self._channel, self.slots, self.inventory = channel, slots, inventory
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """Begin with as many data shards and members as the coordinator says."""
+        self.table = Table(len(welcome.names), welcome.rates)
+        self.shards = [ShardTraffic(number) for number in range(len(welcome.shards) + 1)]
+
+    def agreed(self, plan: Plan, kept: Collection[int]) -> None:
+        """Go by ``plan``. Buckets ``kept`` were there before."""
+        self.feedback = {part: feedback for part, feedback in self.feedback.items() if part in kept}
+        if self.inventory is not None:
+            self.inventory.retained.forget_buckets()
+        self.table.set_plan(plan)
+        self.expect(plan, kept)
+
+    def expect(self, plan: Plan, kept: Collection[int] = ()) -> None:
+        """Take what comes unasked as ``plan``'s from now on."""
+        keys = (ExchangeKey(Stream.BUCKET, 0, part) for part in range(len(plan.buckets)))
+        shares = (self.table.share(key, bucket.operation) for key, bucket in zip(keys, plan.buckets, strict=True))
+        self._stragglers.expect(plan, [layout.count for layout, _ in shares], kept)
+
+    def adopt(self, news: Membership, new: Collection[int]) -> None:
+        """Go by ``news``, in which members ``new`` are there for the first time."""
+        self.table.world_size = len(news.seats)
+        self._numbers = {
+            sequence: number
+            for sequence, number in self._numbers.items()
+            if sequence[0] != Stream.TRANSFER or not set(new).intersection(sequence[1:3])
+        }
+
+    def forget_collectives(self) -> None:
+        """Number collectives from 0 again."""
+        self._numbers.pop((Stream.COLLECTIVE,), None)
+
+    def feedback_of(self, index: int, operation: Operation) -> Feedback:
+        """Give what a lossy codec has kept back of bucket ``index``."""
+        feedback = self.feedback.get(index)
+        if feedback is None:
+            feedback = self.feedback[index] = Feedback(operation.numel)
+        return feedback
+
+    # ── beginning exchanges ───────────────────────────────────────────────────────────────────────────
+
+    def next_collective(self) -> ExchangeKey:
+        """Number the group's next collective."""
+        if self._identity.stage is not Stage.MEMBER:
+            raise self._identity.not_yet("call collectives")
+        part = self._rounds.number if self._identity.membership.seats else 0
+        return ExchangeKey(Stream.COLLECTIVE, self._next_number(Stream.COLLECTIVE), part)
+
+    def next_transfer(self, ends: tuple[int, int, int]) -> ExchangeKey:
+        """Number the next transfer between two ranks: ``ends`` is (source rank, target rank, tag)."""
+        if self._identity.stage is not Stage.MEMBER:
+            raise self._identity.not_yet("send and receive")
+        giver, taker, tag = self._identity.member_of(ends[0]), self._identity.member_of(ends[1]), ends[2]
+        number = self._next_number(Stream.TRANSFER, giver, taker, tag)
+        return ExchangeKey(Stream.TRANSFER, number, tag, giver, taker)
+
+    def _next_number(self, *sequence: int) -> int:
+        number = self._numbers.get(sequence, 0)
+        self._numbers[sequence] = number + 1
+        return number
+
+    def begin(
+        self,
         key: ExchangeKey,
-        pool: Pool,
         operation: Operation,
-        layout: Layout,
         source: Source | None,
         destination: Destination | None,
         weight: float,
-        handle: Waiter,
-        channel: Channel,
-        slots: Slots,
-        coder: Coding | None = None,
-        shard: int = 0,
-        interval: tuple[int, int] | None = None,
-        siblings: Siblings | None = None,
-        epoch: int = 0,
-        regions: Regions | None = None,
+        waiter: Waiter,
+        feedback: Feedback | None = None,
         heavier: Mapping[int, float] = NO_SLICES,
     ) -> None:
-        self.key = key
-        self.pool = pool
-        self.operation = operation
-        self.layout = layout
-        self._source = source
-        self._destination = destination
-        self.weight = weight
-        self.heavier = heavier
-        self.handle = handle
-        self.shard = shard
-        self.start, self.stop = (0, layout.count) if interval is None else interval
-        self.siblings = siblings
-        self.dropped = False
-        """The exchange has failed elsewhere: what is still to come of this part is nobody's."""
-        self.held_back = False
-        """What was not sent would not count."""
-        self.sent = self.first = self.start
-        self.epoch = epoch
-        self.answered: set[int] = set()
-        self.settled: frozenset[int] = frozenset()
-        memory = source if destination is None else destination
-        in_place = operation.kind in IN_PLACE and coder is None
-        self._memory = memory if in_place and isinstance(memory, np.ndarray) else None
-        self._coder = coder
-        self._channel = channel
-        self._slots, self._regions = slots, regions
-        self._staged: dict[int, Staged] = {}
-        self._find_place()
-
-    def _find_place(self) -> None:
-        """Where in shared memory contribution and result lie, or pass through."""
-        self.place, self._region = None, None
-        if self._memory is not None:
-            self.place = self._channel.place_of(self._memory, self.shard)
-        if self.place is not None and self._regions is not None:
-            self._region = self._regions.take(self.key, self._memory.size) if self._memory is not None else None
-            self.place = None if self._region is None else self.place
-        long = self._coder is None and self.layout.run_bytes(self.start, self.start + 1) >= SMALLEST_BYTES
-        self._through = self._slots if long and self.place is None else None
-
-    def push(self) -> tuple[Push, Sequence[Buffer]] | None:
-        """The next message: one slice that travels, or as many as lie in shared memory. None: not now."""
-        begins = self.sent == self.first
-        message = self._next()
-        if self.settled:
-            self._pass_settled()
-        if message is None or not (self.epoch and begins):
-            return message
-        return message[0]._replace(epoch=self.epoch), message[1]
-
-    def _next(self) -> tuple[Push, Sequence[Buffer]] | None:
-        index, layout = self.sent, self.layout
-        operation = self.operation if index == self.first and self.key.stream != Stream.BUCKET else None
-        if self.place is not None:
-            return self._push_place(index, self.place, operation)
-        if self._through is not None:
-            if (slot := self._through.take(self.shard)) is not None:
-                return self._push_slot(index, slot, operation), ()
-            if self._staged:  # one of its own slots will be free; others' may wait for this exchange
-                return None
-        self.sent += 1
-        if self._source is None:
-            return Push(self.key, index, self._weight_of(index), False, operation), ()
-        if self._coder is not None:
-            return Push(self.key, index, self._weight_of(index), True, operation), (self._coder.encode(index),)
-        if layout.count == 1:  # then it lies in one piece
-            whole = self._source.data  # type: ignore[union-attr]
-            return Push(self.key, index, self._weight_of(index), True, operation), (whole,)
-        given = self._part(self._source, index, index + 1).data
-        return Push(self.key, index, self._weight_of(index), True, operation), (given,)
-
-    def _push_place(self, index: int, place: Place, operation: Operation | None) -> tuple[Push, Sequence[Buffer]]:
-        count = min(self._run_stop(index) - index, MAX_SLICES)
-        self.sent += count
-        skipped = self.layout.run_bytes(0, index)
-        present, weight = self._source is not None, self._weight_of(index)
-        if place is HERE:
-            assert self._memory is not None
-            return Push(self.key, index, weight, present, operation, count, HERE), (self._memory[skipped:].data,)
-        there, target = Place(place.segment, place.offset + skipped), None
-        if self._region is not None:
-            target = Place(self._region.place.segment, self._region.place.offset + skipped)
-        return Push(self.key, index, weight, present, operation, count, there, 0, target), ()
-
-    def _push_slot(self, index: int, slot: Slot, operation: Operation | None) -> Push:
-        layout, count = self.layout, 1
-        if self.operation.kind in IN_PLACE:
-            count = min(max(SLOT_BYTES // layout.run_bytes(index, index + 1), 1), self._run_stop(index) - index)
-        stop = index + count
-        if self._source is not None:
-            given = self._part(self._source, index, stop)
-            slot.memory[: given.size] = given
-        self.sent = stop
-        self._staged.update(dict.fromkeys(range(index, stop), Staged(slot, index, stop)))
-        weight, present = self._weight_of(index), self._source is not None
-        return Push(self.key, index, weight, present, operation, count, slot.place)
-
-    def _part(self, memory: Source, start: int, stop: int) -> Bytes:
-        """What belongs to the slices from ``start`` up to ``stop`` in memory as long as the exchange."""
-        if not isinstance(memory, np.ndarray):
-            return memory.part(start)
-        first = self.layout.span(start)[0] * self.layout.itemsize
-        return memory[first : first + self.layout.run_bytes(start, stop)]
-
-    def next_cost(self) -> int:
-        """Credit that the next message takes, in bytes, if it travels; else at least as much."""
-        if self.place is None:
-            return self.layout.cost(self.sent)
-        return self.cost(self.sent, min(self._run_stop(self.sent), self.sent + MAX_SLICES))
-
-    def cost(self, start: int, stop: int) -> int:
-        """Credit of the slices from ``start`` up to ``stop``, all in one message, in bytes."""
-        return self.layout.run_cost(start, stop, self.place is not None or start in self._staged, self.start)
-
-    def _run_stop(self, start: int) -> int:
-        """Where the slices end that follow ``start`` and have to be sent."""
-        stop = self.stop
-        if self.settled:
-            stop = min((index for index in self.settled if index >= start), default=stop)
-        if self.heavier:  # one message has one weight
-            weight = self._weight_of(start)
-            stop = next((index for index in range(start, stop) if self._weight_of(index) != weight), stop)
-        return stop
-
-    def _weight_of(self, index: int) -> float:
-        return self.heavier.get(index, self.weight) if self.heavier else self.weight
-
-    def given(self, index: int) -> Contribution:
-        """A copy of what is, or would have been, contributed to slice ``index``."""
-        weight = self._weight_of(index)
-        if self._source is None:
-            return Contribution(weight, None)
-        if self._coder is not None:
-            return Contribution(weight, self._coder.given(index))
-        return Contribution(weight, self._part(self._source, index, index + 1).copy())
-
-    def _pass_settled(self) -> None:
-        while self.sent < self.stop and self.sent in self.settled:
-            self.sent += 1
-
-    def rewind(self) -> int:
-        """What was sent and not answered is void: begin again with it. How many slices that are."""
-        self.write_off()
-        if self._regions is not None:
-            self._find_place()
-        void = sum(index not in self.answered for index in range(self.start, self.sent))
-        self.settled = frozenset(self.answered)
-        self.sent = self.start
-        self._pass_settled()
-        self.first = self.sent
-        return void
-
-    def give_again(self, slices: Iterable[int]) -> None:
-        """These were answered, and have to be given once more all the same."""
-        self.answered.difference_update(slices)
-
-    def takes(self, start: int, stop: int, unasked: bool) -> bool:
-        """Whether a result of the slices from ``start`` up to ``stop`` may come; ``unasked``: before they are sent."""
-        return start not in self.answered and self.start <= start < stop <= (self.stop if unasked else self.sent)
-
-    def settle(self, start: int, stop: int) -> None:
-        """The slices from ``start`` up to ``stop`` have their result: a slot that they passed through may be free."""
-        self.answered.update(range(start, stop))
-        if (staged := self._staged.get(start)) is None:
+        """Begin an exchange: what it gives is sent as credit allows."""
+        layout, bounds = self.table.share(key, operation)
+        if layout.count == 0:
+            waiter.weight, waiter.present = weight, source is not None
+            self.effects.complete(waiter)
             return
-        if all(index in self.answered for index in range(staged.start, staged.stop)):
-            self._free(staged)
-
-    def write_off(self) -> None:
-        """Nothing more will be answered."""
-        for staged in {staged.start: staged for staged in self._staged.values()}.values():
-            self._free(staged)
-
-    def _free(self, staged: Staged) -> None:
-        for index in range(staged.start, staged.stop):
-            del self._staged[index]
-        self._slots.give_back(staged.slot)
-
-    def kept_payload(self, index: int, result: Result, payload: Buffer | None) -> Buffer | None:
-        """The result of slice ``index``, one of those in ``result``, in memory that nobody changes."""
-        if not result.placed:
-            return payload
-        if self._region is not None:
-            return self._part(self._region.memory, index, index + 1).data
-        staged = self._staged[index]
-        skipped = self.layout.run_bytes(staged.start, index)
-        return bytes(staged.slot.memory[skipped : skipped + self.layout.reply_bytes(index, index + 1)])
-
-    def copy_of(self, index: int) -> bytes | None:
-        """What this worker gave to slice ``index``, if that is the result of the others."""
-        if self._source is None or self.operation.kind not in (Kind.BROADCAST, Kind.TRANSFER):
-            return None
-        return self._part(self._source, index, index + 1).tobytes()
-
-    def write(self, result: Result, payload: Buffer | None) -> None:
-        """Put a result where it belongs; where it lies already, nothing is to be done."""
-        destination, layout = self._destination, self.layout
-        if destination is None or self.dropped:
+        identity, inventory, stragglers = self._identity, self.inventory, self._stragglers
+        welcome = identity.membership
+        pool = pool_of(key, identity.member_of(welcome.rank))
+        coder = None
+        if operation.is_lossy:
+            assert isinstance(destination, np.ndarray)
+            assert source is None or isinstance(source, np.ndarray)
+            coder = self._make_coder(key, layout, source, destination, feedback, identity.sifts)
+        what = key, pool, operation, layout, source, destination, weight, waiter, self._channel, self.slots, coder
+        named = operation.kind in WORLD_BOUND or key.stream == Stream.TRANSFER
+        epoch = welcome.epoch if welcome.seats and named else 0
+        regions = inventory.regions if inventory is not None else None
+        if len(bounds) == 2:
+            exchange = Exchange(*what, epoch=epoch, regions=regions, heavier=heavier)
+            if inventory is not None and inventory.begun(exchange, stragglers.came(key)):
+                self.effects.complete(waiter)
+            else:
+                self.shards[0].add(exchange, stragglers.is_over(key))
             return
-        if self._coder is not None:
-            for index in range(result.slice, result.slice + result.slices):
-                self._coder.decode(index, payload)
-            return
-        if result.placed and self._region is not None:
-            payload = self._part(self._region.memory, result.slice, result.slice + result.slices).data
-        elif result.placed:
-            staged = self._staged.get(result.slice)
-            if staged is None:
-                return
-            skipped = layout.run_bytes(staged.start, result.slice)
-            size = layout.reply_bytes(result.slice, result.slice + result.slices)
-            payload = staged.slot.memory[skipped : skipped + size].data
-        start = layout.span(result.slice)[0] * layout.itemsize
-        stop = start + layout.run_bytes(result.slice, result.slice + result.slices)
-        if not isinstance(destination, np.ndarray):
-            destination(start, stop, payload)
-        elif payload is None and self.operation.op is Op.FIRST:
-            self.handle.left_alone = (*self.handle.left_alone, (start, stop))
-        elif payload is None:
-            destination[start:stop] = 0
-        else:
-            destination[start:stop] = np.frombuffer(payload, np.uint8)
+        parts = [(shard, run) for shard, run in enumerate(pairwise(bounds)) if run[0] < run[1]]
+        siblings = Siblings(len(parts))
+        came: list[Unasked] = stragglers.came(key) if inventory is not None else []
+        for shard, run in parts:
+            exchange = Exchange(*what, shard, run, siblings, epoch, regions, heavier)
+            if inventory is None or not inventory.begun(exchange, came):
+                self.shards[shard].add(exchange, stragglers.is_over(key))
+            elif self._part_over(exchange, siblings, None)[0]:
+                self.effects.complete(waiter)
+
+    # ── sending, as credit allows ─────────────────────────────────────────────────────────────────────
 
     @property
-    def done(self) -> bool:
-        """Whether every slice has its result."""
-        return len(self.answered) == self.stop - self.start
+    def may_send(self) -> bool:
+        """Whether `next_push` may have something to give."""
+        return self.shards[0].queue.waiting > 0 or len(self.shards) > 1
 
-    def first_unanswered(self) -> int:
-        """The first slice without a result."""
-        index = self.start
-        while index in self.answered:
-            index += 1
-        return index
+    def next_push(self) -> tuple[Push, Sequence[Buffer], int] | None:
+        """Give the next push that credit allows, and its shard; None if there is none."""
+        turn, shards = self._turn, self.shards
+        for shard in (*shards[turn:], *shards[:turn]) if turn else shards:
+            if not shard.queue.waiting or shard.held:
+                continue
+            push = shard.queue.next(self._identity.membership.credit, partial(self._frontier, shard))
+            if push is not None:
+                self._turn = (shard.number + 1) % len(shards)
+                return *push, shard.number
+        return None
+
+    def _frontier(self, shard: ShardTraffic) -> Exchange | None:
+        """Give the exchange whose next slice is the first in the plan's order that was not answered, if it is ready.
+
+        That is, of the slices that ``shard`` has to do with: the reasons hold for each shard by itself.
+        """
+        rounds = self._rounds
+        assert rounds.plan is not None
+        for index in rounds.open:
+            bucket, waiter = rounds.plan.buckets[index], rounds.pushed.get(index)
+            if bucket.numel == 0 or (waiter is not None and not waiter._open):
+                continue
+            key = ExchangeKey(Stream.BUCKET, rounds.number, index)
+            exchange = shard.exchanges.get(key)
+            if exchange is None and (waiter is not None or not self._concerns(shard.number, key, bucket.operation)):
+                continue
+            if exchange is None or exchange.held_back or exchange.sent == exchange.stop:
+                return None
+            return exchange if exchange.sent == exchange.first_unanswered() else None
+        return None
+
+    def shard_with(self, key: ExchangeKey) -> int | None:
+        """Give the first shard with which an exchange is under way."""
+        return next((shard.number for shard in self.shards if key in shard.exchanges), None)
+
+    def shard_of(self, result: Result) -> int:
+        """Give the shard that the result of a bucket's slice is from."""
+        assert self._rounds.plan is not None
+        operation = self._rounds.plan.buckets[result.key.part].operation
+        return self.table.share(result.key, operation).shard_of(result.slice)
+
+    def _concerns(self, shard: int, key: ExchangeKey, operation: Operation) -> bool:
+        start, stop = self.table.share(key, operation).interval(shard)
+        return start < stop
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything that this worker has begun is not done."""
+        return any(shard.exchanges for shard in self.shards)
+
+    # ── results ───────────────────────────────────────────────────────────────────────────────────────
+
+    def read_unasked(self, payload: Buffer | None, shard: int) -> None:
+        """Count a result that came unasked, and tell ``shard`` from time to time how much was read."""
+        if told := self._stragglers.read(payload, shard):
+            self.effects.add(Tell(Taken(told), shard))
+
+    def lacks_us(self, result: Result) -> bool:
+        """Return true if what this worker gave to the slices of ``result`` does not count."""
+        return bool(result.without) and lacks(result, self._identity.member_id)
+
+    def settling(self, result: Result, shard: int) -> Exchange | None:
+        """Give the exchange that a result is to be written to, before `settled`; None if it is nobody's."""
+        there = self.shards[shard]
+        exchange, stop = there.exchanges.get(result.key), result.slice + result.slices
+        may_be_early = there.held or bool(self._identity.membership.seats)
+        if exchange is None or not exchange.takes(result.slice, stop, may_be_early):
+            return None
+        if self.lacks_us(result):
+            self._stragglers.late = result.key.number
+            self._send_no_more()
+        return exchange
+
+    def _send_no_more(self) -> None:
+        """Send nothing more of the round for which this worker is late: it would not count."""
+        for shard in self.shards:
+            for exchange in shard.exchanges.values():
+                if self._stragglers.is_over(exchange.key):
+                    shard.queue.hold_back(exchange)
+
+    def settled(self, exchange: Exchange, result: Result, payload: Buffer | None, shard: int) -> bool:
+        """Note that a result was written. Return true if more may be sent."""
+        there, waiter = self.shards[shard], exchange.handle
+        if there.exchanges.get(result.key) is not exchange:
+            return False  # it failed meanwhile, in another thread
+        if self.inventory is not None:
+            self.inventory.answered(exchange, result, payload, there.held)
+        there.queue.answered(exchange, result.slice, result.slice + result.slices)
+        waiter.present |= result.present
+        waiter.weight = max(waiter.weight, result.weight)  # slices differ where somebody died in between
+        if result.nonfinite:
+            self._identity.note_not_finite(waiter, result)
+        if exchange.done:
+            del there.exchanges[result.key]
+            done, error = True, None
+            if exchange.siblings is not None:
+                done, error = self._part_over(exchange, exchange.siblings, None)
+            if done:
+                self.effects.complete(waiter, error)
+        return there.queue.waiting > 0
+
+    # ── failures ──────────────────────────────────────────────────────────────────────────────────────
+
+    def fail(self, key: ExchangeKey, error: GradServerError, shard: int) -> None:
+        """Take the word of ``shard`` that an exchange has failed."""
+        there, reason, done = self.shards[shard], error, True
+        exchange = there.exchanges.pop(key, None)
+        self._fail_held_back(key, error)
+        if exchange is None:
+            return
+        there.queue.write_off(exchange)
+        if exchange.siblings is not None:
+            done, verdict = self._part_over(exchange, exchange.siblings, error)
+            reason = verdict or error
+        elif isinstance(error, AbandonedError):
+            reason = error.when_nothing_failed()
+        if self.inventory is not None and not is_state(key):
+            self.inventory.retained.failed(key, isinstance(reason, MembershipChangedError))
+        if done:
+            self.effects.complete(exchange.handle, reason)
+
+    def _fail_held_back(self, key: ExchangeKey, error: GradServerError) -> None:
+        """Fail the rest of a round for which this worker is late, of which it may hear no more."""
+        if key.stream != Stream.BUCKET or not self._identity.membership.late or key.number < self._rounds.number:
+            return
+        self._stragglers.failures.setdefault(key.number, error)
+        for shard in self.shards:
+            lost = [e for e in shard.exchanges.values() if e.held_back and e.key.number == key.number]
+            for exchange in lost:
+                del shard.exchanges[exchange.key]
+                shard.queue.write_off(exchange)
+                self.effects.complete(exchange.handle, error)
+
+    def fail_states(self, error: GradServerError, before: int) -> None:
+        """Fail transfers of states with a lower number than ``before``."""
+        here = [(key, shard.number) for shard in self.shards for key in shard.exchanges if is_state(key)]
+        for key, number in here:
+            if key.part < STATE_TAG + before:
+                self.fail(key, error, number)
+
+    def _part_over(
+        self, part: Exchange, siblings: Siblings, error: GradServerError | None
+    ) -> tuple[bool, GradServerError | None]:
+        """End one shard's part of an exchange. Return whether all of it has ended, and with which error.
+
+        What has failed at one shard is sent to the others no more. Credit there is free when they have answered, or
+        have found out that somebody else has given it up too. The caller is told at once, unless something may
+        still be written to its memory.
+        """
+        siblings.left -= 1
+        if isinstance(error, AbandonedError):
+            siblings.verdict = error.when_nothing_failed()
+        elif error is not None and siblings.error is None:
+            siblings.error = error
+            for shard in self.shards:
+                other = shard.exchanges.get(part.key)
+                if other is not None and shard.queue.drop(other):
+                    del shard.exchanges[part.key]
+                    siblings.left -= 1
+        waits = any(
+            other.place is not None for shard in self.shards if (other := shard.exchanges.get(part.key)) is not None
+        )
+        failed = siblings.error is not None and not waits
+        return siblings.left == 0 or failed, siblings.error or siblings.verdict
+
+    def void(self, part: Exchange) -> None:
+        """End a part that was given up, and that nobody will answer."""
+        assert part.siblings is not None
+        del self.shards[part.shard].exchanges[part.key]
+        done, error = self._part_over(part, part.siblings, None)
+        if done:
+            self.effects.complete(part.handle, error)
+
+    # ── its end ───────────────────────────────────────────────────────────────────────────────────────
+
+    def send_nothing(self) -> None:
+        """Send nothing of what is under way any more."""
+        for shard in self.shards:
+            shard.queue.clear()
+
+    def waiting(self) -> list[Waiter]:
+        """List what waits for anything that is under way."""
+        return [exchange.handle for shard in self.shards for exchange in shard.exchanges.values()]
+
+    def give_up(self) -> list[Waiter]:
+        """Forget all that is under way, and give what waits for it."""
+        waiting = self.waiting()
+        for shard in self.shards:
+            shard.exchanges.clear()
+            shard.queue.clear()
+        if self.inventory is not None:
+            self.inventory.forget()
+        return waiting

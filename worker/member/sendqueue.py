@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import ExchangeKey, Pool
 from gradserver.protocol.messages import Push
-from gradserver.worker.member.exchanges import Exchange
+from gradserver.worker.member.exchange import Exchange
 
 
 class SendQueue:

@@ -1,40 +1,141 @@
-"""What comes unasked to a worker: it keeps that until it comes to these rounds, and says how much it has read."""
+"""A member's part in a group that does not wait for everybody: results that it has not asked for, and late gradients.
+
+    result                                      what happens
+    ──────────────────────────────────────────  ─────────────────────────────────────────────────────────────────
+    of a bucket that it has yet to come to      kept in the backlog; when the bucket is pushed, it is there
+    … and there is no room                      LeftOutError: it has to join again
+    in which what it gave does not count        nothing more of this round is sent, whose other results come unasked
+    … and late contributions are to be kept     what it gave to these slices is added to what it gives next
+    … and it is not finite                      it is forgotten, unless that halts the group
+
+When the round fails, that is told for one of its buckets at least, and then holds for all.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Final
+
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.errors import LeftOutError
-from gradserver.protocol.exchange import unasked_cost
+from gradserver.protocol.errors import GradServerError, LeftOutError
+from gradserver.protocol.exchange import ExchangeKey, Op, Stream, unasked_cost
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.messages import Result
-from gradserver.worker.member.backlog import Backlog
+from gradserver.protocol.plan import Plan
+from gradserver.worker.member.backlog import Backlog, room_for
+from gradserver.worker.member.carryover import CarryOver, Contribution, is_finite
+from gradserver.worker.member.effects import Warn
+from gradserver.worker.member.exchange import Exchange
+from gradserver.worker.member.identity import Identity
+from gradserver.worker.member.learner import Stage
+from gradserver.worker.member.rounds import Rounds
 
-_TOLD_BYTES = 1 * MIB
+_TOLD_BYTES: Final = 1 * MIB
 """So much is read before a data shard is told of it."""
+
+_CHRONIC_ROUNDS: Final = 8
+"""In a row, after which a worker that is late is told what that means."""
 
 
 class Read:
-    """How much was read of what each data shard has sent. Not safe to share: the session's lock guards it."""
+    """Bytes that were read of what each data shard has sent. Not safe to share: the session's lock guards it."""
 
     def __init__(self) -> None:
         self._untold: dict[int, int] = {}
 
     def more(self, shard: int, payload: Buffer | None) -> int:
-        """One more result was read; gives what ``shard`` is to be told, 0 for nothing yet."""
+        """Count one more result, and give what ``shard`` is to be told; 0 for nothing yet."""
         untold = self._untold.get(shard, 0) + unasked_cost(payload)
         self._untold[shard] = 0 if untold >= _TOLD_BYTES else untold
         return untold if untold >= _TOLD_BYTES else 0
 
 
 def lacks(result: Result, seat: int) -> bool:
-    """Whether what ``seat`` gives to these slices does not count."""
+    """Return true if what ``seat`` gives to these slices does not count."""
     return bool(result.without) and seat in result.without
 
 
 def overrun(backlog: Backlog, number: int, others: int, rank: int) -> LeftOutError:
-    """What to raise when there is no room for results of round ``others`` at a worker in round ``number``."""
+    """Make the error for a worker in round ``number`` that has no room for results of round ``others``."""
     return LeftOutError(
         f"this worker is late for round {number}, while the others are in round {others}: more than "
         f"{backlog.limit / MIB:g} MiB of results wait for it. It has to join again",
         rank=rank,
     )
+
+
+class Stragglers:
+    """Results that come before their bucket, and gradients that come after it. The session's lock guards it.
+
+    Attributes:
+        backlog: results of buckets that this worker has yet to push.
+        carry: what did not count, and is added to what this worker gives next.
+        failures: what made a round fail that this worker is in, or has yet to come to; by round.
+        late: the last round in which something of this worker did not count.
+    """
+
+    def __init__(self, identity: Identity, rounds: Rounds) -> None:
+        self.backlog = Backlog()
+        self.carry = CarryOver()
+        self.failures: dict[int, GradServerError] = {}
+        self.late = -1
+        self._identity = identity
+        self._rounds = rounds
+        self._read = Read()
+        self._late_rounds = 0
+        """For how many rounds in a row it was late."""
+
+    def expect(self, plan: Plan, slices: Sequence[int], kept: Collection[int] = ()) -> None:
+        """Take what comes unasked as ``plan``'s, whose buckets have so many slices. Buckets ``kept`` are as before."""
+        self.backlog = Backlog(room_for(plan.nbytes), slices, [section.parts for section in plan.each])
+        self.carry.forget(kept)
+        self.failures.clear()
+
+    def read(self, payload: Buffer | None, shard: int) -> int:
+        """Count a result that came unasked, and give the bytes that ``shard`` is to be told of; 0 for none yet."""
+        return self._read.more(shard, payload)
+
+    def keep(self, result: Result, payload: Buffer | None) -> bool:
+        """Keep a result for what has not begun; false if there is no room. What has ended is nobody's any more."""
+        key, rounds = result.key, self._rounds
+        to_come = key.number > rounds.number or (key.number == rounds.number and key.part not in rounds.pushed)
+        if key.stream != Stream.BUCKET or not self._identity.membership.seats or not to_come:
+            return True
+        return self.backlog.put(result, payload)
+
+    def came(self, key: ExchangeKey) -> list[tuple[Result, Buffer | None]]:
+        """Hand over what has come of a bucket before it has begun."""
+        return self.backlog.take(key.number, key.part) if key.stream == Stream.BUCKET else []
+
+    def is_over(self, key: ExchangeKey) -> bool:
+        """Return true if nothing that is sent for ``key`` would count any more."""
+        return key.stream == Stream.BUCKET and key.number == self.late
+
+    def keeps(self, exchange: Exchange) -> bool:
+        """Return true if what this worker gave to ``exchange`` is to count later where it does not now."""
+        if self._identity.stage is Stage.OBSERVING:  # it was not to count
+            return False
+        is_mean = exchange.operation.op is Op.MEAN and exchange.weight > 0
+        return self._identity.membership.late == "keep" and is_mean
+
+    def keep_own(self, exchange: Exchange, given: Sequence[tuple[int, Contribution]]) -> None:
+        """Keep what this worker gave to some slices, and does not count there."""
+        for index, contribution in given:
+            if self._identity.membership.nonfinite != "halt" and not is_finite(contribution, exchange.operation.dtype):
+                continue  # what is not finite would spoil the next round, too
+            self.carry.put(exchange.key.part, index, contribution)
+
+    def finish(self) -> tuple[bool, Warn | None]:
+        """Note that a round is over. Return true if this worker was late and what it gave is kept; and what to say."""
+        number, here, warning = self._rounds.number, self._identity.membership, None
+        self.failures.pop(number, None)
+        was_late = self.late == number and self._identity.stage is not Stage.OBSERVING
+        self._late_rounds = self._late_rounds + 1 if was_late else 0
+        if self._late_rounds and self._late_rounds % _CHRONIC_ROUNDS == 0:
+            what = "is added to what it gives next" if here.late == "keep" else "is forgotten"
+            warning = Warn(
+                "group %r: this worker, rank %d, was late for %d rounds in a row. What it gave too late %s; if it "
+                "stays this slow, give it smaller batches, or the others more time (--grace)",
+                (here.group, here.rank, self._late_rounds, what),
+            )
+        return was_late and here.late == "keep", warning

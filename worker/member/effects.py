@@ -1,0 +1,69 @@
+"""What a member wants done. The session carries it out in this order, without its lock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.messages import Message
+from gradserver.worker.member.waiter import Waiter
+
+
+class Complete(NamedTuple):
+    """Something that a caller waits for is done, or has failed with ``error``."""
+
+    waiter: Waiter
+    error: GradServerError | None = None
+
+
+class Tell(NamedTuple):
+    """Something is to be said to a data shard; it is of no use once the connection has ended."""
+
+    message: Message
+    shard: int = 0
+
+
+class Lose(NamedTuple):
+    """The membership ends with ``error``."""
+
+    error: GradServerError
+
+
+class Warn(NamedTuple):
+    """Something is to be in the log: a text with places for ``arguments``."""
+
+    text: str
+    arguments: tuple[object, ...]
+
+
+Effect = Complete | Tell | Lose | Warn
+
+
+class Effects:
+    """Effects that are to be carried out. Not safe to share: the session's lock guards it.
+
+    Attributes:
+        pending: those that nobody has taken yet.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[Effect] = []
+
+    def complete(self, waiter: Waiter, error: GradServerError | None = None) -> None:
+        """Have the caller of ``waiter`` go on."""
+        self.pending.append(Complete(waiter, error))
+
+    def complete_all(self, waiters: Iterable[Waiter]) -> None:
+        """Have the callers of ``waiters`` go on."""
+        self.pending += [Complete(waiter) for waiter in waiters]
+
+    def add(self, effect: Effect | None) -> None:
+        """Have ``effect`` carried out, if there is one."""
+        if effect is not None:
+            self.pending.append(effect)
+
+    def take(self) -> list[Effect]:
+        """Hand over what is to be carried out."""
+        taken, self.pending = self.pending, []
+        return taken

@@ -1,0 +1,76 @@
+"""This worker's place in its group, as the coordinator has told it."""
+
+from __future__ import annotations
+
+from gradserver.protocol.errors import MalformedMessageError, UsageError
+from gradserver.protocol.messages import Membership, Result, Welcome
+from gradserver.worker.member.learner import Stage
+from gradserver.worker.member.waiter import NotFinite, Waiter
+
+
+class Identity:
+    """Membership and stage of one worker. Not safe to share: the session's lock guards what is written.
+
+    Attributes:
+        welcome: the last thing that the coordinator told of the group's members; None before it has let this worker in.
+        stage: whether this worker is a member yet.
+        sifts: whether gradients that are not finite are left out, or their rounds skipped.
+    """
+
+    def __init__(self) -> None:
+        self.welcome: Welcome | None = None
+        self.stage = Stage.MEMBER
+        self.sifts = False
+
+    @property
+    def membership(self) -> Welcome:
+        """Members of the group, and which of them this worker is."""
+        if self.welcome is None:
+            raise UsageError("this worker has not joined a group yet")
+        return self.welcome
+
+    @property
+    def member_id(self) -> int:
+        """Id by which exchanges know this worker."""
+        return self.member_of(self.membership.rank)
+
+    def member_of(self, rank: int) -> int:
+        """Give the member id of ``rank``. It is the rank where membership is fixed."""
+        seats = self.membership.seats
+        return seats[rank] if seats else rank
+
+    def take(self, welcome: Welcome) -> None:
+        """Take the coordinator's word that this worker is let in."""
+        self.welcome = welcome
+        self.sifts = welcome.nonfinite in ("leave-out", "skip")
+        self.stage = Stage.JOINING if welcome.joins else Stage.MEMBER
+
+    def check(self, news: Membership) -> None:
+        """Raise MalformedMessageError if ``news`` cannot be a membership of this worker."""
+        seats, rank = self.membership.seats, self.membership.rank
+        if not seats or seats[rank] not in news.seats or len(news.names) != len(news.seats):
+            raise MalformedMessageError(f"a Membership of seats {news.seats[:16]} for {len(news.names)} names")
+
+    def note_not_finite(self, waiter: Waiter, result: Result) -> None:
+        """Note for ``waiter`` that some members gave what is not finite to the slices of ``result``."""
+        own, before = self.member_id in result.nonfinite, waiter.not_finite
+        waiter.not_finite = NotFinite(own or (before is not None and before.own), self.membership.nonfinite == "skip")
+
+    def not_yet(self, what: str) -> UsageError:
+        """Make the error for a call that this worker's stage does not allow."""
+        if self.stage is Stage.JOINING:
+            return UsageError(
+                f"this worker {self.stage.value}, and cannot {what} before it has the state of the others: wrap model "
+                f"and optimizer in gradserver.Job, or call Worker.enter"
+            )
+        return UsageError(f"this worker {self.stage.value}: it can {what} when that round is over")
+
+
+def check_welcome(message: Welcome) -> None:
+    """Raise MalformedMessageError if ``message`` contradicts itself."""
+    if not 0 <= message.rank < len(message.names):
+        raise MalformedMessageError(f"a Welcome as rank {message.rank} of {len(message.names)}")
+    if message.seats and len(message.seats) != len(message.names):
+        raise MalformedMessageError(f"a Welcome with {len(message.seats)} seats for {len(message.names)}")
+    if message.shards and (len(message.rates) != len(message.shards) + 1 or not any(message.rates)):
+        raise MalformedMessageError(f"a Welcome with {len(message.shards) + 1} data shards, and rates {message.rates}")

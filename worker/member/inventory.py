@@ -1,0 +1,117 @@
+"""What a member of a durable group holds, so that a coordinator that comes back can hand it on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.exchange import PERSONAL, PORTIONED, ROOTED, ExchangeKey, Kind, Stream, gets, is_state
+from gradserver.protocol.messages import Result
+from gradserver.protocol.resuming import Span, State
+from gradserver.worker.member.exchange import Exchange
+from gradserver.worker.member.identity import Identity
+from gradserver.worker.member.regions import Regions
+from gradserver.worker.member.retained import Kept, Retained, runs
+from gradserver.worker.member.sendqueue import ShardTraffic
+
+
+class Inventory:
+    """Results that one member keeps. Not safe to share: the session's lock guards it.
+
+    Attributes:
+        retained: results, by slice.
+        regions: where in shared memory results are written.
+    """
+
+    def __init__(self, identity: Identity, regions: Regions) -> None:
+        self.retained = Retained(identity.membership.credit)
+        self.regions = regions
+        self._identity = identity
+
+    def forget(self) -> None:
+        """Keep nothing any more: the membership has ended."""
+        self.retained = Retained(0)
+        self.regions.forget()
+
+    def answered(self, exchange: Exchange, result: Result, payload: Buffer | None, is_held: bool) -> None:
+        """Keep a result; ``is_held`` if nothing is pushed to its shard."""
+        slices, shard = range(result.slice, result.slice + result.slices), exchange.shard
+        if result.key.stream == Stream.BUCKET:
+            for index in slices:
+                self.retained.keep_slice(index, Kept(result, exchange.kept_payload(index, result, payload), shard))
+            return
+        if is_state(result.key):
+            return  # which is void when a recovery begins
+        for index in slices:
+            own = result._replace(slice=index, slices=1, placed=False)
+            cost = exchange.layout.cost(index)
+            if self._gets(exchange, index):
+                self.retained.keep_past(Kept(own, exchange.kept_payload(index, result, payload), shard), cost)
+            elif (given := exchange.copy_of(index)) is not None:
+                self.retained.keep_past(Kept(own._replace(present=True), given, shard), cost)
+            elif exchange.operation.kind not in PORTIONED and is_held:
+                self.retained.pass_on(Kept(own._replace(present=False), None, shard))
+        if len(exchange.answered) + result.slices == exchange.stop - exchange.start:
+            self.retained.over(result.key, self._of_others(exchange), shard)
+
+    def early(self, result: Result, payload: Buffer | None, shard: int) -> None:
+        """Keep the result of a bucket that is not begun, until it is."""
+        if result.key.stream == Stream.BUCKET and result.slices == 1 and not result.placed:
+            self.retained.keep_slice(result.slice, Kept(result, payload, shard))
+
+    def begun(self, exchange: Exchange, came: Iterable[tuple[Result, Buffer | None]]) -> bool:
+        """Give a bucket, or a shard's part of it, what came before it had begun. Return true if that was all."""
+        if exchange.key.stream != Stream.BUCKET:
+            return False
+        for result, payload in came:
+            if exchange.start <= result.slice < exchange.stop:
+                self.early(result, payload, exchange.shard)
+        for index, (result, payload, _) in self.retained.of_bucket(exchange.key).items():
+            if not exchange.start <= index < exchange.stop:
+                continue
+            exchange.write(result, payload)
+            exchange.settle(index, index + 1)
+            exchange.handle.present |= result.present
+            exchange.handle.weight = max(exchange.handle.weight, result.weight)
+            if result.nonfinite:
+                self._identity.note_not_finite(exchange.handle, result)
+        if exchange.answered:
+            exchange.rewind()
+        return exchange.done
+
+    def spans(self, shard: ShardTraffic) -> list[Span]:
+        """List what is held of a shard's slices, and what is lacking."""
+        return [*self.retained.spans(shard.number), *self._lacking(shard)]
+
+    def _lacking(self, shard: ShardTraffic) -> Iterator[Span]:
+        """List collectives and transfers that were begun and have no result."""
+        for key, exchange in shard.exchanges.items():
+            if key.stream == Stream.BUCKET or exchange.dropped:
+                continue
+            exchange.give_again(self._of_others(exchange))
+            open_ones = (index for index in range(exchange.start, exchange.stop) if index not in exchange.answered)
+            layout = exchange.layout
+            yield from runs(
+                Span(State.LACKING, key, index, index + 1, (), layout.nbytes(index) * layout.replies)
+                for index in open_ones
+            )
+
+    def _gets(self, exchange: Exchange, index: int) -> bool:
+        """Return true if this member's result of a slice is what others' is."""
+        operation, key = exchange.operation, exchange.key
+        me = self._identity.membership.rank
+        if operation.kind in PORTIONED:
+            return False
+        if operation.kind in ROOTED or operation.kind is Kind.TRANSFER:
+            me = self._identity.member_of(me)
+        return operation.kind is Kind.BARRIER or gets(operation, me, key, exchange.layout.owner(index))
+
+    def _of_others(self, exchange: Exchange) -> list[int]:
+        """List slices of which only others get bytes."""
+        if exchange.operation.kind not in PERSONAL:
+            return []
+        return [index for index in range(exchange.start, exchange.stop) if not self._gets(exchange, index)]
+
+    def of_round(self, key: ExchangeKey) -> int:
+        """Count the slices that are held of this very round of a bucket."""
+        return len(self.retained.of_bucket(key))

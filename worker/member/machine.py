@@ -1,0 +1,277 @@
+"""A member: what it has begun, what it may send, and what becomes of it.
+
+Each method takes one event, and leaves what follows from it in `Member.effects`. Its caller holds the session's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from gradserver.protocol.buffer import Buffer, Bytes
+from gradserver.protocol.channel import Channel
+from gradserver.protocol.errors import (
+    OutOfStepError,
+    WorkerLostError,
+)
+from gradserver.protocol.exchange import (
+    ExchangeKey,
+    Operation,
+    Stream,
+)
+from gradserver.protocol.limits import MAX_TEXT, SLICE_BYTES
+from gradserver.protocol.messages import Leave, Membership, Ready, Result, RoundDone, Transfer, Welcome
+from gradserver.protocol.plan import Plan
+from gradserver.worker.member.effects import Effects, Lose, Tell
+from gradserver.worker.member.exchange import NO_SLICES, Exchange
+from gradserver.worker.member.exchanges import NOT_SENT, Exchanges, MakeCoder
+from gradserver.worker.member.identity import Identity, check_welcome
+from gradserver.worker.member.learner import Learner, Stage
+from gradserver.worker.member.rounds import NO_BUCKETS, Rounds
+from gradserver.worker.member.sendqueue import ShardTraffic
+from gradserver.worker.member.stragglers import Stragglers, overrun
+from gradserver.worker.member.waiter import Waiter
+
+
+class Member:
+    """One member of one group. Not safe to share: the session's lock guards it.
+
+    Args:
+        channel: it says where memory lies that the coordinator sees too.
+        make_coder: makes what encodes a lossy exchange.
+
+    Attributes:
+        effects: what is to be carried out.
+        identity: its place in the group.
+        rounds: the round that it is in.
+        learner: what a worker that joins was told.
+        stragglers: results that come before their bucket, and gradients that come after it.
+        exchanges: what it has under way.
+    """
+
+    def __init__(self, channel: Channel, make_coder: MakeCoder) -> None:
+        self.effects = Effects()
+        self.identity = Identity()
+        self.rounds = Rounds(self.identity)
+        self.learner = Learner()
+        self.stragglers = Stragglers(self.identity, self.rounds)
+        what = self.effects, self.identity, self.rounds, self.stragglers
+        self.exchanges = Exchanges(*what, channel, make_coder)
+
+    # ── memberships and plans ─────────────────────────────────────────────────────────────────────────
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """Begin with what the coordinator says when it lets this worker in."""
+        check_welcome(welcome)
+        self.identity.take(welcome)
+        self.rounds.announced.welcomed(welcome.epoch)
+        self.exchanges.welcomed(welcome)
+
+    def membership_told(self, news: Membership) -> None:
+        """Take note of a membership that is in force later."""
+        self.identity.check(news)
+        self.effects.complete_all(self.rounds.announced.add(news))
+
+    def round_done(self, done: RoundDone) -> None:
+        """Take note that a round is over for all."""
+        learner, me = self.learner, self.identity.member_id
+        before = learner.transfer
+        waiting = [*self.rounds.announced.round_done(done), *learner.heard(done, me)]
+        if before is not None and (latest := learner.transfer) is not None and latest is not before:
+            # The member that was to send the state before cannot, and nobody says more.
+            self.exchanges.fail_states(WorkerLostError(NOT_SENT), latest.number)
+        self.effects.complete_all(waiting)
+
+    def entered(self, number: int) -> None:
+        """Take note of the first round to which this worker contributes."""
+        self.effects.complete_all(self.learner.entered(number))
+
+    def agreed(self, plan: Plan, kept: Collection[int], first: int) -> None:
+        """Go by ``plan`` from round ``first`` on. Buckets ``kept`` were there before."""
+        if first != self.rounds.number:
+            self.exchanges.forget_collectives()
+        self.rounds.go_by(plan, first)
+        self.exchanges.agreed(plan, kept)
+
+    def adopt(self, epoch: int, ended: int) -> Membership | None:
+        """Go by the membership ``epoch`` from now on, behind round ``ended``; give it if it is a new one."""
+        identity = self.identity
+        news, welcome = self.rounds.announced.take(epoch, ended), identity.membership
+        if news is None:
+            return None
+        rank = news.seats.index(welcome.seats[welcome.rank])
+        new = set(news.seats).difference(() if identity.stage is Stage.ENTERED else welcome.seats)
+        identity.welcome = replace(welcome, rank=rank, epoch=epoch, names=news.names, seats=news.seats)
+        identity.stage = Stage.MEMBER
+        self.exchanges.adopt(news, new)
+        return news
+
+    # ── a learner ─────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this worker contributes, or was told that it is to."""
+        return self.learner.round is not None or self.identity.stage in (Stage.ENTERED, Stage.MEMBER)
+
+    def next_instruction(self, seen: int) -> tuple[Transfer, int | None] | None:
+        """Give the next transfer after number ``seen``, or the first round to contribute to; None if there is none."""
+        transfer, number = self.learner.transfer, self.learner.round
+        if number is not None and transfer is not None:
+            self.identity.stage, self.rounds.number = Stage.ENTERED, number
+            return transfer, number
+        if transfer is not None and transfer.number > seen:
+            return transfer, None
+        return None
+
+    def is_outgrown(self, transfer: Transfer) -> bool:
+        """Return true if the state of ``transfer`` is too old to begin with."""
+        return self.learner.behind or self.learner.transfer is not transfer
+
+    def observe(self) -> None:
+        """Begin with the state that is here, while the others go on."""
+        self.identity.stage, self.rounds.number = Stage.OBSERVING, self.learner.begins
+        self.stragglers.backlog.forget(self.rounds.number)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether this worker has yet to catch up with a round that is over."""
+        return self.identity.stage is Stage.OBSERVING and self.stragglers.backlog.has(self.rounds.number)
+
+    def caught_up(self) -> Ready | None:
+        """Give what is to be said if this worker has caught up and has not said so."""
+        learner = self.learner
+        if self.identity.stage is not Stage.OBSERVING or learner.ready or learner.transfer is None or self.has_next:
+            return None
+        learner.ready = True
+        return Ready(learner.transfer.number)
+
+    # ── rounds ────────────────────────────────────────────────────────────────────────────────────────
+
+    def enter_round(self, index: int) -> ExchangeKey:
+        """Check that bucket ``index`` may be pushed, and give its exchange."""
+        identity, rounds = self.identity, self.rounds
+        if identity.stage is not Stage.MEMBER:
+            self._enter_as_learner()
+        rounds.check_push(index)
+        return ExchangeKey(Stream.BUCKET, rounds.number, index)
+
+    def _enter_as_learner(self) -> None:
+        identity, first = self.identity, self.learner.round
+        if identity.stage is Stage.JOINING:
+            raise identity.not_yet("exchange gradients")
+        if identity.stage is Stage.OBSERVING:
+            if first is not None and self.rounds.number >= first:
+                identity.stage = Stage.ENTERED
+            else:
+                self.stragglers.late = self.rounds.number  # so nothing of it is sent
+
+    def push(
+        self, key: ExchangeKey, operation: Operation, data: Bytes, weight: float, present: bool, waiter: Waiter
+    ) -> list[tuple[Result, Buffer | None, int]]:
+        """Begin a bucket. Give results that have come before, each with its shard, which are to be settled."""
+        rounds, stragglers, index = self.rounds, self.stragglers, key.part
+        if stragglers.failures and (failure := stragglers.failures.get(key.number)) is not None:
+            rounds.pushed[index] = waiter
+            self.effects.complete(waiter, failure)
+            return []
+        heavier = NO_SLICES
+        if weight > 0 and stragglers.carry.has(index):
+            if not present:
+                data[:], present = 0, True
+            layout, _ = self.exchanges.table.share(key, operation)
+            heavier = stragglers.carry.add_to(index, data, weight, layout, operation.dtype, self.identity.sifts)
+        source = data if present and weight > 0 else None
+        feedback = self.exchanges.feedback_of(index, operation) if source is not None and operation.is_lossy else None
+        self.exchanges.begin(key, operation, source, data, weight, waiter, feedback, heavier)
+        rounds.pushed[index], rounds.weight = waiter, weight
+        if not (came := stragglers.came(key)):
+            return []
+        return [(result, payload, self.exchanges.shard_of(result)) for result, payload in came]
+
+    def is_read_by_the_caller(self, operation: Operation) -> bool:
+        """Whether the caller has pushed the last bucket of a round, and a small one: it waits for the results next.
+
+        It reads them itself then, a switch of threads sooner. If it does something else before, the socket keeps them.
+        In a durable group they are read at once, as a member that has them says so after a restart of the coordinator.
+        """
+        if len(self.rounds.pushed) < len(self.rounds.open) or self.exchanges.inventory is not None:
+            return False
+        is_small = operation.numel * operation.dtype.itemsize <= SLICE_BYTES
+        is_member = self.identity.stage is Stage.MEMBER
+        return is_small and is_member and not any(shard.queue.waiting for shard in self.exchanges.shards)
+
+    def finish_round(self, is_elastic: bool) -> bool:
+        """Go on to the next round. Return true if this worker was late, and what it gave counts in a later one."""
+        rounds, stragglers = self.rounds, self.stragglers
+        rounds.pushed.clear()
+        rounds.open = NO_BUCKETS
+        is_kept, warning = stragglers.finish()
+        self.effects.add(warning)
+        rounds.number += 1
+        stragglers.backlog.forget(rounds.number)
+        if is_elastic:
+            self.exchanges.forget_collectives()
+        return is_kept
+
+    # ── results ───────────────────────────────────────────────────────────────────────────────────────
+
+    def heard(self, result: Result, payload: Buffer | None, shard: int) -> Exchange | None:
+        """Take a result that has come from ``shard``; give the exchange to write it to, if there is one."""
+        if result.over:
+            self.effects.complete_all(self.rounds.announced.ended(result.key.number))
+        there = self.exchanges.shards[shard]
+        exchange = there.exchanges.get(result.key)
+        if exchange is None:
+            self._heard_early(result, payload, there)
+            return None
+        if not there.held and (result.slice + result.slices > exchange.sent or self.exchanges.lacks_us(result)):
+            self.exchanges.read_unasked(payload, shard)
+        return self.exchanges.settling(result, shard)
+
+    def _heard_early(self, result: Result, payload: Buffer | None, there: ShardTraffic) -> None:
+        """Take the result of what has not begun."""
+        if self.exchanges.inventory is not None and there.held:
+            self.exchanges.inventory.early(result, payload, there.number)
+            return
+        has_room = self.stragglers.keep(result, payload)
+        if not there.held:
+            self.exchanges.read_unasked(payload, there.number)
+        if not has_room:
+            self._overrun(result.key.number)
+
+    def _overrun(self, number: int) -> None:
+        """There is no room for a result of round ``number``."""
+        identity, rounds = self.identity, self.rounds
+        if identity.stage is Stage.JOINING:
+            self.learner.behind = True
+            if rounds.plan is not None:
+                self.exchanges.expect(rounds.plan)  # what has come is of no use, and takes room
+            return
+        error = overrun(self.stragglers.backlog, rounds.number, number, identity.membership.rank)
+        self.effects.add(Tell(Leave(error.message[:MAX_TEXT], True)))
+        self.effects.add(Lose(error))
+
+    def idle(self) -> bool:
+        """Whether no results are due, and none come unasked: a worker that may be late reads them all the time."""
+        identity = self.identity
+        if identity.stage is Stage.OBSERVING:
+            return False
+        if identity.stage is Stage.JOINING and self.learner.transfer is not None:
+            return False
+        return not identity.membership.late and not self.exchanges.is_busy
+
+    # ── its end ───────────────────────────────────────────────────────────────────────────────────────
+
+    def give_up(self) -> list[Waiter]:
+        """Forget all that is under way, and give what waits for it."""
+        return [*self.exchanges.give_up(), *self.rounds.announced.give_up(), *self.learner.give_up()]
+
+    def check_state(self, transfer: Transfer) -> None:
+        """Raise WorkerLostError if this learner is to take another state than that of ``transfer``."""
+        if self.learner.transfer is not None and self.learner.transfer.number > transfer.number:
+            raise WorkerLostError(NOT_SENT)
+
+    def check_can_propose(self) -> None:
+        """Raise OutOfStepError if a round is open: a new plan has to wait."""
+        if self.rounds.pushed:
+            raise OutOfStepError(f"round {self.rounds.number} is not finished: a new plan has to wait until it is")

@@ -1,0 +1,152 @@
+"""A member's part in a recovery: it says what it holds, and begins anew with what has no result.
+
+`gradserver.protocol.resuming` has the conversation. In it this member is, for each data half:
+
+    state     event                       next      what happens
+    ────────  ──────────────────────────  ────────  ───────────────────────────────────────────────────────────────
+    FLOWING   the connection breaks       HELD      nothing is pushed
+    any       Resumed                     HELD      Holding: each slice that it keeps the result of
+    any       … at one of several halves  HELD      the same, when both it and the primary have said so
+    HELD      Fetch                       HELD      Held: such a result
+    HELD      Result                      HELD      as any other; also if nothing was pushed, or not even begun
+    HELD      Standing of that Resumed    FLOWING   what is begun and unanswered is pushed from the beginning
+    HELD      Standing of an earlier one  HELD      nothing
+"""
+
+from __future__ import annotations
+
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import GradServerError, MalformedMessageError
+from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.limits import MAX_COUNTER
+from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, pack_spans
+from gradserver.worker.member.inventory import Inventory
+from gradserver.worker.member.machine import Member
+from gradserver.worker.member.sendqueue import ShardTraffic
+
+
+class Recovery:
+    """One member's recoveries, one after the other. Not safe to share: the session's lock guards it.
+
+    Attributes:
+        generation: the latest that the primary has told of.
+        again: slices that are pushed another time.
+    """
+
+    def __init__(self, member: Member, inventory: Inventory) -> None:
+        self.generation = -1
+        self.again = 0
+        self._member = member
+        self._inventory = inventory
+        self._heard: dict[int, int] = {}
+        """The latest generation that each shard has told of."""
+        self._said: dict[int, int] = {}
+        """The generation for which each shard was told what this member holds."""
+        self._stands_at = -1, 0, 0.0, -1
+        """What all shards are told alike: generation, round, weight in it, and section of the round before."""
+
+    def suspend(self) -> None:
+        """Push nothing, until it is known what counts."""
+        for shard in self._member.exchanges.shards:
+            shard.held = True
+
+    def resume(self, serves: bool) -> Resume:
+        """Begin on a new connection; give what is said first there. ``serves`` if this member can send its state."""
+        self._heard.clear()
+        self._said.clear()
+        rounds, welcome = self._member.rounds, self._member.identity.membership
+        plan = rounds.plan.hash if rounds.plan is not None else ""
+        epoch = rounds.announced.latest
+        return Resume(welcome.group, welcome.seats[welcome.rank], welcome.token, epoch, plan, serves)
+
+    def hold(self, shard: ShardTraffic) -> None:
+        """Push nothing to ``shard``, or to none if it is the primary: what was pushed and is unanswered is void."""
+        if shard.number > 0:
+            shard.held = True
+        else:
+            self.suspend()
+
+    def void_states(self, error: GradServerError) -> None:
+        """Fail transfers of states: the worker that was to have one begins anew."""
+        self._member.exchanges.fail_states(error, MAX_COUNTER)
+
+    def resumed(self, generation: int, shard: int) -> None:
+        """Take note that a recovery has begun at ``shard``."""
+        self._heard[shard] = generation
+        if shard == 0:
+            self.generation = generation
+
+    def restate(self) -> None:
+        """Count from now on what is pushed again."""
+        self.again = 0
+
+    def holding(self, shard: ShardTraffic) -> tuple[Holding, bytes] | None:
+        """Give what this member holds of a shard's slices; None if that was said, or is not to be said yet.
+
+        It is said when nothing is on its way any more that the shard sent before.
+        """
+        heard, said = self._heard.get(shard.number, -1), self._said.get(shard.number, -1)
+        if heard != self.generation or said == self.generation:
+            return None
+        member, inventory = self._member, self._inventory
+        if self.generation not in self._said.values():
+            inventory.retained.said()
+            number = self._round()
+            taking_part = member.rounds.pushed and number == member.rounds.number
+            weight = member.rounds.weight if taking_part else 0.0
+            self._stands_at = self.generation, number, weight, self._section_of(number - 1)
+        for result, payload in member.stragglers.backlog.of_round(self._stands_at[1]):
+            inventory.early(result, payload, member.exchanges.shard_of(result))
+        self._said[shard.number] = self.generation
+        return Holding(*self._stands_at), pack_spans(inventory.spans(shard))
+
+    def fetch(self, message: Fetch) -> tuple[Held, Buffer | None]:
+        """Give a result that this member keeps, and somebody lacks."""
+        kept = self._inventory.retained.find(message.key, message.slice)
+        if kept is None:
+            raise MalformedMessageError(f"a Fetch of slice {message.slice} of {tuple(message.key)}, which is not held")
+        result, payload, _ = kept
+        what = message.version, message.key, message.slice
+        return Held(*what, result.weight, result.present, result.without, result.weights), payload
+
+    def stands(self, shard: ShardTraffic) -> bool:
+        """Begin anew at ``shard`` with what has no result. Return true if that holds for all shards now."""
+        exchanges, inventory = self._member.exchanges, self._inventory
+        if all(other.held for other in exchanges.shards):  # the first of them to say so
+            exchanges.slots.forget()
+            inventory.regions.forget()
+        for exchange in [exchange for exchange in shard.exchanges.values() if exchange.dropped]:
+            exchanges.void(exchange)
+        left = list(shard.exchanges.values())
+        for exchange in left:
+            self.again += exchange.rewind()
+        shard.queue.rewind(left)
+        shard.held = False
+        if any(other.held for other in exchanges.shards):
+            return False
+        inventory.retained.said()
+        return True
+
+    def _round(self) -> int:
+        """Give the first round of which this member lacks something: a result, or to hear that it is over.
+
+        That can overtake results of data shards elsewhere.
+        """
+        rounds, exchanges = self._member.rounds, self._member.exchanges
+        over, plan = rounds.announced.rounds, rounds.plan
+        if over <= rounds.number or plan is None or len(exchanges.shards) == 1:
+            return max(rounds.number, over)
+        for part in plan.parts_of(self._section_of(over - 1)) or plan.each[0].parts:
+            key = ExchangeKey(Stream.BUCKET, over - 1, part)
+            slices = exchanges.table.share(key, plan.buckets[part].operation).layout.count
+            if len(self._inventory.retained.of_bucket(key)) < slices:
+                return over - 1
+        return over
+
+    def _section_of(self, number: int) -> int:
+        """Give the section whose round ``number`` was, of which this member holds something; -1 if there is none."""
+        plan, retained = self._member.rounds.plan, self._inventory.retained
+        for section in plan.each if plan is not None and number >= 0 else ():
+            if any(retained.of_bucket(ExchangeKey(Stream.BUCKET, number, part)) for part in section.parts):
+                return section.number
+        return -1

@@ -1,0 +1,82 @@
+"""The round that a member is in: what it has pushed of it, and what it gives."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gradserver.protocol.errors import OutOfStepError
+from gradserver.protocol.plan import Plan
+from gradserver.worker.member.announced import Announced
+from gradserver.worker.member.effects import Warn
+from gradserver.worker.member.identity import Identity
+from gradserver.worker.member.waiter import Waiter
+
+NO_BUCKETS: Final = range(0)
+
+
+class Rounds:
+    """A member's rounds, one after the other. Not safe to share: the session's lock guards it.
+
+    Attributes:
+        plan: what a round exchanges, once members have agreed.
+        number: the round that is open or next.
+        pushed: what waits for each bucket that was pushed in this round. It stays the same object.
+        open: the buckets that are exchanged in the present round, from its first push on.
+        weight: of this worker in the present round.
+        announced: memberships and ends of rounds that the coordinator told of.
+        skipped: whether the last round that is over is not to be applied, as somebody's gradients were not finite.
+        left_out: whether something that this worker gave to it was not finite.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self.plan: Plan | None = None
+        self.number = 0
+        self.pushed: Final[dict[int, Waiter]] = {}
+        self.open = NO_BUCKETS
+        self.weight = 0.0
+        self.announced = Announced()
+        self.skipped = self.left_out = False
+        self._identity = identity
+        self._left_out_rounds = 0
+
+    def check_push(self, index: int) -> None:
+        """Raise OutOfStepError if bucket ``index`` cannot be pushed now."""
+        assert self.plan is not None
+        if index not in self.open:
+            raise OutOfStepError(
+                f"bucket {self.plan.buckets[index].key!r} is another module's than those that were pushed in round "
+                f"{self.number}: finish the round before pushing it"
+            )
+        if index in self.pushed:
+            raise OutOfStepError(
+                f"bucket {self.plan.buckets[index].key!r} was already pushed in round {self.number}: "
+                f"finish the round before pushing it again"
+            )
+
+    def missing(self, parts: range) -> list[str]:
+        """List keys of buckets that have to be pushed before the round can be finished."""
+        assert self.plan is not None
+        buckets = self.plan.buckets
+        return [buckets[part].key for part in parts if buckets[part].numel and part not in self.pushed]
+
+    def note_not_finite(self) -> Warn | None:
+        """Note what became of a round in which somebody's gradients were not finite."""
+        found = [waiter.not_finite for waiter in self.pushed.values() if waiter.not_finite is not None]
+        self.skipped, self.left_out = any(one.skips for one in found), any(one.own for one in found)
+        if not self.left_out:
+            return None
+        self._left_out_rounds += 1
+        if self._left_out_rounds & (self._left_out_rounds - 1) != 0:  # the first, and then ever more rarely
+            return None
+        became = "so no worker applies it" if self.skipped else "and is left out of the mean where it is not"
+        here = self._identity.membership
+        return Warn(
+            "group %r: what this worker, rank %d, gave to round %d is not finite, %s (the %d. time). Look at its "
+            "data, loss and learning rate",
+            (here.group, here.rank, self.number, became, self._left_out_rounds),
+        )
+
+    def go_by(self, plan: Plan, first: int) -> None:
+        """Go by ``plan`` from round ``first`` on."""
+        self.plan, self.number, self.open = plan, first, NO_BUCKETS
+        self.pushed.clear()
