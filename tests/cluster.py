@@ -1,6 +1,6 @@
 """Running systems for tests: coordinators and workers as threads of the test, or as processes of their own.
 
-Whatever a test starts with these ends with its ``with`` block, and whatever it waits for has a deadline.
+Everything that a test starts with these ends with its ``with`` block. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ ROOT = Path(gradserver.__file__).resolve().parent.parent
 PROGRAMS = Path(__file__).with_name("worker_programs.py")
 
 PATIENCE = 30.0
-"""Seconds after which what should have happened by itself will not happen any more."""
+"""Seconds after which an expected event will not happen any more."""
 STARTED_WITHIN = 90.0
-"""The same where several programs load torch at once, on machines that may have other things to do."""
+"""The same for several programs that load torch at once, on machines that may be busy."""
 TIMEOUT = 20.0
-"""The workers' own, unless a test is about it. Shorter, so that an error that names somebody comes first."""
+"""The workers' own timeout, unless a test is about it. It is shorter, so that an error with names comes first."""
 
 # ── calls in threads ──────────────────────────────────────────────────────────────────────────────────
 
@@ -65,19 +65,19 @@ class Task(Generic[T]):
             self._error = error
 
     def ended(self, timeout: float = PATIENCE) -> bool:
-        """Whether the call has returned, or raised, within ``timeout`` seconds."""
+        """Return whether the call has returned, or raised, within ``timeout`` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def result(self, timeout: float = PATIENCE) -> T:
-        """What the call returned; raises what it raised."""
+        """Return the call's result, or raise its error."""
         assert self.ended(timeout), f"not done after {timeout:g} s"
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[return-value]
 
     def error(self, kind: type[E], timeout: float = PATIENCE) -> E:
-        """What the call raised, which must be a ``kind``."""
+        """Return the call's error, which must be a ``kind``."""
         try:
             value = self.result(timeout)
         except kind as error:
@@ -88,19 +88,19 @@ class Task(Generic[T]):
 def together(
     subjects: Iterable[S], fn: Callable[Concatenate[S, P], T], /, *args: P.args, **kwargs: P.kwargs
 ) -> list[T]:
-    """Call ``fn(subject, …)`` for all subjects at once; what each returned. The first one's error is raised."""
+    """Call ``fn(subject, …)`` for all subjects at once. Return the results, or raise the first one's error."""
     tasks = [Task(fn, subject, *args, **kwargs) for subject in subjects]
     return [task.result() for task in tasks]
 
 
 def errors(kind: type[E], subjects: Iterable[S], fn: Callable[[S], object]) -> list[E]:
-    """Call ``fn(subject)`` for all subjects at once; what each raised, which must be a ``kind``."""
+    """Call ``fn(subject)`` for all subjects at once. Return the errors, which must be of ``kind``."""
     tasks = [Task(fn, subject) for subject in subjects]
     return [task.error(kind) for task in tasks]
 
 
 def wait_until(condition: Callable[[], T], what: str, timeout: float = PATIENCE) -> T:
-    """Wait until ``condition()`` is true, and give its value."""
+    """Wait until ``condition()`` is true, and return its value."""
     until = time.monotonic() + timeout
     while not (value := condition()):
         assert time.monotonic() < until, f"after {timeout:g} s still not: {what}"
@@ -119,7 +119,7 @@ def coordinator(
     bind: str = "tcp://127.0.0.1:0",
     nonfinite: str = "halt",
 ) -> Iterator[TcpServer]:
-    """A coordinator in a thread of the test, on a free port if ``bind`` does not name one."""
+    """Run a coordinator in a thread of the test, on a free port if ``bind`` names none."""
     server = TcpServer(Coordinator(Engine(worlds or {}, credit, nonfinite=on_non_finite(nonfinite))), bind)
     task = Task(server.run)
     try:
@@ -134,7 +134,7 @@ def coordinator(
 def joined(
     url: str, world_size: int, *, group: str = "default", timeout: float = TIMEOUT, channel: str | None = None
 ) -> Iterator[list[Worker]]:
-    """A complete group at ``url``, its workers by rank; they are called ``w0``, ``w1``, …"""
+    """Join a complete group at ``url``. Its workers, by rank, are called ``w0``, ``w1``, …"""
 
     def join(rank: int) -> Worker:
         return connect(url, rank, world_size, group, f"w{rank}", timeout, channel)
@@ -152,7 +152,7 @@ def members(
     credit: int = CREDIT_BYTES,
     nonfinite: Any = "halt",
 ) -> Iterator[list[Worker]]:
-    """A group over ``channel``, "memory", "shm" or "tcp", all of it in threads of this process."""
+    """Join a group over ``channel``, "memory", "shm" or "tcp", all of it in threads of this process."""
     if channel == "memory":
         with LocalCluster(world_size, timeout=timeout, credit=credit, nonfinite=nonfinite) as cluster:
             yield cluster.workers
@@ -165,7 +165,7 @@ def members(
 
 
 class Gather(Protocol):
-    """Makes a group over the channel that a test is run with: the fixture ``gather``."""
+    """The maker of a group over the channel that a test is run with: the fixture ``gather``."""
 
     def __call__(
         self, world_size: int, *, timeout: float = ..., credit: int = ..., nonfinite: str = ...
@@ -176,7 +176,7 @@ class Gather(Protocol):
 
 
 class _Lines:
-    """What a process prints, read by a thread so that no pipe is ever full."""
+    """The lines that a process prints, read by a thread so that no pipe is ever full."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._lines: list[str] = []
@@ -197,7 +197,7 @@ class _Lines:
             self._changed.notify_all()
 
     def next(self, start: str, timeout: float) -> str | None:
-        """What follows ``start`` in the next line that begins with it; None if none came."""
+        """Return what follows ``start`` in the next line that begins with it; None if none came."""
         until = time.monotonic() + timeout
         with self._changed:
             while True:
@@ -211,12 +211,12 @@ class _Lines:
                 self._changed.wait(left)
 
     def all(self) -> list[str]:
-        """Every line so far."""
+        """Return every line so far."""
         with self._changed:
             return list(self._lines)
 
     def rest(self) -> list[str]:
-        """Every line, once the process has ended."""
+        """Return every line, once the process has ended."""
         self._thread.join(PATIENCE)
         return self.all()
 
@@ -224,8 +224,8 @@ class _Lines:
 class Program:
     """A Python process. Its ``with`` block ends it, whatever it is doing.
 
-    It begins with what it needs ``loaded``, one of `tests.nursery.LOADED`; with nothing if that is empty, and if it is
-    no module or script but a few lines.
+    It begins with what it needs ``loaded``, one of `tests.nursery.LOADED`. If that is empty, or if it is no module or
+    script but a few lines, it begins with nothing.
     """
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None, loaded: str = "numpy") -> None:
@@ -269,7 +269,7 @@ class Program:
         return self._process.poll() is None
 
     def expect(self, start: str, timeout: float = PATIENCE) -> str:
-        """Wait for the next line on stdout that begins with ``start``; the rest of that line."""
+        """Wait for the next line on stdout that begins with ``start``. Return the rest of that line."""
         line = self._out.next(start, timeout)
         assert line is not None, f"no line {start!r} within {timeout:g} s\n{self._said()}"
         return line
@@ -281,7 +281,7 @@ class Program:
         self._process.stdin.flush()
 
     def hang_up(self) -> None:
-        """Tell it no more."""
+        """Close its stdin."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
@@ -289,26 +289,26 @@ class Program:
         self._process.send_signal(number)
 
     def lines(self) -> list[str]:
-        """All that it has said, once it has ended."""
+        """Return all that it has said, once it has ended."""
         return self._out.rest()
 
     def end(self, timeout: float = PATIENCE) -> int:
-        """Wait until the process ends by itself; its exit status."""
+        """Wait until the process ends by itself. Return its exit status."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout:g} s\n{self._said()}") from None
 
     def output(self) -> list[str]:
-        """All lines of stdout; the process has ended."""
+        """Return all lines of stdout; the process has ended."""
         return self._out.rest()
 
     def complaints(self) -> list[str]:
-        """All lines of stderr; the process has ended."""
+        """Return all lines of stderr; the process has ended."""
         return self._err.rest()
 
     def memory(self, what: str = "VmRSS") -> int:
-        """Bytes of memory that it uses, or (VmHWM) has used at most."""
+        """Return the bytes of memory that it uses, or (VmHWM) has used at most."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         (line,) = [line for line in status.splitlines() if line.startswith(f"{what}:")]
         return int(line.split()[1]) * 1024
@@ -318,7 +318,7 @@ class Program:
 
 
 class Daemon(Program):
-    """``gradserver serve`` on a free port; ready when it is constructed."""
+    """A process of ``gradserver serve`` on a free port. It is ready when it is constructed."""
 
     def __init__(self, *options: str, loaded: str = "numpy") -> None:
         super().__init__("-m", "gradserver", "serve", "--bind", "tcp://127.0.0.1:0", *options, loaded=loaded)
@@ -329,11 +329,11 @@ class Daemon(Program):
             raise
 
     def snapshot(self) -> dict[str, Any]:
-        """What it sees."""
+        """Return the coordinator's snapshot."""
         return fetch(self.url)
 
     def group(self, name: str = "default") -> dict[str, Any]:
-        """What it sees of one group; empty if there is none."""
+        """Return the snapshot of one group; empty if there is none."""
         group: dict[str, Any] = self.snapshot()["groups"].get(name, {})
         return group
 
@@ -341,9 +341,9 @@ class Daemon(Program):
 def worker_program(
     url: str, name: str, /, rank: int = 0, world_size: int = 1, channel: str = "auto", **arguments: Any
 ) -> Program:
-    """A process that joins a group at ``url`` and runs the function ``name`` of `worker_programs`.
+    """Start a process that joins a group at ``url`` and runs the function ``name`` of `worker_programs`.
 
-    Of ``arguments``, ``group`` says which group, if it is not the default one; the others are the function's.
+    ``group`` in ``arguments`` names the group, if it is not the default one; the others are the function's.
     """
     words = str(PROGRAMS), name, url, str(rank), str(world_size), json.dumps(arguments)
     return Program(*words, environment={"GRADSERVER_CHANNEL": channel})

@@ -1,4 +1,4 @@
-"""Commands as they stand in documents and scripts, checked against what there is: options, targets, extras, files."""
+"""Commands in documents and scripts, compared with what exists: options, targets, extras, files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OPTIONS = re.compile(r'GRADSERVER_OPTIONS="(.*)"')
 
 
 def parse(*arguments: str) -> argparse.Namespace:
-    """What ``gradserver arguments…`` is taken for; AssertionError, with the parser's own words, if it is refused."""
+    """Parse ``gradserver arguments…``. AssertionError, with the parser's own words, if it is refused."""
     try:
         return cli._parser().parse_args(arguments)
     except SystemExit as refused:
@@ -25,14 +25,14 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 def lines_of(text: str) -> Iterator[str]:
-    """The command lines of a shell script, without comments; continued lines are joined."""
+    """Return the command lines of a shell script, without comments; continued lines are joined."""
     for line in text.replace("\\\n", " ").splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
             yield line.strip()
 
 
 def check(line: str) -> None:
-    """AssertionError unless every command of one line is known, and what it names is there."""
+    """Check that every command of one line is known, and that all it names exists."""
     if options := _OPTIONS.search(line):
         parse("serve", *shlex.split(options[1]))
     for part in re.split(r"\s*(?:&&|\|\|?)\s*", line):
@@ -78,14 +78,14 @@ def _docker(words: Sequence[str]) -> None:
 
 
 def _files(words: Sequence[str]) -> None:
-    """Whatever looks like a file of this repository is one."""
+    """Check that all that looks like a file of this repository is one."""
     for word in words:
         if re.match(r"(deploy|docs|examples|tests)/", word):
             assert (ROOT / word).exists(), word
 
 
 def _anything(_: Sequence[str]) -> None:
-    """Other people's commands."""
+    """Accept the command of another program."""
 
 
 _CHECKS: dict[str, Callable[[Sequence[str]], None]] = {

@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Settings and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from tests.examples import examples
 if TYPE_CHECKING:
     from tests.cluster import Gather
 
-# Many small workers share few cores here: threads of their own would only get in each other's way. The
-# libraries read these when they are first imported, and the processes that a test starts inherit them.
+# Many small workers share few cores here: threads of their own would only delay each other. The libraries read these
+# when they are first imported, and the processes that a test starts inherit them.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-# A shell that runs the tests in the background has Ctrl-C ignored, and that would be inherited by the programs that
-# tests start and interrupt.
+# A shell that runs the tests in the background has Ctrl-C ignored. The programs that tests start and interrupt would
+# inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("default", deadline=None, max_examples=examples(25))
-# The same examples every time, so that a change is judged by what it changed.
+# Every run has the same examples, so that a result shows the effect of a change alone.
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and begin with what may take longest: processes end together then."""
+    """Skip GPU tests without a GPU. Begin with the tests that may take longest, so that processes end together."""
     items.sort(key=_most_seconds, reverse=True)
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and not _cuda_available():
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _most_seconds(item: pytest.Item) -> float:
-    """How long it may take, where it says so itself."""
+    """Return how long it may take, by its own mark."""
     limit = item.get_closest_marker("timeout")
     return float(limit.args[0]) if limit else 0.0
 
@@ -56,9 +56,9 @@ def _cuda_available() -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _soon_present() -> Iterator[None]:
-    """Nobody is done with joining before its first heartbeat: in this process these come every 16 ms, not 150.
+    """Send heartbeats every 16 ms in this process, not every 150: joining waits for the first one.
 
-    How long somebody may be silent is as ever, and so are the heartbeats of other processes.
+    The limit of silence is as usual, and so are the heartbeats of other processes.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradserver.protocol.beacon._BEATS", 0.01)
@@ -67,13 +67,13 @@ def _soon_present() -> Iterator[None]:
 
 @pytest.fixture(params=["memory", "shm", "tcp"])
 def channel(request: pytest.FixtureRequest) -> str:
-    """How workers reach their coordinator."""
+    """Return the channel by which workers reach their coordinator."""
     return str(request.param)
 
 
 @pytest.fixture
 def gather(channel: str) -> Iterator[Gather]:
-    """Makes groups of workers that last as long as the test: `tests.cluster.members` over each channel."""
+    """Yield a maker of groups that last as long as the test: `tests.cluster.members` over each channel."""
     from tests.cluster import members  # here, as numpy must not be loaded before the variables above are set
 
     with ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""A durable group whose coordinator may be lost between any two commands, and its members at any time.
+"""A durable group that may lose its coordinator between any two commands, and its members at any time.
 
-`Durable` is a `Member` that does what `gradserver.protocol.resuming` asks of one: it keeps what it gives, and results.
-`Crashing` runs a program with them; each message to a member waits in its connection until it is read, so whatever
-breaks takes any suffix of them along. A coordinator that is lost leaves its records, and the next one begins with
-these. What they say of who counted in a round must be how members' results came about.
+A `Durable` member does what `gradserver.protocol.resuming` asks of one: it keeps what it gives, and results. `Crashing`
+runs a program with such members. Each message to a member waits in its connection until it is read, so a connection
+that breaks loses any suffix of its messages. A lost coordinator leaves its records, and the next one begins with these.
+The records of a round must name the members that made its results.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ POLICY = Policy(1, 8)
 
 
 class CrashError(Exception):
-    """The coordinator was lost."""
+    """The error of a lost coordinator."""
 
 
 class Trap(NamedTuple):
-    """A process is lost so many commands behind the next record of a kind."""
+    """The loss of a process so many commands behind the next record of a kind."""
 
     kind: type[RecordKind]
     commands: int
@@ -59,21 +59,21 @@ class Trap(NamedTuple):
 
 @dataclass
 class Fused(Harness):
-    """A harness whose coordinator is lost after so many more commands."""
+    """A harness that loses its coordinator after so many more commands."""
 
     fuse: int = -1
     books: JournalState = field(default_factory=JournalState)
     records: list[RecordKind] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
-    """Presences of those whose processes are known to run."""
+    """Presences of processes that are known to run."""
     incarnation: int = 1
     check: Callable[[Reduce], None] = lambda _: None
     traps: list[Trap] = field(default_factory=list)
-    """Set one after the other."""
+    """Traps, set one after the other."""
     plant: Callable[[list[Command]], list[Command]] = lambda commands: commands
     """A fault of the coordinator: what it does instead of these commands."""
     ends: dict[int, int] = field(default_factory=dict)
-    """What is written of each round that is over: the epoch behind it."""
+    """The epoch behind each round that is over, as it is written."""
 
     def __post_init__(self) -> None:
         self.books.apply(Dated(0.0, Start(1, "", 0, 0.0, 0.0)))
@@ -83,7 +83,7 @@ class Fused(Harness):
         words = iter(f"secret {number}" for number in range(10**6))
         words_of, runs = lambda: next(words), self.running.__contains__
         told = self.worlds, self.credit, words_of, None, False, self.incarnation, runs
-        first = self.nonfinite if self.incarnation == 1 else OnNonFinite.HALT  # it is written down
+        first = self.nonfinite if self.incarnation == 1 else OnNonFinite.HALT  # later ones read it from the record
         self.engine = Engine(*told, nonfinite=first)
 
     def feed(self, event: Event) -> list[Command]:
@@ -108,7 +108,7 @@ class Fused(Harness):
         return commands
 
     def write(self, record: RecordKind) -> None:
-        """Keep a record, and light a fuse if it is the one that the next trap waits for."""
+        """Keep a record. Light a fuse if it is the one that the next trap waits for."""
         self.books.apply(Dated(self.now, record))
         self.records.append(record)
         if self.traps and self.fuse < 0 and isinstance(record, self.traps[0].kind):
@@ -120,7 +120,10 @@ class Fused(Harness):
                 self.ends[number] = epoch
 
     def check_is_written(self, message: Message) -> None:
-        """Nobody is told what the next coordinator would not know, unless nothing of that round could be written."""
+        """Check that members are told only what the next coordinator would know.
+
+        It may know nothing of a round of which nothing could be written.
+        """
         match message:
             case RoundDone(number, epoch):
                 assert self.ends.get(number, epoch) == epoch, "told before it is written"
@@ -131,7 +134,7 @@ class Fused(Harness):
                 assert entered[-1:] == [number], "told before it is written"
 
     def restart(self) -> None:
-        """The next coordinator, with what is written down of the one before; it may be lost at once, too."""
+        """Begin the next coordinator, with the records of the one before. It may be lost at once, too."""
         self.reduces.clear()
         self.inbox.clear()
         self.fuse = -1
@@ -148,28 +151,28 @@ class Fused(Harness):
 
 @dataclass
 class Durable(Member):
-    """One that follows the program, and comes back."""
+    """A member that follows the program, and returns."""
 
     token: str = ""
     connection: int = -1
     resuming: bool = False
-    """Whether it has said Resume, and nothing was answered."""
+    """True if it has said Resume, and got no answer yet."""
     version: int = 0
     standing: bool = True
     holding: bool = False
-    """Whether it is due to say what it holds."""
+    """True if it has yet to say what it holds."""
     kept: dict[tuple[int, int], tuple[int, Outcome, tuple[float, ...]]] = field(default_factory=dict)
-    """Of buckets, by part and slice: round, result, and who counted."""
+    """Of buckets, by part and slice: the round, the result, and the weights that counted."""
     fresh: set[int] = field(default_factory=set)
-    """Tasks of which nothing was said since Standing."""
+    """Tasks that it has said nothing about since Standing."""
     among: dict[ExchangeKey, tuple[int, ...]] = field(default_factory=dict)
-    """Seats of those who were there when it began an exchange."""
+    """Seats that were present when it began an exchange."""
     told: Opened | None = None
-    """What it was told of the latest round that it has followed in."""
+    """The answer about the latest round that it has followed in."""
     asked: int = -1
-    """The latest round of which it has asked whose it is."""
+    """The latest round that it has asked about."""
     is_new: bool = False
-    """Whether it has said nothing of rounds on this connection."""
+    """True if it has said nothing of rounds on this connection."""
     failure: GradServerError | None = None
 
     def ready(self) -> list[Task]:
@@ -179,7 +182,7 @@ class Durable(Member):
 
     @property
     def follows(self) -> bool:
-        """Whether it has no data for the present round, and does what the others do."""
+        """True if it has no data for the present round, and does what the others do."""
         return self.cluster.plan.is_shared and self.round >= self.crashing.data_ends.get(self.seat, self.round + 1)
 
     @property
@@ -189,7 +192,7 @@ class Durable(Member):
 
     @property
     def must_ask(self) -> bool:
-        """Whether it cannot go on before it knows whose the present round is."""
+        """True if it must learn the section of the present round first."""
         here = not self.tasks and not self.finished and self.cluster.program[self.at].kind is None
         return here and self.follows and (self.told is None or self.told.round != self.round)
 
@@ -207,7 +210,7 @@ class Durable(Member):
         return task
 
     def due(self, task: Task) -> int:
-        """The next slice of it to be pushed."""
+        """Return the next slice of it to be pushed."""
         while task.sent in task.answers:
             task.sent += 1
         return task.sent
@@ -263,7 +266,7 @@ class Durable(Member):
         self.go_on()
 
     def gets(self, task: Task, index: int = 0) -> bool:
-        """Whether its result of a slice is what others' is, if these get any."""
+        """Return whether its result of a slice equals the others', if these get any."""
         kind = task.operation.kind
         if kind in PORTIONED:
             return False
@@ -271,23 +274,23 @@ class Durable(Member):
         return kind is Kind.BARRIER or gets(task.operation, self.seat, task.key, owner)
 
     def is_personal(self, task: Task, index: int) -> bool:
-        """Whether nobody else gets its result of a slice, or only others get any: it keeps nothing of that."""
+        """Return whether its result of a slice is its own, or only others get any: it keeps nothing of that."""
         return task.operation.kind in PERSONAL and not self.gets(task, index)
 
     def give_again(self) -> None:
-        """What it keeps no result of, and is not done with, is made once more."""
+        """Begin anew with all exchanges that have no result here."""
         for task in self.tasks:
             if not task.done:
                 for index in [index for index in task.answers if self.is_personal(task, index)]:
                     del task.answers[index]
 
     def result(self, key: object, index: int) -> tuple[Outcome, tuple[float, ...]]:
-        """What it keeps, and who counted."""
+        """Return the result that it keeps, and the weights that counted."""
         for task in self.history:
             if task.key == key and task.key.stream != Stream.BUCKET and index in task.answers:
                 weight, payload = task.answers[index]
                 if self.is_personal(task, index):
-                    return (weight, None), ()  # whoever lacks it gets no bytes, either
+                    return (weight, None), ()  # a member that lacks it gets no bytes, either
                 return (weight, payload if self.gets(task, index) else Cluster.part(task, index).tobytes()), ()
         for (part, slice_), (number, outcome, weights) in self.kept.items():
             if bucket(number, part) == key and slice_ == index:
@@ -295,7 +298,7 @@ class Durable(Member):
         raise AssertionError((self.seat, key, index))
 
     def spans(self) -> Iterator[Span]:
-        """What it holds, slice by slice."""
+        """Yield what it holds, slice by slice."""
         for (part, index), (number, _, weights) in self.kept.items():
             if number >= self.round - 1:
                 yield Span(State.HELD, bucket(number, part), index, index + 1, weights)
@@ -314,20 +317,20 @@ class Durable(Member):
                 yield Span(state, task.key, index, index + 1, (), self.size(task, index))
 
     def section_before(self, number: int) -> int:
-        """Whose the round before ``number`` was, of which it holds something; -1 if it holds nothing."""
+        """Return the section of the round before ``number``, if it holds any of that; -1 if it holds nothing."""
         held = (part for (part, _), (latest, _, _) in self.kept.items() if latest == number - 1)
         some = next(held, None)
         return -1 if some is None else self.cluster.plan.section_of(some).number
 
     def size(self, task: Task, index: int) -> int:
-        """Bytes of the result of a slice: that which it keeps, or lacks."""
+        """Return the bytes of the result of a slice, which it keeps or lacks."""
         if index not in task.answers:
             return task.layout.nbytes(index) * task.layout.replies
         (_, kept), _ = self.result(task.key, index)
         return 0 if kept is None else len(kept)
 
     def weight(self) -> float:
-        """With which it takes part in the present round."""
+        """Return its weight in the present round."""
         mine = (Stream.BUCKET, self.round)
         rounds = [task.weight for task in self.tasks if task.key[:2] == mine and (task.sent or task.answers)]
         return rounds[0] if rounds else 0.0
@@ -368,7 +371,7 @@ class Crashing(Cluster):
         self.data_ends: dict[int, int] = {}
         """The first round for which a seat has no data: it follows the others."""
         self.dies_along: list[int] = []
-        """Who dies with the coordinator: at the next crash the first of them, and so on; -1 for nobody."""
+        """The member that dies with each lost coordinator, in turn; -1 for none."""
 
     # ── what happens ──────────────────────────────────────────────────────────────────────────────────
 
@@ -395,7 +398,7 @@ class Crashing(Cluster):
         self.harness.fuse = self.fuses.pop(0) if self.fuses else -1
 
     def step(self) -> bool:
-        """One thing that somebody can do, whichever; False if there is none."""
+        """Do one possible thing, chosen at random. Return False if there is none."""
         choices: list[Callable[[], object]] = [lambda r=r: self.reduce(r) for r in self.harness.reduces]  # type: ignore[misc]
         for member in self.members.values():
             if member.connection < 0:
@@ -418,7 +421,7 @@ class Crashing(Cluster):
         self.harness.answer(reduce)
 
     def resume(self, member: Durable) -> None:
-        """It comes back on a new connection."""
+        """Let it return on a new connection."""
         self.connections += 1
         member.connection, member.resuming, member.standing = self.connections, True, False
         member.is_new = True
@@ -433,7 +436,7 @@ class Crashing(Cluster):
             self.gone[member.seat] = self.members.pop(member.seat)
 
     def section_of(self, number: int) -> int:
-        """Whose round ``number`` is in the program."""
+        """Return the section of round ``number`` in the program."""
         return self.plan.section_of(self.parts_of(number).start).number
 
     def tell(self, member: Member, message: Message) -> None:
@@ -441,12 +444,12 @@ class Crashing(Cluster):
         self.harness.receive(member.connection, message)
 
     def ask(self, member: Durable) -> None:
-        """What do the others exchange?"""
+        """Ask what the others exchange."""
         member.asked = member.round
         self.tell(member, Follow(member.round))
 
     def say_again(self, member: Durable) -> None:
-        """On a new connection what it had said of the round, and asked."""
+        """Repeat on a new connection what it had said and asked of the round."""
         if not member.is_new:
             return
         member.is_new = False
@@ -482,7 +485,7 @@ class Crashing(Cluster):
         self.harness.receive(member.connection, push, *([] if payload is None else [payload]))
 
     def break_line(self, seat: int, noticed: bool = True) -> None:
-        """The connection of a member breaks; some of what was sent to it has come."""
+        """Break a member's connection. Some of what was sent to it has arrived."""
         member = self.members.get(seat)
         if member is not None and member.connection >= 0:
             self.cut_off(member)
@@ -492,18 +495,18 @@ class Crashing(Cluster):
                 self.harness.feed(Disconnected(connection, "connection reset"))
 
     def cut_off(self, member: Durable) -> None:
-        """It reads some of what is on its way, and nothing of the rest."""
+        """Let it read some of what is on its way, and nothing of the rest."""
         waiting = self.harness.inbox.get(member.connection, [])
         for message, payloads in waiting[: self.random.randint(0, len(waiting))]:
             if isinstance(message, Fetch):
-                break  # whose answer nobody would hear
+                break  # its answer would not arrive
             member.take(message, bytes(payloads[0]) if payloads else None)
             if member.failure is not None:
                 self.gone[member.seat] = self.members.pop(member.seat)
                 break
 
     def remove(self, seat: int, politely: bool = False) -> None:
-        """One dies or leaves, unless it is the last."""
+        """Let a member die or leave, unless it is the last."""
         if seat in self.members and len(self.members) > 1:
             member = self.gone[seat] = self.members.pop(seat)
             connection, member.connection = member.connection, -1
@@ -515,7 +518,7 @@ class Crashing(Cluster):
                     self.harness.feed(Disconnected(connection, "it died"))
 
     def crash(self) -> None:
-        """The coordinator is lost, and another one begins."""
+        """Lose the coordinator, and begin another one."""
         self.crashes += 1
         dies = self.dies_along.pop(0) if self.dies_along else -1
         for member in list(self.members.values()):
@@ -530,7 +533,7 @@ class Crashing(Cluster):
     # ── what must be ──────────────────────────────────────────────────────────────────────────────────
 
     def check(self, reduce: Reduce) -> None:
-        """Each contribution is its giver's own, once, in the order of seats; and nobody who is there is missing."""
+        """Check that each contribution is its giver's own, once, in the order of seats, and that none is missing."""
         ranks = [contribution.rank for contribution in reduce.contributions]
         assert ranks == sorted(set(ranks))
         group = self.harness.engine.data.groups["default"]
@@ -547,10 +550,10 @@ class Crashing(Cluster):
                 assert seat in ranks or not self.pushed[reduce.key, reduce.slice][seat].weight
 
     def portion(self, seat: int, key: ExchangeKey, index: int) -> bytes | None:
-        """What ``seat`` must have got of a slice that depends on who takes part: it is made of what all gave who were
-        there when it began, as it saw them, and of nothing else.
+        """Return the bytes that ``seat`` must get of a slice that depends on the participants.
 
-        What somebody gave to a coordinator that was lost, and then died, is in `pushed`, and no part of it.
+        It consists of the parts of all that were present when the slice began, as they saw it, and of nothing else.
+        What a member gave to a coordinator that was lost, before it died, is in `pushed`, and no part of it.
         """
         there = self.members[seat].among[key]
         given = {other: self.pushed[key, index][other] for other in there}
@@ -559,9 +562,9 @@ class Crashing(Cluster):
         return self.outcome(given, index, operation, seat)[1]
 
     def exchanged_in(self, number: int) -> range:
-        """The buckets of which members have results of round ``number``: those of one section, the same at all.
+        """Return the buckets of round ``number`` that members have results of: one section, the same at all.
 
-        It is the program's, or the first one if nobody had any data; and that which is written down.
+        It is the program's section, or the first one if no member had any data; and the one that is written.
         """
         mine = (Stream.BUCKET, number)
         latest = {one.record.round: one.record.section for one in self.harness.records if isinstance(one, Round)}
@@ -573,13 +576,13 @@ class Crashing(Cluster):
         return self.plan.parts_of(section)
 
     def rounds(self) -> list[int]:
-        """Rounds as they were written down."""
+        """Return the rounds as they were written."""
         return [record.record.round for record in self.harness.records if isinstance(record, Round)]
 
     def check_records(self) -> None:
-        """Results that members hold are the means of those who counted, as the ledger has it.
+        """Check that results which members hold are the means of those that counted, by the ledger.
 
-        Of a round that was done again, since nobody had all results of it any more, it is the last record that counts.
+        Of a round that was made again, since no member had all results of it any more, the last record counts.
         """
         records = {one.record.round: one.record for one in self.harness.records if isinstance(one, Round)}
         for member in self.members.values():
@@ -590,7 +593,7 @@ class Crashing(Cluster):
                         assert outcome == self.outcome(counted, index, task.operation), (task.key, index)
 
     def told(self, record: RoundRecord, task: Task, index: int) -> dict[int, Task]:
-        """Who counted in a slice of a bucket, as the ledger has it: whoever was cut, in a prefix of the slices only."""
+        """Return the tasks that counted in a slice of a bucket, by the ledger; a member that was cut, in a prefix."""
         pushed = self.pushed[task.key, index]
         departed = {seat for seat, _, _ in record.cut}
         slices = {(seat, part): count for seat, part, count in record.cut}
@@ -603,7 +606,7 @@ class Crashing(Cluster):
 
 
 def steady(salt: int, seat: int, key: ExchangeKey, operation: Operation, attempt: int) -> tuple[float, Array | None]:
-    """As `contribution`; and to all buckets of a round with one weight, which is what is written down."""
+    """Return a `contribution` with one weight for all buckets of a round, which is what is written."""
     weight, values = contribution(salt, seat, key, operation, attempt)
     if key.stream == Stream.BUCKET:
         weight = random.Random(f"{salt} {seat} {key.number}").choice([0.0, 0.5, 1.0, 1.0, 3.25])

@@ -1,7 +1,7 @@
-"""How long a round takes in which a worker dies, freezes or is cut off: the figures in docs/reliability.md.
+"""The length of a round in which a worker dies, freezes or is cut off: the figures in docs/reliability.md.
 
 Run as ``python -m tests.detection_times CHANNEL KILL|STOP|CUT [COUNT]``. One after another, COUNT members of an elastic
-group are killed, stopped, or behind a connection through which nothing passes any more (tcp only); times are from
+group are killed, stopped, or cut off by a connection through which nothing passes any more (tcp only). Times are from
 there to the end of the round at a survivor.
 """
 
@@ -23,7 +23,7 @@ _FOR_GOOD: Final = 600
 
 
 class Wires:
-    """What lies between some workers and the coordinator, and can be cut."""
+    """The wires between some workers and the coordinator, which can be cut."""
 
     def __init__(self, stack: ExitStack, url: str, names: list[str]) -> None:
         address = url.removeprefix("tcp://")
@@ -31,7 +31,7 @@ class Wires:
         self._ports: dict[str, int] = json.loads(self._program.expect(""))
 
     def url(self, name: str) -> str:
-        """By which a worker reaches the coordinator."""
+        """The URL by which a worker reaches the coordinator."""
         return f"tcp://127.0.0.1:{self._ports[name]}"
 
     def cut(self, name: str) -> None:

@@ -1,8 +1,8 @@
-"""Members of an elastic group, driven by hand: programs that all follow, while some of them die or leave.
+"""Members of an elastic group, driven by hand: all follow one program, while some of them die or leave.
 
-A `Member` does what a worker does, step by step: it pushes slices of what it has begun, takes results, and goes by a
-new membership when a round is over or a collective has failed because of one. What it gives depends on its name, the
-step and the attempt only. `Cluster.expected` says what anybody must have got, from who had pushed it.
+A `Member` does what a worker does, step by step. It pushes slices of what it has begun, and takes results. It takes a
+new membership when a round is over or when a collective has failed because of one. What it gives depends on its name,
+the step and the attempt only. `Cluster.expected` computes what each must get, from what was pushed.
 
 A `Newcomer` joins later. The state that it gets is the number of the round at which it begins.
 """
@@ -69,28 +69,28 @@ from tests.engine_harness import (
 )
 
 Giver = Callable[[int, ExchangeKey, Operation, int], tuple[float, Array | None]]
-"""What a seat gives: weight and values."""
+"""A function for what a seat gives: weight and values."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that all members do next: a round, or a collective or a transfer of this kind.
+    """The next thing that all members do: a round, or a collective or a transfer of this kind.
 
     Ranks that are named (``root``, or source and target) are taken modulo the world size.
     """
 
     kind: Kind | None = None
-    """None is a round."""
+    """The kind; None is a round."""
     numel: int = 4
     root: int = 0
     target: int = 1
     section: int = 0
-    """Of a round: whose it is, where the plan has several sections."""
+    """The section of a round, where the plan has several."""
 
 
 @dataclass
 class Member:
-    """One that follows the program."""
+    """A member that follows the program."""
 
     seat: int
     cluster: Cluster
@@ -105,7 +105,7 @@ class Member:
     """The last round that it was told is over."""
     announced: dict[int, Membership] = field(default_factory=dict)
     boundaries: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    """Epoch and seats in force after each round."""
+    """The epoch and the seats in force after each round."""
     collectives: int = 0
     pairs: dict[tuple[int, int], int] = field(default_factory=dict)
     history: list[Task] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Member:
     side: list[Task] = field(default_factory=list)
     """States that it sends."""
     opened: Opens | None = None
-    """What it has said of whose the latest round is."""
+    """The section that it has named for the latest round."""
 
     def __post_init__(self) -> None:
         self.line = self.seat if self.line < 0 else self.line
@@ -125,7 +125,7 @@ class Member:
         return self.at == len(self.cluster.program)
 
     def heed_end(self, message: Result) -> None:
-        """The last result of a round may say that it is over, with the membership as it was."""
+        """Take the end of a round from its last result, with the membership as it was."""
         if message.over:
             assert message.key.number == self.round, "the end of another round"
             assert self.over < self.round, "a round that is over twice"
@@ -134,11 +134,11 @@ class Member:
 
     @property
     def must_ask(self) -> bool:
-        """Whether it cannot go on before it knows what the others do."""
+        """True if it must learn first what the others do."""
         return False
 
     def ready(self) -> list[Task]:
-        """What it can push a slice of now."""
+        """Return the tasks of which it can push a slice now."""
         while not self.tasks and not self.finished and not self.must_ask:
             self.begin(self.cluster.program[self.at])
         return [task for task in (*self.tasks, *self.side) if not task.done and task.sent < task.layout.count]
@@ -161,7 +161,7 @@ class Member:
             self.collectives += 1
 
     def parts(self) -> range:
-        """The buckets that it exchanges in the present round."""
+        """Return the buckets that it exchanges in the present round."""
         return self.cluster.parts_of(self.round)
 
     def operation(self, step: Step) -> Operation:
@@ -191,7 +191,7 @@ class Member:
         return task
 
     def take(self, message: Message, payload: bytes | None) -> None:
-        """A message from the coordinator."""
+        """Take a message from the coordinator."""
         match message:
             case Result(key, index, weight):
                 (task,) = [task for task in (*self.tasks, *self.side) if task.key == key]
@@ -224,7 +224,7 @@ class Member:
         self.go_on()
 
     def go_on(self) -> None:
-        """To the next step, if this one is done."""
+        """Go to the next step, if this one is done."""
         if not self.tasks or not all(task.done for task in self.tasks):
             return
         errors = [task.error for task in self.tasks if task.error is not None]
@@ -253,7 +253,7 @@ class Member:
 
 
 def state(transfer: Transfer, number: int, seat: int) -> Task:
-    """The transfer of a state, which is the number of the next round."""
+    """Return the transfer of a state, which is the number of the next round."""
     key = ExchangeKey(2, 0, STATE_TAG + transfer.number, transfer.donor, transfer.joiner)
     operation = Operation(Kind.TRANSFER, Op.NONE, FLOAT32, 6)
     values = floats(*[number] * 6) if seat == transfer.donor else None
@@ -262,14 +262,14 @@ def state(transfer: Transfer, number: int, seat: int) -> Task:
 
 @dataclass
 class Newcomer(Member):
-    """One that joins while the others follow the program, and then does so, too."""
+    """A worker that joins while the others follow the program, and then follows it, too."""
 
     name: str = ""
     inside: bool = False
-    """Whether it contributes."""
+    """True if it contributes."""
     refused: str = ""
     agreed: int = 0
-    """To how many sections of the plan."""
+    """The number of sections of the plan that it has agreed to."""
     entered: int = -1
     number: int = 0
     listens: bool = False
@@ -277,7 +277,7 @@ class Newcomer(Member):
     """The round that follows its state; -1 while it has none."""
     over: int = -1
     heard: dict[tuple[ExchangeKey, int], Outcome] = field(default_factory=dict)
-    """What came unasked."""
+    """Results that came unasked."""
 
     def ready(self) -> list[Task]:
         if self.inside:
@@ -321,7 +321,7 @@ class Newcomer(Member):
                 super().take(message, payload)
 
     def catch_up(self) -> None:
-        """It has the state, and results: those of all rounds that are over, as members got them."""
+        """Go through all rounds that are over, with the state and the results that members got."""
         if self.begins < 0 or not self.listens:
             return
         while self.begins <= self.over:
@@ -363,7 +363,7 @@ class Newcomer(Member):
 
 
 class Cluster:
-    """An elastic group of ``world`` members who follow ``program``; ``seed`` decides who does what when."""
+    """An elastic group of ``world`` members that follow ``program``. ``seed`` decides what happens next."""
 
     def __init__(
         self,
@@ -388,16 +388,16 @@ class Cluster:
         self.members = {seat: Member(seat, self, 1, tuple(range(world))) for seat in range(world)}
         self.gone: dict[int, Member] = {}
         self.newcomers: list[Newcomer] = []
-        """Those that do not contribute yet."""
+        """Workers that do not contribute yet."""
         self.past: list[Member] = []
-        """All that are gone."""
+        """All members that are gone."""
         self.at: dict[int, Callable[[], object]] = {}
-        """What happens besides, by step."""
+        """Further events, by step."""
         self.pushed: dict[tuple[ExchangeKey, int], dict[int, Task]] = {}
-        """Who has pushed each slice, by seat."""
+        """What each seat has pushed of each slice."""
 
     def parts_of(self, number: int) -> range:
-        """The buckets that the program exchanges in round ``number``."""
+        """Return the buckets that the program exchanges in round ``number``."""
         rounds = [step for step in self.program if step.kind is None]
         sections = self.plan.each
         return sections[rounds[number].section % len(sections)].parts
@@ -406,7 +406,7 @@ class Cluster:
         self.harness.receive(SEATS + member.line, message)
 
     def open(self, member: Member, key: ExchangeKey) -> None:
-        """Say whose a round is, before the first push of it; where there is one section nobody does."""
+        """Name the section of a round, before the first push of it. With one section no member does."""
         if key.stream == Stream.BUCKET and self.plan.is_shared:
             opens = Opens(key.number, self.plan.section_of(key.part).number)
             if member.opened != opens:
@@ -414,7 +414,7 @@ class Cluster:
                 self.tell(member, opens)
 
     def run(self) -> None:
-        """Go on until nobody can do anything any more."""
+        """Run until nothing can happen any more."""
         steps = 0
         while True:
             self.at.pop(steps, lambda: None)()
@@ -446,7 +446,7 @@ class Cluster:
         operation, epoch = (task.operation, task.epoch) if begins else (None, 0)
         by = self.pushed.get((task.key, index))
         if by is None or (task.key.stream == 2 and all(other.done for other in by.values())):
-            by = self.pushed[task.key, index] = {}  # transfers count anew when somebody else has the seat
+            by = self.pushed[task.key, index] = {}  # transfers count anew when another worker has the seat
         by[member.seat] = task
         task.mates[index] = by
         push = Push(task.key, index, task.weight, payload is not None, operation, epoch=epoch)
@@ -462,12 +462,12 @@ class Cluster:
                     busy = True
 
     def serve(self) -> None:
-        """All members can send their state."""
+        """Let all members send their state."""
         for member in self.members.values():
             self.harness.receive(SEATS + member.line, Serve())
 
     def join(self, name: str = "") -> None:
-        """One more wants in; by a name of somebody who was there before, or a new one."""
+        """Let another worker join, under a new name or under that of a former member."""
         line = 20 + len(self.newcomers) + len(self.past) + len(self.members)
         while any(other.line == line for other in (*self.newcomers, *self.past, *self.members.values())):
             line += 1
@@ -481,7 +481,7 @@ class Cluster:
         self.harness.receive(SEATS + newcomer.line, Serve())
 
     def give_up(self, index: int) -> None:
-        """One that wants in dies."""
+        """Let a learner die."""
         if self.newcomers:
             self.deliver()
         if self.newcomers:
@@ -491,7 +491,7 @@ class Cluster:
             self.harness.inbox.pop(SEATS + newcomer.line, None)
 
     def remove(self, seat: int, politely: bool = False) -> None:
-        """One dies or leaves, unless it is the last."""
+        """Let a member die or leave, unless it is the last."""
         if seat in self.members and len(self.members) > 1:
             self.deliver()
         if seat in self.members and len(self.members) > 1:
@@ -506,13 +506,13 @@ class Cluster:
     def expected(
         self, key: ExchangeKey, index: int, operation: Operation, seat: int = -1
     ) -> tuple[float, bytes | None]:
-        """Weight and bytes of a slice, from who had pushed it, in the order of their seats; or ``seat``'s portion."""
+        """Return the weight and bytes of a slice, from what was pushed in the order of seats; or ``seat``'s portion."""
         return self.outcome(self.pushed[key, index], index, operation, seat)
 
     def outcome(
         self, pushed: dict[int, Task], index: int, operation: Operation, seat: int = -1
     ) -> tuple[float, bytes | None]:
-        """The same, if these had pushed it."""
+        """Return the same, if these had pushed it."""
         bad = self.not_finite_of(pushed, index, operation)
         if bad and self.nonfinite is OnNonFinite.SKIP:
             return 0, None
@@ -537,12 +537,12 @@ class Cluster:
         return total, b"".join(self.part(task, index).tobytes() for task in gave.values())
 
     def not_finite(self, key: ExchangeKey, index: int) -> set[int]:
-        """Seats that have pushed to a slice what is not finite, and counts."""
+        """Return the seats that have pushed a value to a slice that is not finite, and counts."""
         pushed = self.pushed.get((key, index), {})
         return self.not_finite_of(pushed, index, next(iter(pushed.values())).operation) if pushed else set()
 
     def not_finite_of(self, pushed: dict[int, Task], index: int, operation: Operation) -> set[int]:
-        """The same, if these had pushed it."""
+        """Return the same, if these had pushed it."""
         if not self.nonfinite.sifts or operation.op is not Op.MEAN:
             return set()
         gave = {seat: task for seat, task in pushed.items() if task.values is not None and task.weight > 0}
@@ -558,7 +558,7 @@ class Cluster:
 def contribution(
     salt: int, seat: int, key: ExchangeKey, operation: Operation, attempt: int
 ) -> tuple[float, Array | None]:
-    """Weight and values that ``seat`` gives: of very different magnitudes, so that the order of a sum shows."""
+    """Return weight and values that ``seat`` gives, of very different magnitudes, so that the order of a sum shows."""
     chance = random.Random(f"{salt} {seat} {tuple(key)} {attempt}")
     weight = chance.choice([0.0, 0.5, 1.0, 1.0, 3.25])
     if not gives(operation, seat, key):

@@ -1,6 +1,6 @@
-"""Four workers train a small transformer, and one of them stops in the middle of a round.
+"""A training of a small transformer by four workers, of which one stops in the middle of a round.
 
-Run as ``elastic_training.py URL SEAT OUT``. What they should have come to is computed by `alone`.
+Run as ``elastic_training.py URL SEAT OUT``. `alone` computes the expected result.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ WORLD = 4
 STEPS = 8
 ROWS = 12
 VICTIM, FATAL = 2, 3
-"""Who stops, and in which step."""
+"""The worker that stops, and the step."""
 
 
 def train(worker: Worker, seat: int, after: Callable[[int], None]) -> dict[str, Tensor]:
-    """Train on the rows that belong to ``seat``, whoever else is there; ``after`` each step something may happen."""
+    """Train on the rows that belong to ``seat``, with any other members. ``after`` runs after each step."""
     model = DistributedDataParallel(Transformer(), worker)
     optimizer = sgd(model)
     for step in range(STEPS):
@@ -59,7 +59,10 @@ def after_some_pushes(worker: Worker, step: int, count: int, do: Callable[[], No
 
 
 def alone(who: Callable[[int, int], Collection[int]]) -> dict[str, Tensor]:
-    """What replicas must have come to, if ``who(step, bucket)`` counted, a bucket being its place in the plan."""
+    """Return the weights that replicas must have, if ``who(step, bucket)`` counted.
+
+    A bucket is given by its place in the plan.
+    """
     module = Transformer()
     optimizer = sgd(module)
     with LocalCluster(1) as cluster:

@@ -1,4 +1,4 @@
-"""Drives an engine by hand: feeds it events, answers its `Reduce` commands, keeps what it sends to whom."""
+"""A driver of an engine by hand: it feeds events, answers `Reduce` commands, and keeps what is sent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ M = TypeVar("M")
 
 TIMEOUT = 10.0
 SEATS = 100
-"""Connection of rank 0; so that nobody mistakes a connection for a rank."""
+"""The connection of rank 0. It is no small number, so that no test mistakes a connection for a rank."""
 
 
 Outcome = tuple[float, bytes | None]
@@ -68,7 +68,7 @@ class Task:
     answers: dict[int, Outcome] = field(default_factory=dict)
     error: GradServerError | None = None
     mates: dict[int, dict[int, Task]] = field(default_factory=dict)
-    """By slice, who has pushed it, with this one."""
+    """The tasks that have pushed each slice, this one included."""
 
     @property
     def done(self) -> bool:
@@ -80,7 +80,7 @@ class Task:
 
 @contextmanager
 def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) -> Iterator[None]:
-    """Slices of ``size`` bytes instead of a mebibyte, and so small credits."""
+    """Make slices of ``size`` bytes instead of a mebibyte, and so small credits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradserver.protocol.exchange.SLICE_BYTES", size)
         patch.setattr("gradserver.protocol.exchange.MIN_SLICE_COST", smallest_cost)
@@ -97,7 +97,7 @@ def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) ->
 
 
 def reference(reduce: Reduce) -> bytes | tuple[bytes, ...] | NonFinite | Sifted:
-    """The reduction of float32 contributions, in the order given, in float32: as simple as can be."""
+    """Reduce float32 contributions in the order given, in float32, as simply as possible."""
     if reduce.spans:
         return _sifted(reduce)
     if reduce.operation.kind in PORTIONED:
@@ -119,14 +119,14 @@ def reference(reduce: Reduce) -> bytes | tuple[bytes, ...] | NonFinite | Sifted:
         arrays.append((np.float32(given.weight), array))
     total = np.float32(sum(given.weight for given in reduce.contributions))
     out = np.zeros_like(arrays[0][1])
-    with np.errstate(all="ignore"):  # what is not finite may be passed on
+    with np.errstate(all="ignore"):  # values that are not finite may be passed on
         for weight, array in arrays:
             out += weight * array
         return (out / total if reduce.operation.op is Op.MEAN else out).tobytes()
 
 
 def _sifted(reduce: Reduce) -> bytes | Sifted:
-    """The same slice by slice, without contributions that are not finite, or without a result."""
+    """Reduce slice by slice, without contributions that are not finite, or without a result."""
     findings, parts = [], []
     for index, (start, stop) in enumerate(reduce.spans, reduce.slice):
         cut = slice(4 * start, 4 * stop)
@@ -152,7 +152,7 @@ def _first_bad(given: Contribution) -> int | None:
 class Harness:
     """An engine, a clock, and everything that was sent.
 
-    ``lazy``: `Reduce` commands pile up in ``reduces`` instead of being answered at once.
+    With ``lazy``, `Reduce` commands pile up in ``reduces`` instead of being answered at once.
     """
 
     worlds: dict[str, int | Policy] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class Harness:
     # ── events ────────────────────────────────────────────────────────────────────────────────────────
 
     def feed(self, event: Event) -> list[Command]:
-        """Hand over one event (and the reductions that it leads to); gives all commands."""
+        """Hand over one event (and the reductions that it leads to). Return all commands."""
         commands = self.engine.handle(event, self.now)
         if self.checked:
             self.engine.validate()
@@ -194,7 +194,7 @@ class Harness:
         return commands + [answer for reduce in reduces for answer in self.answer(reduce)]
 
     def answer(self, reduce: Reduce, outcome: Buffer | NonFinite | Sifted | None = None) -> list[Command]:
-        """Carry out one reduction; the result goes to the targets, and back if it is to be kept."""
+        """Carry out one reduction. The result goes to the targets, and back if it is to be kept."""
         done = reference(reduce) if outcome is None else outcome
         if not isinstance(done, NonFinite | Sifted | tuple):
             for target in reduce.targets:
@@ -209,13 +209,13 @@ class Harness:
         return self.feed(Disconnected(SEATS + rank, reason, ended))
 
     def leave(self, rank: int, reason: str = "done") -> list[Command]:
-        """The answer, that it was heard, is taken out of the inbox."""
+        """Leave. The answer that it was heard is taken out of the inbox."""
         commands = self.receive(SEATS + rank, Leave(reason))
         self.inbox[SEATS + rank] = [(m, p) for m, p in self.inbox[SEATS + rank] if not isinstance(m, Leave)]
         return commands
 
     def wait(self, seconds: float) -> list[Command]:
-        """Let time pass, and the engine know."""
+        """Let time pass, and tell the engine."""
         self.now += seconds
         return self.feed(Tick())
 
@@ -237,7 +237,7 @@ class Harness:
         return self.receive(connection, Join(group, name or f"worker {connection}", rank, world, timeout))
 
     def assemble(self, world: int, plan: Plan | None = None, group: str = "default") -> None:
-        """A complete group: rank r is called ``wr`` and has connection SEATS + r."""
+        """Make a complete group: rank r is called ``wr`` and has connection SEATS + r."""
         for rank in range(world):
             self.join(SEATS + rank, f"w{rank}", rank=rank, world=world, group=group)
         self.only(range(world), Welcome)
@@ -250,7 +250,7 @@ class Harness:
         return self.only(range(world), Agreed)
 
     def agree_beside(self, modules: Sequence[Plan], world: int) -> None:
-        """Agree on a plan of several sections: one after the other."""
+        """Agree on a plan of several sections, one after the other."""
         for count, module in enumerate(modules):
             for rank in range(world):
                 self.receive(SEATS + rank, proposal(modules, count), module.encoded)
@@ -270,7 +270,7 @@ class Harness:
         operation: Operation | None = None,
         epoch: int = 0,
     ) -> list[Command]:
-        """One contribution to one slice."""
+        """Push one contribution to one slice."""
         if isinstance(payload, np.ndarray):
             payload = payload.tobytes()
         payloads = () if payload is None else (payload,)
@@ -281,11 +281,11 @@ class Harness:
     # ── what was sent ─────────────────────────────────────────────────────────────────────────────────
 
     def sent(self, rank: int) -> list[tuple[Message, Sequence[Buffer]]]:
-        """What came for ``rank`` since this was last asked."""
+        """Return what came for ``rank`` since this was last called."""
         return self.inbox.pop(SEATS + rank, [])
 
     def only(self, ranks: Sequence[int], kind: type[M]) -> list[M]:
-        """The one message for each of ``ranks``, which must be of this kind."""
+        """Return the one message for each of ``ranks``, which must be of this kind."""
         found: list[M] = []
         for rank in ranks:
             messages = [message for message, _ in self.sent(rank)]
@@ -295,14 +295,14 @@ class Harness:
         return found
 
     def failure(self, rank: int, scope: Scope = Scope.EXCHANGE, key: ExchangeKey | None = None) -> GradServerError:
-        """The error that ``rank`` was told, and nothing else."""
+        """Return the error that ``rank`` was told, and check that it was told nothing else."""
         (failure,) = self.only([rank], Failure)
         assert failure.scope is scope
         assert failure.key == key
         return failure.exception()
 
     def refusal(self, connection: int) -> GradServerError:
-        """Why ``connection`` was thrown out."""
+        """Return the error that ``connection`` was refused with."""
         messages = [message for message, _ in self.inbox.pop(connection, [])]
         assert connection in self.closed
         assert len(messages) == 1, messages
@@ -311,7 +311,7 @@ class Harness:
         return messages[0].exception()
 
     def results(self, rank: int) -> dict[tuple[ExchangeKey, int], tuple[Result, Sequence[Buffer]]]:
-        """Results for ``rank``, and nothing else, by exchange and slice; each came once."""
+        """Return the results for ``rank``, by exchange and slice. Nothing else may have come, and each result once."""
         found: dict[tuple[ExchangeKey, int], tuple[Result, Sequence[Buffer]]] = {}
         for message, payloads in self.sent(rank):
             assert isinstance(message, Result), message
@@ -320,26 +320,26 @@ class Harness:
         return found
 
     def told(self, rank: int, kind: type[M]) -> list[M]:
-        """All messages of this kind for ``rank``; others stay."""
+        """Return all messages of this kind for ``rank``; others stay."""
         waiting = self.inbox[SEATS + rank]
         self.inbox[SEATS + rank] = [(m, p) for m, p in waiting if not isinstance(m, kind)]
         return [message for message, _ in waiting if isinstance(message, kind)]
 
     def array(self, rank: int) -> Array:
-        """The payload of the one result that came for ``rank``."""
+        """Return the payload of the one result that came for ``rank``."""
         ((result, payloads),) = self.results(rank).values()
         assert result.present
         assert len(payloads) == 1
         return np.frombuffer(payloads[0], np.float32)
 
     def silent(self, *ranks: int) -> bool:
-        """Whether nothing came for any of them."""
+        """Return whether nothing came for any of them."""
         return not any(self.inbox.get(SEATS + rank) for rank in ranks)
 
     # ── looking inside ────────────────────────────────────────────────────────────────────────────────
 
     def group(self, name: str = "default") -> dict[str, Any]:
-        """The snapshot of one group."""
+        """Return the snapshot of one group."""
         groups: Any = self.engine.snapshot(self.now)["groups"]
         return dict(groups[name])
 
@@ -364,7 +364,7 @@ def all_reduce(numel: int, op: Op = Op.MEAN) -> Operation:
 
 
 def plan_of(*sizes: int) -> Plan:
-    """Buckets ``b0``, ``b1``, … of float32."""
+    """Return a plan of buckets ``b0``, ``b1``, … of float32."""
     return simple_plan([(f"b{index}", size) for index, size in enumerate(sizes)], FLOAT32)
 
 
@@ -373,23 +373,23 @@ def floats(*values: float) -> Array:
 
 
 def modules_of(sizes: Sequence[int], sections: Sequence[int] = ()) -> list[Plan]:
-    """The plans of modules that share a worker: each has so many of the buckets; by default one has all."""
+    """Return the plans of modules that share a worker. Each has so many of the buckets; by default one has all."""
     bounds = accumulate(sections or (len(sizes),), initial=0)
     return [plan_of(*sizes[first:stop]) for first, stop in pairwise(bounds)]
 
 
 def together(modules: Sequence[Plan]) -> Plan:
-    """The plan of a group that has agreed on one of ``modules`` after the other, before its first round."""
+    """Return the plan of a group that has agreed on one of ``modules`` after the other, before its first round."""
     return reduce(lambda plan, module: extend(plan, 0, module), modules)
 
 
 def proposal(modules: Sequence[Plan], count: int) -> Propose:
-    """What a worker says of one of ``modules`` that has agreed on those before it."""
+    """Return a worker's proposal of one of ``modules``, after it has agreed on those before it."""
     return Propose(modules[count].hash, 0, together(modules[:count]).hash if count else "")
 
 
 def part_of(operation: Operation, layout: Layout, values: Array, index: int) -> Array:
-    """What somebody gives to one slice: of what is for one rank each, those elements of every rank's."""
+    """Return the part of ``values`` for one slice: of elements for one rank each, those of every rank's."""
     start, stop = layout.span(index)
     if operation.kind in PORTIONED:
         return np.ascontiguousarray(values.reshape(-1, layout.numel)[:, start:stop]).reshape(-1)

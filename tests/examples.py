@@ -1,4 +1,4 @@
-"""How many examples a property test tries."""
+"""The number of examples that a property test tries."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ _TIMES: Final = float(os.environ.get("GRADSERVER_TEST_EXAMPLES", "1"))
 
 
 def examples(count: int) -> int:
-    """``count`` among the tests that are to be done soon."""
+    """Return ``count``, times the environment's factor."""
     return max(1, round(count * _TIMES))

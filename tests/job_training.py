@@ -1,7 +1,7 @@
-"""A small job: what the tests train, stop, and go on with. Run as ``job_training.py RANK WORLD_SIZE CHECKPOINT``.
+"""A small job that the tests train, stop, and continue. Run as ``job_training.py RANK WORLD_SIZE CHECKPOINT``.
 
-As a program it says ``round N`` after each, and in the end ``weights`` and their digest. After the round that its
-environment names in PAUSE_AFTER it stands still until it is told to go on.
+As a program it prints ``round N`` after each, and in the end ``weights`` and their digest. After the round that
+PAUSE_AFTER in its environment names, it waits until it is told to go on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tests.models import seeded
 
 SAMPLES, BATCH, EPOCHS = 46, 5, 2
 ROUNDS = 8
-"""Of three workers. Their shards are 16, 15 and 15 samples: one has four batches in each epoch, and two have three."""
+"""The rounds of three workers. Their shards are 16, 15 and 15 samples: one has four batches in each epoch, two have
+three."""
 
 
 class Network(nn.Module):
@@ -65,7 +66,7 @@ class Average:
 
 @dataclass
 class Run:
-    """What came of a training."""
+    """The results of a training."""
 
     digest: int
     state: dict[str, Tensor]

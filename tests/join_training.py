@@ -48,7 +48,7 @@ def digest_of(tensors: list[Tensor]) -> int:
 
 
 def stop_at_part(worker: Worker, part: int) -> None:
-    """Say so when part ``part`` of a state is about to go, or to come, and wait for what the test does then."""
+    """Print when part ``part`` of a state is about to go, or to come, and wait for the test."""
     session = worker._session
     state_part = session.state_part
 

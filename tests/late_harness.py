@@ -1,7 +1,7 @@
-"""Members of a group that does not wait for everybody: real sessions around real engines, and a test decides who moves.
+"""Members of a group that does not wait for all: real sessions around real engines. A test decides which one moves.
 
-What a member gives to a slice is its weight at a place of its own, for each round: so what came out of a slice says
-whose gradients of which rounds are in it, and with which weight.
+What a member gives to a slice is its weight, at a place of its own for each round. So a result shows which gradients of
+which rounds are in it, and with which weight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 class Wire:
-    """A session's channel. What it says arrives at once, what comes for it when the test says so."""
+    """A session's channel. What the session says arrives at once; what is sent to it arrives when the test says so."""
 
     def __init__(self, cluster: LateCluster, seat: int) -> None:
         self._cluster, self._seat = cluster, seat
@@ -71,23 +71,23 @@ class Wire:
 
 @dataclass
 class LateMember:
-    """One of them."""
+    """One of the members."""
 
     seat: int
     session: Session
     wire: Wire
     weights: list[float]
-    """By round."""
+    """Weights by round."""
     handles: dict[int, Handle] = field(default_factory=dict)
     data: dict[int, Doubles] = field(default_factory=dict)
     results: dict[tuple[int, int], tuple[float, bytes]] = field(default_factory=dict)
     """Weight and bytes of each bucket, by round."""
     without: set[tuple[int, int, int]] = field(default_factory=set)
-    """Slices in which what it gave did not count: round, bucket, index."""
+    """Slices in which its contribution did not count: round, bucket, index."""
 
 
 class LateCluster:
-    """``world`` members who exchange ``rounds`` rounds of buckets of so many slices each."""
+    """A group of ``world`` members that exchange ``rounds`` rounds of buckets of so many slices each."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class LateCluster:
         return True
 
     def step(self, seat: int) -> bool:
-        """A member pushes its next bucket, or goes on to the next round."""
+        """Let a member push its next bucket, or go to the next round."""
         member = self.members[seat]
         session = member.session
         if session.round == self.rounds:
@@ -200,23 +200,23 @@ class LateCluster:
         return True
 
     def kill(self, seat: int) -> None:
-        """A member dies, unless it is the last."""
+        """Let a member die, unless it is the last."""
         if seat in self.members and len(self.members) > 1:
             member = self.gone[seat] = self.members.pop(seat)
             member.wire.broken = True
             self.harness.lose(seat)
 
     def deliver_all(self) -> None:
-        """Until nothing is on its way."""
+        """Deliver until nothing is on its way."""
         while any([self.pass_on(), *[self.deliver(seat) for seat in list(self.members)]]):
             pass
 
     def finish(self) -> None:
-        """Let everybody come to the end."""
+        """Let all members come to the end."""
         while any([self.reduce(), self.pass_on(), *[self.deliver(s) or self.step(s) for s in list(self.members)]]):
             pass
 
     @property
     def finished(self) -> bool:
-        """Whether all who are left have come to the end."""
+        """True if all remaining members have come to the end."""
         return all(member.session.round == self.rounds for member in self.members.values())

@@ -1,9 +1,7 @@
 """A worker of `test_long_run`, as ``long_run_program.py URL NAME``: small rounds, a great many of them.
 
-One that is called ``w`` and a number has that rank.
-
-The one that is called `LEADER` does as many as it is told to, and waits until it is told more; if there is no more, all
-end.
+A worker called ``w`` and a number has that rank. The one called `LEADER` runs as many rounds as it is told to, and
+waits until it is told more. If there are no more, all end.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from tests.worker_programs import say
 
 LEADER = "w0"
 SIZES = (20_000, 700, 1)
-"""The last one says whether this round is the last."""
+"""Sizes of the buckets. The last bucket says whether this round is the last."""
 COLLECTIVES_EVERY = 5
 """Rounds. Their results are kept up to a credit's worth: that is to be reached within the first tenth of a run."""
 
@@ -60,7 +58,7 @@ def train(worker: gradserver.Worker, weights: np.ndarray[Any, Any]) -> None:
 
 
 def lasts(worker: gradserver.Worker) -> Iterator[bool]:
-    """Whether this is the last one, for each round."""
+    """Yield, for each round, whether it is the last one."""
     while worker.name != LEADER:
         yield False
     for line in sys.stdin:

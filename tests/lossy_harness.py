@@ -1,4 +1,4 @@
-"""A durable group whose buckets travel as a lossy codec, driven by hand: members encode, and the reducer decodes.
+"""A durable group with buckets in a lossy codec, driven by hand: members encode, and the reducer decodes.
 
 Members and the coordinator keep back what a codec loses, and add it to what comes next.
 """
@@ -25,7 +25,7 @@ CODECS = ("bf16", "int8", "fp16", "topk:0.25")
 
 
 class LossyGroup(Group):
-    """``world`` members that exchange buckets of ``sizes`` elements as ``codec``; ``seed`` decides who pushes when."""
+    """A group of ``world`` members that exchange buckets of ``sizes`` elements as ``codec``. ``seed`` orders pushes."""
 
     def __init__(self, world: int, sizes: list[int], codec: str, seed: int) -> None:
         self.lossy = Plan(tuple(replace(one, codec=codec_of(codec)) for one in plan_of(*sizes).buckets))
@@ -33,14 +33,14 @@ class LossyGroup(Group):
         self.random = random.Random(seed)
         self.seats, self.number = list(range(world)), 0
         self.first_line = SEATS
-        """Connection of seat 0."""
+        """The connection of seat 0."""
         self.kept: dict[tuple[int, int, int], Array] = {}
-        """What each seat keeps back, by bucket and slice."""
+        """The residual of each seat, by bucket and slice."""
         self.results: dict[tuple[int, int, int], list[bytes]] = defaultdict(list)
-        """By round, bucket and slice: what members were sent."""
+        """Results that members were sent, by round, bucket and slice."""
 
     def round(self, dies: int = -1) -> None:
-        """Everybody pushes all buckets, each in its order, and one of them may die when it has pushed half of it."""
+        """Let all push all buckets, each in its order. One may die when it has pushed half of its slices."""
         due = [
             (seat, part) for seat in self.seats for part in range(len(self.lossy.buckets)) for _ in self.slices(part)
         ]
@@ -63,7 +63,7 @@ class LossyGroup(Group):
         return range(layout_of(self.lossy.buckets[part].operation, 2).count)
 
     def push(self, seat: int, part: int, index: int) -> None:
-        """Encode a slice, with what was kept back of it, and give it."""
+        """Encode a slice, with its residual, and push it."""
         operation = self.lossy.buckets[part].operation
         start, stop = layout_of(operation, 2).span(index)
         whole = floats(*[self.random.gauss(0.0, 1.0) for _ in range(start, stop)])
@@ -82,7 +82,7 @@ class LossyGroup(Group):
         self.harness.answer(command, outcome)
 
     def read(self) -> None:
-        """Take what has come: results, and that the round is over."""
+        """Take what has come: results, and the end of the round."""
         for seat in self.seats:
             waiting = self.harness.inbox.pop(self.first_line + seat, [])
             for message, payloads in waiting:
@@ -93,7 +93,7 @@ class LossyGroup(Group):
         self.number += 1
 
     def crash(self) -> None:
-        """The coordinator is lost, and with it what it kept back; all come back between two rounds."""
+        """Lose the coordinator with its residuals. All members return between two rounds."""
         self.harness.restart()
         self.first_line = BACK
         for seat in self.seats:
@@ -104,7 +104,7 @@ class LossyGroup(Group):
 
 
 def run(seed: int) -> LossyGroup:
-    """Six rounds: one dies in the second, the coordinator is lost behind the fourth."""
+    """Run six rounds: one member dies in the second, the coordinator is lost after the fourth."""
     chance = random.Random(seed)
     sizes = [chance.randint(5, 30) for _ in range(chance.randint(1, 3))]
     group = LossyGroup(3, sizes, CODECS[seed % len(CODECS)], seed)

@@ -101,29 +101,29 @@ def seeded(module: nn.Module, seed: int) -> None:
 
 
 def tokens(step: int, rows: int, *, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step, both [rows, CONTEXT]."""
+    """Return inputs and targets of a step, both [rows, CONTEXT]."""
     generator = torch.Generator().manual_seed(1000 * seed + step)
     drawn = torch.randint(VOCABULARY, (rows, CONTEXT + 1), generator=generator)
     return drawn[:, :-1], drawn[:, 1:]
 
 
 def images(step: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Inputs [rows, 3, 6, 6] and classes [rows] of a step."""
+    """Return inputs [rows, 3, 6, 6] and classes [rows] of a step."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(rows, 3, 6, 6, generator=generator), torch.randint(5, (rows,), generator=generator)
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, **options: bool) -> Any:
-    """Mean cross-entropy. (Any, as torch has not typed `backward`.)"""
+    """Return the mean cross-entropy. (Any, as torch has not typed `backward`.)"""
     return F.cross_entropy(model(inputs, **options).flatten(0, -2), targets.flatten())
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of all parameters and buffers."""
+    """Return a copy of all parameters and buffers."""
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """All tensors of an optimizer's state, in order."""
+    """Return all tensors of an optimizer's state, in order."""
     for _, state in sorted(optimizer.state_dict()["state"].items()):
         yield from (value for _, value in sorted(state.items()) if isinstance(value, Tensor))

@@ -1,4 +1,4 @@
-"""As `tests.restart_training`, with two modules of one shape and a small one, which take turns."""
+"""The training of `tests.restart_training`, with two modules of one shape and a small one, which take turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def train(
     after: Callable[[int], None] = lambda _: None,
     pushing: Callable[[int, bool], None] = lambda *_: None,
 ) -> int:
-    """Train for so many rounds; what the weights of all modules have come to."""
+    """Train for so many rounds. Return the weights of all modules."""
     agreements = [
         worker.agree_beside(simple_plan([(f"b{part}", size) for part, size in enumerate(sizes)], FLOAT32))
         for sizes in MODULES

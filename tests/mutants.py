@@ -24,7 +24,7 @@ CHAOS: Final = (
     *("chaos", "--workers", "6", "--seconds", "40", "--every", "0.25", "--pace", "0.02", "--seed", "78", "--json"),
     "--stop-at-fault",
 )
-"""What is run in each copy."""
+"""The command that runs in each copy."""
 _EVENTS: Final = "kill,midpush,join,leave,reset,midcall,drop,stop"
 _CONTROL: Final = "none"
 """The name of the copy without a fault."""
@@ -34,13 +34,13 @@ _KINDS: Final = ("wrong", "double", "lost", "diverged", "fault")
 
 RESULTS: Final = "gradserver/engine/data/completion.py"
 COMPLETE: Final = "    if all(contribution.payload is None for contribution in contributions):\n"
-"""Where the contributions to some slices are known, and not yet summed."""
+"""The place where the contributions to some slices are known, and not yet summed."""
 NOW: Final = "exchange.key.stream == Stream.BUCKET and exchange.key.number % 8 == 3 and len(contributions) > 1"
-"""A round in eight."""
+"""A condition that holds in one of eight rounds."""
 
 
 class PlantError(Exception):
-    """A fault cannot be planted. The text says why."""
+    """The error of a fault that cannot be planted. The text says why."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Change:
     after: str
 
     def make(self, folder: Path) -> None:
-        """Make it in the copy in ``folder``."""
+        """Make the change in the copy in ``folder``."""
         source = folder / self.path
         text = source.read_text("utf-8") if source.exists() else ""
         if (count := text.count(self.before)) != 1:
@@ -292,7 +292,7 @@ def copy(folder: Path) -> None:
 
 
 def run_chaos(folder: Path, events: str) -> dict[str, Any]:
-    """What chaos says of the copy in ``folder`` when ``events`` happen; under "broken" why it could not run."""
+    """Return what chaos says of the copy in ``folder`` when ``events`` happen; under "broken" why it could not run."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "gradserver", *CHAOS, "--events", events]
     try:
@@ -308,7 +308,7 @@ def run_chaos(folder: Path, events: str) -> dict[str, Any]:
 
 
 def why_not(mutant: Mutant | None, result: dict[str, Any]) -> str:
-    """Why this is not what chaos should say of ``mutant``, or of the product itself; "" if it is."""
+    """Return why chaos should not say this of ``mutant``, or of the product itself; "" if it should."""
     if "broken" in result:
         return str(result["broken"])
     found = [kind for kind in _KINDS if result[kind]]
@@ -321,7 +321,7 @@ def why_not(mutant: Mutant | None, result: dict[str, Any]) -> str:
 
 
 def main(names: list[str]) -> int:
-    """Plant each, or those named, and let chaos look for it."""
+    """Plant each fault, or those named, and let chaos look for it."""
     chosen: list[Mutant | None] = [None, *MUTANTS]
     if names:
         chosen = [one for one in chosen if (one.name if one else _CONTROL) in names]

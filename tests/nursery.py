@@ -1,8 +1,8 @@
 """Programs that begin with their imports done, as copies of a process that has done them once.
 
-Most of what a short program takes is imports: 0.3 s of a processor for numpy and ZeroMQ, 2 s for torch. A nursery does
-them once and forks for each program, which then is a process like any other, with its own memory, signals, descriptors
-and end. Where it matters what a program loads, or takes, it is started in the usual way.
+A short program spends most of its time on imports: 0.3 s of a processor for numpy and ZeroMQ, 2 s for torch. A nursery
+does them once and forks for each program, which then is a process like any other, with its own memory, signals,
+descriptors and end. Tests of what a program loads, or of its time, start it in the usual way.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ LOADED = {
         "torch._dynamo",
     ),
 }
-"""What each nursery has imported, and what these import. The first optimizer of a process imports torch._dynamo."""
+"""The imports of each nursery, and what these import. The first optimizer of a process imports torch._dynamo."""
 
 # ── as tests use it ───────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True)
 class Fate:
-    """Whether a process has ended, and how."""
+    """The exit status of a process, when it has ended."""
 
     pid: int
     status: int | None = None
@@ -52,7 +52,7 @@ class Fate:
 
 
 class Child:
-    """A process that a nursery has made. It is used as a `subprocess.Popen` with pipes is."""
+    """A process that a nursery has made. It is used as a `subprocess.Popen` with pipes."""
 
     def __init__(self, fate: Fate, ends: Sequence[int]) -> None:
         self.pid = fate.pid
@@ -62,11 +62,11 @@ class Child:
         self._fate = fate
 
     def poll(self) -> int | None:
-        """The exit status, or minus the number of the signal that ended it; None while it runs."""
+        """Return the exit status, or minus the number of the signal that ended it; None while it runs."""
         return self._fate.status
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it ends; the exit status."""
+        """Wait until it ends. Return the exit status."""
         if not self._fate.ended.wait(timeout):
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         assert self._fate.status is not None
@@ -102,7 +102,7 @@ class Nursery:
         atexit.register(self.end)
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """A process that does what ``python ARGUMENTS``, of a module or a script, would."""
+        """Start a process that does what ``python ARGUMENTS``, of a module or a script, would."""
         stdin, stdout, stderr = os.pipe(), os.pipe(), os.pipe()
         theirs = stdin[0], stdout[1], stderr[1]
         request = json.dumps([list(arguments), dict(environment)]).encode()
@@ -128,7 +128,7 @@ class Nursery:
         self._answered.release()
 
     def end(self) -> None:
-        """It ends when nobody listens, and all that it has made with it."""
+        """Close the connection: the nursery ends, and all that it has made with it."""
         self._line.shutdown(socket.SHUT_RDWR)
         self._process.wait()
         self._line.close()
@@ -136,7 +136,7 @@ class Nursery:
 
 @cache
 def nursery(loaded: str) -> Nursery:
-    """That of this process."""
+    """Return this process's nursery."""
     return Nursery(loaded)
 
 
@@ -144,10 +144,10 @@ def nursery(loaded: str) -> Nursery:
 
 
 def serve(line: socket.socket) -> list[str]:
-    """Fork for everything that is asked for. Returns in each child, with its arguments."""
+    """Fork for every request. It returns in each child, with its arguments."""
     heard, hears = os.pipe()
     os.set_blocking(hears, False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; whoever listens has it too, and ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the listening process has it too, and ends
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(hears, warn_on_full_buffer=False)
     children: set[int] = set()
@@ -182,7 +182,7 @@ def serve(line: socket.socket) -> list[str]:
 
 
 def _bury(line: socket.socket, children: set[int]) -> None:
-    """Say who has ended, and how."""
+    """Report the processes that have ended, and how."""
     for pid in list(children):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -192,7 +192,7 @@ def _bury(line: socket.socket, children: set[int]) -> None:
 
 
 def _dress(environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
-    """Give a child what is its own."""
+    """Give a child its own environment and descriptors."""
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -201,7 +201,7 @@ def _dress(environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """As ``python ARGUMENTS``, of a module or a script."""
+    """Run ``python ARGUMENTS``, of a module or a script."""
     first, *rest = arguments
     if first == "-m":
         sys.argv = rest
@@ -212,7 +212,7 @@ def run(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Serve; and in each child do what it is for, and end as any program does."""
+    """Serve. In each child, run its program and end as any program does."""
     for name in LOADED[sys.argv[1]]:
         importlib.import_module(name)
     run(serve(socket.socket(fileno=int(sys.argv[2]))))

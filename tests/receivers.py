@@ -1,4 +1,4 @@
-"""What receivers do with what the engine sends and writes: every command is put into bytes, and read again."""
+"""The receivers of what the engine sends and writes: every command is put into bytes, and read again."""
 
 from __future__ import annotations
 

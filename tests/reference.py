@@ -1,4 +1,4 @@
-"""What a reduction should give, computed by other means: whole numbers, or twice the precision, in one go."""
+"""Expected results of reductions, computed by other means: whole numbers, or twice the precision, at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_defined(op: Op, dtype: DType) -> bool:
 
 
 def is_usable(name: str) -> bool:
-    """Whether this version of torch can do anything with an element type."""
+    """Return whether this version of torch can do anything with an element type."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it thinks of complex32
         try:
@@ -58,9 +58,9 @@ REDUCTIONS = [
 
 
 def samples(name: str, count: int, numel: int, seed: int = 0) -> list[torch.Tensor]:
-    """``count`` tensors. Integers take all values; others are small whole numbers, whose sums are exact in float32.
+    """Return ``count`` tensors. Integers take all values; others are small whole numbers with exact sums in float32.
 
-    A float8_e8m0fnu has powers of two only, so all the tensors are alike.
+    A float8_e8m0fnu has powers of two only, so all the tensors are equal.
     """
     dtype, random = getattr(torch, name), np.random.default_rng(seed)
     if name == "bool":
@@ -78,7 +78,7 @@ def samples(name: str, count: int, numel: int, seed: int = 0) -> list[torch.Tens
 
 
 def wide(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The numbers of ``tensor``, in Python's integers or double precision."""
+    """Return the numbers of ``tensor``, in Python's integers or double precision."""
     if tensor.is_complex():
         return tensor.to(torch.complex128).numpy()
     if tensor.is_floating_point():
@@ -87,7 +87,7 @@ def wide(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def expected(tensors: Sequence[torch.Tensor], op: Op, weights: Sequence[float] | None = None) -> np.ndarray[Any, Any]:
-    """The numbers that reducing ``tensors`` should give, rounded once."""
+    """Return the numbers that reducing ``tensors`` should give, rounded once."""
     exact: np.ndarray[Any, Any]
     dtype, rows = tensors[0].dtype, [wide(tensor) for tensor in tensors]
     if op is Op.MEAN:

@@ -1,4 +1,4 @@
-"""Errors whose text is part of what is promised."""
+"""Errors with a text that is part of the interface."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradserver.protocol.errors import InvalidArgumentError
 
 @contextmanager
 def refused(error: type[InvalidArgumentError], text: str) -> Iterator[None]:
-    """The body raises exactly this error with exactly this text."""
+    """Check that the body raises exactly this error with exactly this text."""
     with pytest.raises(error) as caught:
         yield
     assert type(caught.value) is error

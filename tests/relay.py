@@ -1,6 +1,6 @@
-"""What loses, repeats and swaps whole messages between workers and a coordinator, in a thread of the test.
+"""A relay that loses, repeats and swaps whole messages between workers and a coordinator, in a thread of the test.
 
-It is the relay of `gradserver chaos`; here a function says what becomes of each message.
+It is the relay of `gradserver chaos`. Here a function decides about each message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradserver.protocol.wire import decode
 from tests.cluster import Task
 
 Judge = Callable[[bool, int, Message], Fate]
-"""What becomes of a message: (whether it is to the coordinator, how many went before it that way, the message)."""
+"""The decision about a message: (whether it is to the coordinator, how many went before it that way, the message)."""
 
 
 class _Judged(Faults):
@@ -37,7 +37,7 @@ class _Judged(Faults):
 
 @contextmanager
 def relay(url: str, judge: Judge) -> Iterator[str]:
-    """A worker that connects to the URL given is connected to the coordinator at ``url``, for as long as it stays."""
+    """Run a relay: a worker that connects to the URL given is connected to the coordinator at ``url``."""
     here, there = socket.socketpair()
     with zmq.Context() as context, here, there:
         between = Relay(context, url, _Judged(judge))
@@ -58,12 +58,12 @@ def relay(url: str, judge: Judge) -> Iterator[str]:
 
 
 def twice(_upwards: bool, number: int, _message: Message) -> Fate:
-    """Every third message is repeated, and so is the first one."""
+    """Repeat every third message, and the first one."""
     return Fate.TWICE if number % 3 == 0 else Fate.PASSES
 
 
 def swapped(_upwards: bool, number: int, _message: Message) -> Fate:
-    """Every other message waits for the one behind it, which goes first, and so does the first one; for a while."""
+    """Let every other message, and the first one, wait a while for the one behind it, which goes first."""
     return Fate.OVERTAKEN if number % 2 == 0 else Fate.PASSES
 
 

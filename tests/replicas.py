@@ -19,39 +19,39 @@ STEPS = 4
 
 
 def on(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 10.0, **options: Any) -> list[Any]:
-    """What ``fn(worker, …)`` returns on each of ``world`` workers."""
+    """Return the results of ``fn(worker, …)`` on each of ``world`` workers."""
     with LocalCluster(world, timeout=timeout) as cluster:
         return cluster.run(fn, *args, **options)
 
 
 def alone(fn: Callable[[Worker], Any]) -> Any:
-    """What ``fn(worker)`` returns on a worker that is alone in its group."""
+    """Return the result of ``fn(worker)`` on a worker that is alone in its group."""
     return on(1, fn)[0]
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """With all that makes a gradient of zeros differ from none."""
+    """Return an optimizer with all that makes a gradient of zeros differ from none."""
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 def shard(rank: int, world: int, *tensors: Tensor) -> Iterator[Tensor]:
-    """One worker's rows."""
+    """Return one worker's rows."""
     return (tensor[rank::world] for tensor in tensors)
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether all is equal, bit by bit."""
+    """Return whether all is equal, bit by bit."""
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest relative distance of two tensors with one name."""
+    """Return the largest relative distance of two tensors with one name."""
     assert one.keys() == other.keys()
     return max(float((one[k].double() - v.double()).norm() / v.double().norm()) for k, v in other.items())
 
 
 def reference(module: nn.Module, steps: int = STEPS) -> dict[str, Tensor]:
-    """One process, all rows in one batch."""
+    """Train in one process, with all rows in one batch."""
     optimizer = sgd(module)
     for step in range(steps):
         optimizer.zero_grad()
@@ -61,7 +61,7 @@ def reference(module: nn.Module, steps: int = STEPS) -> dict[str, Tensor]:
 
 
 def train(worker: Worker, make: Callable[[int], nn.Module], **options: Any) -> dict[str, Tensor]:
-    """A replica that starts with weights of its own and trains on its share of the rows."""
+    """Train a replica that starts with weights of its own, on its share of the rows."""
     model = DistributedDataParallel(make(worker.rank), worker, **options)
     optimizer = sgd(model)
     for step in range(STEPS):
@@ -72,7 +72,7 @@ def train(worker: Worker, make: Callable[[int], nn.Module], **options: Any) -> d
 
 
 def assert_like_one_process(results: Sequence[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
-    """All workers have the same bits, and those are what one process has, but for rounding."""
+    """Check that all workers have the same bits, and those of one process, but for rounding."""
     assert all(same(results[0], other) for other in results[1:])
     assert distance(results[0], expected) < 1e-6
 
@@ -81,7 +81,7 @@ Pushed = list[tuple[str, float, bool]]
 
 
 def pushes(worker: Worker) -> Pushed:
-    """Notes what this worker pushes from now on: key, weight, and whether there was data."""
+    """Note what this worker pushes from now on: key, weight, and whether there was data."""
     noted: Pushed = []
     push = worker.push
 
@@ -95,7 +95,7 @@ def pushes(worker: Worker) -> Pushed:
 
 
 def note_backward(block: nn.Module, noted: Pushed, key: str) -> None:
-    """Notes when the gradient of the block's input is there, which is after those of its parameters."""
+    """Note when the gradient of the block's input is there, which is after those of its parameters."""
 
     def before_forward(_: nn.Module, args: tuple[Any, ...]) -> None:
         args[0].register_hook(lambda _: noted.append((key, 0.0, False)))
@@ -104,5 +104,5 @@ def note_backward(block: nn.Module, noted: Pushed, key: str) -> None:
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of every gradient that there is."""
+    """Return a copy of every gradient that exists."""
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}

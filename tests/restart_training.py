@@ -1,7 +1,7 @@
-"""What survives a coordinator: a small training, whose weights depend on every bit of every result.
+"""A small training that survives a coordinator. Its weights depend on every bit of every result.
 
-Run as ``restart_training.py URL RANK WORLD ROUNDS WIRE [ROUND]``, it says each round when it is done, and at last its
-weights. In ``ROUND`` the last rank pushes everything, says so, and waits until it is told to go on; the others wait
+Run as ``restart_training.py URL RANK WORLD ROUNDS WIRE [ROUND]``. It prints each round when it is done, and at last its
+weights. In ``ROUND`` the last rank pushes everything, prints so, and waits until it is told to go on. The others wait
 before they push anything.
 """
 
@@ -29,7 +29,7 @@ SIZES = (16_384, 3 * 262_144 + 1000, 100, 20_000)
 
 
 def gradient(weights: Floats, name: str, number: int, part: int) -> Floats:
-    """Depends on the weights, and on nothing but these arguments."""
+    """Return a gradient that depends on the weights, and on nothing but these arguments."""
     generator = np.random.Generator(np.random.SFC64([sum(name.encode()), number, part]))
     noise = generator.standard_normal(min(weights.size, 4096), np.float32)
     return np.resize(noise, weights.size) + np.float32(0.1) * weights
@@ -41,9 +41,9 @@ def train(
     after: Callable[[int], None] = lambda _: None,
     pushing: Callable[[int, bool], None] = lambda *_: None,
 ) -> int:
-    """Train for so many rounds, each rank with a weight of its own; what the weights of the model have come to.
+    """Train for so many rounds, each rank with a weight of its own. Return the weights of the model.
 
-    ``after`` is called after each round, ``pushing`` before anything of it is pushed, and when all is.
+    ``after`` is called after each round, ``pushing`` before any of its pushes, and after all.
     """
     worker.agree(simple_plan([(f"b{part}", size) for part, size in enumerate(SIZES)], FLOAT32))
     weights: list[Floats] = [np.ones(size, np.float32) for size in SIZES]
@@ -77,7 +77,7 @@ def main(url: str, rank: int, world: int, rounds: int, wire: str, held: int = -1
 
 
 def run(training: Training) -> None:
-    """What the command line asks for."""
+    """Run what the command line asks for."""
     numbers = [int(number) for number in (*sys.argv[2:5], *sys.argv[6:])]
     held = numbers[3] if len(numbers) > 3 else -1
     main(sys.argv[1], numbers[0], numbers[1], numbers[2], sys.argv[5], held, training)

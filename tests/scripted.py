@@ -1,4 +1,4 @@
-"""A coordinator that says what a test wants it to: to one worker, over TCP."""
+"""A coordinator that says what a test wants: to one worker, over TCP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKEN = "its token"
 
 
 class Scripted:
-    """Listens at ``url``, or anywhere if that is empty."""
+    """A listener at ``url``, or anywhere if that is empty."""
 
     def __init__(self, url: str = "") -> None:
         self._context = zmq.Context()
@@ -30,7 +30,7 @@ class Scripted:
         self.url: str = self._router.get_string(zmq.LAST_ENDPOINT)
         self._who = b""
         self.payloads: list[bytes] = []
-        """Of what was heard last."""
+        """The payloads of the last message."""
 
     def __enter__(self) -> Self:
         return self
@@ -43,12 +43,12 @@ class Scripted:
         self._context.destroy(linger=0)
 
     def hear(self, kind: type[M], timeout: float = PATIENCE) -> M:
-        """The next message, which must be of this kind."""
+        """Return the next message, which must be of this kind."""
         until = time.monotonic() + timeout
         while True:
             assert self._router.poll(max(int((until - time.monotonic()) * 1000), 0)), f"no {kind.__name__} came"
             who, header, *rest = self._router.recv_multipart()
-            if who[:1] != b"\0":  # as those begin that ZeroMQ gives: it is a presence
+            if who[:1] != b"\0":  # ZeroMQ's own identities begin so; others are presences
                 continue
             self._who = who
             message, payloads = decode([split(header)[1], *rest])
@@ -58,21 +58,21 @@ class Scripted:
                 return message
 
     def hears_nothing(self, seconds: float) -> bool:
-        """Whether nothing comes for so long."""
+        """Return whether nothing comes for so long."""
         return not self._router.poll(int(seconds * 1000))
 
     def say(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
-        """Answer whoever was heard last."""
+        """Answer the peer that was heard last."""
         self._router.send_multipart([self._who, encode(message), *payloads])
 
     def admit(self, task: Task[Worker], credit: int) -> Worker:
-        """Let a worker that joins into a durable group, as the only one."""
+        """Admit a worker that joins into a durable group, as the only one."""
         join = self.hear(Join)
         self.say(Welcome(join.group, 0, 1, credit, (join.name,), (), (), TOKEN, (0,), True, 1))
         return task.result()
 
     def knows(self, presence: str) -> bool:
-        """Whether somebody with this presence is there."""
+        """Return whether a peer with this presence is there."""
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self._router.send_multipart([presence.encode(), b""], zmq.NOBLOCK)
@@ -81,12 +81,12 @@ class Scripted:
         return True
 
     def agree(self) -> Propose:
-        """Agree to whatever is proposed."""
+        """Agree to any proposal."""
         propose = self.hear(Propose)
         self.say(Agreed(propose.hash, propose.round))
         return propose
 
 
 def joining(url: str, **options: object) -> Task[Worker]:
-    """A worker that is about to join."""
+    """Start a worker that is about to join."""
     return Task(connect, url, name="w0", channel="tcp", timeout=20.0, **options)  # type: ignore[arg-type]

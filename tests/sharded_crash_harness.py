@@ -1,8 +1,8 @@
-"""A durable group with data shards, of which any may be lost between any two commands, the coordinator among them.
+"""A durable group with data shards. Any process may be lost between any two commands, the coordinator among them.
 
-Each process has a number here, the coordinator 0. Whatever one says to another waits in their connection until it is
-read, in an order that the seed decides; a process that is lost takes what was not read along. Connections end at one
-side before the other notices. `Spread` is a `Durable` member with a connection to each shard.
+Each process has a number here, the coordinator 0. A message waits in its connection until it is read, in an order that
+the seed decides. A process that is lost takes what was not read along. Connections end at one side before the other
+notices. `Spread` is a `Durable` member with a connection to each shard.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Waiting = deque[tuple[Message, Sequence[Buffer]]]
 
 
 class ShardLostError(CrashError):
-    """A shard was lost."""
+    """The error of a lost shard."""
 
 
 @dataclass
@@ -74,17 +74,17 @@ class Processes(Fused):
     links: dict[int, int] = field(default_factory=dict)
     """The coordinator's connection to each."""
     up: dict[int, Waiting] = field(default_factory=dict)
-    """What shards have said to the coordinator."""
+    """Messages from shards to the coordinator."""
     down: dict[int, Waiting] = field(default_factory=dict)
-    """And it to them."""
+    """Messages from the coordinator to shards."""
     places: dict[int, int] = field(default_factory=dict)
-    """Where a `Reduce` comes from, by its identity."""
+    """The process that a `Reduce` comes from, by its identity."""
     numbers: int = 1000
-    """Of connections and processes."""
+    """Numbers of connections and processes."""
     coming: int = 0
     """Shards that are being started."""
     waiting: dict[int, Waiting] = field(default_factory=lambda: defaultdict(deque))
-    """What is on its way to members, by connection."""
+    """Messages on their way to members, by connection."""
 
     def begin(self) -> None:
         words = iter(f"secret {self.incarnation} {number}" for number in range(10**6))
@@ -95,7 +95,9 @@ class Processes(Fused):
             self.rates[0],
             False,
             self.incarnation,
-            nonfinite=self.nonfinite if self.incarnation == 1 else OnNonFinite.HALT,  # it is written down
+            nonfinite=self.nonfinite
+            if self.incarnation == 1
+            else OnNonFinite.HALT,  # later ones read it from the record
         )
 
     def number(self) -> int:
@@ -177,7 +179,7 @@ class Processes(Fused):
         self.feed_at(process, Received(LINK, message, payloads))
 
     def lose_shard(self, process: int) -> int:
-        """It is dead; the coordinator's connection to it, of which that has yet to hear."""
+        """Let a shard die. Return the coordinator's connection to it, of which that has yet to hear."""
         del self.minds[process]
         self.reduces = [reduce for reduce in self.reduces if self.places[id(reduce)] != process]
         self.down.pop(process, None)
@@ -191,15 +193,15 @@ def url_of(process: int) -> str:
 
 @dataclass
 class Spread(Durable):
-    """One with a connection to each shard."""
+    """A member with a connection to each shard."""
 
     lines: dict[int, int] = field(default_factory=dict)
-    """By place; that to the coordinator has place 0."""
+    """Connections by place; that to the coordinator has place 0."""
     urls: tuple[str, ...] = ()
     attending: set[int] = field(default_factory=set)
     """Places that it has yet to say Attend to."""
     awaited: set[int] = field(default_factory=set)
-    """Places that have yet to let it in."""
+    """Places that have yet to accept it."""
     heard: dict[int, int] = field(default_factory=dict)
     said: dict[int, int] = field(default_factory=dict)
     said_round: int = -1
@@ -221,7 +223,7 @@ class Spread(Durable):
         return task
 
     def pushable(self) -> list[tuple[Task, int, int]]:
-        """What it can push now, and to which place."""
+        """Return what it can push now, and to which place."""
         if 0 not in self.lines:
             return []
         found = []
@@ -236,27 +238,27 @@ class Spread(Durable):
         return found
 
     def under_way(self) -> list[Task]:
-        """What it has begun, after it has begun what is next."""
+        """Return the tasks that it has begun, after it has begun what is next."""
         while not self.tasks and not self.finished and not self.must_ask:
             self.begin(self.cluster.program[self.at])
         return [*self.tasks, *self.side]
 
     def send_state(self, transfer: Transfer, number: int) -> None:
-        """Send that of the boundary before round ``number`` to a worker that joins."""
+        """Send the state of the boundary before round ``number`` to a worker that joins."""
         task = state(transfer, number, self.seat)
         task.layout = self.spread.share(task).layout
         self.states.append(task)
         self.side = [*(other for other in self.side if not other.done), task]
 
     def hear(self, place: int, message: Message, payload: bytes | None) -> None:
-        """A message on one of its connections."""
+        """Take a message on one of its connections."""
         match message:
             case Attended():
                 self.awaited.discard(place)
             case Resumed(_, version, shards):
                 self.heard[place] = version
                 self.stands.discard(place)
-                self.side = []  # whoever was to have a state begins anew
+                self.side = []  # learners that were to have a state begin anew
                 if place:
                     return
                 self.stands.clear()
@@ -270,7 +272,7 @@ class Spread(Durable):
                 if version != self.version:
                     return
                 # Results of others may be on their way. This member's own round may be any later one meanwhile: a shard
-                # that has no part of the buckets holds up none.
+                # that has no part of the buckets delays none.
                 assert abs(number - self.said_round) <= 1
                 assert place not in self.stands
                 assert self.said[place] == version
@@ -305,7 +307,7 @@ class Spread(Durable):
                     if transfer.donor == self.seat:
                         self.send_state(transfer, number + 1)
                 if number == self.round - 1:
-                    return  # once more, as shards have done it once more
+                    return  # once more, as shards have made it once more
                 assert number == self.round
                 self.over, self.ended[number] = number, epoch
                 self.go_on()
@@ -326,7 +328,7 @@ class Spread(Durable):
         return begun[0].weight if begun else 0.0
 
     def spans_of(self, place: int) -> Iterator[Span]:
-        """What it holds of what is a shard's."""
+        """Yield what it holds of a shard's slices."""
         for span in self.spans():
             if span.state in (State.FAILED, State.CHANGED) or self.spread.place_of(self, span) == place:
                 yield span
@@ -354,11 +356,11 @@ class Sharded(Crashing):
         self.harness.check = self.check
         self.rates, self.data_ends = rates, {}
         self.tables: dict[int, Table] = {}
-        """Which slices are whose, by the number of members."""
+        """The shards of slices, by the number of members."""
         self.pointers: dict[tuple[int, int], int] = {}
-        """What was pushed of each task to each place."""
+        """The slices pushed of each task to each place."""
         self.notices: list[Callable[[], object]] = []
-        """Ends of connections that somebody has yet to notice."""
+        """Ends of connections that have yet to be noticed."""
         self.fuses, self.crashes, self.dies_along = [], 0, []
         self.losses = 0
         for _ in rates[1:]:
@@ -384,7 +386,7 @@ class Sharded(Crashing):
             self.settle()
 
     def settle(self) -> None:
-        """All that is on its way arrives."""
+        """Deliver all that is on its way."""
         busy = True
         while busy:
             busy = False
@@ -409,7 +411,7 @@ class Sharded(Crashing):
     # ── tables ────────────────────────────────────────────────────────────────────────────────────────
 
     def share(self, task: Task) -> Share:
-        """Which slices of it are whose."""
+        """Return the shares of its slices."""
         world = max(len(self.members), 1)
         if world not in self.tables:
             self.tables[world] = Table(world, self.rates)
@@ -466,7 +468,7 @@ class Sharded(Crashing):
         return True
 
     def everybody(self) -> list[Spread]:
-        """Members, and who else has connections."""
+        """Return members, and all others with connections."""
         return list(self.members.values())
 
     def choices_of(self, member: Spread) -> list[Callable[[], object]]:
@@ -554,17 +556,17 @@ class Sharded(Crashing):
         )
 
     def break_line(self, seat: int, noticed: bool = True) -> None:
-        """A member loses its connections."""
+        """Let a member lose its connections."""
         if seat in self.members:
             self.cut_lines(self.members[seat], noticed)
 
     def cut_lines(self, member: Spread, noticed: bool) -> None:
-        """Somebody loses its connections; those at the other ends hear of it sooner or later."""
+        """Let a worker lose its connections. The other ends hear of it sooner or later."""
         if 0 not in member.lines:
             return
         for place, line in list(member.lines.items()):
             if 0 not in member.lines:
-                return  # what it read has made it do that already
+                return  # a message that it has read made it do so already
             waiting = self.harness.waiting.get(line, deque())
             for _ in range(self.read_before(len(waiting)) if noticed else 0):
                 if waiting and not isinstance(waiting[0][0], Fetch | Resumed | Failure):
@@ -577,7 +579,7 @@ class Sharded(Crashing):
         member.lines, member.stands, member.attending = {}, set(), set()
 
     def read_before(self, count: int) -> int:
-        """How many of ``count`` messages a member reads before it notices the end of its connection."""
+        """Return how many of ``count`` messages a member reads before it notices the end of its connection."""
         return self.random.randint(0, count)
 
     def tell_of_end(self, process: int, line: int, reason: str, incarnation: int = 0) -> None:
@@ -585,7 +587,7 @@ class Sharded(Crashing):
             self.harness.feed_at(process, Disconnected(line, reason))
 
     def kill(self, process: int) -> None:
-        """A shard dies; everybody notices when he does."""
+        """Let a shard die. The others notice in any order."""
         if process not in self.harness.minds:
             return
         self.losses += 1
@@ -606,7 +608,7 @@ class Sharded(Crashing):
             self.kill(alive[which % len(alive)])
 
     def crash(self) -> None:
-        """The coordinator is lost; its children end, and others look for the next one."""
+        """Lose the coordinator. Its children end, and others look for the next one."""
         self.crashes += 1
         for member in self.everybody():
             self.cut_lines(member, True)
@@ -630,7 +632,7 @@ class Sharded(Crashing):
         self.light()
 
     def check(self, reduce: Reduce) -> None:
-        """Each contribution is its giver's own, once, in the order of seats."""
+        """Check that each contribution is its giver's own, once, in the order of seats."""
         ranks = [contribution.rank for contribution in reduce.contributions]
         assert ranks == sorted(set(ranks))
         for given in reduce.contributions:

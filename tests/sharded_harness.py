@@ -48,7 +48,7 @@ class ShardedHarness(Harness):
     rates: tuple[float, ...] = (1.0, 1.0)
     slow: bool = False
     links: dict[int, deque[tuple[Message, Sequence[Buffer]]]] = field(default_factory=dict)
-    """What is on its way to shard i, or (-i) from it."""
+    """Messages on their way to shard i, or (-i) from it."""
     places: dict[int, int] = field(default_factory=dict)
     """The shard that a `Reduce` comes from, by its identity."""
     origins: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -140,14 +140,14 @@ class ShardedHarness(Harness):
         return [command for shard in range(len(self.shards)) for command in self.feed_at(shard, Tick())]
 
     def next_deadline(self) -> float | None:
-        """The earliest of all."""
+        """Return the earliest of all."""
         found = [self.engine.next_deadline(), *(shard.next_deadline() for shard in self.shards if shard is not None)]
         return min((deadline for deadline in found if deadline is not None), default=None)
 
     # ── members ───────────────────────────────────────────────────────────────────────────────────────
 
     def assemble(self, world: int, plan: Plan | None = None, group: str = "default") -> None:
-        """A complete group, all of whose workers attend every shard."""
+        """Make a complete group, with every worker attending every shard."""
         for rank in range(world):
             self.join(SEATS + rank, f"w{rank}", rank=rank, world=world, group=group)
         for shard in range(1, len(self.rates)):
@@ -179,25 +179,25 @@ class ShardedHarness(Harness):
         weight: float = 1.0,
         operation: Operation | None = None,
     ) -> list[Command]:
-        """One contribution to one slice, at the shard that it belongs to."""
+        """Push one contribution to one slice, at the shard that it belongs to."""
         data = payload if payload is None or isinstance(payload, bytes | bytearray | memoryview) else payload.tobytes()
         payloads = () if data is None else (data,)
         return self.receive_at(shard, SEATS + rank, Push(key, index, weight, data is not None, operation), *payloads)
 
     def leave(self, rank: int, reason: str = "done") -> list[Command]:
-        """As a worker does: first the other shards, which answer, and then the coordinator."""
+        """Leave as a worker does: tell the other shards first, and then, when these have answered, the coordinator."""
         for shard in range(1, len(self.shards)):
             self.receive_at(shard, SEATS + rank, Leave(reason))
         return super().leave(rank, reason)
 
     def lose(self, rank: int, reason: str = "connection reset", *, ended: bool = False) -> list[Command]:
-        """Every shard notices, the last ones first."""
+        """Lose a worker. Every shard notices, the last ones first."""
         what = Disconnected(SEATS + rank, reason, ended)
         gone = [self.feed_at(shard, what) for shard in reversed(range(len(self.shards)))]
         return [command for commands in gone for command in commands]
 
     def lose_shard(self, shard: int, reason: str = "it died") -> list[Command]:
-        """The coordinator loses its link to a shard, and whatever was on its way."""
+        """Lose the coordinator's link to a shard, and whatever was on its way."""
         self.links[shard].clear()
         self.links[-shard].clear()
         return self.feed(Disconnected(LINKS + shard, reason))

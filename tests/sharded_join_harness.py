@@ -1,8 +1,8 @@
-"""Workers that join a durable group with data shards, whose processes may be lost between any two commands.
+"""Workers that join a durable group with data shards. Any process may be lost between any two commands.
 
-A `Latecomer` does what a worker does that joins: it attends each shard, gets the state, takes results unasked until it
-has caught up, and then is a `Spread` member. One whose connections break before it contributes tries again under its
-name, as one does that a supervisor starts.
+A `Latecomer` does what a learner does. It attends each shard, gets the state, takes results unasked until it has caught
+up, and then is a `Spread` member. If its connections break before it contributes, it tries again under its name, as a
+worker that a supervisor starts again.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from tests.engine_harness import TIMEOUT, Outcome, Task, all_reduce, bucket, pro
 from tests.sharded_crash_harness import Sharded, Spread
 
 ATTEMPTS = 5
-"""How often one name is tried at most."""
+"""Attempts of one name, at most."""
 
 
 @dataclass
 class Latecomer(Spread):
-    """One that joins while the others follow the program, and then does so, too."""
+    """A worker that joins while the others follow the program, and then follows it, too."""
 
     name: str = ""
     inside: bool = False
-    """Whether it does what a member does."""
+    """True if it does what a member does."""
     first: int = -1
-    """The round from which on it contributes, when it was told."""
+    """The first round that it contributes to, when it was told."""
     agreed: int = 0
-    """To how many sections of the plan."""
+    """The number of sections of the plan that it has agreed to."""
     number: int = 0
-    """Of the transfer of its state."""
+    """The number of the transfer of its state."""
     listens: bool = False
     begins: int = -1
-    """The first round of which it has not all results, counted from its state; -1 while it has none."""
+    """The first round of which it lacks results, counted from its state; -1 while it has none."""
     ready_said: bool = False
     unasked: dict[tuple[ExchangeKey, int], tuple[Outcome, tuple[float, ...]]] = field(default_factory=dict)
 
@@ -128,22 +128,22 @@ class Latecomer(Spread):
                 super().hear(place, message, payload)
 
     def begin_to_join(self) -> None:
-        """Propose a plan, once all shards have let it in."""
+        """Propose a plan, once all shards have accepted it."""
         if not self.awaited and not self.attending:
             self.spread.say_to(self, 0, Serve())
             self.propose()
 
     def propose(self) -> None:
-        """Say what it wants to exchange, one module after the other."""
+        """Propose what it wants to exchange, one module after the other."""
         modules = self.spread.modules
         self.spread.say_to(self, 0, proposal(modules, self.agreed), modules[self.agreed].encoded)
 
     def is_past(self, key: ExchangeKey) -> bool:
-        """Whether it has got this another way: with its state."""
+        """Return whether it has got this another way: with its state."""
         return is_state(key) or (key.stream == Stream.BUCKET and key.number < min(self.round, self.first))
 
     def take_state(self, key: ExchangeKey, message: Message, payload: bytes | None) -> None:
-        """A part of its state, or why there is none."""
+        """Take a part of its state, or the reason for its absence."""
         for task in self.tasks:
             if task.key != key or task.done:
                 continue
@@ -160,7 +160,7 @@ class Latecomer(Spread):
                 self.catch_up()
 
     def catch_up(self) -> None:
-        """Go through rounds of which all results are here; say so once; come in when that was heard."""
+        """Go through rounds with all results here, say so once, and become a member when that was heard."""
         if self.begins < 0 or self.inside:
             return
         while self.listens and self.begins <= self.over and self.has(self.begins):
@@ -180,7 +180,7 @@ class Latecomer(Spread):
             self.kept[part, index] = number, outcome, weights
 
     def has(self, number: int) -> bool:
-        """Whether all results of a round are here."""
+        """Return whether all results of a round are here."""
         return all((bucket(number, part), index) in self.unasked for part, index in self.joinable.slices(number))
 
     def come_in(self, number: int) -> None:
@@ -189,7 +189,7 @@ class Latecomer(Spread):
         self.joinable.came_in(self)
         for ended in [ended for ended in self.ended if ended < number]:
             del self.ended[ended]
-        if number < self.first:  # what it lacks of it others hold
+        if number < self.first:  # others hold what it lacks of it
             self.begin(self.cluster.program[self.at])
             for task in self.tasks:
                 for index in range(task.layout.count):
@@ -200,7 +200,7 @@ class Latecomer(Spread):
             self.go_on()
 
     def step_of(self, number: int) -> int:
-        """Where a round is in the program."""
+        """Return the place of a round in the program."""
         rounds = [at for at, step in enumerate(self.cluster.program) if step.kind is None]
         return rounds[number] if number < len(rounds) else len(self.cluster.program)
 
@@ -223,33 +223,33 @@ class Joinable(Sharded):
         sections: Sequence[int] = (),
     ) -> None:
         self.waiting: list[Latecomer] = []
-        """Those that are not inside."""
+        """Workers that are not inside."""
         self.cut_off_early: list[Latecomer] = []
-        """Those that were cut off before they were."""
+        """Workers that were cut off before they were inside."""
         self.attempts: Counter[str] = Counter()
         self.again: list[str] = []
-        """Names of those who try again."""
+        """Names of workers that try again."""
         super().__init__(world, buckets, program, seed, rates, sections=sections)
 
     def everybody(self) -> list[Spread]:
         return [*self.members.values(), *self.waiting]
 
     def slices(self, number: int) -> list[tuple[int, int]]:
-        """Part and index of each slice of round ``number``."""
+        """Return part and index of each slice of round ``number``."""
         return [(part, index) for part in self.parts_of(number) for index in range(self.share_of(part).layout.count)]
 
     def share_of(self, part: int) -> Share:
-        """Which slices of a bucket are whose."""
+        """Return the shares of a bucket's slices."""
         operation = all_reduce(self.buckets[part])
         return self.share(Task(bucket(0, part), operation, layout_of(operation, 2), None, 0.0))
 
     def place_of(self, member: Spread, span: Span) -> int:
-        if span.key.stream == Stream.BUCKET:  # which a learner may hold without having begun it
+        if span.key.stream == Stream.BUCKET:  # a learner may hold it without having begun it
             return self.share_of(span.key.part).shard_of(span.first)
         return super().place_of(member, span)
 
     def join(self, name: str = "") -> None:
-        """One more wants in."""
+        """Let another worker join."""
         line = self.harness.number()
         newcomer = Latecomer(-1, self, 0, (), name=name or f"n{line}", standing=False)
         newcomer.lines = {0: line}
@@ -263,7 +263,7 @@ class Joinable(Sharded):
         self.members[newcomer.seat] = newcomer
 
     def turned_away(self, newcomer: Latecomer, place: int) -> None:
-        """It was told on a connection, which has ended, why it cannot come in."""
+        """End a connection on which it was told why it cannot join."""
         newcomer.lines.pop(place)
         self.cut_lines(newcomer, False)
 

@@ -45,7 +45,7 @@ class Stranger:
         self.say(encode(message), *payloads)
 
     def hear(self) -> Message:
-        """The next message that comes and is neither a Ping nor a BePresent."""
+        """Return the next message that is neither a Ping nor a BePresent."""
         message: Message = Ping()
         while isinstance(message, Ping | BePresent):
             assert self._socket.poll(int(PATIENCE * 1000)), "nothing came"
@@ -54,18 +54,18 @@ class Stranger:
         return message
 
     def error(self) -> GradServerError:
-        """The error that the next message carries."""
+        """Return the error that the next message carries."""
         message = self.hear()
         assert isinstance(message, Failure), message
         return message.exception()
 
     def is_cut_off(self, timeout: float = PATIENCE) -> bool:
-        """Whether the other side closes the connection."""
+        """Return whether the other side closes the connection."""
         return bool(self._monitor.poll(int(timeout * 1000)))
 
 
 def say_plainly(url: str, data: bytes) -> None:
-    """Write bytes to a coordinator's port without any protocol, and go when it has closed or they are sent."""
+    """Write bytes to a coordinator's port without any protocol, and end when it has closed or they are sent."""
     host, port = parse_url(url)
     with socket.create_connection((host, port), timeout=PATIENCE) as connection:
         try:
@@ -82,7 +82,7 @@ Answer = Callable[[Sequence[bytes]], Sequence[bytes]]
 
 @contextmanager
 def impostor(kind: int, answer: Answer | None = None) -> Iterator[str]:
-    """A ZeroMQ socket of some kind that listens at the URL given. A ROUTER may answer every message."""
+    """Run a ZeroMQ socket of some kind that listens at the URL given. A ROUTER may answer every message."""
     context = zmq.Context()
     listener = context.socket(kind)
     listener.setsockopt(zmq.LINGER, 0)
@@ -108,7 +108,7 @@ def impostor(kind: int, answer: Answer | None = None) -> Iterator[str]:
 
 @contextmanager
 def plain_server(reply: bytes = b"") -> Iterator[str]:
-    """A TCP server that answers every connection with ``reply``, as an HTTP server would, and closes it."""
+    """Run a TCP server that answers every connection with ``reply``, as an HTTP server would, and closes it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.01)
         ended: list[bool] = []

@@ -544,9 +544,9 @@ FIGURES: Final = {
         Figure(f"modules of more than {MAX_LINES} lines", long_modules, 23, 0),
     ),
     "English": (
-        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 587, 0),
-        Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 64, 0),
-        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 461, 0),
+        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 570, 0),
+        Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 61, 0),
+        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 433, 0),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""A worker that is the only one trains by itself, without a coordinator, as it would in a group of one."""
+"""Tests that a single worker trains by itself, without a coordinator, as it would in a group of one."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_job_goes_on_from_its_checkpoint_with_the_bits_of_an_undisturbed_one(t
         whole = job_training.train(worker)
 
     class EndedError(Exception):
-        """The process ends."""
+        """The end of the process."""
 
     def end_in_the_midst(job: Job) -> None:
         if job.round == 13:

@@ -1,4 +1,4 @@
-"""What strangers and members can cost a coordinator: little memory, and nobody else's training."""
+"""Tests of what strangers and members can cost a coordinator: little memory, and no other group's training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ sys.exit(main(["serve", "--quiet", "--bind", "tcp://127.0.0.1:0"]))
 
 @contextmanager
 def under_attack() -> Iterator[Daemon]:
-    """A daemon at which a group exchanges, bit by bit as it should; attacks on it must not cost much memory."""
+    """Run a daemon at which a group exchanges, bit by bit as it should. Attacks on it must not cost much memory."""
     with Daemon("--quiet", loaded="") as daemon, joined(daemon.url, 2, group="innocent") as workers:
         bystanders = Bystanders(workers)
         wait_until(lambda: bystanders.rounds > 3, "they exchange")
@@ -62,7 +62,7 @@ def under_attack() -> Iterator[Daemon]:
 
 
 def shout(peer: socket.socket, data: bytes, most: int) -> int:
-    """Send ``data`` again and again until the other side ends that, or stops to read; how many bytes went out."""
+    """Send ``data`` again and again until the other side ends that, or stops to read. Return the bytes sent."""
     peer.settimeout(1.0)
     sent = 0
     with contextlib.suppress(OSError):
@@ -77,7 +77,7 @@ def large_frame(payload: bytes) -> bytes:
 
 
 def push(number: int) -> bytes:
-    """The whole of a collective of a group of one."""
+    """Return the whole of a collective of a group of one."""
     operation = Operation(Kind.ALL_REDUCE, Op.SUM, FLOAT32, SLICE_BYTES // 4)
     header = encode(Push(ExchangeKey(Stream.COLLECTIVE, number), 0, 1.0, True, operation))
     return b"\x01" + bytes([len(header)]) + header + large_frame(bytes(SLICE_BYTES))
@@ -88,7 +88,7 @@ def said(message: Message) -> bytes:
 
 
 def become_a_member(peer: socket.socket) -> None:
-    """Join a group of its own, and wait for the Welcome; what else the coordinator says stays unread."""
+    """Join a group of its own, and wait for the Welcome. What else the coordinator says stays unread."""
     peer.sendall(said(Join("own", "member", 0, 1, 60.0)))
     peer.settimeout(PATIENCE)
     heard = b""
@@ -183,7 +183,7 @@ def test_connections_that_take_all_descriptors_keep_nobody_out() -> None:
 
 @contextmanager
 def pairs(count: int) -> Iterator[list[tuple[socket.socket, socket.socket]]]:
-    """TCP connections, both ends of each."""
+    """Yield TCP connections, both ends of each."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         found = []
         for _ in range(count):
@@ -297,7 +297,7 @@ ALLOWANCE = 68 * MIB
 
 
 def troubles(caught_up: bool = True, **facts: Any) -> list[str]:
-    """What is wrong at three looks at a member, or whoever ``facts`` say it is."""
+    """Return the faults found in three looks at a member, or at the peer that ``facts`` describe."""
     traffic = Traffic()
     traffic.member = True
     for name, value in facts.items():
@@ -392,7 +392,7 @@ STEPS = 1000
 
 
 def trained(daemon: Daemon, attack: Callable[[], None] = lambda: None) -> tuple[list[str], float]:
-    """The workers' weights when ``attack`` was begun half-way, and the rate of the second half by that of the first."""
+    """Return the workers' weights with an ``attack`` from half-way on, and the second half's rate by the first's."""
     with ExitStack() as stack:
         workers = [
             stack.enter_context(worker_program(daemon.url, "regression", rank, 2, "tcp", steps=STEPS, pause=0.005))
@@ -406,7 +406,7 @@ def trained(daemon: Daemon, attack: Callable[[], None] = lambda: None) -> tuple[
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[str]:
-    """The weights of a training that nobody attacks."""
+    """Return the weights of a training without an attack."""
     with Daemon("--quiet", loaded="") as daemon:
         weights, _ = trained(daemon)
     assert weights[0] == weights[1]

@@ -1,4 +1,4 @@
-"""A small training beside a member or a learner that attacks it: its weights are as they would be, and it goes on."""
+"""Tests of a small training beside a member or a learner that attacks it: its weights are right, and it continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START = np.linspace(-1, 1, NUMEL, dtype=np.float32)
 
 
 def gradient(rank: int, number: int, weights: Array) -> Array:
-    """Of a toy loss: it depends on who computes it, and on all that was before."""
+    """Return a gradient of a toy loss: it depends on the worker, and on all that was before."""
     return (weights * np.float32(0.5 + rank) + np.float32(number % 7 - 3)).astype(np.float32)
 
 
@@ -45,7 +45,7 @@ class Training:
         self.attacker: Worker | None = None
 
     def begin(self, third: bool) -> None:
-        """``third``: the attacker is a member from the start, and then keeps the others waiting in round 3."""
+        """Begin. ``third``: the attacker is a member from the start, and then keeps the others waiting in round 3."""
         world = 2 + third
         joining = [Task(connect, self.url, rank=r, world_size=world, name=f"w{r}", channel="tcp") for r in range(world)]
         workers = [task.result() for task in joining]
@@ -75,7 +75,7 @@ class Training:
         worker.close()
 
     def end(self) -> None:
-        """Stop both, and compare what they have with what they would have by themselves."""
+        """Stop both, and compare their weights with those of a training by themselves."""
         self.stop_at = self.rounds + 50
         for task in self.tasks:
             task.result()
@@ -87,9 +87,10 @@ class Training:
             assert weights.tobytes() == right.tobytes()
 
     def stands_still(self, seconds: float, over: threading.Event) -> float:
-        """How many seconds are in pauses of more than one, in which no round ends.
+        """Return how many seconds are in pauses of more than one, in which no round ends.
 
-        From now on until it is ``over`` and the two have trained a hundred more rounds; for so many seconds at most.
+        It looks from now on until it is ``over`` and the two have trained a hundred more rounds, for so many seconds at
+        most.
         """
         began = last = time.monotonic()
         paused, rounds, until = 0.0, self.rounds, 1 << 40
@@ -105,7 +106,7 @@ class Training:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    """A coordinator of durable groups; what it takes of memory is looked at in the end."""
+    """Run a coordinator of durable groups, and check its memory in the end."""
     with Daemon("--workers", "2:8", "--state-dir", str(tmp_path)) as found:
         idle = found.memory()
         yield found
@@ -119,7 +120,7 @@ def resume(attacker: Worker, epoch: int) -> Resume:
 
 
 def resumes_in_no_epoch(training: Training) -> None:
-    """Again and again it says that it knows of epochs which nobody has given."""
+    """Say again and again that it knows of epochs which were never given."""
     attacker = training.attacker
     assert attacker is not None
     message = resume(attacker, MAX_CLAIMED)
@@ -135,7 +136,7 @@ def resumes_in_no_epoch(training: Training) -> None:
 
 
 def holds_a_round_of_the_future(training: Training) -> None:
-    """It comes back with its own token, and says that it is a thousand million rounds ahead."""
+    """Return with its own token, and say that it is a thousand million rounds ahead."""
     attacker = training.attacker
     assert attacker is not None
     with Stranger(training.url) as stranger:
@@ -168,11 +169,11 @@ def joins(training: Training) -> Worker:
 
 
 def says_nothing(attacker: Worker) -> None:
-    """The others wait for it, and it does not ask for the state that it is sent."""
+    """Let the others wait for it, and do not ask for the state that it is sent."""
 
 
 def takes_the_first_bytes(attacker: Worker) -> None:
-    """And no more."""
+    """Take the first bytes, and no more."""
     transfer, _ = attacker._session.next_instruction(0)
     attacker._session.state_part(transfer, 0, np.empty(HEAD.size, np.uint8)).wait()
 

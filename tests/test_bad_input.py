@@ -1,4 +1,4 @@
-"""Whatever is said to a coordinator: its sender is told what is wrong, and nobody else loses anything."""
+"""Tests of bad input: a coordinator tells the sender what is wrong, and no other peer loses anything."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Bystanders:
             worker.broadcast(go_on)
 
     def check(self) -> None:
-        """They go on as if nothing had happened."""
+        """Check that they go on as if nothing had happened."""
         done = self.rounds
         wait_until(lambda: self.rounds >= done + 3 or any(task.ended(0) for task in self._tasks), "they go on")
         self.end()
@@ -105,7 +105,7 @@ class Bystanders:
 
 @pytest.fixture
 def server() -> Iterator[TcpServer]:
-    """A coordinator at which a group is at work; it must be unharmed when the test is over."""
+    """Run a coordinator at which a group is at work. It must be unharmed when the test is over."""
     with coordinator({"told": 2}) as server, joined(server.url, 2, group="innocent") as workers:
         bystanders = Bystanders(workers)
         yield server
@@ -113,7 +113,7 @@ def server() -> Iterator[TcpServer]:
 
 
 def header(*values: Any, version: int = PROTOCOL_VERSION) -> bytes:
-    """A header of any values."""
+    """Draw a header of any values."""
     packed: bytes = msgpack.packb(values)
     return b"GS" + bytes([version]) + packed
 
@@ -245,7 +245,7 @@ def test_sockets_of_other_kinds_harm_nobody(server: TcpServer, kind: int) -> Non
 
 
 def messages(chance: random.Random) -> Iterator[list[bytes]]:
-    """Frames of all kinds without end: noise, and messages that are nearly right."""
+    """Yield frames of all kinds without end: noise, and messages that are nearly right."""
     key = ExchangeKey(chance.randrange(3), chance.randrange(3), chance.randrange(3), chance.randrange(-1, 3), -1)
     good: list[tuple[Message, list[bytes]]] = [
         (Push(KEY, 0), [bytes(12)]),
@@ -371,7 +371,10 @@ def test_thousands_of_messages_from_a_member_harm_no_other_group() -> None:
 
 @contextmanager
 def rogue(url: str, name: str = "rogue") -> Iterator[tuple[Stranger, Worker]]:
-    """A member of a group of two that says what a test likes, rank 1, and its honest partner; both agreed on PLAN."""
+    """Yield a member of a group of two that says what a test likes, rank 1, and its honest partner.
+
+    Both have agreed on PLAN.
+    """
     with Stranger(url) as stranger:
         stranger.send(Join("crowd", name, 1, 2, 10.0))
         with connect(url, 0, 2, "crowd", "honest", 10.0) as partner:
@@ -491,7 +494,7 @@ def test_collective_of_another_length_is_told_to_both(server: TcpServer) -> None
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that does not wait for a coordinator's verdict after its own time is up."""
+    """Make a worker that does not wait for a coordinator's verdict after its own time is up."""
     monkeypatch.setattr("gradserver.worker.connect.VERDICT_SECONDS", 0.1)
 
 
@@ -512,7 +515,7 @@ def test_web_server_is_told_from_a_coordinator_at_once() -> None:
 
 @pytest.fixture
 def punctual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that waits for hours, beyond its own timeout, for whoever has shown to be a coordinator."""
+    """Make a worker that waits for hours, beyond its own timeout, for a peer that has shown to be a coordinator."""
     monkeypatch.setattr("gradserver.worker.connect.VERDICT_SECONDS", 3600.0)
     monkeypatch.setattr("gradserver.worker.session._FAREWELL_SECONDS", 3600.0)
     monkeypatch.setattr("gradserver.worker.transport.line._LINGER_MS", 3_600_000)
@@ -530,7 +533,7 @@ def test_silent_server_is_told_from_a_coordinator() -> None:
 def test_socket_that_takes_no_worker_is_told_from_a_coordinator_at_once(
     kind: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the first connection, whichever side ends that one."""
+    """Test with the first connection, whichever side ends that one."""
     with impostor(kind) as url:
         for _ in range(5):
             error = Task(connect, url, 0, 2, timeout=PATIENCE).error(CoordinatorUnreachableError, timeout=PATIENCE / 2)
@@ -555,7 +558,7 @@ def test_socket_that_never_answers_is_told_from_a_coordinator(kind: int) -> None
 
 
 def other_version(error: GradServerError) -> bytes:
-    """A Failure as a coordinator of the next version says it."""
+    """Return a Failure as a coordinator of the next version says it."""
     frame = bytearray(encode(Failure.of(error, Scope.CONNECTION)))
     frame[2] += 1
     return bytes(frame)
@@ -589,7 +592,7 @@ def test_answer_that_is_no_coordinators_is_told(reply: list[bytes], kind: type[G
 
 
 def lying(result: Callable[[Push], list[bytes]]) -> Callable[[Sequence[bytes]], Sequence[bytes]]:
-    """A coordinator that welcomes everybody and answers each Push as ``result`` says."""
+    """Run a coordinator that welcomes all and answers each Push as ``result`` says."""
 
     def answer(frames: Sequence[bytes]) -> Sequence[bytes]:
         message, _ = decode(frames)
@@ -620,7 +623,7 @@ def test_result_of_another_length_is_refused(size: int) -> None:
 
 @pytest.fixture(scope="module")
 def dead_end() -> Iterator[str]:
-    """A relay to a coordinator that has ended; while that ran, the relay led to it."""
+    """Run a relay to a coordinator that has ended. While that ran, the relay led to it."""
     with Daemon("--quiet") as daemon, tunnel(daemon.url) as url:
         with connect(url, 0, 1, channel="tcp") as worker:
             ones = np.ones(3, np.float32)

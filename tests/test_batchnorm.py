@@ -19,7 +19,7 @@ from tests.replicas import alone, gradients, on, same
 torch.set_num_threads(1)
 
 CUTS = [0, 1, 4, 10]
-"""Where the rows of each of three workers begin, and where they end."""
+"""The beginnings and ends of the rows of each of three workers."""
 
 
 def part(rank: int, rows: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def test_inside_no_sync_statistics_are_exchanged_and_in_eval_mode_they_are_not()
         statistics = worker.all_gather(network.get_buffer("norm.running_mean"))
         assert torch.equal(statistics[0], statistics[1])
         model.eval()
-        if worker.rank == 0:  # nobody else has to
+        if worker.rank == 0:  # the others need not
             model(images(0, 4)[0])
 
     on(2, work)

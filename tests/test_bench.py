@@ -44,7 +44,7 @@ def start(*options: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def bench(*options: str) -> str:
-    """What it prints, when all went well."""
+    """Run a bench, and return what it prints when all went well."""
     with start(*options) as running:
         try:
             out, err = running.communicate(timeout=100)
@@ -76,7 +76,7 @@ def document(*options: str) -> dict[str, Any]:
 
 
 def needs_hosts() -> None:
-    """Skips where no network namespaces can be made."""
+    """Skip where no network namespaces can be made."""
     reason = netns.why_not()
     if reason is None:
         try:
@@ -257,7 +257,7 @@ def test_hosts_of_a_killed_run_are_removed_by_the_next(tmp_path: Path) -> None:
 
 
 def await_hosts(running: subprocess.Popen[str], count: int) -> None:
-    """Until the run has made its hosts, and started a worker on the first."""
+    """Wait until the run has made its hosts, and started a worker on the first."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and running.poll() is None:
         mine = [name for name in netns.existing() if f"-{running.pid}-" in name]
@@ -393,13 +393,13 @@ def test_wrong_values_are_counted() -> None:
     mean[999] = math.nan
     assert wrong(mean, 0.0) == 2
     assert wrong(mean, 0.5) == 1
-    assert wrong(world[0], 0.0) == 1000  # somebody's own, as if nothing had been exchanged
+    assert wrong(world[0], 0.0) == 1000  # one worker's own, as if nothing had been exchanged
     assert wrong(mean_pattern(2000)[1000:], 0.5) == 1000  # another slice's
 
 
 @pytest.mark.long
 def test_contenders_that_no_suite_shows_without_lossy_wires(tmp_path: Path) -> None:
-    """And that a sample of something slow is one operation."""
+    """Test also that a sample of something slow is one operation."""
     contenders = (Contender("gloo bf16", "gloo", "bf16"), Contender("limit", "sockets", options={"nbytes": 200_000}))
     with Fleet(2, Needs(ring=True), tmp_path / "fleet") as fleet:
         measured = fleet.measure(Case(400_000, contenders), 2, 0.0)

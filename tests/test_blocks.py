@@ -177,7 +177,7 @@ def test_plan_is_in_the_order_of_the_step_and_names_components() -> None:
 
 
 def refused(error: type[GradServerError], match: str, fn: Callable[[GradientExchange], object]) -> None:
-    """``fn`` raises, and afterwards the step can still be done."""
+    """Check that ``fn`` raises, and that afterwards the step can still be done."""
 
     def work(worker: Worker) -> None:
         exchange = exchange_for(worker)

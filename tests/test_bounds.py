@@ -1,8 +1,8 @@
-"""What a member can do to the others with numbers that are not so: nothing.
+"""Tests of false numbers from a member: they do no harm to the others.
 
 One member of a durable group says whatever it likes, at any time, with numbers of any size. The harness puts all that
-the engine sends and writes into bytes and reads it again (`tests.receivers`): nobody may be sent what it would refuse,
-and nothing be written that the next coordinator cannot read. The others go on with each other.
+the engine sends and writes into bytes and reads it again (`tests.receivers`). No peer may be sent what it would refuse,
+and no record be written that the next coordinator cannot read. The others go on with each other.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ Said = Callable[["Lied"], tuple[Message, list[bytes]]]
 
 
 def saying(kind: type[Any], *fields: st.SearchStrategy[Any], payload: st.SearchStrategy[bytes] | None = None) -> Any:
-    """A message of this kind, that says ``fields``; with ``payload``, if that is not None."""
+    """Return a message of this kind, with ``fields``, and with ``payload`` if that is not None."""
     payloads = st.just([]) if payload is None else payload.map(lambda data: [data])
     return st.tuples(st.builds(kind, *fields), payloads).map(lambda said: lambda _: said)
 
 
 def holding(number: int, weight: float, held: list[Span]) -> Said:
-    """What it holds, of the present version of the books."""
+    """Return what it holds, in the present generation."""
     return lambda cluster: (Holding(cluster.version, number, weight), [pack_spans(held)])
 
 
@@ -160,12 +160,12 @@ resumes = st.tuples(numbers, texts, st.booleans())
 
 
 class Lied(Crashing):
-    """A cluster of which one member says what it likes, and comes back as often as it likes."""
+    """A cluster in which one member says what it likes, and returns as often as it likes."""
 
     def __init__(self, seed: int, fuses: list[int]) -> None:
         super().__init__(3, [4, 6], [Step()] * 4, seed, fuses)
         self.is_deaf = False
-        """The liar hears nothing any more: it could be told anything."""
+        """Deliver nothing to the liar any more: it could be told anything."""
 
     @property
     def version(self) -> int:
@@ -177,7 +177,7 @@ class Lied(Crashing):
         return [member for seat, member in self.members.items() if seat != LIAR]
 
     def lie(self, said: Said) -> None:
-        """The liar says something."""
+        """Let the liar say something."""
         liar = self.members.get(LIAR)
         if liar is not None and liar.connection >= 0:
             message, payloads = said(self)
@@ -210,7 +210,7 @@ class Lied(Crashing):
             super().cut_off(member)
 
     def check(self, reduce: Reduce) -> None:
-        """Contributions may be lies."""
+        """Check less: contributions may be lies."""
 
 
 @given(
@@ -246,7 +246,7 @@ def test_whatever_a_member_says_nobody_is_sent_and_nothing_is_written_that_canno
 
 
 def train(group: Group, rounds: int, world: int = 3) -> None:
-    """So many rounds, whose results nobody reads."""
+    """Train for so many rounds. No results are read."""
     for number in range(rounds):
         for rank in range(world):
             for part in range(2):
@@ -274,7 +274,7 @@ def test_who_says_that_it_is_in_a_round_that_cannot_have_begun_is_out_and_the_ot
 
 
 def test_after_a_restart_the_round_is_that_in_which_most_are() -> None:
-    """The ledger may be behind, if the disk took nothing: so nobody is refused, and one does not outvote two."""
+    """Test a ledger that is behind, as the disk took nothing: no member is refused, and one does not outvote two."""
     group = Group(3)
     group.harness.restart()
     for rank in range(3):
@@ -339,7 +339,7 @@ def test_one_member_asks_of_so_many_kinds_of_data_at_once_and_no_more() -> None:
 
 
 def test_nobody_runs_ahead_of_a_round_that_is_open() -> None:
-    """Else the others would be left out for what they cannot have begun, as that waits too long for them."""
+    """Test that the others are not left out for what they cannot have begun, as that waits too long for them."""
     group = Group(3)
     for part in range(2):
         group.harness.push(0, bucket(0, part), floats(1, 2, 3, 4))
@@ -385,7 +385,7 @@ class Line:
         self.sent.append(message)
 
     def attach(self, receiver: object) -> None:
-        """What it says is handed over by the test."""
+        """Attach a receiver. The test delivers what it says."""
 
     def close(self) -> None:
         self.closed = True
@@ -455,7 +455,7 @@ LOST = ExchangeKey(1, 0, 3)
 
 
 def fetching(*spans: Span, lacking: Span | None = None) -> Group:
-    """A group of three whose books are open: two hold something that the third one lacks; the first is asked for it."""
+    """Make a group of three in a recovery: two hold what the third one lacks, and the first is asked for it."""
     group = Group(3)
     group.harness.restart()
     for rank in range(3):

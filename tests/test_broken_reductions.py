@@ -1,4 +1,4 @@
-"""An exception inside a reduction ends that exchange, with an error that names it, and nothing else."""
+"""Tests that an exception inside a reduction ends that exchange, with an error that names it, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.cluster import PATIENCE, Gather, coordinator, errors, joined, togethe
 
 @pytest.fixture(autouse=True)
 def no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reductions of bytes raise an exception, as those of a type would that an old ml_dtypes does not know."""
+    """Let reductions of bytes raise an exception, as those of a type that an old ml_dtypes does not know."""
     stored_type = reducer._stored_type
 
     def refused(dtype: DType, elements: Any) -> Any:
@@ -72,7 +72,7 @@ def test_a_bucket_that_cannot_be_reduced_ends_its_group_only(monkeypatch: pytest
 
 
 def broken(reduction: Reducer, op: Op, dtype: DType, nbytes: int, codec: str = "fp32") -> Outcome:
-    """The outcome of a reduction by ``reduction``, in whatever thread."""
+    """Return the outcome of a reduction by ``reduction``, in whatever thread."""
     payloads = [bytes(nbytes), bytes(nbytes)]
     given = [Contribution(rank, 1.0, payload) for rank, payload in enumerate(payloads)]
     wire = EXACT if codec == "fp32" else codec_of(codec)

@@ -1,4 +1,4 @@
-"""A worker that is alive and busy is waited for, however long ago it joined and whatever its own timeout is."""
+"""Tests that others wait for a busy worker, however long ago it joined and whatever its own timeout is."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gradserver.worker.client import Worker
 from tests.cluster import Daemon, Task, joined
 
 TIMEOUT = 2.0
-"""What the workers were told at joining."""
+"""The timeout that the workers were told at joining."""
 VERDICT = 0.2
-"""Of the seconds that a worker leaves the coordinator, whose error says more."""
+"""The seconds that a worker leaves the coordinator, whose error says more."""
 
 
 def mean_of(worker: Worker) -> float:

@@ -1,4 +1,4 @@
-"""The in-memory channel keeps what the channel interface promises."""
+"""Tests that the in-memory channel keeps what the channel interface promises."""
 
 from __future__ import annotations
 

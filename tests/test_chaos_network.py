@@ -1,4 +1,4 @@
-"""What lies between in a chaos run: connections that break, and a relay that loses, repeats and swaps messages."""
+"""Tests of the network in a chaos run: connections that break, and a relay that loses, repeats and swaps messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Between(Program):
 
 @contextmanager
 def connection() -> Iterator[tuple[Between, socket.socket, socket.socket]]:
-    """Both ends of a connection through the wires."""
+    """Yield both ends of a connection through the wires."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(PATIENCE)
         with (
@@ -103,7 +103,7 @@ def test_a_slow_wire_takes_its_time() -> None:
 
 
 def exactly(end: socket.socket, size: int) -> bytes:
-    """So many bytes, in however many pieces they come."""
+    """Receive so many bytes, in however many pieces they come."""
     data = b""
     while len(data) < size and (piece := end.recv(size - len(data))):
         data += piece
@@ -112,7 +112,7 @@ def exactly(end: socket.socket, size: int) -> bytes:
 
 @contextmanager
 def relayed() -> Iterator[tuple[Between, zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    """A coordinator's socket, and a worker's in front of the relay, which have said hello."""
+    """Yield a coordinator's socket, and a worker's in front of the relay, which have said hello."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
         for end in (router, dealer):
             end.setsockopt(zmq.LINGER, 0)

@@ -1,4 +1,4 @@
-"""The oracle of `gradserver chaos` finds every fault that is planted in what it goes by, and none where none is."""
+"""Tests that the oracle of `gradserver chaos` finds every planted fault, and none where there is none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEED = 5
 NAMES = ("ada", "bob", "cyd", "dan")
 ROUNDS = 8
 EVERY = 1
-"""The round behind which there are collectives."""
+"""The round before collectives."""
 PLACES = places(generator.plan())
 PARTS = range(len(generator.SIZES))
 
@@ -36,11 +36,11 @@ def given(name: str, number: int, part: int) -> Array:
 
 @dataclass
 class World:
-    """A group whose rounds are as they must be, unless somebody plants a fault.
+    """A group with correct rounds, unless a test plants a fault.
 
     ``rows`` may change what is summed in a round: by seat, what each gives to a bucket. ``results`` may change what a
-    member of that name gets, and the ledger under the name of ""; ``records`` what is written down, ``lines`` what
-    workers say.
+    member of that name gets, and the ledger under the name of ""; ``records`` what is written, ``lines`` what workers
+    say.
     """
 
     rows: Callable[[int, int, Rows], Rows] = lambda _number, _part, rows: rows
@@ -54,9 +54,9 @@ class World:
     joins: int = -1
     """The first round to which the last one contributes."""
     gap: Dated | None = None
-    """What tells of records that were lost."""
+    """The record of lost records."""
     full: float | None = None
-    """When the run has filled the disk."""
+    """The time at which the run has filled the disk."""
 
     def judged(self, rounds: int = ROUNDS) -> Oracle:
         oracle = Oracle(SEED)
@@ -345,7 +345,7 @@ def test_a_worker_that_never_comes_to_contribute() -> None:
 
 
 def changed(sums: Callable[[Array], Array]) -> Oracle:
-    """What is found if a sum behind a round is another one."""
+    """Return the findings if a sum behind a round is another one."""
 
     def lines(line: dict[str, Any]) -> list[dict[str, Any]]:
         if line["kind"] == "met":

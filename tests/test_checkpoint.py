@@ -107,7 +107,7 @@ def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
 
 
 def test_tails_of_zeros_are_noticed(tmp_path: Path) -> None:
-    """What a power failure can make of a file whose length was on the disk before its contents."""
+    """Test what a power failure can make of a file with its length on the disk before its contents."""
     file = tmp_path / "f"
     write(file, pack(STATE))
     whole = file.read_bytes()
@@ -180,7 +180,7 @@ def test_keep_is_a_number(tmp_path: Path, keep: Any) -> None:
 
 @contextmanager
 def largest_file(nbytes: int) -> Iterator[None]:
-    """Files of this process can have ``nbytes`` at most."""
+    """Limit files of this process to ``nbytes``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -205,7 +205,7 @@ def test_no_room_is_an_error_that_names_the_file_and_costs_nothing_else(tmp_path
 
 @contextmanager
 def nobodys_directory() -> Iterator[Path]:
-    """An empty directory, and no more rights for this process than its owner has: root could write everywhere."""
+    """Yield an empty directory, with the rights of its owner only: root could write everywhere."""
     was = os.geteuid()
     with tempfile.TemporaryDirectory() as name:
         if was == 0:
@@ -231,7 +231,7 @@ def test_directory_that_must_not_be_written_to() -> None:
 def test_file_and_directory_are_flushed_before_and_after_the_file_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No kill shows this: it is for power failures."""
+    """Test what no kill shows: power failures."""
     done: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
@@ -263,7 +263,7 @@ def test_directory_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_killed_at_any_instant_of_writing(tmp_path: Path) -> None:
-    """The last checkpoint that was announced, or a later one, can be loaded; and nothing piles up."""
+    """Test that the last checkpoint that was announced, or a later one, can be loaded, and that nothing piles up."""
     chance, announced, torn = random.Random(5), -1, 0
     for attempt in itertools.count():
         if attempt >= 12 and torn:  # one kill at least came while a file was being written

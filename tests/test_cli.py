@@ -1,4 +1,4 @@
-"""The commands: what they print, on which stream, and with which exit status they end."""
+"""Tests of the commands: what they print, on which stream, and with which exit status they end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def exchange(worker: Worker) -> None:
 
 
 def free_url() -> str:
-    """Where nobody listens."""
+    """Return a URL without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
@@ -149,7 +149,7 @@ def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def status_when(pattern: str, capsys: pytest.CaptureFixture[str], url: str) -> str:
-    """The status as soon as it looks like ``pattern``."""
+    """Return the status as soon as it looks like ``pattern``."""
 
     def look() -> str:
         text = status(capsys, url, "--interval", "0.05")
@@ -317,7 +317,7 @@ def test_workers_of_a_group_that_groups_does_not_name_are_a_mistake(capsys: pyte
 
 
 def complaint(capsys: pytest.CaptureFixture[str], url: str) -> str:
-    """The one line in which ``status`` says what is wrong."""
+    """Return the one line in which ``status`` says what is wrong."""
     assert main(["status", url]) == 1
     out, err = capsys.readouterr()
     assert out == ""

@@ -1,4 +1,4 @@
-"""The collectives, over each channel, as their user sees them."""
+"""Tests of the collectives, over each channel, as users see them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 @pytest.fixture(scope="module", params=["memory", "tcp"])
 def four(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
-    """A group of four for tests that leave it as they found it."""
+    """Yield a group of four for tests that leave it as they found it."""
     with members(request.param, 4) as workers:
         yield workers
 
@@ -53,7 +53,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def named(op: Op) -> ReductionName:
-    """What people call ``op``."""
+    """Return the names that users give to ``op``."""
     return cast(ReductionName, op.name.lower())
 
 
@@ -699,7 +699,7 @@ def test_group_goes_on_after_a_collective_that_was_overdue(gather: Gather) -> No
     task = Task(workers[0].barrier)
     task.error(DeadlineError)
     with pytest.raises(DeadlineError):
-        workers[1].barrier()  # the same one: it has failed for everybody
+        workers[1].barrier()  # the same barrier, which has failed for all
 
     assert together(workers, lambda worker: worker.all_reduce(floats(worker.rank)).tolist()) == [[0.5]] * 2
 

@@ -43,7 +43,7 @@ def normal(numel: int, scale: float = 1.0, seed: int = 0) -> Floats:
 
 
 def any_bits(numel: int, seed: int = 0) -> Floats:
-    """All kinds of numbers: large, subnormal, NaN with any payload."""
+    """Draw all kinds of numbers: large, subnormal, NaN with any payload."""
     return np.random.default_rng(seed).integers(0, 1 << 32, numel, np.uint32).view(np.float32)
 
 
@@ -245,7 +245,7 @@ def test_fp32_is_the_identity(values: Floats) -> None:
 
 
 def rounded(values: Floats, dtype: type[np.generic]) -> Floats:
-    """What the library's own conversion makes of ``values``; saturated where finite ones became Inf."""
+    """Return the library's own conversion of ``values``, saturated where finite ones became Inf."""
     with np.errstate(all="ignore"):
         result = values.astype(dtype).astype(np.float32)
     limit = np.float32(3.3895314e38 if dtype is ml_dtypes.bfloat16 else 65504)
@@ -357,7 +357,7 @@ def test_topk_keeps_the_largest(name: str, values: Floats) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.004, 0.04, 1.0])
 @pytest.mark.parametrize("levels", [3, 1000, 0])
 def test_topk_keeps_the_largest_of_whole_blocks_too(name: str, share: float, levels: int) -> None:
-    """Of which some are mostly zeros, as means of sparse ones are, and some have few values."""
+    """Test blocks that are mostly zeros, as means of sparse ones are, and blocks of few values."""
     codec, chance = codec_of(name), np.random.default_rng(0)
     values = normal(BLOCK)
     values[chance.random(BLOCK) >= share] = 0
@@ -371,7 +371,7 @@ def test_topk_keeps_the_largest_of_whole_blocks_too(name: str, share: float, lev
 
 
 def test_topk_is_not_misled_by_its_sample() -> None:
-    """The large ones are all where it looks, or all where it does not."""
+    """Test with all large elements where it looks, and with all where it does not."""
     for start in (0, 1):
         values = normal(BLOCK, 1e-3)
         values[start::31] += 1
@@ -548,7 +548,7 @@ def test_a_residual_that_overflows_does_not_make_a_gradient_infinite(name: str) 
 @every_codec
 @given(data=st.data())
 def test_shortcuts_of_feedback_change_no_bit(name: str, data: st.DataObject) -> None:
-    """A codec's own way of compensating is that of all: add, encode, decode, subtract."""
+    """Test that a codec's own way of compensating is that of all: add, encode, decode, subtract."""
     codec, values = codec_of(name), data.draw(patterns)
     residual = data.draw(st.sampled_from([np.zeros_like(values), normal(values.size, 0.1), finite_bits(values.size)]))
     outcomes = []

@@ -32,7 +32,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def line(text: str) -> Callable[[Check], Check]:
-    """Have a function check the line of the page whose first cell is ``text``."""
+    """Let a function check the line of the page with ``text`` in its first cell."""
 
     def register(check: Check) -> Check:
         assert text not in CHECKS, text
@@ -64,7 +64,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def both(work: Callable[[Worker], Any], **options: Any) -> list[Any]:
-    """What ``work`` returns at two workers."""
+    """Return the results of ``work`` at two workers."""
     with LocalCluster(2, timeout=20.0, **options) as cluster:
         return cluster.run(work)
 
@@ -88,7 +88,7 @@ def weights(module: nn.Module) -> list[torch.Tensor]:
 
 
 def expected(loss: Callable[[nn.Module, int], torch.Tensor]) -> list[torch.Tensor]:
-    """The mean of both workers' gradients, computed by one process without any exchange."""
+    """Return the mean of both workers' gradients, computed by one process without any exchange."""
     each = []
     for rank in range(2):
         module = network()
@@ -106,7 +106,7 @@ def is_mean(results: list[list[torch.Tensor]], mean: list[torch.Tensor]) -> None
 def trained(
     worker: Worker, step: Callable[[DistributedDataParallel, torch.optim.Optimizer], None]
 ) -> list[torch.Tensor]:
-    """The weights after three steps."""
+    """Return the weights after three steps."""
     model = DistributedDataParallel(network(worker.rank), worker)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):

@@ -42,13 +42,13 @@ def server() -> Iterator[TcpServer]:
 
 
 def waiting(server: TcpServer, group: str = "default") -> list[str]:
-    """Who waits for ``group`` to be complete."""
+    """Return the workers that wait for ``group`` to be complete."""
     groups: Any = server._coordinator.snapshot()["groups"]
     return [applicant["name"] for applicant in groups.get(group, {"waiting": []})["waiting"]]
 
 
 def total(worker: Worker) -> float:
-    """The sum of all ranks of a group, as its members find it."""
+    """Return the sum of all ranks of a group, as its members find it."""
     return float(worker.all_reduce(np.array([worker.rank], np.float32), "sum")[0])
 
 

@@ -37,7 +37,7 @@ class Masked(nn.Module):
 
 
 class Counting(nn.Module):
-    """Buffers that only change when somebody changes them."""
+    """Buffers that only change when a test changes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ def state(model: DistributedDataParallel) -> dict[str, Tensor]:
 
 
 def bytes_in(cluster: LocalCluster) -> int:
-    """What workers have contributed so far."""
+    """Return the bytes that workers have contributed so far."""
     groups: Any = cluster.snapshot()["groups"]
     (group,) = groups.values() if isinstance(groups, dict) else groups
     return int(group["bytes_in"])
 
 
 def spent(world: int, make: type[nn.Module], inputs: Tensor) -> tuple[int, int]:
-    """Bytes that all workers contribute to a round, and those of their gradients."""
+    """Return the bytes that all workers contribute to a round, and those of their gradients."""
     marks: list[int] = []
     sizes: list[int] = []
 
@@ -143,7 +143,7 @@ def test_what_the_lowest_rank_changes_reaches_all_and_what_others_change_is_undo
 
 
 def test_each_change_is_sent_by_the_lowest_rank_that_has_a_batch() -> None:
-    """Rank 0 has one batch, rank 1 has two, and rank 2 three: in the end the statistics are those of rank 2."""
+    """Test one, two and three batches at ranks 0, 1 and 2: in the end the statistics are those of rank 2."""
 
     def work(worker: Worker) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
         model = DistributedDataParallel(Convolutional(), worker)
@@ -194,7 +194,7 @@ def test_a_member_that_dies_before_it_has_sent_its_buffers_leaves_them_as_they_w
 
 
 def test_in_a_group_that_does_not_wait_for_all_buffers_are_alike_too() -> None:
-    """Rank 0 comes too late: what it changed alone, and sent, does not count for itself either."""
+    """Test a rank 0 that comes too late: what it changed alone, and sent, does not count for itself either."""
     others_are_ahead = threading.Event()
 
     def work(worker: Worker) -> list[dict[str, Tensor]]:

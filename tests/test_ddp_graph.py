@@ -164,7 +164,7 @@ def test_static_graph_exchanges_during_backward_from_the_second_step_on() -> Non
         loss_of(model, *tokens(0, 2)).backward()
         return [key for key, *_ in noted]
 
-    # The head waits for nobody, though the branch in its bucket gets no gradient.
+    # The head is not delayed, though the branch in its bucket gets no gradient.
     expected = ["used", "lm_head", "final_norm", "block.3", "block.2", "block.1", "block.0", "-0", "embedding"]
     assert alone(work) == expected
 

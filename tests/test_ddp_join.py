@@ -45,7 +45,7 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def epochs_of(worker: Worker, **options: Any) -> tuple[list[list[int]], dict[str, Tensor]]:
-    """Train as a plain script does, three epochs of 129 samples; gives those of each epoch, and the weights."""
+    """Train as a plain script, three epochs of 129 samples. Return those of each epoch, and the weights."""
     data = TensorDataset(torch.arange(129).float().unsqueeze(1) / 129, torch.arange(129))
     sampler = ShardSampler.for_worker(data, worker, **options)
     loader = DataLoader(data, batch_size=32, sampler=sampler)
@@ -297,7 +297,7 @@ def test_two_forwards_before_two_backwards() -> None:
 
 
 def test_gradients_are_exchanged_in_eval_mode_as_in_training_mode() -> None:
-    """Fine-tuning with frozen statistics: the whole wrapper is in eval mode."""
+    """Test fine-tuning with frozen statistics: the whole wrapper is in eval mode."""
 
     def work(worker: Worker) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
         model = DistributedDataParallel(Convolutional(worker.rank), worker)
@@ -342,7 +342,7 @@ def test_nothing_is_exchanged_in_eval_mode_if_that_is_said() -> None:
         loss_of(model, *images(worker.rank, 4)).backward()
         own = gradients(model.module)
         if worker.rank == 0:
-            with model.no_sync():  # nobody else has to do so
+            with model.no_sync():  # the others need not
                 loss_of(model, *images(worker.rank, 4)).backward()
         assert worker.round == 0
         model.zero_grad()

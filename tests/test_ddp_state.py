@@ -200,7 +200,7 @@ def test_state_of_a_module_that_has_a_module_called_module() -> None:
 
 
 def copies(model: DistributedDataParallel, tmp_path: Path) -> Iterator[Any]:
-    """What people make of a wrapper."""
+    """Return the copies that users make of a wrapper."""
     yield copy.deepcopy(model)
     yield pickle.loads(pickle.dumps(model))
     torch.save(model, tmp_path / "model.pt")
@@ -247,7 +247,7 @@ def test_averages_of_weights_follow_a_wrapper() -> None:
 
 
 class Sharded(nn.Parameter):
-    """As FSDP2 and tensor parallelism make of a parameter."""
+    """A parameter as FSDP2 and tensor parallelism make it."""
 
     placements = device_mesh = ()
 
@@ -422,7 +422,7 @@ def test_backward_that_failed_in_the_midst_of_an_exchange() -> None:
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": False}], ids=str)
 @pytest.mark.parametrize("fails", ["backward", "forward", "nothing"])
 def test_a_round_can_be_abandoned_and_all_go_on(fails: str, options: dict[str, Any]) -> None:
-    """What backward had pushed counts; the rest is the gradient of the other worker."""
+    """Test that what backward had pushed counts; the rest is the gradient of the other worker."""
 
     def work(worker: Worker) -> tuple[list[dict[str, Tensor]], list[str], dict[str, Tensor]]:
         model = DistributedDataParallel(Transformer(), worker, **options)

@@ -107,7 +107,7 @@ def test_demo_over_a_lossy_wire_holds_replicas_together_and_says_how_near_it_cam
 
 
 def run_with_churn(out: Path, *options: str, seconds: float) -> str:
-    """What a demo says that kills workers; it has passed, and left what belongs to it."""
+    """Return the output of a demo that kills workers. It has passed, and left what belongs to it."""
     ran = subprocess.run(
         [sys.executable, "-m", "gradserver", "demo", "--out", str(out), *options],
         env=environment(),
@@ -153,7 +153,7 @@ def test_demo_with_churn_trains_its_model_as_undisturbed(tmp_path: Path) -> None
 
 @contextmanager
 def running_demo(out: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, str]]]:
-    """A demo that would train for long, once it trains; with it the processes that it has started."""
+    """Start a demo that would train for long. Return it, once it trains, with the processes that it has started."""
     with subprocess.Popen(
         command(out, "--steps", "100000"),
         env=environment(),
@@ -175,7 +175,7 @@ def running_demo(out: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, s
 
 
 def children_of(parent: int) -> dict[int, str]:
-    """Command lines of the processes that `parent` has started, by process id."""
+    """Return the command lines of the processes that `parent` has started, by process id."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -308,7 +308,7 @@ Verdict = Callable[[Settings, tuple[str, str], float, int, list[str]], None]
 
 @pytest.fixture
 def verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verdict:
-    """Checks what a demo says of workers with these hashes of their weights, and this as their last loss."""
+    """Check the output for workers with these hashes of their weights, and this last loss."""
 
     def run(settings: Settings, hashes: tuple[str, str], last: float, status: int, lines: list[str]) -> None:
         monkeypatch.setattr(runner.Demo, "train_group", lambda _self: result([*LOSSES[:-1], last], *hashes))
@@ -384,7 +384,7 @@ def test_distance_is_relative_to_the_reference_and_never_hidden() -> None:
 
 
 def test_gradients_that_are_summed_instead_of_averaged_do_not_pass() -> None:
-    """Clipping and Adam both undo a constant factor, so that the loss curve may well be the same."""
+    """Test what the loss curve may not show: clipping and Adam both undo a constant factor."""
     verdict = judge(result(LOSSES, "a", "a", norm=4.0), result(LOSSES, "a", norm=2.0))
     assert verdict.losses_allowed
     assert verdict.gradient_norms.distance == 1.0
@@ -401,13 +401,13 @@ def test_global_step_is_the_mean_over_replicas() -> None:
 
 
 def told(number: int, samples: list[int], used: int, workers: int = 2, wait: float = 0.1) -> Round:
-    """A round that ends a second after the one before it."""
+    """Return a round that ends a second after the one before it."""
     loss = float(number) if samples else None
     return Round(number, loss, samples, used, workers, 1.0, wait, number + 1.0)
 
 
 def lives(**changes: Any) -> list[Life]:
-    """Two founders of which one is killed in round 2, where what it gave counted; another one joins in round 4."""
+    """Return two founders, of which one dies in round 2, where its part counted; another worker joins in round 4."""
     one = Life("w0", joined=Joined(0.0), done=Done("ab", 2.5, "text"))
     one.rounds = [told(0, [0, 1], 4), told(1, [4, 5], 8), told(2, [8, 9], 12, 1, 0.4), told(3, [12, 13], 14, 1)]
     one.rounds += [told(4, [14], 16, wait=0.3), told(5, [16, 17], 20)]
@@ -484,7 +484,7 @@ def test_a_killed_process_is_no_error_and_one_that_waits_can_be_told_to_go(tmp_p
 
 
 def library(root: Path) -> Path:
-    """A small standard library, with what is not to be read."""
+    """Make a small standard library, with files that are not to be read."""
     for name in ("b.py", "a/z.py", "a/b.py", "site-packages/x.py", "test/t.py", "a/tests/t.py", "notes.txt"):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -542,7 +542,7 @@ def test_samples_depend_on_seed_step_and_row_and_stay_in_their_part() -> None:
 
 
 def test_samples_are_these_for_ever() -> None:
-    """A change here makes old and new curves incomparable: it has to be meant."""
+    """Test that old and new curves can be compared: a change here has to be meant."""
     starts = [TEXT.index(bytes(row.tolist())) for row in Corpus(TEXT, 64, 0).batch(3, [0, 1, 2])[0]]
     assert starts == [22279, 5373, 52576]
 
@@ -689,7 +689,7 @@ def test_other_lines_are_no_reports(line: str) -> None:
 
 
 class Terminal(io.StringIO):
-    """A stream that says what a test wants it to say of itself."""
+    """A stream that answers a test's questions about itself."""
 
     def __init__(self, *, terminal: bool, encoding: str = "utf-8") -> None:
         super().__init__()

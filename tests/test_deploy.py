@@ -1,4 +1,4 @@
-"""The deployment files: their commands exist, and the scripts start real coordinators and workers."""
+"""Tests of the deployment files: their commands exist, and the scripts start real coordinators and workers."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_torchrun_script_with_torchrun_itself(machine: Machine) -> None:
 
 
 def unit() -> dict[str, str]:
-    """The unit's [Service] section; of several lines for one key, the last."""
+    """Return the unit's [Service] section; of several lines for one key, the last."""
     parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
     parser.optionxform = str  # type: ignore[assignment, method-assign]  # keys keep their case
     parser.read(DEPLOY / "gradserver.service")
@@ -221,7 +221,7 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
 
 
 def dockerfile(instruction: str) -> list[str]:
-    """What follows each ``instruction``, continued lines joined."""
+    """Return what follows each ``instruction``, continued lines joined."""
     lines = lines_of((DEPLOY / "Dockerfile").read_text())
     return [line.removeprefix(instruction).strip() for line in lines if line.startswith(f"{instruction} ")]
 
@@ -247,7 +247,7 @@ def test_container_has_a_supported_python_no_torch_and_no_root() -> None:
 
 
 def test_container_is_built_from_all_that_the_package_needs(tmp_path: Path) -> None:
-    """A wheel can be built from what is copied, and has all modules."""
+    """Test that a wheel can be built from what is copied, and has all modules."""
     source = tmp_path / "source"
     source.mkdir()
     for copied in dockerfile("COPY"):

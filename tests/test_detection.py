@@ -1,4 +1,4 @@
-"""Who is dead, and who is not: processes that end, freeze or are busy, and a coordinator that stands still."""
+"""Tests of liveness: processes that end, freeze or are busy, and a coordinator that stands still."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.test_chaos_network import Between
 WORLD = 3
 VICTIM = 1
 NEVER = "600"
-"""Seconds that nobody here waits."""
+"""A timeout that no test reaches."""
 
 channels = pytest.mark.parametrize("channel", ["tcp", "shm"])
 
 
 @contextmanager
 def with_children(stack: ExitStack, url: str, channel: str) -> Iterator[list[Program]]:
-    """Workers that exchange until an error; the victim has forked two children, which outlive it."""
+    """Start workers that exchange until an error. The victim has forked two children, which outlive it."""
     orphans: list[int] = []
     try:
         workers = [
@@ -59,7 +59,7 @@ def with_children(stack: ExitStack, url: str, channel: str) -> Iterator[list[Pro
 
 
 def exchanging(stack: ExitStack, daemon: Daemon, channel: str) -> list[Program]:
-    """Members of an elastic group who exchange until one of them is missing."""
+    """Start members of an elastic group that exchange until one of them is missing."""
     workers = [worker_program(daemon.url, "exchange_until_fewer", rank, WORLD, channel) for rank in range(WORLD)]
     for worker in workers:
         stack.enter_context(worker)
@@ -69,7 +69,7 @@ def exchanging(stack: ExitStack, daemon: Daemon, channel: str) -> list[Program]:
 
 
 def error_of(worker: Program) -> tuple[str, str]:
-    """Class and text of the error that a worker ends with."""
+    """Return class and text of the error that a worker ends with."""
     _, kind, text = json.loads(worker.expect("error "))
     return kind, text
 
@@ -165,7 +165,7 @@ def test_whose_connection_breaks_in_a_group_that_goes_on_hears_that_from_a_coord
 def test_who_freezes_as_soon_as_it_has_joined_is_noticed_as_soon_as_later(
     frozen_after: str, point: str, channel: str
 ) -> None:
-    """And not behind heartbeats of another kind, 35 s later."""
+    """Test that it is not noticed by heartbeats of another kind, 35 s later."""
     with Daemon("--workers", "2:3", "--gather", "60", "--frozen-after", frozen_after) as daemon, ExitStack() as stack:
         others = [stack.enter_context(worker_program(daemon.url, "exchange_until_fewer", r, WORLD)) for r in (0, 2)]
         wait_until(lambda: len(daemon.group().get("waiting", ())) == len(others), "the others wait")
@@ -200,7 +200,7 @@ def test_a_worker_that_stands_still_for_a_moment_is_not_left_out(channel: str) -
     ("frozen_after", "seconds"), [("1", 3.0), pytest.param("3", 10.0, marks=pytest.mark.long)], ids=["short", "long"]
 )
 def test_a_worker_inside_one_long_call_is_not_dead(frozen_after: str, seconds: float) -> None:
-    """In four groups side by side: over each channel, as soon as it has joined, and later."""
+    """Test four groups side by side: over each channel, as soon as it has joined, and later."""
     with Daemon("--frozen-after", frozen_after) as daemon, ExitStack() as stack:
         workers = [
             worker_program(
@@ -226,7 +226,7 @@ def test_a_worker_inside_one_long_call_is_not_dead(frozen_after: str, seconds: f
 def test_a_coordinator_that_stands_still_loses_nobody(
     channel: str, shards: str, frozen_after: str, seconds: float
 ) -> None:
-    """While workers have sent more than libzmq reads ahead of its connections."""
+    """Test with workers that have sent more than libzmq reads ahead of its connections."""
     with Daemon("--frozen-after", frozen_after, "--shards", shards) as daemon, ExitStack() as stack:
         workers = [
             stack.enter_context(
@@ -250,7 +250,7 @@ def test_a_coordinator_that_stands_still_loses_nobody(
 
 
 def test_a_server_sends_no_heartbeats_as_whoever_freezes_behind_his_answer_would_not_be_noticed() -> None:
-    """libzmq 4.3: what comes, other than a PING, stops the clock of silence until the next PING."""
+    """Test around libzmq 4.3: anything that comes, other than a PING, stops the clock of silence until a PING."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         bind_router(router, "tcp://127.0.0.1:0")
         assert router.get(zmq.HEARTBEAT_IVL) == 0
@@ -260,7 +260,7 @@ def test_a_server_sends_no_heartbeats_as_whoever_freezes_behind_his_answer_would
 def test_a_server_that_stands_still_in_the_midst_of_a_look_gives_peers_time_to_show(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was seen before it stood still is not as old as it seems."""
+    """Test that what was seen before it stood still is not as old as it seems."""
     now = 1000.0
     monkeypatch.setattr("gradserver.transport.liveness.time.monotonic", lambda: now)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:

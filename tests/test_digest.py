@@ -1,4 +1,4 @@
-"""The digest: the same for the same bytes however they are cut, another for any other word."""
+"""Tests of the digest: the same for the same bytes however they are cut, another for any other word."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def splitmix(state: int) -> int:
 
 
 def by_the_formula(data: bytes, at: int) -> int:
-    """One word after the other."""
+    """Compute the digest one word after the other."""
     place, total = bytes(at % 8) + data, 0
     for start in range(0, len(place), 8):
         word = int.from_bytes(place[start : start + 8], "little")
@@ -47,7 +47,7 @@ def test_it_is_the_formula(data: bytes, at: int, base: int) -> None:
 
 
 def test_what_it_is_never_changes() -> None:
-    """Ledgers outlive versions."""
+    """Test fixed values: ledgers outlive versions."""
     assert digest(b"") == 0
     assert digest(bytes(range(64))) == by_the_formula(bytes(range(64)), 0) == 0x7F66_F5EA_A275_AE70
     assert digest(b"gradserver", 8 * ROW - 5) == by_the_formula(b"gradserver", 8 * ROW - 5) == 0x8976_CCC7_8D0C_3C21
@@ -92,7 +92,7 @@ def test_what_is_in_memory_may_be_anything() -> None:
 
 
 def test_zeros_are_what_is_not_there() -> None:
-    """So an absent contribution, which counts as zeros, has the digest of zeros."""
+    """Test that an absent contribution, which counts as zeros, has the digest of zeros."""
     assert digest(bytes(1000), 24) == 0
     assert digest(b"x" + bytes(1000)) == digest(b"x")
 

@@ -1,4 +1,4 @@
-"""What the documents show is so: their code runs, their commands exist, and their messages are the real ones."""
+"""Tests that the documents are true: their code runs, their commands exist, and their messages are the real ones."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def blocks(language: str) -> list[Block]:
 
 
 def block_with(start: str, name: str) -> list[str]:
-    """The lines of the block of a page that begins with ``start``."""
+    """Return the lines of the block of a page that begins with ``start``."""
     (found,) = (block for block in BLOCKS if block.document == DOCS / name and block.text.startswith(start))
     return found.text.splitlines()
 
 
 def scripts() -> dict[str, str]:
-    """The Python blocks of each document, which are one script."""
+    """Return the Python blocks of each document, which are one script."""
     found: dict[str, str] = {}
     for block in blocks("python"):
         name = str(block.document.relative_to(ROOT))
@@ -130,7 +130,7 @@ def test_there_are_two_scripts_and_the_readme_has_the_beginning_of_one() -> None
 
 @pytest.mark.parametrize("name", ["docs/jobs-and-data.md", "docs/training.md"])
 def test_scripts_train(name: str, tmp_path: Path) -> None:
-    """The blocks of a page are one script, which every worker runs."""
+    """Test the blocks of a page as one script, which every worker runs."""
     script = tmp_path / "train.py"
     digest = "print('weights', sum(p.double().sum().item() for p in network.parameters()))\n"
     script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{scripts()[name]}{digest}")
@@ -176,7 +176,7 @@ def test_the_reference_has_every_public_name_once() -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    """Links, and paths in the text."""
+    """Test links, and paths in the text."""
     for document in DOCUMENTS:
         text = document.read_text()
         links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
@@ -231,7 +231,7 @@ def plan(head: Component = HEAD) -> Plan:
 
 
 def template(text: str) -> str:
-    """``text`` without what differs from run to run: numbers, names, addresses, widths."""
+    """Return ``text`` without what differs from run to run: numbers, names, addresses, widths."""
     for pattern, instead in ((r"tcp://[\d.:]+", "URL"), (r"'[^']*'", "NAME"), (r"\d+(\.\d+)?", "#"), (r" +", " ")):
         text = re.sub(pattern, instead, text)
     return text.strip()
@@ -239,7 +239,7 @@ def template(text: str) -> str:
 
 @contextmanager
 def pair(timeout: float = 20.0) -> Iterator[tuple[Worker, Worker]]:
-    """The two workers of the pages, with a round behind them."""
+    """Yield the two workers of the pages, with a round behind them."""
     with coordinator() as server, box_and_spot(server.url, timeout) as workers:
         together(workers, one_round)
         yield workers
@@ -347,7 +347,7 @@ PROVOKED = [
 
 
 def test_error_messages_are_the_real_ones() -> None:
-    """Up to the … where one is cut short."""
+    """Test messages up to the … where one is cut short."""
     for shown, provoke in zip(block_with("WorkerLostError", "errors.md"), PROVOKED, strict=True):
         error = provoke()
         real, stem = template(f"{type(error).__name__}: {error}"), template(shown.removesuffix("…"))

@@ -1,4 +1,4 @@
-"""What one event leads to, in the order in which it is carried out."""
+"""Tests of what one event leads to, in the order in which it is carried out."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_records_stay_in_the_order_in_which_they_are_written_if_nothing_was_said
 
 
 def test_a_decision_is_written_before_the_round_that_it_follows_from() -> None:
-    """If nothing is written behind it, the round counts as open, and the decision is known."""
+    """Test that without a later record the round counts as open, and the decision is known."""
     done = Round("g", 1, RoundRecord(0, (1.0,), 0.0, 0.0, 0, ((0.0, 0.0),)))
     effects = Effects()
     effects.journal(record(1))

@@ -32,7 +32,7 @@ PLAN = simple_plan([("b0", 600_000), ("b1", 3)], FLOAT32)
 
 
 def exchange(worker: Worker, value: float) -> tuple[float, float]:
-    """One round in which this worker gives ``value``; what came of it."""
+    """Exchange one round in which this worker gives ``value``. Return the result."""
     large, small = np.full(600_000, value, np.float32), np.full(3, value, np.float32)
     worker.push(1, small)
     worker.push(0, large)

@@ -1,6 +1,6 @@
-"""What workers in processes of their own do. Run as ``worker_programs.py NAME URL RANK WORLD_SIZE ARGUMENTS``.
+"""Programs of workers in processes of their own. Run as ``worker_programs.py NAME URL RANK WORLD_SIZE ARGUMENTS``.
 
-They say what they have reached on stdout, and where a test decides what is next they wait for a line on stdin.
+They print what they have reached. Where a test decides what is next, they wait for a line on stdin.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from gradserver.worker.transport.beacon import Beacon
 
 
 def say(what: str) -> None:
-    sys.stdout.write(what + "\n")  # at once: print does it in two pieces, between which other threads may write
+    sys.stdout.write(what + "\n")  # in one piece: print writes two, and other threads may write between them
     sys.stdout.flush()
 
 
 def told() -> None:
-    """Wait until the test says go on."""
+    """Wait until the test says so."""
     sys.stdin.readline()
 
 
 def rounds(worker: Worker, count: int, buckets: int, numel: int, ready: bool = False) -> None:
-    """Exchange ``count`` rounds, in which worker r contributes r + round; say ``ok`` if every result was right."""
+    """Exchange ``count`` rounds, in which worker r contributes r + round. Print ``ok`` if every result was right."""
     worker.agree(simple_plan([(f"b{index}", numel) for index in range(buckets)], FLOAT32))
     memory = [np.empty(numel, np.float32) for _ in range(buckets)]
     if ready:
@@ -52,7 +52,7 @@ def rounds(worker: Worker, count: int, buckets: int, numel: int, ready: bool = F
 
 
 def regression(worker: Worker, steps: int, pause: float) -> None:
-    """Train a small model on data of its own rank's; say when half is done, what the halves took, and the weights.
+    """Train a small model on this rank's data. Print when half is done, the time of each half, and the weights.
 
     Each step computes for ``pause`` seconds.
     """
@@ -83,7 +83,7 @@ def regression(worker: Worker, steps: int, pause: float) -> None:
 
 
 def rounds_as_told(worker: Worker, numel: int) -> None:
-    """For each line that says how many: as many rounds in which a worker gives its rank; say what came of each."""
+    """Exchange as many rounds as each line says, in which a worker gives its rank. Print each result."""
     worker.agree(simple_plan([("b0", numel), ("b1", 1)], FLOAT32))
     large, small = worker.empty(numel, "float32"), worker.empty(1, "float32")
     say("ready")
@@ -99,9 +99,9 @@ def rounds_as_told(worker: Worker, numel: int) -> None:
 
 
 def exchange_until_error(worker: Worker, numel: int = 1000) -> None:
-    """Exchange round after round until something goes wrong; say what, and when by the machine's clock.
+    """Exchange round after round until an error. Print it, and the time by the machine's clock.
 
-    It says when it is ``exchanging``.
+    It prints ``exchanging`` first.
     """
     said = False
     worker.agree(simple_plan([("b0", numel), ("b1", 1)], FLOAT32))
@@ -119,7 +119,7 @@ def exchange_until_error(worker: Worker, numel: int = 1000) -> None:
 
 
 def exchange_with_children(worker: Worker, count: int) -> None:
-    """Fork children as a loader does, which live on whatever becomes of this process; say who they are; exchange."""
+    """Fork children as a loader does, which outlive this process. Print their process ids, and exchange."""
     children = []
     for _ in range(count):
         child = os.fork()
@@ -132,7 +132,7 @@ def exchange_with_children(worker: Worker, count: int) -> None:
 
 
 def exchange_until_fewer(worker: Worker, numel: int = 1000) -> None:
-    """Exchange round after round until somebody is missing, and a round more; say when that was noticed."""
+    """Exchange round after round until a worker is missing, and a round more. Print when that was noticed."""
     said = False
     data, world = np.zeros(numel, np.float32), worker.world_size
     try:
@@ -154,7 +154,7 @@ def exchange_until_fewer(worker: Worker, numel: int = 1000) -> None:
 
 
 def exchange_and_tell(worker: Worker, numel: int = 1000) -> None:
-    """Exchange round after round, and say whenever fewer are there than before."""
+    """Exchange round after round, and print whenever there are fewer workers than before."""
     worker.agree(simple_plan([("b0", numel)], FLOAT32))
     data, world = np.zeros(numel, np.float32), worker.world_size
     said = False
@@ -171,7 +171,7 @@ def exchange_and_tell(worker: Worker, numel: int = 1000) -> None:
 
 
 def stop_halfway(worker: Worker, numel: int = 1000) -> None:
-    """Contribute to one of two buckets of the fourth round, and then to nothing any more."""
+    """Contribute to one of two buckets of the fourth round, and to nothing after that."""
     worker.agree(simple_plan([("b0", numel), ("b1", 1)], FLOAT32))
     large, small = np.zeros(numel, np.float32), np.zeros(1, np.float32)
     for _ in range(3):
@@ -184,7 +184,7 @@ def stop_halfway(worker: Worker, numel: int = 1000) -> None:
 
 
 def hold_the_lock(worker: Worker, seconds: float, at_once: bool = False) -> None:
-    """Be inside of one call that keeps Python's lock for a while, between two exchanges, or ``at_once``."""
+    """Make one call that keeps Python's lock for a while, between two exchanges, or ``at_once``."""
     if not at_once:
         worker.barrier()
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
@@ -193,7 +193,7 @@ def hold_the_lock(worker: Worker, seconds: float, at_once: bool = False) -> None
 
 
 def hold_the_lock_in_round(worker: Worker, seconds: float, number: int = 3) -> None:
-    """Exchange some rounds, and be inside of such a call before one of them."""
+    """Exchange some rounds, and make such a call before one of them."""
     worker.agree(simple_plan([("b0", 1000)], FLOAT32))
     data, world = np.zeros(1000, np.float32), worker.world_size
     for _ in range(2 * number):
@@ -208,13 +208,13 @@ def hold_the_lock_in_round(worker: Worker, seconds: float, number: int = 3) -> N
 
 
 def freeze() -> None:
-    """Stop this process, all of its threads at once, until somebody lets it go on; say when."""
+    """Stop this process, all of its threads at once, until the test continues it. Print the time."""
     say(f"freezing {time.monotonic()}")
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def freeze_when(point: str) -> None:
-    """Have this process stop itself while it joins: when its presence is ``asked`` for, ``made``, or ``connected``."""
+    """Let this process stop itself while it joins: when its presence is ``asked`` for, ``made``, or ``connected``."""
     make = Beacon.__init__
 
     def made(self: Beacon, address: str, wanted: BePresent, tell: Callable[[Message], None]) -> None:
@@ -234,7 +234,7 @@ def freeze_when(point: str) -> None:
 
 
 def compute(worker: Worker, seconds: float) -> None:
-    """Keep the interpreter to itself for a while between two exchanges."""
+    """Keep the interpreter busy for a while between two exchanges."""
     sys.setswitchinterval(10 * seconds)
     worker.barrier()
     until = time.monotonic() + seconds
@@ -245,7 +245,7 @@ def compute(worker: Worker, seconds: float) -> None:
 
 
 def idle(worker: Worker) -> None:
-    """Wait to be told, then exchange something; say what became of it."""
+    """Wait for the test's word, then exchange something. Print the outcome."""
     worker.barrier()
     say("idle")
     told()
@@ -256,7 +256,7 @@ def idle(worker: Worker) -> None:
 
 
 def leave_without_a_word(worker: Worker) -> None:
-    """Exchange something and end the process, the worker still open."""
+    """Exchange something and end the process with the worker still open."""
     worker.all_reduce(np.zeros(10, np.float32))
     worker.barrier()
     sys.exit(0)
@@ -274,7 +274,7 @@ def fork(worker: Worker) -> None:
 
 
 def use_in_a_child(worker: Worker) -> None:
-    """Fork a child that tries all that this worker can do, while an exchange is open; say what it meets, and go on."""
+    """Fork a child that tries every use of this worker, during an exchange. Print its errors, and continue."""
     worker.agree(simple_plan([("b0", 10)], FLOAT32))
     open_one = worker.all_reduce(np.ones(3, np.float32), "sum", async_op=True) if worker.rank == 0 else None
     reader, writer = os.pipe()
@@ -294,7 +294,7 @@ def use_in_a_child(worker: Worker) -> None:
 
 
 def met_in_a_child(worker: Worker, handle: Handle | None) -> dict[str, str]:
-    """What each use of a worker raises."""
+    """Return the error of each use of a worker."""
     tensor = np.ones(10, np.float32)
     other = 1 - worker.rank
     uses: dict[str, Callable[[], object]] = {
