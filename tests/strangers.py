@@ -143,7 +143,7 @@ def plain_server(reply: bytes = b"") -> Iterator[str]:
 
 @contextmanager
 def tunnel(target: str) -> Iterator[str]:
-    """A TCP relay, as `ssh -L` and `kubectl port-forward` are: it accepts, and closes if nobody listens behind it."""
+    """Run a TCP relay, as `ssh -L` and `kubectl port-forward` are: it accepts, and closes if its target does not."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ended: list[bool] = []
         passing: list[Task[None]] = []

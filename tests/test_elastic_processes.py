@@ -63,7 +63,7 @@ def test_a_worker_killed_in_the_middle_of_a_round_costs_one_contribution_and_no_
 
 
 def expected(cut: Collection[tuple[int, int, int]]) -> dict[str, torch.Tensor]:
-    """The weights after all steps, if the victim counted in the buckets that the ledger says; each has one slice."""
+    """Return the weights after all steps, if the victim counted in the ledger's buckets; each has one slice."""
     counted = {part for seat, part, slices in cut if seat == VICTIM and slices == 1}
     assert len(counted) == len(cut)
 

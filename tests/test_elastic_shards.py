@@ -1,4 +1,4 @@
-"""Elastic groups with several data shards: each cuts off who has gone when it hears of it, and all agree in the end."""
+"""Tests of elastic groups with several data shards: each cuts a departed member when it hears of it, and all agree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _small() -> Iterator[None]:
 
 
 class ElasticCluster(Cluster):
-    """A cluster that knows who has pushed what, and when members were told of what."""
+    """A cluster that records what was pushed, and when members were told of what."""
 
     def __init__(self, scenario: Scenario, seed: int, rates: tuple[float, ...]) -> None:
         super().__init__(scenario, seed, rates, policy=Policy(1, 8))
@@ -64,7 +64,7 @@ class ElasticCluster(Cluster):
             self.remove(rank, self.harness.leave if politely else self.harness.lose)
 
     def expected(self, key: ExchangeKey, index: int) -> tuple[float, bytes | None]:
-        """Weight and bytes of a slice, from who had pushed it."""
+        """Return weight and bytes of a slice, from what was pushed."""
         parts = dict(sorted(self.pushed[key, index].items())).values()
         counted = [part for part in parts if part.weight > 0]
         total = sum(part.weight for part in parts)

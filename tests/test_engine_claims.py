@@ -1,4 +1,4 @@
-"""What control says about data: when a claim is answered, what is written down first, and who is refused."""
+"""Tests of control's answers about data: when a claim is answered, what is written first, and which are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REGISTER = Register("data", 10, 17, True, 0, 0)
 
 @pytest.fixture(params=[2, Policy(1, 2)], ids=["fixed", "elastic"])
 def harness(request: pytest.FixtureRequest) -> Harness:
-    """Two members who use the same ten samples."""
+    """Make two members that use the same ten samples."""
     found = Harness({"default": request.param})
     found.assemble(2, plan_of(3, 2))
     for rank in range(2):
@@ -30,7 +30,7 @@ def harness(request: pytest.FixtureRequest) -> Harness:
 
 
 def told(harness: Harness, rank: int) -> list[tuple[object, Ranges]]:
-    """What a member was told of data; all else is thrown away."""
+    """Return what a member was told of data; all else is dropped."""
     return [
         (message, unpack(payloads[0]))
         for message, payloads in harness.sent(rank)
@@ -119,7 +119,7 @@ def test_what_the_dead_held_is_claimed_by_the_others_and_what_it_used_counts_as_
 
 
 def test_a_claim_waits_for_the_rounds_before_it(harness: Harness) -> None:
-    """With data shards elsewhere a member may have the results of a round that control has not heard of."""
+    """Test with data shards elsewhere: a member may have the results of a round that control has not heard of."""
     harness.receive(SEATS, Claim("data", 1, 0, 4, 1))
     harness.receive(SEATS, Claim("data", 1, 0, 4, 1))  # as after its connection broke: that is no second question
     harness.receive(SEATS, Register("other", 3, 0, False, 0, 1), b"")
@@ -178,7 +178,7 @@ def test_positions_are_claimed_in_groups_with_rounds_only() -> None:
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_round_is_not_over_before_all_who_counted_have_said_what_they_used(dies: bool) -> None:
-    """A coordinator of rate 0 has no slices: what members say to it is overtaken by what a shard reports."""
+    """Test a coordinator of rate 0: a shard's report overtakes what members say."""
     harness = ShardedHarness({"default": Policy(1, 2)}, rates=(0.0, 1.0))
     harness.assemble(2, plan_of(3))
     for rank in range(2):

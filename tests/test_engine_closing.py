@@ -1,4 +1,4 @@
-"""What a departure costs in an elastic group: the contribution to what was not pushed yet, and nothing else."""
+"""Tests of a departure's cost in an elastic group: the contribution to what was not pushed yet, and nothing else."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def elastic(world: int, *sizes: int, lazy: bool = False) -> Harness:
 
 
 def values(harness: Harness, rank: int, key: ExchangeKey) -> list[float]:
-    """What came for ``rank`` of one exchange, in the order of slices. Memberships and round ends are passed over."""
+    """Return what came for ``rank`` of one exchange, in the order of slices, without memberships and round ends."""
     got: dict[int, list[float]] = {}
     for message, payloads in harness.sent(rank):
         if isinstance(message, Result):

@@ -1,7 +1,7 @@
-"""The laws of durable groups: the coordinator is lost between any two commands, members at any time, connections too.
+"""The laws of durable groups: coordinators are lost between any two commands, members and connections at any time.
 
-`gradserver.protocol.resuming` claims that nothing is lost which anybody present has or needs. Here programs are run
-while all of that happens, and the claim is held to what members have in the end.
+`gradserver.protocol.resuming` claims that nothing is lost which any present member has or needs. Here programs are run
+while all of that happens, and the claim is compared with what members have in the end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ kinds = st.sampled_from([Kind.ALL_REDUCE, Kind.BARRIER, Kind.BROADCAST, Kind.ALL
 collectives = st.builds(Step, kinds, st.integers(1, 10), st.integers(0, 4), st.integers(0, 4))
 programs = st.lists(st.one_of(st.just(Step()), collectives), min_size=1, max_size=6)
 personal = st.builds(Step, st.sampled_from(sorted(PERSONAL)), st.integers(1, 10), st.integers(0, 4))
-"""Each gets bytes of its own: what is lost of these on its way nobody else has."""
+"""Kinds with bytes of its own for each member: no other member has what is lost of these on its way."""
 all_programs = st.lists(st.one_of(st.just(Step()), collectives, personal, personal), min_size=1, max_size=6)
 sizes = st.lists(st.integers(1, 14), min_size=1, max_size=3)
 worlds = st.integers(1, 4)
@@ -80,7 +80,7 @@ def run(
 
 
 def answers(cluster: Crashing) -> dict[tuple[ExchangeKey, int], dict[int, Outcome]]:
-    """What those who are there have got, by exchange, slice and seat."""
+    """Return what present members have got, by exchange, slice and seat."""
     found: dict[tuple[ExchangeKey, int], dict[int, Outcome]] = {}
     for seat, member in cluster.members.items():
         for task in member.history:
@@ -98,7 +98,7 @@ def test_a_coordinator_that_is_lost_at_any_point_costs_nobody_anything(
 
 
 def nothing_was_lost(cluster: Crashing, world: int) -> None:
-    """Everybody has the bits of a run that nothing disturbed, and each round was written down."""
+    """Check that all have the bits of an undisturbed run, and that each round was written."""
     assert len(cluster.members) == world, "somebody was left out"
     assert all(member.finished for member in cluster.members.values()), "somebody waits"
     for member in cluster.members.values():
@@ -132,7 +132,7 @@ def test_whoever_dies_or_is_cut_off_those_who_are_left_hold_the_same_and_lose_no
 
 
 def those_left_agree(cluster: Crashing) -> None:
-    """Whoever is there has finished, with the same results as the others, and each round was written down."""
+    """Check that all present members have finished, with equal results, and that each round was written."""
     if not cluster.members:
         return  # the last one had been left out, and heard of it when the others were dead
     assert all(member.finished for member in cluster.members.values()), "somebody waits"
@@ -203,7 +203,7 @@ def test_collectives_end_the_same_for_all_or_say_why_not(
 
 
 def waited_for_the_dead(cluster: Crashing, error: GradServerError) -> bool:
-    """Whether a wait ran out for those who have died, and whose connections had broken before, unnoticed."""
+    """Return whether a wait ran out for members that died after their connections had broken unnoticed."""
     dead = {f"'w{seat}'" for seat in cluster.gone}
     return isinstance(error, DeadlineError) and {who.split()[0] for who in error.missing} <= dead
 
@@ -232,7 +232,7 @@ def test_thousands_of_runs_lose_nothing(part: int) -> None:
 
 
 def holds_in_run(seed: int) -> None:
-    """In even ones members are lost, too."""
+    """Run programs with losses: in even runs members are lost, too."""
     chance = random.Random(seed)
     world, buckets = chance.randint(1, 4), [chance.randint(1, 14) for _ in range(chance.randint(1, 3))]
     program = [Step()] * chance.randint(1, 4)

@@ -52,7 +52,7 @@ def operation(kind: Kind, numel: int, root: int = -1) -> Operation:
 
 
 def group_of(world: int, *sizes: int, lazy: bool = False, credit: int = CREDIT_BYTES) -> Harness:
-    """A complete group that agreed on buckets of these sizes."""
+    """Make a complete group that agreed on buckets of these sizes."""
     harness = Harness(lazy=lazy, credit=credit)
     harness.assemble(world, plan_of(*sizes) if sizes else None)
     return harness
@@ -60,7 +60,7 @@ def group_of(world: int, *sizes: int, lazy: bool = False, credit: int = CREDIT_B
 
 @pytest.fixture
 def four_byte_slices() -> Iterator[None]:
-    """Every element of float32 is a slice of its own."""
+    """Make every element of float32 a slice of its own."""
     with small_slices(4):
         yield
 

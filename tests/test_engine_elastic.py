@@ -1,4 +1,4 @@
-"""How elastic groups form, shrink, pause and end, as the control half sees it."""
+"""Tests of control: how elastic groups form, shrink, pause and end."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ def test_whatever_else_is_due_when_a_pause_ends_ends_with_it() -> None:
     driven.lose(0)
     driven.sent(0)
 
-    driven.wait(1000.0)  # as when the coordinator was stopped, and goes on
+    driven.wait(1000.0)  # as if the coordinator had been stopped, and continued
 
     assert driven.engine.control.groups == {}
     driven.assemble(2)
@@ -346,7 +346,7 @@ def test_a_report_that_comes_when_its_group_has_ended_is_of_no_use() -> None:
     driven.lose(0)
     driven.lose(1)
 
-    driven.wait(1000.0)  # data says who is late, of a group that all members have gone from by then
+    driven.wait(1000.0)  # data reports the late members of a group that all have left by then
 
     assert driven.engine.control.groups == {}
     driven.assemble(2)

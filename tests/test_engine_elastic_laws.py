@@ -1,4 +1,4 @@
-"""The laws of elastic groups: whoever dies or leaves, at whatever point, in whatever order."""
+"""The laws of elastic groups, with deaths and departures at any point, in any order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLICE = 16
 """Bytes of a slice in these tests: four elements of float32."""
 
 Departures = dict[int, tuple[int, bool]]
-"""When somebody goes: the seat, and whether with a goodbye."""
+"""Departures by time: the seat, and whether with a goodbye."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +45,7 @@ def run(world: int, buckets: list[int], program: list[Step], goes: Departures, s
 
 
 def answers(cluster: Cluster) -> dict[tuple[ExchangeKey, int], dict[int, tuple[Outcome, Operation]]]:
-    """All that anybody got, also those who went later, by exchange, slice and seat."""
+    """Return all results, also those of members that departed later, by exchange, slice and seat."""
     found: dict[tuple[ExchangeKey, int], dict[int, tuple[Outcome, Operation]]] = {}
     for seat, member in (cluster.members | cluster.gone).items():
         for task in member.history:

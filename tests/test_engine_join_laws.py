@@ -1,4 +1,4 @@
-"""The laws of elastic groups when others join, while members and joiners die or leave, at whatever point."""
+"""The laws of elastic groups that workers join, while members and learners die or leave at any point."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.examples import examples
 from tests.test_engine_elastic_laws import SLICE, collectives, seeds, sizes
 
 Events = list[tuple[int, str, int]]
-"""What happens at which step: somebody joins, comes back, leaves, dies; who."""
+"""Events by step: which worker joins, returns, leaves or dies."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +49,7 @@ def happen(cluster: Cluster, what: str, who: int) -> None:
 
 
 def run(world: int, buckets: list[int], program: list[Step], happens: Events, seed: int) -> Cluster:
-    """With a backlog joiners listen and catch up; without one the others wait for them."""
+    """Run. With a backlog learners listen and catch up; without one the others wait for them."""
     cluster = Cluster(world, buckets, program, seed, backlog=BACKLOG_BYTES if seed % 3 else 0)
     cluster.serve()
     for step, what, who in happens:
@@ -120,7 +120,7 @@ def test_ranks_are_dense_and_change_at_the_same_boundary_for_everybody(
     members = {
         seat: member
         for seat, member in cluster.members.items()
-        if not isinstance(member, Newcomer) or member.entered < rounds  # else it waits for a round that nobody begins
+        if not isinstance(member, Newcomer) or member.entered < rounds  # else it waits for a round that does not begin
     }
     assert [member["rank"] for member in group["members"]] == list(range(len(members)))
     assert [member["seat"] for member in group["members"]] == sorted(members)

@@ -1,7 +1,7 @@
-"""The engine's laws, whatever order events come in: random exchanges, interleavings, failures and noise.
+"""The engine's laws, for every order of events: random exchanges, interleavings, failures and noise.
 
-A `Cluster` is an engine with clients that push what they may, in an order drawn from a seed. What each
-client gets is compared with that of others, with exact arithmetic, and with that of other runs.
+A `Cluster` is an engine with clients that push what they may, in an order drawn from a seed. Each client's results are
+compared with those of others, with exact arithmetic, and with those of other runs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _small_slices() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What every worker contributes, to everything that is exchanged."""
+    """The contributions of every worker, to everything that is exchanged."""
 
     world: int
     buckets: tuple[int, ...]
@@ -90,7 +90,7 @@ class Scenario:
 
     @cached_property
     def operations(self) -> dict[ExchangeKey, Operation]:
-        """All exchanges, and which operation each is."""
+        """All exchanges, and their operations."""
         found = {
             bucket(number, part): all_reduce(size)
             for number in range(self.rounds)
@@ -115,7 +115,7 @@ class Scenario:
 
 @lru_cache(maxsize=10_000)
 def contribution(salt: int, rank: int, key: ExchangeKey, operation: Operation) -> tuple[float, Array | None]:
-    """Weight and values that ``rank`` gives: of very different magnitudes, so that the order of a sum shows."""
+    """Return weight and values that ``rank`` gives, of very different magnitudes, so that the order of a sum shows."""
     chance = random.Random(f"{salt} {rank} {tuple(key)}")
     weight = chance.choice([0.0, 0.5, 1.0, 1.0, 1.0, 3.25])
     weighed = operation.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
@@ -172,10 +172,10 @@ class Client:
     stalled: bool = False
     in_flight: dict[Pool, int] = field(default_factory=lambda: dict.fromkeys(Pool, 0))
     not_finite: dict[tuple[ExchangeKey, int], tuple[int, ...]] = field(default_factory=dict)
-    """By exchange and slice, whose contributions were not, as results said."""
+    """The ranks with contributions that were not finite, as results said, by exchange and slice."""
 
     def ready(self) -> list[Task]:
-        """Tasks whose next slice may be pushed now."""
+        """Return tasks of which the next slice may be pushed now."""
         if self.stalled:
             return []
         unsent = [task for task in self.tasks.values() if not task.done and task.sent < task.layout.count]
@@ -186,7 +186,7 @@ class Client:
         return affordable + [task for task in due if task not in affordable and self._is_frontier(task)]
 
     def _is_due(self, task: Task) -> bool:
-        """Rounds come one after the other, and so do collectives and transfers, slice by slice."""
+        """Return whether it is due: rounds, and collectives, and transfers slice by slice, come one after the other."""
         key = task.key
         if key.stream == Stream.BUCKET:
             return all(t.done for k, t in self.tasks.items() if k.stream == key.stream and k.number < key.number)
@@ -201,14 +201,14 @@ class Client:
         return self.in_flight[pool_of(task.key, self.rank)] + task.layout.cost(task.sent) <= self.credit
 
     def _is_frontier(self, task: Task) -> bool:
-        """Whether its next slice is the first one of the round, in the plan's order, that was not answered."""
+        """Return whether its next slice is the first one of the round, in the plan's order, that was not answered."""
         if task.key.stream != Stream.BUCKET:
             return False
         before = [t for k, t in self.tasks.items() if k.stream == Stream.BUCKET and k < task.key]
         return all(t.done for t in before) and task.sent == task.first_unanswered()
 
     def take(self, message: Message, payload: bytes | None) -> None:
-        """A message from the coordinator."""
+        """Take a message from the coordinator."""
         if isinstance(message, Result):
             task = self.tasks[message.key]
             assert task.error is None, "a result after the failure"
@@ -229,7 +229,7 @@ class Client:
 
 
 class Cluster:
-    """An engine and its clients. ``seed`` decides who does what when."""
+    """An engine and its clients. ``seed`` orders all that happens."""
 
     def __init__(
         self, scenario: Scenario, seed: int, credit: int = 1 << 20, nonfinite: OnNonFinite = OnNonFinite.HALT
@@ -241,11 +241,11 @@ class Cluster:
         self.steps = 0
         self.most_held = 0
         self.at: dict[int, Callable[[], object]] = {}
-        """What happens besides, by step."""
+        """Further events, by step."""
         self.poison: tuple[int, ExchangeKey] | None = None
         self.poisoned = False
         self.complete_before: set[ExchangeKey] = set()
-        """What whoever was removed last had contributed to with every slice."""
+        """The tasks to which the worker removed last had contributed with every slice."""
         self.clients = {rank: Client(rank, self._tasks(rank), credit) for rank in range(scenario.world)}
 
     def _tasks(self, rank: int) -> dict[ExchangeKey, Task]:
@@ -262,7 +262,7 @@ class Cluster:
         }
 
     def run(self) -> None:
-        """Go on until nobody can do anything any more."""
+        """Run until nothing can happen any more."""
         while True:
             self.at.pop(self.steps, lambda: None)()
             self.deliver()
@@ -304,7 +304,7 @@ class Cluster:
                 self.clients[rank].take(message, payload)
 
     def remove(self, rank: int, how: Callable[[], object]) -> None:
-        """``how`` costs ``rank`` its membership."""
+        """Remove ``rank`` from the membership in the way ``how``."""
         if rank in self.clients:
             self.deliver()
             how()
@@ -322,13 +322,13 @@ class Cluster:
         return [task.error for _, task in self.tasks() if task.error is not None]
 
     def answers(self) -> dict[tuple[ExchangeKey, int, int], Outcome]:
-        """Everything that anybody got, by exchange, slice and rank."""
+        """Return all results, by exchange, slice and rank."""
         return {
             (task.key, index, rank): answer for rank, task in self.tasks() for index, answer in task.answers.items()
         }
 
     def leftovers(self) -> None:
-        """After all is said and done the engine remembers no exchange, owes no credit and waits for nothing."""
+        """Check that at the end the engine remembers no exchange, owes no credit and waits for nothing."""
         group = self.harness.engine.data.groups.get("default")
         if group is not None:
             assert group.exchanges == {}
@@ -340,7 +340,7 @@ class Cluster:
 
 
 def check_answers(cluster: Cluster) -> None:
-    """Everybody who got a slice got the same, and it is what exact arithmetic says."""
+    """Check that all results of a slice are equal, and what exact arithmetic says."""
     answers = cluster.answers()
     for (key, index, rank), (weight, payload) in answers.items():
         exact, owner = expected(cluster.scenario, key, index, rank)
@@ -361,11 +361,11 @@ def check_answers(cluster: Cluster) -> None:
 
 
 Exact = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
-"""A result in float64, and the magnitude of what went into it."""
+"""A result in float64, and the magnitude of the values in it."""
 
 
 def expected(scenario: Scenario, key: ExchangeKey, index: int, receiver: int) -> tuple[Exact | None, int]:
-    """``receiver``'s result of a slice in float64 (None if nobody gave anything), and in whose chunk it lies."""
+    """Return ``receiver``'s result of a slice in float64 (None if nothing was given), and the owner of its chunk."""
     operation = scenario.operations[key]
     layout = layout_of(operation, scenario.world)
     given = {rank: scenario.values(rank, key) for rank in scenario.participants(key)}
@@ -475,7 +475,7 @@ def test_a_contribution_that_comes_twice_counts_once_at_most(
 
 
 def violate(cluster: Cluster, rank: int, violation: Violation) -> None:
-    """Do it, and see that it costs the connection (a tail of what has failed costs nothing)."""
+    """Break the protocol, and check that it costs the connection (a tail of what has failed costs nothing)."""
     violation(cluster, rank)
     if SEATS + rank not in cluster.harness.closed:
         cluster.harness.lose(rank)
@@ -555,7 +555,7 @@ def test_every_wait_for_somebody_who_stopped_ends_with_an_error_that_names_them(
 
 
 def run_with_deadlines(cluster: Cluster) -> int:
-    """Go on, and let time pass whenever nobody can do anything; how often that was."""
+    """Run, and let time pass whenever nothing can happen. Return how often that was."""
     waits, ticks = 0, 0
     cluster.run()
     while (deadline := cluster.harness.engine.next_deadline()) is not None:
@@ -631,7 +631,7 @@ def test_with_next_to_no_credit_all_is_exchanged_all_the_same(scenario: Scenario
 
 
 def held_bytes(harness: Harness) -> int:
-    """Bytes of payloads that the engine keeps."""
+    """Return the bytes of payloads that the engine keeps."""
     return sum(
         len(run.payload)
         for group in harness.engine.data.groups.values()
@@ -711,7 +711,7 @@ def test_whatever_strangers_send_members_get_what_they_would_have_got(
 
 
 def make_noise(cluster: Cluster, chance: random.Random) -> None:
-    """Something that a stranger, or a worker of another group, might send: nonsense, or what a member could say."""
+    """Send what a stranger, or a worker of another group, might send: nonsense, or what a member could say."""
     harness = cluster.harness
     connection = chance.randrange(1000, 1010)
     if chance.random() < 0.5:

@@ -51,7 +51,7 @@ class Joinable(Group):
         self.harness.answer(reduce)
 
     def join(self, place: int, name: str) -> Welcome:
-        """Somebody joins, by the connection of ``place``, and waits for the state."""
+        """Let a worker join, by the connection of ``place``, and wait for the state."""
         harness, connection = self.harness, SEATS + place
         harness.receive(connection, Join("default", name, -1, 0, 60.0))
         (welcome,) = harness.only((place,), Welcome)
@@ -70,7 +70,7 @@ class Joinable(Group):
 
 
 def entered(world: int = 2) -> tuple[Joinable, Welcome]:
-    """Somebody in seat ``world`` has joined, and contributes to round 2."""
+    """Make a worker in seat ``world`` that has joined, and contributes to round 2."""
     group = Joinable(world)
     welcome = group.join(world, "spot")
     group.round(1, range(world))
@@ -157,7 +157,7 @@ def test_a_seat_is_not_that_of_whoever_had_it_before() -> None:
     group.harness.wait(1.0)
     for number, name in enumerate(["a", "b", "c", "d", "e"]):
         group.join(3 + number, name)
-    group.join(8, "last")  # all the others were somebody's: it gets the seat of who is away
+    group.join(8, "last")  # all other seats were used: it gets the seat of the member that is away
     seats = group.harness.engine.control.groups["default"].seats.names
     assert seats[2] == "last"
 
@@ -183,7 +183,7 @@ def test_books_that_are_opened_for_a_member_cost_a_joiner_its_state_and_no_more(
 
 
 def test_members_are_asked_what_they_hold_behind_all_results_that_they_are_sent() -> None:
-    """A round waits for a joiner alone, which is turned away when somebody comes back."""
+    """Test a round that waits for a learner alone, which is turned away when a member returns."""
     group = Joinable(2)
     group.join(2, "spot")
     group.round(1, range(2))
@@ -229,7 +229,7 @@ def test_a_joiner_that_does_not_contribute_is_gone_with_its_connection() -> None
 def test_who_can_send_its_state_says_so_when_it_comes_back() -> None:
     group = Joinable()
     group.harness.restart()
-    group.join(2, "spot")  # while nobody is back it waits
+    group.join(2, "spot")  # while no member has returned, it waits
     for seat in (0, 1):
         group.come_back(seat, group.tokens[seat])
         group.told(seat)
@@ -295,7 +295,7 @@ def test_what_members_called_before_somebody_came_does_not_wait_for_him_after_a_
 
 
 def test_what_members_call_again_behind_the_round_before_he_came_is_theirs_alone() -> None:
-    """They learn of him when the books are opened, and he waits in his first round for them to begin it."""
+    """Test that they learn of it in the recovery, while it waits in its first round for them to begin it."""
     group, welcome = entered()
     tokens = [*group.tokens, welcome.token]
     group.harness.restart()

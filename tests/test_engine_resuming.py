@@ -35,7 +35,7 @@ from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, collective,
 
 PLAN = plan_of(4, 4)
 BACK = SEATS + 50
-"""The connection on which rank 0 comes back, rank 1 on the next one, and so on."""
+"""The connection on which rank 0 returns, rank 1 on the next one, and so on."""
 ONE = floats(1, 2, 3, 4).tobytes()
 
 
@@ -132,7 +132,7 @@ def test_somebody_who_is_away_for_a_moment_keeps_its_place_and_the_others_hear_o
 
 
 def busy_group() -> tuple[Group, str]:
-    """Two of three have come back to another coordinator, the last one's process runs, and more it cannot say."""
+    """Make a group of three with two back at another coordinator. The last one's process runs, and can say no more."""
     group = Group(3)
     presence = beacon_id(group.welcomes[2].token)
     group.harness.running.add(presence)
@@ -284,7 +284,7 @@ def test_results_are_told_in_the_order_of_slices_in_whatever_order_they_are_made
 
 
 def rounds(group: Group) -> list[RoundRecord]:
-    """What is written down."""
+    """Return the rounds that are written."""
     return [record.record for record in group.harness.records if isinstance(record, Round)]
 
 
@@ -314,7 +314,7 @@ def test_who_counted_in_a_seat_that_the_coordinator_does_not_know_stands_in_the_
 
 
 def counted_and_gone() -> Group:
-    """Two of three are in round 1 of a coordinator that begins anew: it knows nothing of who counted in round 0."""
+    """Make a group of three with two in round 1 of a new coordinator: it does not know which counted in round 0."""
     group = Group(3, plan_of(4))
     for rank in range(3):
         group.harness.push(rank, bucket(0), ONE)
@@ -331,7 +331,7 @@ def counted_and_gone() -> Group:
 
 
 def test_collectives_are_cut_among_those_who_are_there_also_when_nobody_remembers_who_has_gone() -> None:
-    """Once a round is over no record names w0 any more, who had the lowest seat: seats are three, and members two."""
+    """Test that no record names w0, which had the lowest seat, once a round is over: three seats, two members."""
     group = Group(3, plan_of(4))
     group.harness.feed(Disconnected(SEATS, "it died", ended=True))
     for rank in (1, 2):
@@ -357,7 +357,7 @@ def test_collectives_are_cut_among_those_who_are_there_also_when_nobody_remember
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_call_of_a_membership_that_has_ended_fails_for_all_whoever_comes_first(first: int) -> None:
-    """One has heard of the latest departure, and the other one calls as it was before: also if both say the same."""
+    """Test with one that has heard of the latest departure and one that has not, also if both say the same."""
     group = Group(4, plan_of(4))
     group.harness.feed(Disconnected(SEATS, "it died", ended=True))
     group.harness.feed(Disconnected(SEATS + 3, "it died", ended=True))
@@ -412,7 +412,7 @@ def test_what_was_not_finite_in_a_seat_that_the_coordinator_does_not_know_is_tol
 
 
 def test_settled_slices_and_those_that_are_made_anew_add_up() -> None:
-    """Slices 0 and 1 of three are settled, with w2, who is dead; w1 dies before it gives anything anew."""
+    """Test slices 0 and 1 of three settled with w2, which is dead; w1 dies before it gives anything anew."""
     with small_slices(16):
         group = Group(3, plan_of(12, 4))
         group.harness.restart()
@@ -587,7 +587,7 @@ def test_memberships_that_somebody_may_not_have_heard_of_are_said_again() -> Non
 
 
 def test_a_departure_that_was_never_written_down_is_found_out_and_epochs_do_not_go_back() -> None:
-    """The disk was full when the last member died, and the others ended the round; then their coordinator died."""
+    """Test a full disk when the last member died. The others ended the round, and then their coordinator died."""
     group = Group(3, plan_of(4))
     written = deepcopy(group.harness.books)
     group.harness.lose(2, ended=True)
@@ -654,7 +654,7 @@ def test_a_group_to_which_nobody_comes_back_ends() -> None:
 
 
 def test_in_a_pause_nobody_waits_for_workers_while_nobody_is_there() -> None:
-    """The last one has as long to come back as anybody, and then the group's timeout for others to come."""
+    """Test that the last one has as long to return as any, and then the group's timeout for others to come."""
     policy = Policy(2, 3)
     assert policy.reconnect > TIMEOUT
     group = Group(policy=policy)

@@ -1,4 +1,4 @@
-"""A data shard's mind by itself: who may come in, what it obeys and reports; and orders and reports as bytes."""
+"""Tests of a data shard's engine by itself: its workers, what it obeys and reports, and its messages as bytes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ LARGE = 70_000
 
 
 def opened(rates: tuple[float, ...] = (1.0, 1.0), slow: bool = True) -> ShardedHarness:
-    """Two workers that were welcomed; what the coordinator tells its shards has yet to arrive."""
+    """Make two workers that were welcomed, before the coordinator's orders arrive at its shards."""
     harness = ShardedHarness(rates=rates, slow=slow)
     for rank in range(2):
         harness.join(SEATS + rank, f"w{rank}", rank=rank, world=2)
@@ -83,7 +83,7 @@ def opened(rates: tuple[float, ...] = (1.0, 1.0), slow: bool = True) -> ShardedH
 
 
 def told(harness: ShardedHarness, connection: int) -> GradServerError:
-    """The error that a connection was thrown out with."""
+    """Return the error that a connection was refused with."""
     ((message, _),) = harness.inbox.pop(connection)
     assert isinstance(message, Failure)
     assert connection in harness.closed
@@ -398,7 +398,7 @@ REPORTS: list[RemoteReport] = [
 
 
 def same(one: Any, other: Any) -> bool:
-    """Errors are equal if they say the same."""
+    """Return whether values are equal. Errors are equal if they say the same."""
     if isinstance(one, GradServerError):
         return (type(one), str(one), one.fields) == (type(other), str(other), other.fields)
     if hasattr(one, "__slots__") and type(one) is type(other):
@@ -419,7 +419,7 @@ def test_reports_arrive_as_they_were(report: RemoteReport) -> None:
 
 
 def understood(data: bytes) -> None:
-    """What both sides rely on: something, or a ProtocolError."""
+    """Decode, as both sides do: it returns something, or raises a ProtocolError."""
     for decode in (decode_order, lambda data: decode_report(data, 0.0)):
         try:
             decode(data)

@@ -1,4 +1,4 @@
-"""The error tree: as it is drawn, and on its way through a message."""
+"""Tests of the error tree: as it is drawn, and on its way through a message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def through_the_wire(message: Message) -> Failure:
 
 
 def drawn_tree() -> dict[str, str]:
-    """Parent of each class, read off the drawing in the module's docstring."""
+    """Return the parent of each class, read from the drawing in the module's docstring."""
     parents: dict[str, str] = {}
     path: list[str] = []
     for line in inspect.cleandoc(errors.__doc__ or "").splitlines():

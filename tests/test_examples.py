@@ -16,7 +16,7 @@ MOST_LINES = 80
 
 
 def output_of(*arguments: str | Path) -> list[str]:
-    """What a program prints that must succeed."""
+    """Return the output of a program that must succeed."""
     with Program(*map(str, arguments), loaded="torch") as program:
         status = program.end(STARTED_WITHIN)
         assert status == 0, "\n".join([*program.output(), *program.complaints()])
@@ -62,7 +62,7 @@ def without_figures(line: str) -> str:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_train_ddp(world_size: int) -> None:
-    """Ranks are assigned; whoever prints the losses has rank 0."""
+    """Test with assigned ranks: the worker that prints the losses has rank 0."""
     with Daemon("--workers", str(world_size)) as daemon, ExitStack() as stack:
         programs = [
             stack.enter_context(
@@ -85,11 +85,11 @@ def test_train_ddp(world_size: int) -> None:
 
 
 def test_checkpoint(tmp_path: Path) -> None:
-    """Killed in the middle and started again, it ends with the weights of a run that nobody disturbed."""
+    """Test that after a kill and a restart it ends with the weights of an undisturbed run."""
     with Daemon("--workers", "2") as daemon:
 
         def start(stack: ExitStack, directory: str, pause: float = 0.0) -> list[Program]:
-            """Both workers, given ranks: each has a dropout of its own."""
+            """Start both workers with given ranks: each has a dropout of its own."""
             common = {"GRADSERVER_URL": daemon.url, "CHECKPOINTS": str(tmp_path / directory), "PAUSE": str(pause)}
             example = str(EXAMPLES / "checkpoint.py")
             return [
@@ -117,7 +117,7 @@ def test_checkpoint(tmp_path: Path) -> None:
 
 
 def test_elastic() -> None:
-    """Whoever comes later joins; who froze is left out, joins again, and ends with the weights of the other."""
+    """Test a later worker that joins, and a frozen one that joins again and has equal weights in the end."""
     with (
         Daemon("--workers", "1:8", "--gather", "0", "--frozen-after", "1") as daemon,
         ExitStack() as stack,

@@ -1,4 +1,4 @@
-"""How operations are cut: the same everywhere, without gaps, and never too large."""
+"""Tests of the cut of operations: the same everywhere, without gaps, and never too large."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_slices_tile_the_tensor(kind: Kind, dtype: DType, numel: int, world: int
 
 
 def assert_tiled(spans: list[tuple[int, int]], numel: int) -> None:
-    """The spans cover [0, numel), one behind the other, none of them empty."""
+    """Check that the spans cover [0, numel), one behind the other, none of them empty."""
     edge = 0
     for start, stop in spans:
         assert start == edge

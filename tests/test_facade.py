@@ -25,7 +25,7 @@ def run(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def refusal(code: str, *path: Path) -> str:
-    """The message of the ImportError that `code` must end with."""
+    """Return the message of the ImportError that `code` must end with."""
     result = run(code, *path)
     assert result.returncode == 1, result.stdout + result.stderr
     last = result.stderr.strip().splitlines()[-1]
@@ -36,7 +36,7 @@ def refusal(code: str, *path: Path) -> str:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """An installation that has the façade and the errors, and a worker package without contents."""
+    """Make an installation that has the façade and the errors, and a worker package without contents."""
     site = tmp_path / "site"
     for name in ("gradserver/__init__.py", "gradserver/protocol/errors.py", "gradserver/protocol/version.py"):
         copy = site / name

@@ -1,4 +1,4 @@
-"""The first messages of connections are lost, repeated and swapped: whoever missed something comes again."""
+"""Tests with lost, repeated and swapped first messages of connections: a peer that missed something connects again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_who_joins_does_so_whatever_is_lost_of_its_first_messages(kind: type[Mes
 
 @pytest.mark.parametrize("kind", [Join, BePresent])
 def test_others_wait_for_whoever_has_to_join_again(kind: type[Message]) -> None:
-    """Its first connection may still have its rank."""
+    """Test a first connection that still has its rank."""
     loser = Loser(kind is Join, kind)
     with Daemon("--workers", "2") as daemon, relay(daemon.url, loser) as through:
         first = Task(connect, through, 0, 2, name="w0", timeout=PATIENCE, channel="tcp")
@@ -107,7 +107,7 @@ def test_a_data_shard_notices_soon_that_an_order_was_lost() -> None:
 
 @pytest.mark.parametrize("kind", [Attend, BePresent, Attended])
 def test_who_cannot_come_to_a_data_shard_hears_soon_why(kind: type[Message], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a member already then, so another connection would not help."""
+    """Test that it is a member already then, so another connection would not help."""
     loser = Loser(kind is Attend, kind)
     with Daemon("--allow-shards") as daemon, Shard(daemon.url) as shard, relay(shard.url, loser) as through:
         monkeypatch.setattr("gradserver.worker.transport.tcp.beside", lambda *_: through)
@@ -131,7 +131,7 @@ class Breaker:
 
 
 def trained(daemon: Daemon, judge: Judge, rounds: int = 12) -> set[int]:
-    """What the weights of a durable group come to, one of whose members is behind a relay."""
+    """Return the weights of a durable group with one member behind a relay."""
     with relay(daemon.url, judge) as through, ExitStack() as stack:
 
         def join(rank: int) -> Worker:
@@ -167,7 +167,7 @@ def test_what_comes_twice_or_in_another_order_harms_nobody_who_comes_back(judge:
 
 
 def test_a_member_that_was_left_out_hears_so_though_that_was_lost_once(tmp_path: Path) -> None:
-    """It says too late that it is back: that is lost again and again, for longer than the round timeout."""
+    """Test that its late message is lost again and again, for longer than the round timeout."""
     push, told = Loser(True, Push, armed=False), []
     others_wait = Event()
     others_wait.set()

@@ -33,7 +33,7 @@ def array_of(library: str, values: Any, dtype: str = "float32") -> Any:
 
 
 def filled(library: str, shapes: list[tuple[int, ...]], dtype: str = "float32") -> list[Any]:
-    """Components of these shapes which hold 0, 1, 2, … in order."""
+    """Return components of these shapes which hold 0, 1, 2, … in order."""
     ends = np.cumsum([prod(shape) for shape in shapes])
     return [
         array_of(library, np.arange(end - prod(shape), end).tolist(), dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""A worker belongs to the process that connected: what a forked child does with it raises at once."""
+"""Tests that a worker belongs to the process that connected: every use in a forked child raises at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.cluster import PATIENCE, ROOT, Daemon, worker_program
 
 
 def check(met: dict[str, str], rank: int) -> None:
-    """The child has met with UsageErrors only, which say what to do."""
+    """Check that the child's errors were UsageErrors only, which say what to do."""
     assert met.pop("rank") == f"{rank} of 2"
     for use, what in met.items():
         assert what.startswith("UsageError: this worker belongs to process "), (use, what)
@@ -29,7 +29,7 @@ def test_worker_that_is_used_in_a_forked_child_raises_at_once(channel: str, monk
 
         for rank, worker in enumerate(workers):
             check(json.loads(worker.expect("met ")), rank)
-        for worker in workers:  # and the parents go on as if there were no children
+        for worker in workers:  # the parents continue as if there were no children
             worker.expect("ok")
             assert worker.end() == 0
 

@@ -1,4 +1,4 @@
-"""What each side learns of the other's end, when nobody says goodbye on purpose."""
+"""Tests of what each side learns of the other's end, without an intended goodbye."""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 Array = np.ndarray[Any, Any]
 KEY = ExchangeKey(Stream.BUCKET, 5, 2)
 AT = 8 * 1001
-"""Where the bucket begins in what is hashed of its round."""
+"""The beginning of the bucket in what is hashed of its round."""
 
 
 def asked(
     operation: Operation, first: int, payloads: Sequence[bytes | memoryview | None], numel: int, **fields: Any
 ) -> Reduce:
-    """A reduction of contributions of ranks 0, 2, 4, …, of which digests are wanted."""
+    """Return a reduction of contributions of ranks 0, 2, 4, …, with digests."""
     size = next(len(payload) for payload in payloads if payload is not None)
     given = [Contribution(2 * place, 1.0 + place, payload) for place, payload in enumerate(payloads)]
     command = Reduce("g", 1, KEY, 0, operation, first, size, numel, {}, given, (), True, Digests(AT, []))
@@ -47,7 +47,7 @@ def asked(
 
 
 def digests_of(command: Reduce) -> dict[int, int]:
-    """Added up, by rank."""
+    """Return the digests, added up, by rank."""
     assert command.digests is not None
     total: Counter[int] = Counter()
     for rank, found in command.digests.found:
@@ -56,7 +56,7 @@ def digests_of(command: Reduce) -> dict[int, int]:
 
 
 def of(command: Reduce) -> tuple[bytes, dict[int, int]]:
-    """The result, and the digests."""
+    """Return the result, and the digests."""
     outcome = reducer.reduce(command)
     assert isinstance(outcome, memoryview | bytes)
     return bytes(outcome), digests_of(command)
@@ -89,7 +89,7 @@ def test_an_absent_contribution_has_the_digest_of_zeros() -> None:
 
 
 def test_a_contribution_is_hashed_before_the_result_takes_its_place() -> None:
-    """As it does in shared memory."""
+    """Test that the order is right in shared memory, too."""
     one, other = np.full(200_000, 1, np.float32), np.full(200_000, 4, np.float32)
     before = {0: digest(one, AT), 2: digest(other, AT)}
     given = [array.data.cast("B") for array in (one, other)]
@@ -117,7 +117,7 @@ def test_threads_hash_their_own_blocks() -> None:
 @given(cuts=st.lists(st.integers(1, 1200), max_size=4), tail=st.integers(0, 300))
 @settings(max_examples=examples(15))
 def test_digests_do_not_depend_on_how_a_bucket_is_cut(wire: str, cuts: list[int], tail: int) -> None:
-    """As slices are, and as data shards have them: at blocks, or at groups of 256 elements."""
+    """Test cuts like those of slices and of data shards: at blocks, or at groups of 256 elements."""
     codec = EXACT if wire == "fp32" else codec_of(wire)
     unit = 65_536 if codec.parameter else 256
     numel = 200_000 + tail
@@ -134,7 +134,7 @@ def test_digests_do_not_depend_on_how_a_bucket_is_cut(wire: str, cuts: list[int]
         total = add(total, part(start, stop))
     assert total == part(0, numel)
     whole = [codec.encode(array, None, seed_of(5, 2, 0)) for array in arrays]
-    if wire != "int8":  # whose integers are hashed before its scales
+    if wire != "int8":  # integers are hashed before scales there
         assert [total[0], total[2]] == [digest(payload, AT) for payload in whole]
     assert len({*total.values()}) == 3
 
@@ -186,7 +186,7 @@ def test_many_small_buckets_take_their_time_too_and_some_round_is_always_hashed(
 
 
 def recorded(harness: Harness, rounds: range, seconds: float) -> list[bool]:
-    """Whether each of some rounds was hashed, by what the engine has written."""
+    """Return whether each of some rounds was hashed, by what the engine has written."""
     written = []
     for number in rounds:
         harness.now += seconds

@@ -86,7 +86,7 @@ def write_module(folder: Path, module: str, imports: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the check says about a project with all the breaches."""
+    """Return the check's output for a project with all the breaches."""
     folder = tmp_path_factory.mktemp("breached")
     write_project(folder, BREACHES)
     result = lint(folder)

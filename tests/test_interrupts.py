@@ -1,4 +1,4 @@
-"""A signal handler that raises in the midst of a call loses nothing: what was begun can be waited for again."""
+"""Tests that a signal handler which raises during a call loses nothing: what was begun can be waited for again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gradserver.worker.interrupts import admits, uninterrupted, watch
 from tests.cluster import PATIENCE, Task, members
 
 RAISED, CALLS = 10, 3000
-"""How often a handler is to raise, and after how many calls it will not any more."""
+"""How often a handler raises, and after how many calls it stops."""
 NUMEL = SLICE_BYTES // 4 * 2 + 5
 """Three slices of float32."""
 
 
 class HandlerError(Exception):
-    """What the handler raises."""
+    """The error that the handler raises."""
 
 
 class Pest:

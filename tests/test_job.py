@@ -1,4 +1,4 @@
-"""Jobs that are stopped and go on: with the same bits, with every sample once, and with nobody left behind unnamed."""
+"""Tests of jobs that are stopped and continue: the same bits, every sample once, and every absent worker named."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Run:
-    """Three workers, from the beginning to the end."""
+    """Train three workers, from the beginning to the end."""
     first: Run
     first, *others = on(3, train)
     assert all(same(first.state, other.state) for other in others)
@@ -52,7 +52,7 @@ def undisturbed() -> Run:
 
 
 def latest(directory: Path) -> dict[str, Any]:
-    """What the checkpoint written last holds."""
+    """Return the content of the checkpoint written last."""
     path = Directory(directory, keep=1).latest()
     assert path is not None
     tree: dict[str, Any] = read(path).tree
@@ -60,7 +60,7 @@ def latest(directory: Path) -> dict[str, Any]:
 
 
 def outcomes(world: int, *arguments: Any, **options: Any) -> list[Any]:
-    """What `train` returned, or raised, at each of ``world`` workers; errors do not end the others."""
+    """Return the results, or errors, of `train` at each of ``world`` workers; errors do not end the others."""
 
     def work(worker: Worker) -> Any:
         try:
@@ -72,7 +72,7 @@ def outcomes(world: int, *arguments: Any, **options: Any) -> list[Any]:
 
 
 def stopping(at: int, rank: int) -> Callable[[Job], None]:
-    """Has the worker of ``rank`` be told to stop when ``at`` rounds are over."""
+    """Return a function that stops the worker of ``rank`` when ``at`` rounds are over."""
 
     def after(job: Job) -> None:
         if job.round == at and job.model.worker.rank == rank:
@@ -88,7 +88,7 @@ def stopping(at: int, rank: int) -> Callable[[Job], None]:
 def test_with_the_same_number_of_workers_bits_are_those_of_the_undisturbed_run(
     tmp_path: Path, undisturbed: Run, at: int
 ) -> None:
-    """Stopped after any round, also after those in which only one worker had a batch."""
+    """Test a stop after any round, also after those in which only one worker had a batch."""
     outcomes(3, tmp_path, after=stopping(at - 1, 1))
     runs = on(3, train, tmp_path)
     assert all(same(run.state, undisturbed.state) for run in runs)
@@ -104,7 +104,7 @@ def test_saving_changes_nothing(tmp_path: Path, undisturbed: Run) -> None:
 def test_training_goes_on_while_a_checkpoint_is_written(
     tmp_path: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is written is what was there when it was due. What is due meanwhile is left out."""
+    """Test that the state at the due time is written, and that a save which is due meanwhile is omitted."""
     outcomes(3, tmp_path / "stopped", after=stopping(1, 0))
     go_on = threading.Event()
 
@@ -129,7 +129,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
 
 def settle(job: Job) -> None:
-    """Let rank 0 wait until it has written what is due: a save that is due meanwhile would be left out."""
+    """Let rank 0 wait until it has written what is due: a save that is due meanwhile would be omitted."""
     if job.model.worker.rank == 0:
         for thread in threading.enumerate():
             if thread.name == "gradserver-checkpoint":
@@ -138,7 +138,7 @@ def settle(job: Job) -> None:
 
 @pytest.mark.parametrize("worlds", [(3, 2), (2, 3, 3, 2), (1, 4), (4, 1, 5)], ids=str)
 def test_another_number_of_workers_uses_what_is_left_of_the_epoch_once(tmp_path: Path, worlds: tuple[int, ...]) -> None:
-    """All but the last ones are stopped after a round."""
+    """Test that all but the last ones are stopped after a round."""
     used: list[tuple[int, list[int]]] = []
     for number, world in enumerate(worlds[:-1], 1):
         told = outcomes(world, tmp_path, after=stopping(2 * number - 1, 0), used=used)
@@ -202,7 +202,7 @@ class Stoppable:
 
 @contextmanager
 def handler(present: Any) -> Iterator[None]:
-    """SIGTERM is handled by ``present``, and afterwards as it was before."""
+    """Check that SIGTERM is handled by ``present``, and afterwards as it was before."""
     before = signal.signal(signal.SIGTERM, present)
     try:
         yield
@@ -262,7 +262,7 @@ def test_stop_and_save_need_a_place(tmp_path: Path) -> None:
 
 
 def job_of(worker: Worker, seed: int = 0, **options: Any) -> Job:
-    """A job without data."""
+    """Return a job without data."""
     torch.manual_seed(seed)
     model = DistributedDataParallel(nn.Linear(2, 1), worker)
     return Job(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **options)
@@ -557,7 +557,7 @@ def test_damaged_checkpoint_of_one_is_an_error_at_all(tmp_path: Path) -> None:
 
 @contextmanager
 def programs(url: str, world: int, checkpoint: Path, pause: int = -1) -> Iterator[list[Program]]:
-    """The processes of a job."""
+    """Start the processes of a job."""
     environment = {"GRADSERVER_URL": url, "PAUSE_AFTER": str(pause)}
     with ExitStack() as stack:
         yield [
@@ -578,7 +578,7 @@ def programs(url: str, world: int, checkpoint: Path, pause: int = -1) -> Iterato
 
 @pytest.mark.long
 def test_killed_and_terminated_processes_go_on_to_the_bits_of_the_undisturbed_run(tmp_path: Path) -> None:
-    """All are killed after a save; then one is told to stop, as on a spot host. Threads run undisturbed."""
+    """Test all killed after a save, then one told to stop, as on a spot host. Threads run undisturbed."""
     undisturbed, _ = on(2, train)
     with Daemon("--workers", "2") as daemon:
         with programs(daemon.url, 2, tmp_path, pause=3) as processes:

@@ -97,7 +97,7 @@ class Run:
             cluster.run(self.train)
 
     def check(self) -> list[int]:
-        """All who had done a round had the same bits; the world size of the founder after each."""
+        """Check that all that did a round had the same bits. Return the founder's world size after each."""
         worlds = []
         for number in range(1, ROUNDS + 1):
             there = self.seen[number]
@@ -109,7 +109,7 @@ class Run:
 
 
 def joined(cluster: LocalCluster, count: int = 1, name: str | None = None) -> Callable[[], None]:
-    """Let others join, and wait until the coordinator knows that they want to come in."""
+    """Return a function that lets others join, and waits until the coordinator knows that they want to."""
 
     def happen() -> None:
         for _ in range(count):
@@ -268,7 +268,7 @@ def test_a_job_that_is_not_like_the_others_does_not_come_in_and_the_others_go_on
 
 
 def decaying(worker: Worker, decays: Callable[[Worker, Job], bool], rounds: int) -> tuple[int, dict[str, Any]]:
-    """A loop that does more to the weights than its job knows of."""
+    """Return a loop that does more to the weights than its job knows of."""
     model = DistributedDataParallel(Convolutional(), worker)
     job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1))
     while job.round < rounds:
@@ -288,7 +288,7 @@ def decaying(worker: Worker, decays: Callable[[Worker, Job], bool], rounds: int)
 def test_who_joins_and_has_other_weights_behind_its_first_round_is_refused_and_the_others_go_on(
     world: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With one other there is no majority: it is the newcomer who is wrong."""
+    """Test with one other: there is no majority, so the newcomer is wrong."""
     said: list[str] = []
     with LocalCluster(world, elastic=(1, 4), timeout=20.0, backlog=0) as cluster:
 
@@ -422,7 +422,7 @@ def test_a_loop_that_reports_its_loss_by_a_collective_can_be_joined() -> None:
 
 
 def test_states_are_the_same_bits() -> None:
-    """Also what is empty, large, or smaller than a part."""
+    """Test also what is empty, large, or smaller than a part."""
     sent: dict[str, Any] = {
         "empty": np.zeros((0, 3)),
         "many": [np.full(index, index, np.int16) for index in range(300)],
@@ -524,9 +524,9 @@ def test_the_others_go_on_while_somebody_joins_and_it_does_their_rounds_when_it_
 def test_who_joins_a_group_with_a_quorum_can_be_late_from_its_first_round_on(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stops before that round, which the others close without it, and three more.
+    """Test that it stops before that round, which the others close without it, and three more.
 
-    Before that they may have waited until it had the state, as they do for who claims samples.
+    Before that they may have waited until it had the state, as they do for a worker that claims samples.
     """
     enter = Worker.enter
     monkeypatch.setattr(Worker, "enter", lambda worker, install, **_: enter(worker, install, waits))
@@ -588,7 +588,7 @@ class Phased(nn.Module):
 
 
 def test_who_joins_gets_buffers_that_are_in_no_state() -> None:
-    """Also one that changed long before, and does not travel any more."""
+    """Test also one that changed long before, and is not sent any more."""
     phases: dict[int, set[float]] = {}
     with LocalCluster(1, elastic=(1, 2), timeout=20.0, backlog=0) as cluster:
 

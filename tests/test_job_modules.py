@@ -1,4 +1,4 @@
-"""A job of several models: which of them an update is of, who has run out of batches, who joins, and checkpoints."""
+"""Tests of a job of several models: which model an update is of, workers without batches, learners, and checkpoints."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def gan_of(worker: Worker, named: bool = True, **options: Any) -> Job:
 
 
 def train(worker: Worker, /, epochs: int = 2, after: Callable[[Job], None] = lambda _: None, **options: Any) -> Any:
-    """A GAN whose generator is updated in every second batch; its state and number of updates."""
+    """Train a GAN that updates its generator in every second batch. Return its state and number of updates."""
     job = gan_of(worker, **options)
     generator, critic = job.models["generator"], job.models["critic"]
     batches = 0
@@ -122,7 +122,7 @@ def test_the_others_go_on_when_a_worker_dies() -> None:
 
 @pytest.mark.parametrize("at", [2, 3, 4, 5])
 def test_who_joins_comes_to_the_top_of_the_loop_first(at: int) -> None:
-    """Behind any update: also where the generator's gradients are there and are not applied."""
+    """Test a join after any update: also where the generator's gradients are there and are not applied."""
     entered: list[int] = []
 
     def after(job: Job) -> None:

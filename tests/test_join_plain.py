@@ -32,7 +32,7 @@ class Trainer:
         self.weights = state["weights"].copy()
 
     def train(self, workers: int = 3) -> tuple[np.ndarray[Any, Any], int]:
-        """Three steps with so many workers, and as many before as it takes until they are there."""
+        """Train for three steps with so many workers, and for as many before as it takes until they are there."""
         while self.worlds.count(workers) < 3:
             gradient = np.full(SIZE, 1.0 + self.exchange.step, np.float32)
             self.exchange.push_block(self.exchange.step, 0, gradient)
@@ -43,7 +43,7 @@ class Trainer:
 
 
 def calm(steps: int) -> np.ndarray[Any, Any]:
-    """The weights after so many steps that nobody joins."""
+    """Return the weights after so many steps without a join."""
     weights = np.zeros(SIZE, np.float32)
     for step in range(steps):
         weights -= 0.1 * np.full(SIZE, 1.0 + step, np.float32)

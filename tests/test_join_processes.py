@@ -35,7 +35,7 @@ class Fleet:
 
 
 def over(first: str) -> pytest.MarkDecorator:
-    """Over one channel; over the others, and with two data shards, among the long tests."""
+    """Return cases over one channel; over the others, and with two data shards, among the long tests."""
     ways = [("tcp", 1), ("shm", 1), ("tcp", 2)]
     params = [way if way == (first, 1) else pytest.param(way, marks=pytest.mark.long) for way in ways]
     return pytest.mark.parametrize("fleet", params, indirect=True, ids=str)
@@ -58,7 +58,7 @@ def said(program: Program) -> Said:
 
 
 def check(*everybody: Said) -> list[int]:
-    """All who did a round had the same bits and the same epoch after it; the world size in each."""
+    """Check that all that did a round had equal bits and epochs after it. Return the world size in each."""
     worlds = []
     for number in sorted(set().union(*everybody)):
         there = [one[number] for one in everybody if number in one]

@@ -1,4 +1,4 @@
-"""The journal quota: what one group's members can have written down, and that nobody else notices."""
+"""Tests of the journal quota: what one group's members can have written, and that no other group notices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def harness(worlds: dict[str, int | Policy] | None = None, access: Access = OPEN
 
 
 def large_plan(number: int, nbytes: int = 20 * KIB) -> Plan:
-    """A plan that takes about so many bytes, and differs from that of any other number."""
+    """Return a plan that takes about so many bytes, and differs from that of any other number."""
     names = [f"{number:04}-{place:04}-{'x' * 110}" for place in range(nbytes // 256)]
     return simple_plan([(name, 1) for name in names], FLOAT32)
 
@@ -53,7 +53,7 @@ def records(commands: list[Command]) -> list[Kind]:
 
 
 def found_and_leave(harness: Harness, connection: int, group: str, nbytes: int = 60 * KIB) -> GradServerError | None:
-    """A group of one that agrees on a large plan and ends; why it could not be founded."""
+    """Found a group of one that agrees on a large plan and ends. Return why it could not be founded."""
     harness.join(connection, "w", world=1, group=group)
     if connection in harness.closed:
         return harness.refusal(connection)
@@ -125,7 +125,7 @@ def test_who_founds_and_leaves_and_founds_again_is_refused_and_nobody_else() -> 
 
 
 def come_and_go(there: Harness, number: int) -> GradServerError | None:
-    """Somebody joins a running group of one, contributes to a round, and is lost; or why it could not."""
+    """Let a worker join a running group of one, contribute to a round, and be lost. Return why it could not."""
     plan, seat, round_number = plan_of(2), 1, 3 * number
     there.join(SEATS + 1, f"{number:03}" + "n" * 90)
     if SEATS + 1 in there.closed:

@@ -93,7 +93,7 @@ OPERATION = Operation(Kind.ALL_REDUCE, Op.PRODUCT, FLOAT32, MAX_NUMEL, MAX_WORLD
 
 
 def longest_name(world: int, filler: str = "w") -> str:
-    """The longest that a member of an elastic group of up to so many workers can have."""
+    """Return the longest name that a member of an elastic group of up to so many workers can have."""
     for length in range(MAX_NAME_BYTES, 0, -1):
         join = Join("g", (filler * length)[:length], -1, 0, 5.0)
         group = new_group(join, Policy(1, world), 0, OnNonFinite.HALT)
@@ -106,7 +106,7 @@ def longest_name(world: int, filler: str = "w") -> str:
 
 
 def largest(world: int, name: str) -> list[tuple[Any, int]]:
-    """Each message at its worst in a group of so many workers with such names; and the bytes of its payload, or -1."""
+    """Return each message at its worst in a group of so many workers with such names; and its payload's bytes."""
     seats, names = ALL[:world], (name,) * world
     transfers = tuple(Transfer(MAX_COUNTER, MAX_WORLD_SIZE - 1, seat) for seat in ALL)
     shards = (URLS, (MAX_RATE,) * MAX_SHARDS, TOKEN)
@@ -206,12 +206,12 @@ def test_whoever_joins_later_has_a_name_that_leaves_room_for_as_many_as_may_come
 
 
 def pod(number: int) -> str:
-    """As Kubernetes names them: 76 characters."""
+    """Return a name as Kubernetes gives them: 76 characters."""
     return f"training-of-a-rather-large-model-{number:03}-7d9f8b6c5d-x2x9z.team-models.pod.local".ljust(76, "0")[:76]
 
 
 def enter(driven: Harness, connections: Sequence[int]) -> None:
-    """These join the running group, and wait for its state."""
+    """Let these join the running group, and wait for its state."""
     plan = plan_of(4)
     for connection in connections:
         driven.join(SEATS + connection, pod(connection))

@@ -1,4 +1,4 @@
-"""Groups that do not wait for everybody, in threads and between processes."""
+"""Tests of groups that do not wait for all, in threads and between processes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Round:
         worker.push(0, self._large)
 
     def finish(self) -> float:
-        """What came of the small bucket."""
+        """Finish the round. Return the result of the small bucket."""
         self._worker.finish_round()
         assert (self._small == self._small[0]).all()
         return float(self._small[0])
 
     def finish_all(self) -> tuple[float, float, bytes]:
-        """What came of the small bucket, its weight, and what came of the large one."""
+        """Finish the round. Return the result of the small bucket, its weight, and the result of the large one."""
         return self.finish(), self._handle.weight, self._large.tobytes()
 
 

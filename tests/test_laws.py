@@ -49,7 +49,7 @@ def contributions(name: str, numel: int, world_size: int, seed: int = 0) -> list
 
 
 def mean_in_rank_order(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
-    """``sum(w·g) / sum(w)``, rounded to float32 after each step, in rank order."""
+    """Return ``sum(w·g) / sum(w)``, rounded to float32 after each step, in rank order."""
     total = np.zeros(arrays[0].size, np.float32)
     for array, weight in zip(arrays, weights, strict=True):
         total = total + np.float32(weight) * array.astype(np.float32)
@@ -145,7 +145,7 @@ class Network:
             worker.agree(plan, timeout=0)
 
     def deliver(self) -> bool:
-        """Deliver one message; False if there is none."""
+        """Deliver one message. Return False if there is none."""
         busy = [line for line in self._lines if line.queue]
         if busy:
             line = self._chance.choice(busy)
@@ -166,7 +166,7 @@ class Line:
 
 
 class End:
-    """Where messages go into a line: copied, as by a socket. Shared memory stays where it is."""
+    """The end of a line: messages are copied, as by a socket. Shared memory stays where it is."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -209,7 +209,7 @@ class WorkersEnd(End):
 
 
 def train(worker: Worker, given: list[list[Array]], chance: random.Random) -> Generator[None, None, list[bytes]]:
-    """What one worker does, step by step: rounds of buckets, with a collective and transfers in a ring among them."""
+    """Yield what one worker does, step by step: rounds of buckets, with a collective and ring transfers among them."""
     before, after = (worker.rank - 1) % worker.world_size, (worker.rank + 1) % worker.world_size
     results: list[bytes] = []
     for arrays in given:
@@ -234,7 +234,7 @@ def train(worker: Worker, given: list[list[Array]], chance: random.Random) -> Ge
 
 
 def run(network: Network, given: list[list[list[Array]]], chance: random.Random) -> list[list[bytes]]:
-    """Let all workers train, by chance; what came of it, by rank."""
+    """Let all workers train, in a random order. Return the results, by rank."""
     running = {
         worker.rank: train(worker, [[arrays[worker.rank] for arrays in buckets] for buckets in given], chance)
         for worker in network.workers

@@ -1,4 +1,4 @@
-"""What the ledger says of real training, recomputed from the gradients; and what `gradserver ledger` shows of it."""
+"""Tests of the ledger of real training, recomputed from the gradients, and of the output of `gradserver ledger`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gradient(rank: int, number: int, part: int) -> Array:
 
 
 def train(worker: Worker, pause: float = 0.0) -> list[list[bytes]]:
-    """Some rounds; the results of each. Whoever pauses begins each round late."""
+    """Train for some rounds. Return the results of each. A worker that pauses begins each round late."""
     worker.agree(PLAN)
     results = []
     for number in range(ROUNDS):
@@ -58,7 +58,7 @@ def train(worker: Worker, pause: float = 0.0) -> list[list[bytes]]:
 
 
 def written(path: Path) -> list[Kind]:
-    """All records but those that only restate."""
+    """Return all records but those that only restate."""
     return [
         item.read().record for _, file in files_of(path) for item in scan(file.read_bytes()) if isinstance(item, Entry)
     ]
@@ -75,7 +75,7 @@ def stopped(daemon: Daemon) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ledger of three workers of which the last ones begin late."""
+    """Make a ledger of three workers of which the last ones begin late."""
     path = tmp_path_factory.mktemp("ledger")
     with Daemon("--state-dir", str(path)) as daemon:
         with joined(daemon.url, 3) as workers:
@@ -136,7 +136,7 @@ def test_what_travels_lossy_is_hashed_as_it_travels(tmp_path: Path, wire: str, o
 
 
 def expected(plan: PlanTable, rank: int, part: int) -> int:
-    """The digest of what a worker sends of a bucket in the first round."""
+    """Return the digest of what a worker sends of a bucket in the first round."""
     bucket, at = plan.buckets[part], places(plan)[part]
     data = gradient(rank, 0, part)
     if bucket.codec is None:
@@ -190,7 +190,7 @@ def test_nothing_is_hashed_if_nobody_wants_it(tmp_path: Path) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str], list[str]]:
-    """Exit status, and the lines of both streams."""
+    """Return exit status, and the lines of both streams."""
     status = main(["ledger", *map(str, arguments)])
     out, err = capsys.readouterr()
     assert all(len(line) <= 100 for line in out.splitlines() if line[:1] not in ("{", "/")), out
@@ -323,7 +323,7 @@ def test_wrong_paths_groups_and_rounds_are_told_with_what_there_is(
 
 
 def write(path: Path, rounds: Sequence[int], file_bytes: int = 1 << 20) -> None:
-    """A ledger of two workers with these rounds."""
+    """Write a ledger of two workers with these rounds."""
     state = StateDir(path, "0.1.0", sync=None, file_bytes=file_bytes)
     members = ((0, "a"), (1, "b\x1b[31m"))
     for record in (Group("g", 2, 60.0), Epoch("g", 1, 0, members, "complete"), Plan("g", 1, 0, plan_of(3))):
@@ -368,7 +368,7 @@ def test_rounds_are_shown_once_however_many_files_there_are(tmp_path: Path, caps
     status, out, _ = run(capsys, tmp_path, "--verify")
     assert (status, out[-1]) == (0, "no rounds are missing")
     last = files_of(tmp_path)[-1][1]
-    _, out, _ = run(capsys, last)  # which alone says who they are, too
+    _, out, _ = run(capsys, last)  # it alone names them, too
     assert any("a" in line.split() for line in out)
 
 

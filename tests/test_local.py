@@ -1,4 +1,4 @@
-"""A cluster inside one process: the real coordinator and workers, without a port."""
+"""Tests of a cluster inside one process: the real coordinator and workers, without a port."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ def test_workers_keep_their_state_between_runs() -> None:
 # ── a function that has returned ──────────────────────────────────────────────────────────────────────
 
 FOREVER = 3600.0
-"""Seconds: nobody waits for so long."""
+"""A timeout in seconds that no test reaches."""
 
 
 def in_time(cluster: LocalCluster, fn: Callable[[Worker], T]) -> list[T]:
-    """What `run` returns; it must do so without anybody's timeout."""
+    """Return the result of `run`, which must come before any timeout."""
     return Task(cluster.run, fn).result()
 
 

@@ -152,7 +152,7 @@ def host() -> Iterator[Host]:
 
 
 def talking(host: Host) -> Hostile:
-    """Someone who may say messages."""
+    """Connect a worker that may say messages."""
     talker = Hostile(host, WORKER)
     talker.say(Talk(talker.token))
     assert talker.hear() == Talking()
@@ -160,7 +160,7 @@ def talking(host: Host) -> Hostile:
 
 
 def message(header: bytes, payload: bytes | None = None) -> bytes:
-    """The packet of a small message."""
+    """Return the packet of a small message."""
     length = 0 if payload is None else len(payload) + 1
     return len(header).to_bytes(4, "little") + length.to_bytes(4, "little") + header + (payload or b"")
 

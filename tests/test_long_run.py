@@ -20,12 +20,12 @@ MEGABYTE = 1_000_000
 PATIENCE = 80.0
 CLOSED_WITHIN = 20.0
 CHANNELS = {LEADER: "shm", "w1": "tcp"}
-"""Of those who stay."""
+"""The channels of workers that stay."""
 VICTIM = "w2"
 
 
 class Use(NamedTuple):
-    """What a process has: descriptors, how many of them are of shared memory, and how often that is mapped."""
+    """The resources of a process: descriptors, those of shared memory among them, and mappings of that."""
 
     descriptors: int
     segments: int
@@ -44,7 +44,7 @@ class Use(NamedTuple):
 
     @classmethod
     def settled(cls, pid: int, wanted: Use | None = None) -> Use:
-        """The least for a while, or until it is ``wanted``: connections of those who have gone take a moment."""
+        """Return the least for a while, or until it is ``wanted``: connections of lost workers take a moment."""
         until = time.monotonic() + (0.5 if wanted is None else CLOSED_WITHIN)
         least = cls.of(pid)
         while time.monotonic() < until and not (wanted and least.within(wanted)):
@@ -53,7 +53,7 @@ class Use(NamedTuple):
         return least
 
     def within(self, other: Use) -> bool:
-        """Whether it is no more of anything."""
+        """Return whether it exceeds the other in nothing."""
         return all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
 
 
@@ -67,9 +67,9 @@ class Run:
         self.staying = [self._start(name, channel) for name, channel in CHANNELS.items()]
         self._start_victim()
         self._open: dict[str, list[Use]] = {}
-        """What was open when it was looked at first."""
+        """Resources at the first look."""
         self.memory: list[list[int]] = []
-        """Of the daemon and of those who stay, after each part of the run."""
+        """Memory of the daemon and of the workers that stay, after each part of the run."""
 
     def _start(self, name: str, channel: str) -> Program:
         environment = {"GRADSERVER_CHANNEL": channel}
@@ -81,12 +81,12 @@ class Run:
         self.channel, self.victim = channel, self._start(VICTIM, channel)
 
     def fill_stores(self) -> None:
-        """Have the daemon remember as many strangers as it ever does: this test asks for its status so often."""
+        """Fill the daemon's memory of strangers: this test asks for its status so often."""
         for _ in range(STRANGERS_KNOWN + 1):
             self.daemon.group()
 
     def train(self, rounds: int) -> None:
-        """So many rounds, and more if it takes longer until three have come together."""
+        """Train for so many rounds, and for more if it takes longer until three have come together."""
         leader, before = self.staying[0], len(self.daemon.group().get("members", ()))
         for worker in (*self.staying, self.victim):
             assert before or worker.expect("entered", PATIENCE) == " 0"
@@ -99,7 +99,7 @@ class Run:
             leader.expect("round", PATIENCE)
 
     def replace_victim(self) -> None:
-        """While the leader, and so everybody, waits."""
+        """Replace the victim while the leader, and so every worker, waits."""
         self.victim.send_signal(signal.SIGKILL)
         self.victim.__exit__()
         wait_until(lambda: len(self.daemon.group()["members"]) == 2, "they are two", PATIENCE)
@@ -107,10 +107,10 @@ class Run:
         self._start_victim("shm" if self.channel == "tcp" else "tcp")
 
     def look(self, state: str) -> None:
-        """Nothing is open that was not when it was like this for the first time.
+        """Check that nothing is open that was not when it was like this for the first time.
 
-        That is after a donor has sent a state, for which it has memory from then on. What a worker that died had
-        shared, and pushed to the round that is open, is there until that is over.
+        That is after a donor has sent a state, for which it has memory from then on. Memory that a dead worker had
+        shared, and pushed to the open round, exists until that round is over.
         """
         if len(self.memory) == 1:
             return
@@ -122,12 +122,12 @@ class Run:
             assert now.within(before), f"{who} has {now} with the third {state}; before it was {before}"
 
     def weigh(self) -> None:
-        """What is not of a file counts."""
+        """Return the memory that is not of a file."""
         processes = [self.daemon, *self.staying]
         self.memory.append([one.memory("RssAnon") + one.memory("RssShmem") for one in processes])
 
     def end(self) -> int:
-        """How many rounds there were."""
+        """End. Return how many rounds there were."""
         leader = self.staying[0]
         leader.hang_up()
         ends = {int(worker.expect("ok", PATIENCE)) for worker in (*self.staying, self.victim)}
@@ -136,7 +136,7 @@ class Run:
 
 
 def run(directory: Path, parts: int, rounds: int) -> list[list[int]]:
-    """So many parts of so many rounds, with a death after each; memory after each."""
+    """Run so many parts of so many rounds, with a death after each. Return the memory after each."""
     files = sorted(os.listdir("/dev/shm"))
     with ExitStack() as stack:
         group = Run(stack, directory)

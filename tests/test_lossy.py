@@ -39,7 +39,7 @@ Array = np.ndarray[Any, Any]
 
 
 def on(world_size: int, wire: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``fn(worker, …)`` returns on each worker of a local cluster."""
+    """Return the results of ``fn(worker, …)`` on each worker of a local cluster."""
     with gradserver.LocalCluster(world_size, wire=wire, timeout=20) as cluster:
         return cluster.run(fn, *args)
 
@@ -49,7 +49,7 @@ def gradient(rank: int, size: int = SIZE) -> Array:
 
 
 def rounds(worker: Worker, number: int) -> list[bytes]:
-    """What everybody gets of the large bucket in each of some rounds, with the same contributions every time."""
+    """Return all results of the large bucket in each of some rounds, with the same contributions every time."""
     worker.agree(PLAN)
     results = []
     for _ in range(number):
@@ -63,7 +63,7 @@ def rounds(worker: Worker, number: int) -> list[bytes]:
 
 
 def at(url: str, world_size: int, wire: str, fn: Callable[..., Any], *args: Any, channel: str = "tcp") -> list[Any]:
-    """What ``fn(worker, …)`` returns on each worker of a group at ``url``."""
+    """Return the results of ``fn(worker, …)`` on each worker of a group at ``url``."""
 
     def work(rank: int) -> Any:
         with connect(url, rank, world_size, wire=wire, channel=channel, timeout=20) as worker:

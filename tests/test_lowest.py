@@ -1,4 +1,4 @@
-"""What pyproject.toml allows is what `make test-lowest` tries."""
+"""Tests that `make test-lowest` tries what pyproject.toml allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator needs of memory is set by credits: not by the model, the lateness of a worker, or time."""
+"""Tests that credits bound the coordinator's memory: neither the model, nor a late worker, nor time adds to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEGABYTE = 1_000_000
 
 
 def exchange_with_one_late(world_size: int, buckets: int, numel: int, late: float) -> int:
-    """Bytes that the coordinator takes at most, beyond what it had when idle, while workers exchange two rounds.
+    """Return the most bytes that the coordinator takes, beyond those when idle, while workers exchange two rounds.
 
     The last of them begins ``late`` seconds after the others have sent all that their credit allows.
     """

@@ -85,7 +85,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    """One whose server must leave no descriptor behind."""
+    """Run a host with a server that must leave no descriptor behind."""
     before = descriptors()  # and perhaps some that a collection closes: it takes half a second with torch about
     host = Host()
     yield host
@@ -98,7 +98,7 @@ def host() -> Iterator[Host]:
 
 @pytest.fixture
 def memory(host: Host) -> Iterator[SharedMemory]:
-    """What a worker shares with ``host``, which is serving."""
+    """Return a worker's shared memory with ``host``, which is serving."""
     with host.serving():
         shared = SharedMemory(*host.admit(WORKER), PATIENCE)
         yield shared
@@ -110,7 +110,7 @@ def descriptors(pid: int | str = "self") -> int:
 
 
 def maps_of_ours(pid: int | str = "self") -> int:
-    """Mappings of shared memory in a process."""
+    """Return the mappings of shared memory in a process."""
     return Path(f"/proc/{pid}/maps").read_text().count("memfd:gradserver")
 
 
@@ -193,7 +193,7 @@ def test_why_nothing_can_be_shared_is_said(address: str, why: str) -> None:
 
 def test_a_coordinator_that_does_not_answer_is_not_waited_for(host: Host) -> None:
     with pytest.raises(BackendUnavailableError, match="did not answer in time"):
-        SharedMemory(*host.admit(WORKER), 0.05)  # nobody serves
+        SharedMemory(*host.admit(WORKER), 0.05)  # nothing serves
 
 
 # ── memory comes and goes ─────────────────────────────────────────────────────────────────────────────
@@ -268,7 +268,7 @@ def test_a_coordinator_that_is_busy_hears_of_it_later(host: Host) -> None:
         memory = SharedMemory(*host.admit(WORKER), PATIENCE)
         memory._peers[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         arrays = [some(memory, OWN_SEGMENT_BYTES) for _ in range(100)]
-    arrays.clear()  # takes no time, although nobody listens
+    arrays.clear()  # takes no time, although nothing listens
     assert memory.segments == 1
     assert memory._peers[0]._released
     with host.serving():
@@ -285,7 +285,7 @@ def test_a_coordinator_that_is_busy_hears_of_it_later(host: Host) -> None:
 
 @pytest.fixture
 def another() -> Iterator[Host]:
-    """A second process that takes memory."""
+    """Start a second process that takes memory."""
     another = Host()
     yield another
     another.server.close()
@@ -437,7 +437,7 @@ def test_place_of_any_part(
 @given(st.integers(-SEGMENT_HEADER_BYTES, 2 * LARGE), st.integers(1, 2 * LARGE))
 def test_all_of_it_has_to_lie_there(a_few: tuple[SharedMemory, list[Bytes]], start: int, length: int) -> None:
     memory, (array, *_) = a_few
-    # Nobody touches this: it may lie outside of anything. Only its address counts.
+    # It is never touched: it may lie outside of anything. Only its address counts.
     data = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(array.ctypes.data + start))
     place, whole = memory.place_of(data), memory.place_of(array)
     assert whole is not None
@@ -574,7 +574,7 @@ HOSTILITIES: dict[str, tuple[Callable[[Hostile], None], str]] = {
 
 
 def raw(*values: object) -> bytes:
-    """An Offer of anything."""
+    """Send an Offer of anything."""
     packet: bytes = msgpack.packb([0, *values, True])
     return packet
 
@@ -595,7 +595,7 @@ def test_hostile_worker_is_told_and_hung_up_on(host: Host, what: str) -> None:
         host.server.forget(b"hostile")
         assert descriptors() == before
         assert host.server.segments == 1
-        worker.offer(memfd(), segment=1)  # and nobody else notices
+        worker.offer(memfd(), segment=1)  # no other worker notices
         assert isinstance(worker.hear(), Taken)
     host.server.forget(WORKER)
 
@@ -998,7 +998,7 @@ def test_forked_child_shares_nothing_and_releases_nothing() -> None:
 
 @contextmanager
 def network_namespace() -> Iterator[tuple[str, str]]:
-    """A network of its own, connected to ours: its name, and our address as it is seen from there."""
+    """Make a network of its own, connected to ours. Yield its name, and our address as seen from there."""
     name = f"gs{os.getpid() % 100_000}"
     net = os.getpid() % 250
 

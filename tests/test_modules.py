@@ -61,7 +61,7 @@ def test_twins_have_rounds_of_their_own() -> None:
 
 
 def test_what_a_lossy_wire_keeps_back_is_each_twin_s_own() -> None:
-    """The error of the small twin's gradient was 9.8 times as large as itself when it got what the large one owed."""
+    """Test the small twin without the large one's residual, which was 9.8 times as large as its own gradient."""
 
     def noise(rank: int, step: int, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * rank + 10 * step + number)
@@ -120,7 +120,7 @@ class Gan(nn.Module):
         self.critic: nn.Module = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
 
     def train_on(self, rows: slice, steps: int = 4) -> list[Tensor]:
-        """Its parameters when it was trained on these rows of each batch."""
+        """Return its parameters when it was trained on these rows of each batch."""
         optimizers = [torch.optim.Adam(one.parameters(), lr=0.01) for one in (self.generator, self.critic)]
         for step in range(steps):
             chance = torch.Generator().manual_seed(step)
@@ -177,7 +177,7 @@ def test_a_gan_over_two_data_shards() -> None:
 
 
 def test_twin_critics_and_their_teachers() -> None:
-    """Whatever is in the loss, each module has the mean of its own gradients."""
+    """Test any loss: each module has the mean of its own gradients."""
 
     def work(worker: Worker) -> list[float]:
         one, two, actor = wrapped(worker, 3, 3, 3)
@@ -253,7 +253,7 @@ def test_an_exchange_beside_a_wrapped_module() -> None:
 
 
 def test_a_module_that_comes_later_leaves_the_others_what_they_have() -> None:
-    """What int8 keeps back of the first one is not forgotten: over time no error is left."""
+    """Test that int8's residual of the first one is not forgotten: over time no error is left."""
 
     def work(worker: Worker) -> float:
         total = torch.zeros(WIDE)

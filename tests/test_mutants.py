@@ -1,4 +1,4 @@
-"""The faults of `tests.mutants` can be planted, and what chaos says of them is read right."""
+"""Tests that the faults of `tests.mutants` can be planted, and that chaos's words about them are read right."""
 
 from __future__ import annotations
 

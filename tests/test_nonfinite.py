@@ -37,7 +37,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Round:
-    """What one worker has of a round: both buckets, and what it was told."""
+    """The results of a round at one worker: both buckets, and what it was told."""
 
     def __init__(self, worker: Worker, poison: dict[int, list[int]], weight: float = 1.0) -> None:
         large, small = worker.empty(LARGE, "float32"), np.full(SMALL, worker.rank, np.float32)
@@ -162,7 +162,7 @@ def test_lossy_wires_do_the_same_and_owe_nothing_that_is_not_finite(wire: str, p
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_a_late_worker_keeps_is_finite(policy: Any) -> None:
-    """Its NaN came too late for round 0; what it gives in round 1 counts by itself."""
+    """Test that its NaN came too late for round 0, and that what it gives in round 1 counts by itself."""
 
     def work(worker: Worker) -> list[tuple[float, bool]]:
         worker.agree(simple_plan([("b", 8)], FLOAT32))

@@ -1,7 +1,7 @@
-"""The engine's laws where contributions are not finite: one outcome at every member, whatever the order and the shards.
+"""The engine's laws with contributions that are not finite: one outcome at every member, for any order and shards.
 
-Some contributions to buckets have a NaN or an infinity somewhere. What each slice's result must be follows from what
-was given to it: `verdict` says it for one slice.
+Some contributions to buckets have a NaN or an infinity somewhere. Each slice's result must follow from what was given
+to it: `verdict` computes it for one slice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _small() -> Iterator[None]:
 
 
 def spoiled(values: Array | None, salt: object) -> Array | None:
-    """``values``, of which one contribution in three has something that is not finite in one or two places."""
+    """Return ``values`` with one contribution in three that is not finite in one or two places."""
     chance = random.Random(f"spoiled {salt}")
     if values is None or chance.random() > 0.35:
         return values
@@ -66,7 +66,7 @@ def of(scenario: Scenario) -> Spoiled:
 
 @dataclass
 class Verdict:
-    """What must come of one slice: whose contributions are not finite, the weight, and the mean (None: no bytes)."""
+    """The expected outcome of one slice: ranks that are not finite, the weight, and the mean (None: no bytes)."""
 
     bad: tuple[int, ...]
     weight: float
@@ -111,7 +111,7 @@ def matches(payload: bytes | None, due: Verdict) -> None:
 
 
 def counts(scenario: Scenario, number: int) -> dict[tuple[int, int], int]:
-    """What the ledger must say of a round: in how many slices of a bucket whose contribution did not count."""
+    """Return the ledger's expected counts of a round: slices of a bucket in which a rank did not count."""
     found: dict[tuple[int, int], int] = {}
     for part, size in enumerate(scenario.buckets):
         key = ExchangeKey(Stream.BUCKET, number, part)
@@ -189,7 +189,7 @@ def test_the_outcome_is_the_same_with_several_shards(
 
 
 def _of_span(scenario: Scenario, key: ExchangeKey, start: int, stop: int, policy: OnNonFinite) -> Verdict:
-    """As `verdict`, of elements that are a slice when a bucket is shared among shards."""
+    """Return the `verdict` on elements that are a slice when a bucket is shared among shards."""
 
     class Part(Spoiled):
         def values(self, rank: int, key: ExchangeKey) -> Array | None:
@@ -280,7 +280,7 @@ def test_a_shard_that_is_lost_changes_no_outcome(
 
 
 def check_counts(cluster: Crashing) -> None:
-    """The ledger says of each round in how many slices of which bucket whose contribution was not finite."""
+    """Check the ledger's counts, for each round: slices of each bucket in which a contribution was not finite."""
     records = {one.record.round: one.record for one in cluster.harness.records if isinstance(one, Round)}
     for number, record in records.items():
         due: dict[tuple[int, int], int] = {}

@@ -1,4 +1,4 @@
-"""Messages are numbered: what a relay lost, repeated or swapped is noticed, and harms nobody's results."""
+"""Tests of numbered messages: what a relay loses, repeats or swaps is noticed, and changes no result."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_any_bytes_can_be_split(data: bytes) -> None:
 
 
 def of(number: int) -> Frames:
-    """A message that says its number."""
+    """Return a message that says its number."""
     return [numbered(b"%d" % number, number)]
 
 
 def said(messages: Iterable[Frames]) -> list[int]:
-    """The numbers that these messages say."""
+    """Return the numbers that these messages say."""
     return [int(bytes(frames[0])) for frames in messages]
 
 

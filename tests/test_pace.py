@@ -1,4 +1,4 @@
-"""What is taken for late: from how long rounds usually take, and how much that varies."""
+"""Tests of lateness: it follows from the usual length of rounds, and from its variation."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_what_people_cannot_say(said: dict[str, int | str], error: str) -> None:
 
 
 def rounds(harness: Harness, first: int, count: int, late: float = 0.0) -> None:
-    """Rounds of a tenth of a second; the last of four members comes ``late``."""
+    """Run rounds of a tenth of a second. The last of four members comes ``late``."""
     for number in range(first, first + count):
         for rank in range(4):
             if rank == 3 and late:

@@ -1,4 +1,4 @@
-"""What is built, what it contains, and that it works where nothing else is installed."""
+"""Tests of what is built: its content, and that it works where nothing else is installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CORE_DEPENDENCIES = {"numpy", "pyzmq", "msgpack", "ml_dtypes"}
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Run a command that must succeed, away from this checkout's own settings; what it printed."""
+    """Run a command that must succeed, away from this checkout's own settings. Return its output."""
     result = subprocess.run(
         command,
         cwd=cwd,
@@ -39,7 +39,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist and the wheel that was built from it."""
+    """Return a folder with the sdist and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("built")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     return folder
@@ -53,7 +53,7 @@ def wheel(built: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def empty_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment's bin folder; installed are the wheel and what it asks for, nothing else."""
+    """Return the bin folder of a virtual environment with the wheel and its dependencies, and nothing else."""
     environment = tmp_path_factory.mktemp("environment")
     venv.create(environment, with_pip=True)
     binaries = environment / "bin"
@@ -113,7 +113,7 @@ def test_installed_command_works(empty_environment: Path, tmp_path: Path) -> Non
 
 
 def test_import_is_light(tmp_path: Path) -> None:
-    """The façade costs next to nothing: whoever only wants `gradserver --version` does not wait for numpy."""
+    """Test that `gradserver --version` does not wait for numpy."""
     code = "import gradserver, sys; print(*sorted(sys.modules))"
     loaded = run(sys.executable, "-c", code, cwd=tmp_path).split()
     heavy = {"torch", "zmq", "numpy", "msgpack", "ml_dtypes"}

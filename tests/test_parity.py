@@ -1,4 +1,4 @@
-"""What the whole is for: workers end with the same bits, and with what one process would have computed.
+"""Tests of the whole: workers end with the same bits, and with those that one process would have computed.
 
 A four-block transformer, 50 steps, fp32, no dropout; 1 to 4 workers over memory, and as processes over TCP.
 """
@@ -31,7 +31,7 @@ REST = tuple(case for case in ALL if case not in OVER_TCP)
 
 
 def cases(soon: Sequence[Case]) -> list[Any]:
-    """All of them; those that are not to be tried ``soon`` among the long tests."""
+    """Return all of them; those that are not to be tried ``soon`` among the long tests."""
     return [
         pytest.param(*case, id=f"{case[0]} {case[1]}", marks=() if case in soon else pytest.mark.long) for case in ALL
     ]
@@ -44,7 +44,7 @@ def alone(name: str) -> nn.Module:
 
 @cache
 def over_memory(world_size: int, name: str) -> list[nn.Module]:
-    """Every worker's module after training in a LocalCluster."""
+    """Return every worker's module after training in a LocalCluster."""
     with LocalCluster(world_size) as cluster:
         return cluster.run(train, RECIPES[name])
 
@@ -59,9 +59,9 @@ def _one_thread() -> Iterator[None]:
 
 @cache
 def over_tcp(cases: tuple[Case, ...]) -> dict[Case, list[str]]:
-    """Digests of the weights by case, each rank's, after training in processes of their own.
+    """Return digests of the weights by case, each rank's, after training in processes of their own.
 
-    Rank 1 shares memory with the coordinator, as rank 0 and the others do when nobody keeps them from it.
+    Rank 1 shares memory with the coordinator, as the others do by default.
     """
     found: dict[Case, list[str]] = {}
     with ExitStack() as stack:
@@ -87,7 +87,7 @@ def over_tcp(cases: tuple[Case, ...]) -> dict[Case, list[str]]:
 
 
 def tolerance(name: str) -> float:
-    """AdamW divides by the root of the gradient's square: where that is near 0, rounding decides."""
+    """Return the tolerance. AdamW divides by the root of the gradient's square: near 0, rounding decides."""
     return 2e-3 if RECIPES[name].adam else 1e-6
 
 
@@ -124,7 +124,7 @@ def test_without_the_exchange_replicas_diverge_and_parity_fails(name: str) -> No
 
 
 def test_weights_that_are_ignored_are_noticed() -> None:
-    """A plain mean of the workers' means is not the mean over all tokens."""
+    """Test that a plain mean of the workers' means is not the mean over all tokens."""
     recipe = RECIPES["by tokens"]
     with LocalCluster(3) as cluster, pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradserver.worker.ddp.DistributedDataParallel.set_weight", lambda *_: None)

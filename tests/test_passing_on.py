@@ -47,7 +47,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def numbered(rank: int, *shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Numbers that no other rank has."""
+    """Return numbers that no other rank has."""
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) * 4 + rank
 
 
@@ -156,7 +156,7 @@ def test_all_to_all_of_lists_may_be_uneven(three: list[Worker], scale: int) -> N
 
 
 def test_uneven_parts_are_not_filled_up() -> None:
-    """One long part among short ones costs its own length, and not that of all."""
+    """Test that one long part among short ones costs its own length, and not that of all."""
     with LocalCluster(4) as cluster:
         long = np.zeros(3_000_000, np.uint8)
 

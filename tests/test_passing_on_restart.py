@@ -1,4 +1,4 @@
-"""What is gathered, scattered and exchanged while the coordinator is killed is right, or is told to be lost."""
+"""Tests of gather, scatter and exchange while the coordinator is killed: results are right, or reported as lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE = 200_001
 
 
 def given(rank: int, call: int, *shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Numbers that no other rank or call has."""
+    """Return numbers that no other rank or call has."""
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1000 * rank + call
 
 
@@ -53,7 +53,7 @@ def told(worker: Worker, call: int) -> bool:
 
 
 def until_more(calls: list[int], tasks: list[Task[None]]) -> None:
-    """Wait until everybody has made a few calls more, or somebody has ended before its time."""
+    """Wait until all have made a few calls more, or one has ended before its time."""
     before = min(calls)
     wait_until(lambda: min(calls) > before + 2 or any(task.ended(0) for task in tasks), "calls are made")
 
@@ -65,7 +65,7 @@ CALLS: list[Callable[[Worker, int], bool]] = [gathered, scattered, exchanged, to
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that the collector closes
 @pytest.mark.parametrize("channel", ["tcp", "shm"])
 def test_every_call_is_right_or_lost_and_nobody_waits(channel: str, tmp_path: Path) -> None:
-    """A call of which one has the result and another has not cannot be done once more: that is said."""
+    """Test a call of which one has the result and another has not: it cannot be repeated, and the error says so."""
     enough, calls, lost = threading.Event(), [0] * WORLD, [0] * WORLD
 
     def work(worker: Worker) -> None:

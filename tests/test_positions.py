@@ -68,7 +68,7 @@ ORDER = Order(23, 17, True)
 
 
 class Model:
-    """Some workers who claim, use, come late, die and come, around positions that may be restored at any time."""
+    """Workers that claim, use, come late, die and join, around positions that may be restored at any time."""
 
     def __init__(self, seed: int, seats: int) -> None:
         self.chance = random.Random(seed)
@@ -81,7 +81,7 @@ class Model:
         self.carried: dict[int, Ranges] = dict.fromkeys(self.present, ())
         self.said: dict[int, Ranges] = {}
         self.cut: set[int] = set()
-        """Those whom the open round was closed without."""
+        """Workers that the open round was closed without."""
         self.committed: list[Committed] = []
         self.note_members()
         self.positions.register("data", ORDER, 0, (), "w0")
@@ -104,7 +104,7 @@ class Model:
         return bool(answer.ranges)
 
     def say(self, seat: int, wanted: int) -> None:
-        """``seat`` says what is in its contribution to the open round: some of what it holds, and what it carries."""
+        """Let ``seat`` name its contribution to the open round: some of what it holds, and what it carries."""
         if seat in self.cut:
             return  # nothing that it says of this round would count
         if seat in self.said:
@@ -138,7 +138,7 @@ class Model:
             self.note_members()
 
     def over(self) -> None:
-        """The round is over. Whether a dead one counted, chance decides."""
+        """End the round. Chance decides whether a dead one counted."""
         weights = {seat: 1.0 for seat in self.said if seat in self.present or self.chance.random() < 0.5}
         partly = {seat for seat in weights if seat not in self.present}
         found = self.positions.commit(self.round, self.present, weights, partly)
@@ -187,7 +187,7 @@ class Model:
         self.positions.validate()
 
     def finish(self) -> None:
-        """All who are there use what is left, each as long as it gets something."""
+        """Let all present members use what is left, each as long as it gets something."""
         for _ in range(100):
             use = self.positions.use("data")
             if use.finished and use.epoch == self.epoch:
@@ -253,7 +253,7 @@ def test_what_a_dead_worker_gave_in_part_is_used_up_and_marked(positions: Positi
 @pytest.mark.parametrize("told", ["before", "meanwhile", "afterwards"])
 @pytest.mark.parametrize("keep", [True, False])
 def test_who_is_late_keeps_it_or_gives_it_back(positions: Positions, keep: bool, told: str) -> None:
-    """It may say what it used before the round closes without it, or before it is over, or later."""
+    """Test it saying what it used before the round closes without it, or before it is over, or later."""
     use = positions.use("data")
     use.claim(0, 1, 0, 4)
     if told == "before":

@@ -1,7 +1,7 @@
-"""The laws of joiners that become members of a durable group, while processes are lost between any two commands.
+"""The laws of learners that become members of a durable group. Processes may be lost between any two commands.
 
-Somebody joins, catches up and is promoted at the end of a round. The coordinator, a data shard or connections are lost
-meanwhile, most of all just behind what is written down of it: an `Entered`, an `Epoch`, a `Boundary`.
+A worker joins, catches up and is promoted at the end of a round. The coordinator, a data shard or connections are lost
+meanwhile, most of all just behind a record of it: an `Entered`, an `Epoch`, a `Boundary`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _small() -> Iterator[None]:
 
 
 class Course(NamedTuple):
-    """What a run is made of."""
+    """The parameters of a run."""
 
     world: int
     buckets: list[int]
@@ -59,13 +59,13 @@ class Course(NamedTuple):
 
 
 class Promoting(Joinable):
-    """A group whose members read all, nothing or some of what is on its way when a connection ends."""
+    """A group with members that read all, nothing or some of what is on its way when a connection ends."""
 
     def read_before(self, count: int) -> int:
         return self.random.choice([0, count, self.random.randint(0, count)])
 
     def die(self, which: int) -> None:
-        """A member dies, unless it is the last. Each process that it is connected to notices sooner or later."""
+        """Let a member die, unless it is the last. Each process that it is connected to notices sooner or later."""
         if len(self.members) < 2:
             return
         seat = sorted(self.members)[which % len(self.members)]
@@ -102,7 +102,7 @@ def courses(
 
 
 def course_of(seed: int, *, shards: bool) -> Course:
-    """A course that ``seed`` decides."""
+    """Return a course that ``seed`` decides."""
     chance = random.Random(seed)
     return Course(
         world=chance.randint(1, 3),
@@ -152,7 +152,7 @@ def test_a_data_shard_that_is_lost_while_somebody_becomes_a_member_costs_nobody_
 
 
 def who_joins_mixes_no_sections_in_run(seed: int) -> None:
-    """Three modules share the group."""
+    """Run with three modules that share the group."""
     chance = random.Random(seed)
     program = [Step(section=chance.randint(0, 2)) for _ in range(chance.randint(5, 9))]
     course = course_of(seed, shards=True)._replace(program=program, buckets=[chance.randint(1, 9) for _ in range(3)])
@@ -177,7 +177,7 @@ def test_members_that_die_meanwhile_cost_the_others_no_round_and_all_get_the_sam
 
 
 def those_left_have_the_same(cluster: Joinable) -> None:
-    """All that are left have finished, with the exact mean of their own gradients and those of some that are gone."""
+    """Check that all remaining members have finished, with the exact mean of their gradients and some others'."""
     assert all(member.finished for member in cluster.members.values()), "somebody waits"
     for (key, index), got in answers(cluster).items():
         (outcome,) = set(got.values())
@@ -201,7 +201,7 @@ def test_thousands_of_promotions_cost_nobody_anything(part: int) -> None:
 
 
 def promotions_cost_nothing_in_run(seed: int) -> int:
-    """How many became members."""
+    """Return how many became members."""
     promoted = 0
     for rates in (ALONE, RATES[seed % len(RATES)]):
         cluster = run(course_of(seed, shards=rates != ALONE), rates)

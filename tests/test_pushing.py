@@ -42,7 +42,7 @@ Array = np.ndarray[Any, Any]
 
 
 def plan_of(*sizes: int) -> Plan:
-    """Buckets ``b0``, ``b1``, … of float32."""
+    """Return a plan of buckets ``b0``, ``b1``, … of float32."""
     return simple_plan([(f"b{index}", size) for index, size in enumerate(sizes)], FLOAT32)
 
 
@@ -62,7 +62,7 @@ def full(worker: Worker, bucket: int, value: float) -> Array:
 
 
 def exchange(worker: Worker, value: float) -> list[float]:
-    """One round in which every element is ``value``; what came of the first of each bucket."""
+    """Exchange one round with ``value`` in every element. Return the first element of each bucket's result."""
     assert worker.plan is not None
     data = [full(worker, index, value) for index, bucket in enumerate(worker.plan.buckets) if bucket.numel]
     for index, array in enumerate(data):

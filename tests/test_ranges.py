@@ -1,4 +1,4 @@
-"""DataRanges: each sample of an epoch is used once, whoever dies, leaves, restarts, or reads ahead."""
+"""Tests of DataRanges: each sample of an epoch is used once, with deaths, departures, restarts, and reading ahead."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUMBERS: Any = range(20)
 
 
 def rounds(worker: Worker, data: DataRanges, after: Callable[[np.ndarray[Any, Any]], object] = lambda _: None) -> None:
-    """Rounds until an epoch is used up; ``after`` each it is told what this worker had taken for it."""
+    """Run rounds until an epoch is used up. ``after`` each is called with what this worker had taken for it."""
     while not data.finished():
         indices = data.take()
         worker.push(0, np.ones(3, np.float32), weight=float(len(indices)))
@@ -70,7 +70,7 @@ def test_the_order_is_that_of_the_seed() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_whoever_is_killed_the_others_use_what_it_left(seed: int) -> None:
-    """Killed between two rounds, with batches claimed ahead, or before its first push of one."""
+    """Test kills between two rounds, with batches claimed ahead, or before its first push of one."""
     used: Counter[int] = Counter()
     lock = threading.Lock()
 
@@ -109,7 +109,7 @@ def train(
     epochs: int = 2,
     **options: Any,
 ) -> Job:
-    """``used`` gets epoch and sample of what this worker trained on, when the round is over."""
+    """Train. ``used`` gets epoch and sample of what this worker trained on, when the round is over."""
     model = DistributedDataParallel(nn.Linear(3, 1), worker)
     data = DataRanges(LENGTH, worker, batch_size=2 + worker.rank, seed=17)
     job = Job(model, torch.optim.SGD(model.parameters(), lr=0.01), data=data, checkpoint=checkpoint)
@@ -250,7 +250,7 @@ def test_a_coordinator_that_is_killed_and_comes_back_knows_whose_data_is_whose(t
 
 
 def of_ledger(directory: Path) -> tuple[Counter[int], set[int]]:
-    """How often each position was used up, and who counted in some slices only."""
+    """Return how often each position was used up, and those of seats that counted in some slices only."""
     from gradserver.engine.records import Round
     from gradserver.ledger.command import _files, _read
 

@@ -1,4 +1,4 @@
-"""Records: what is written down of a group, before whom it is told, and as which bytes."""
+"""Tests of records: what is written of a group, before which messages, and as which bytes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ RECORDS: list[Kind] = [
 
 
 def names(commands: list[Command]) -> list[str]:
-    """The records that are to be written, by kind."""
+    """Return the records that are to be written, by kind."""
     return [type(command.record).__name__ for command in commands if isinstance(command, Record)]
 
 
@@ -108,7 +108,7 @@ def test_any_round_is_read_as_it_was_written(data: st.DataObject, world: int, bu
 
 
 def test_a_round_of_many_takes_about_a_kilobyte() -> None:
-    """32 workers and 30 buckets; what the design allows for."""
+    """Test 32 workers and 30 buckets, as the design allows for."""
     world, buckets = 32, 30
     record = RoundRecord(10**6, (1.0,) * world, 1.0, 2.0, 0, ((1.0, 2.0),) * world, (7,) * world, (9,) * buckets)
     assert len(encode(Round("default", 1, record))[1]) < 60 + 28 * world + 8 * buckets

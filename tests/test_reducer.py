@@ -32,7 +32,7 @@ def command(
     weights: Sequence[float] | None = None,
     kind: Kind = Kind.ALL_REDUCE,
 ) -> Reduce:
-    """Contributions of ranks 0, 2, 4, …"""
+    """Return a reduction of contributions of ranks 0, 2, 4, …"""
     given = [
         Contribution(2 * place, 1.0 if weights is None else weights[place], payload)
         for place, payload in enumerate(payloads)
@@ -46,7 +46,7 @@ def command(
 
 
 def reduce(command: Reduce) -> Buffer | NonFinite:
-    """The outcome of a reduction whose result is kept."""
+    """Return the outcome of a reduction with a result that is kept."""
     outcome = reducer.reduce(command)
     assert outcome is not None
     assert not isinstance(outcome, Sifted | Undecodable | Broken | tuple)
@@ -56,28 +56,28 @@ def reduce(command: Reduce) -> Buffer | NonFinite:
 def outcome_of(
     op: Op, arrays: Sequence[Array | None], weights: Sequence[float] | None = None
 ) -> tuple[Buffer | NonFinite, np.dtype[Any]]:
-    """What reducing arrays of one type (None stands for zeros) gives, and that type."""
+    """Return the result of reducing arrays of one type (None stands for zeros), and that type."""
     dtype = next(array.dtype for array in arrays if array is not None)
     payloads = [None if array is None else array.tobytes() for array in arrays]
     return reduce(command(op, dtype.name, payloads, weights)), dtype
 
 
 def combine(op: Op, arrays: Sequence[Array | None], weights: Sequence[float] | None = None) -> Array:
-    """The reduction of arrays."""
+    """Reduce arrays."""
     outcome, dtype = outcome_of(op, arrays, weights)
     assert not isinstance(outcome, NonFinite), outcome
     return np.frombuffer(outcome, dtype)
 
 
 def blamed(arrays: Sequence[Array | None], weights: Sequence[float] | None = None) -> NonFinite:
-    """What keeps arrays from having a mean."""
+    """Return what keeps arrays from having a mean."""
     outcome, _ = outcome_of(Op.MEAN, arrays, weights)
     assert isinstance(outcome, NonFinite)
     return outcome
 
 
 def mean(*values: float, weights: Sequence[float] | None = None, dtype: str = "float32") -> float:
-    """The mean of numbers, one of each worker."""
+    """Return the mean of numbers, one of each worker."""
     return float(combine(Op.MEAN, [np.array([value], numpy_dtype(BY_NAME[dtype])) for value in values], weights)[0])
 
 
@@ -152,7 +152,7 @@ def test_result_does_not_depend_on_where_contributions_lie(name: str, op: Op) ->
 
 
 def uneven(tensor: torch.Tensor) -> torch.Tensor:
-    """Floating numbers with more digits than a sum or product can keep."""
+    """Draw floating numbers with more digits than a sum or product can keep."""
     if BY_NAME[str(tensor.dtype).removeprefix("torch.")].kind == "c":
         return (tensor.to(torch.complex128) * (0.37 + 0.21j)).to(tensor.dtype)
     return tensor * 0.37 if tensor.is_floating_point() and tensor.itemsize > 1 else tensor

@@ -1,4 +1,4 @@
-"""What lossy codecs keep back at the coordinator: made once more, and taken over by the next one."""
+"""Tests of the coordinator's residuals of lossy codecs: made once more, and taken over by the next one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def opened(directory: Path) -> Residuals:
 
 
 def result(residuals: Residuals, number: int) -> bytes:
-    """That of a round in which two contribute, by a coordinator that knows nothing but ``residuals``."""
+    """Return the result of a round with two contributions, by a coordinator that knows nothing but ``residuals``."""
     operation = PLAN.buckets[0].operation
     given = []
     for rank in range(2):
@@ -53,7 +53,7 @@ def test_whatever_round_a_coordinator_dies_in_the_next_one_makes_the_same_result
     expected = [result(undisturbed, number) for number in range(6)]
 
     for number in range(6):
-        assert result(opened(tmp_path / "b"), number) == expected[number]  # by one that had died before anybody heard
+        assert result(opened(tmp_path / "b"), number) == expected[number]  # by one that died before any member heard
         assert result(opened(tmp_path / "b"), number) == expected[number]
 
 

@@ -1,4 +1,4 @@
-"""The coordinator is killed, again and again, and started again: no bit of a training depends on it."""
+"""Tests of coordinators that are killed and started, again and again: no bit of a training depends on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VICTIM = 1
 
 @cache
 def undisturbed(rounds: int, wire: str) -> int:
-    """What the weights come to if nothing happens."""
+    """Return the weights of an undisturbed run."""
     with LocalCluster(WORLD, wire=wire) as cluster:
         return cluster.run(lambda worker: train(worker, rounds))[0]
 
@@ -53,9 +53,9 @@ class Group:
         program: Path = PROGRAM,
         undisturbed: Callable[[int, str], int] = undisturbed,
     ) -> None:
-        """``options`` are the daemon's own; ``beside`` is called with its URL before there are workers.
+        """Start. ``options`` are the daemon's own; ``beside`` is called with its URL before there are workers.
 
-        The workers run ``program``, and come to what is ``undisturbed`` if nothing happens.
+        The workers run ``program``, and have the weights of ``undisturbed`` if nothing happens.
         """
         self._undisturbed = undisturbed
         self._stack, self._options = stack, ("--workers", f"{least}:{WORLD}", "--state-dir", str(directory), *options)
@@ -84,25 +84,25 @@ class Group:
         assert self.daemon.url == url
 
     def next_round(self, after: float) -> float:
-        """When the first round was done behind that time."""
+        """Return when the first round was done after that time."""
         while (done := float(self.workers[0].expect("round ").split()[-1])) < after:
             pass
         return done
 
     def weights(self, *ranks: int) -> set[int]:
-        """What these workers have come to, or all of them."""
+        """Return the weights of these workers, or of all of them."""
         workers = [self.workers[rank] for rank in ranks or range(WORLD)]
         found = {int(worker.expect("weights ")) for worker in workers}
         assert [worker.end() for worker in workers] == [0] * len(workers)
         return found
 
     def check(self) -> None:
-        """All bits are as if nothing had happened, and every round is in the ledger."""
+        """Check that all bits are as if nothing had happened, and every round is in the ledger."""
         assert self.weights() == {self._undisturbed(self.rounds, self.wire)}
         assert self.recorded() == set(range(self.rounds))
 
     def recorded(self) -> set[int]:
-        """The rounds that the ledger has."""
+        """Return the rounds that the ledger has."""
         entries = [entry for _, path in files_of(self.directory) for entry in scan(path.read_bytes())]
         records = [entry.read().record for entry in entries if isinstance(entry, Entry)]
         return {record.record.round for record in records if isinstance(record, Round)}
@@ -173,7 +173,7 @@ def test_results_that_some_have_and_others_not_are_handed_on(channel: str, tmp_p
 
 
 def only_waits_for_others(group: Group) -> bool:
-    """Whether all that the daemon still waits for is the others'."""
+    """Return whether the daemon waits for nothing but the others."""
     found = group.daemon.group()["open"]
     return len(found) == 4 and not any("'w2'" in who for exchange in found for who in exchange["missing"])
 
@@ -215,7 +215,7 @@ def test_a_frozen_worker_is_left_out_when_the_coordinator_is_killed(tmp_path: Pa
 
 
 def holding(stack: ExitStack, directory: Path, channel: str, seconds: float) -> tuple[Daemon, list[Program]]:
-    """A daemon and its workers; one of these has just begun a call in which it keeps Python's lock."""
+    """Start a daemon and its workers; one of these has just begun a call in which it keeps Python's lock."""
     daemon = stack.enter_context(Daemon("--workers", f"2:{WORLD}", "--state-dir", str(directory)))
     workers = [
         stack.enter_context(
@@ -230,7 +230,7 @@ def holding(stack: ExitStack, directory: Path, channel: str, seconds: float) -> 
 
 
 def restarted(stack: ExitStack, daemon: Daemon, directory: Path) -> Daemon:
-    """Its successor, when it was killed."""
+    """Return the successor of a killed one."""
     daemon.send_signal(signal.SIGKILL)
     daemon.end()
     return stack.enter_context(Daemon("--workers", f"2:{WORLD}", "--state-dir", str(directory)))
@@ -245,7 +245,7 @@ def test_a_second_coordinator_is_told_whose_directory_it_is(tmp_path: Path) -> N
 
 
 def test_a_membership_that_has_ended_lets_go_of_shared_memory_at_once(tmp_path: Path) -> None:
-    """Not only when the garbage collector comes by: it is as much as the gradients."""
+    """Test that it does not wait for the garbage collector: it is as much as the gradients."""
 
     def mapped() -> int:
         return sum("/memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""What a coordinator finds in the directory of the one before."""
+"""Tests of what a coordinator finds in the directory of the one before."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def restored(path: Path) -> tuple[Kind, ...]:
 
 
 def engine(path: Path, policy: Policy | int = 2) -> tuple[Engine, list[str]]:
-    """The next coordinator's mind, and what it logs."""
+    """Return the next coordinator's engine, and what it logs."""
     with opened(path) as state:
         found = Engine({"g": policy}, incarnation=state.incarnation)
         commands = found.handle(Restored(state.restored), 0.0)

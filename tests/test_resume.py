@@ -1,4 +1,4 @@
-"""A member of a durable group and a coordinator that comes back: the member's half, against a scripted coordinator."""
+"""Tests of a member of a durable group, with a scripted coordinator that returns: the member's half."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LONG, SHORT = ExchangeKey(Stream.BUCKET, 0, 0), ExchangeKey(Stream.BUCKET, 0, 1)
 
 
 class Scene:
-    """A worker, the plan agreed on, and who coordinates it now."""
+    """A worker, the plan agreed on, and its present coordinator."""
 
     def __init__(self, stack: ExitStack, plan: Plan = PLAN, **options: object) -> None:
         self._stack = stack
@@ -71,7 +71,7 @@ class Scene:
         self.data = [np.full(bucket.numel, 1.0 + index, np.float32) for index, bucket in enumerate(plan.buckets)]
 
     def again(self, version: int = 0) -> tuple[Resume, Holding, list[Span]]:
-        """The coordinator dies, and another one takes its place."""
+        """Let the coordinator die, and another one take its place."""
         self.now.die()
         self.now = self._stack.enter_context(Scripted(self.now.url))
         return self.reopen(version)
@@ -83,7 +83,7 @@ class Scene:
         return asks, holding, unpack_spans(self.now.payloads[0])
 
     def pushes(self, *expected: tuple[ExchangeKey, int]) -> list[bytes]:
-        """The payloads of pushes, of which these have to come next."""
+        """Return the payloads of pushes, of which these have to come next."""
         found = []
         for key, index in expected:
             push = self.now.hear(Push)
@@ -167,7 +167,7 @@ def test_a_recovery_begins_on_a_connection_that_stands(scene: Scene) -> None:
 def test_what_a_member_holds_is_said_behind_a_push_that_another_thread_is_about_to_send(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind Holding, and behind the Standing that the coordinator says then, it would count; and be pushed again."""
+    """Test that after Holding, and the coordinator's Standing, it would count, and be pushed again."""
     taken, go, send = threading.Event(), threading.Event(), TcpChannel.send
 
     def slow_send(channel: TcpChannel, message: Message, *rest: Any, **options: Any) -> None:
@@ -222,7 +222,7 @@ def test_who_counted_is_said_of_each_slice(scene: Scene) -> None:
 
 
 def finish(scene: Scene, number: int, value: float) -> bytes:
-    """Exchange a whole round; the result of a long slice."""
+    """Exchange a whole round. Return the result of a long slice."""
     handles = [scene.worker.push(index, data) for index, data in enumerate(scene.data)]
     keys = [ExchangeKey(Stream.BUCKET, number, part) for part in range(2)]
     scene.pushes(*((keys[0], index) for index in range(3)), (keys[1], 0))
@@ -427,7 +427,7 @@ def test_who_was_left_out_is_told_so_everywhere(scene: Scene) -> None:
 
 
 def test_its_presence_outlives_connections_and_ends_when_it_is_out(scene: Scene) -> None:
-    """It comes back by itself, when its worker has not done so yet."""
+    """Test that it returns by itself, when its worker has not done so yet."""
     name = "its presence"
     scene.now.say(BePresent(name, 1.65))
     assert scene.now.hear(Present) == Present(name)

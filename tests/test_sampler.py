@@ -1,4 +1,4 @@
-"""The sampler: one permutation for all ranks, sharded; the same on every machine."""
+"""Tests of the sampler: one permutation for all ranks, sharded; the same on every machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ keys = st.integers(0, 2**64 - 1)
 
 
 def shards(length: int, world_size: int, epoch: int = 0, **options: Any) -> list[list[int]]:
-    """The shard of every rank in one epoch."""
+    """Return the shard of every rank in one epoch."""
     samplers = [ShardSampler(length, rank, world_size, **options) for rank in range(world_size)]
     for sampler in samplers:
         sampler.set_epoch(epoch)
@@ -51,7 +51,7 @@ def shards(length: int, world_size: int, epoch: int = 0, **options: Any) -> list
 
 
 def of_torch(length: int, world_size: int, rank: int, drop_last: bool = False) -> list[int]:
-    """What torch's own sampler gives without shuffling."""
+    """Return the samples of torch's own sampler without shuffling."""
     data: Any = range(length)
     return list(DistributedSampler[int](data, world_size, rank, shuffle=False, drop_last=drop_last))
 
@@ -227,7 +227,7 @@ def test_start_skips_what_this_rank_had_consumed(
 def test_other_numbers_of_workers_go_on_with_what_is_left(
     data: st.DataObject, length: int, world_sizes: list[int], shuffle: bool, uneven: Uneven
 ) -> None:
-    """They stop with each rank in a place of its own, any number of times; only the last ones come to the end."""
+    """Test stops with each rank in a place of its own, any number of times; only the last ones come to the end."""
     done: list[list[int]] = []
     used: list[int] = []
     for stage, world_size in enumerate(world_sizes, 1):
@@ -297,7 +297,7 @@ def test_a_refused_set_epoch_changes_nothing(arguments: tuple[Any, ...], text: s
 
 
 def philox_4x64_10(counter: int, key: tuple[int, int]) -> list[int]:
-    """One block of four words, after Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"."""
+    """Compute one block of four words, after Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"."""
     mask = 2**64 - 1
     a, b, c, d = (counter >> shift & mask for shift in (0, 64, 128, 192))
     k0, k1 = key
@@ -328,7 +328,7 @@ def test_the_permutation_can_be_had_without_numpy(length: int, seed: int, epoch:
 
 
 def test_the_permutation_never_changes() -> None:
-    """Whoever changes this changes the order of the data in everybody's resumed runs."""
+    """Test fixed values: a change alters the order of the data in all resumed runs."""
     assert epoch_permutation(10, 0, 0).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
     assert digest(epoch_permutation(100_000, 17, 3)) == (
         "5d0e62281663932e98af3c10644e9cd47d51e0efc002e5c366d00fac138ccf6f"

@@ -1,4 +1,4 @@
-"""fp16 with a GradScaler: gradients that overflow are passed on, and every worker skips and rescales alike.
+"""Tests of fp16 with a GradScaler: gradients that overflow are passed on, and every worker skips and rescales alike.
 
 The models and data are the same for gradserver and for torch's DDP over gloo, whose processes run this file.
 """
@@ -35,7 +35,7 @@ _seeding = threading.Lock()
 
 
 class Trained(NamedTuple):
-    """What a training ended with. Scales are those after each step, in which inf was found where they fell."""
+    """The end of a training. Scales are those after each step; inf was found where they fell."""
 
     loss: float
     scales: list[float]
@@ -55,7 +55,7 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(wrapped: nn.Module, rank: int) -> Trained:
-    """The loop that people have."""
+    """Train with the usual loop."""
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=3e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE, growth_interval=8)
     scales, total = [], 0.0
@@ -79,7 +79,7 @@ def with_gradserver(worker: Worker) -> Trained:
 
 
 def over_gloo(rank: int, rendezvous: str) -> None:
-    """One process of torch's own."""
+    """Run one process of torch's own."""
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=WORLD)
     found = train(nn.parallel.DistributedDataParallel(model()), rank)
     print(f"trained {json.dumps(found)}", flush=True)
@@ -95,7 +95,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def check(found: list[Trained]) -> None:
-    """All have skipped the same steps, some of them, and are alike."""
+    """Check that all have skipped the same steps, some of them, and are equal."""
     first, *others = found
     assert {(one.weights, tuple(one.scales)) for one in others} == {(first.weights, tuple(first.scales))}
     assert min(first.scales) < INITIAL_SCALE, "nothing overflowed"

@@ -1,4 +1,4 @@
-"""The laws of groups whose plan has several sections: a round is one section's, the same at all members.
+"""The laws of groups with several sections in their plan: a round is of one section, the same at all members.
 
 Members go through a program of rounds of one section or another. Some have run out of data, and follow: they ask what
 the others exchange, and take part in that with nothing. Meanwhile members die, the coordinator and data shards are
@@ -198,7 +198,7 @@ def no_sections_are_mixed_in_run(seed: int) -> None:
 
 
 def test_who_is_behind_lacks_nothing_at_a_shard_that_has_no_part_of_the_section() -> None:
-    """One has heard that the round is over, the other has not; what they hold lies at the coordinator alone."""
+    """Test one that has heard the end of the round, and one that has not; the coordinator alone has what they hold."""
     cluster = sharded(Sharded, 2, [[3], [1]], [Step(section=1)], 0, (1.0, 1.0, 1.0), {0: 0}, [], {}, {})
     cluster.run()
 

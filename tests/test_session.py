@@ -1,4 +1,4 @@
-"""A worker's side of the protocol, against a channel that only writes down what is sent."""
+"""Tests of a worker's side of the protocol, with a channel that only records what is sent."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ CREDIT = 2 * SLICE_BYTES
 
 
 class Tape:
-    """A channel that writes down what is sent."""
+    """A channel that records what is sent."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Message, Sequence[Buffer]]] = []
         self.shards: list[int] = []
         self.reply: Message | None = None
-        """What is answered to the next message, at once."""
+        """The answers to the next message, at once."""
         self.hears = True
         self.places: dict[int, Place] = {}
-        """Addresses of what lies in memory that the coordinator sees."""
+        """Addresses of memory that the coordinator sees."""
         self.closed = False
         self.broken = False
 
@@ -101,23 +101,23 @@ class Tape:
         return self.places.get(data.ctypes.data)
 
     def take(self) -> list[Message]:
-        """What was sent since this was last asked."""
+        """Return what was sent since this was last called."""
         messages = [message for message, _ in self.sent]
         self.sent.clear()
         return messages
 
     def pushes(self) -> list[tuple[int, int]]:
-        """Where each Push belongs that was sent since this was last asked."""
+        """Return the place of each Push that was sent since this was last called."""
         return [slice_of(message) for message in self.take() if isinstance(message, Push)]
 
 
 def slice_of(push: Push) -> tuple[int, int]:
-    """Exchange (its number, or part for buckets) and slice."""
+    """Return exchange (its number, or part for buckets) and slice."""
     return push.key.part if push.key.stream == Stream.BUCKET else push.key.number, push.slice
 
 
 def joined_session(tape: Tape, *shards: Any, **more: Any) -> Session:
-    """A session that joins as rank 1 of a group of three, with ``shards`` and more as the Welcome tells of it."""
+    """Make a session that joins as rank 1 of a group of three, with the ``shards`` and more of the Welcome."""
     session = Session(tape, timeout=10.0)
     joining = session.join(Join("group", "w1", 1, 3, 10.0))
     session.receive(Welcome("group", 1, 7, CREDIT, NAMES, *shards, **more), ())
@@ -133,7 +133,7 @@ def tape() -> Tape:
 
 @pytest.fixture
 def session(tape: Tape) -> Session:
-    """Rank 1 of a group of three."""
+    """Make rank 1 of a group of three."""
     return joined_session(tape)
 
 
@@ -146,7 +146,7 @@ def bucket(number: int, part: int = 0) -> ExchangeKey:
 
 
 def memory(slices: float, fill: int = 1) -> Bytes:
-    """As many bytes as fill ``slices`` slices."""
+    """Return as many bytes as fill ``slices`` slices."""
     return np.full(int(slices * SLICE_BYTES), fill, np.uint8)
 
 
@@ -165,7 +165,7 @@ def agree(session: Session, tape: Tape, plan: Plan, first_round: int = 0) -> Non
 
 
 def plan_of(*slices: float) -> Plan:
-    """Buckets of so many slices each, in bytes."""
+    """Return a plan of buckets of so many slices each, in bytes."""
     return simple_plan([(f"b{index}", int(size * SLICE_BYTES)) for index, size in enumerate(slices)], UINT8, Op.SUM)
 
 

@@ -1,4 +1,4 @@
-"""A worker's questions about data, and what it says of what it used, against a channel that only writes them down."""
+"""Tests of a worker's questions about data, and of what it says it used, with a channel that only records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def session(tape: Tape) -> Session:
 
 
 def ranges_of(session: Session, tape: Tape) -> DataRanges:
-    """Ten samples in their order, of which the next batch is the first four."""
+    """Return ten samples in their order, with the first four as the next batch."""
     data = DataRanges(10, Worker(session), batch_size=4, shuffle=False, prefetch=0)
     tape.reply = None
     task = Task(data.take)

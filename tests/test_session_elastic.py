@@ -1,4 +1,4 @@
-"""A session in an elastic group: what it says of memberships, and when it goes by another one."""
+"""Tests of a session in an elastic group: what it says of memberships, and when it takes another one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GATHER = Operation(Kind.ALL_GATHER, Op.NONE, UINT8, 3 << 20)
 
 
 def elastic_session(tape: Tape, **shards: Any) -> Session:
-    """Seat 1 of three, with ``shards`` as the Welcome tells of them."""
+    """Make seat 1 of three, with the ``shards`` of the Welcome."""
     return joined_session(tape, seats=(0, 1, 2), **shards)
 
 
@@ -59,7 +59,7 @@ def gather(session: Session) -> Handle:
 
 
 def one_round(session: Session, tape: Tape, number: int = 0) -> Handle:
-    """Everything of a round but its end."""
+    """Exchange everything of a round but its end."""
     if number == 0:
         agree(session, tape, simple_plan([("b0", 2)], FLOAT32))
     handle = session.push_bucket(0, np.zeros(8, np.uint8), 1.0, True)
@@ -139,7 +139,7 @@ def test_the_end_of_a_round_may_overtake_the_membership_that_it_brings(
 
 
 def test_who_comes_with_a_round_is_there_behind_it(session: Session, tape: Tape) -> None:
-    """Though the membership is in force before: a collective behind the round before is called again in it."""
+    """Test a membership in force before: a collective after the round before is called again in it."""
     came = Membership(8, (1, 2, 3), ("w1", "w2", "spot"), "'w0' was lost, 'spot' joined in round 1", True, (3,), 1)
     session.receive(came, ())
     session.receive(RoundDone(0, 7), ())
@@ -225,7 +225,7 @@ def test_a_shard_that_speaks_of_a_membership_first_is_waited_with_until_it_was_t
 
 
 def test_who_joins_takes_the_state_from_another_when_the_first_one_does_not_send_it(tape: Tape) -> None:
-    """And waits for no deadline, whether it had asked for a part before it heard of that or asks for one behind it."""
+    """Test that it waits for no deadline, whether it asked for a part before it heard of that or asks after it."""
     session = joined_session(tape, seats=(0, 1, 2), joins=True)
     first, second = Transfer(1, 0, 1), Transfer(2, 2, 1)
     session.receive(RoundDone(3, 7, (first,)), ())

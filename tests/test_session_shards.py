@@ -1,4 +1,4 @@
-"""A worker's side of the protocol with several data shards: queues and credit for each, one handle for all."""
+"""Tests of a worker's side of the protocol with several data shards: queues and credit for each, one handle for all."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ URLS = ("tcp://10.0.0.2:7411", "tcp://10.0.0.3:7411")
 
 
 class Shards(Tape):
-    """A tape that knows which shard each message went to. All of them answer a goodbye."""
+    """A tape that records the shard of each message. All shards answer a goodbye."""
 
     def pushed(self, shard: int) -> list[tuple[int, int]]:
-        """Exchange and slice of each Push that went to ``shard``, so far."""
+        """Return exchange and slice of each Push that went to ``shard``, so far."""
         return [
             slice_of(message)
             for (message, _), where in zip(self.sent, self.shards, strict=True)
@@ -65,7 +65,7 @@ def tape() -> Shards:
 
 @pytest.fixture
 def session(tape: Shards) -> Session:
-    """Rank 1 of three, with three shards that are equally fast."""
+    """Make rank 1 of three, with three shards that are equally fast."""
     session = joined_session(tape, URLS, (1.0, 1.0, 1.0), "secret")
     tape.shards.clear()
     return session
@@ -278,14 +278,14 @@ class Durable(Shards):
     def part(self) -> None: ...
 
     def segments_pushed(self) -> list[int | None]:
-        """The segment of each Push since this was last asked; None if it carries a payload."""
+        """Return the segment of each Push since this was last called; None if it carries a payload."""
         found = [message.place for message in self.take() if isinstance(message, Push)]
         return [None if place is None else place.segment for place in found]
 
 
 @pytest.fixture
 def durable() -> tuple[Session, Durable]:
-    """A member of a durable group with three shards, through slots of shared memory."""
+    """Make a member of a durable group with three shards, through slots of shared memory."""
     tape = Durable()
     session = joined_session(tape, URLS, (1.0, 1.0, 1.0), "secret")
     tape.resumption = Resumption(session, Clock(), Regions(tape.region, tape.place_of))

@@ -1,7 +1,7 @@
 """The engine's laws with several data halves: what holds for one holds for all of them together.
 
-A `Cluster` is a coordinator with its data shards, and workers that push what they may, in an order drawn from a
-seed; what control and data elsewhere tell each other arrives when the seed says.
+A `Cluster` is a coordinator with its data shards, and workers that push what they may, in an order drawn from a seed.
+Messages between control and data elsewhere arrive when the seed says.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ many_rates = st.sampled_from(RATES)
 
 @contextmanager
 def small_shares() -> Iterator[None]:
-    """Slices of four elements, tensors cut from three on, buckets from six on (or four, or three)."""
+    """Make slices of four elements; cut tensors from three on, and buckets from six on (or four, or three)."""
     with small_slices(SLICE), pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradserver.protocol.shards.SPLIT_BYTES", 12)
         patch.setattr("gradserver.protocol.shards.SPLIT_BUCKET_BYTES", (24, 16, 12))
@@ -73,7 +73,7 @@ def _small() -> Iterator[None]:
 
 @dataclass
 class Part:
-    """What one worker has to do with one shard in one exchange."""
+    """The part of one worker with one shard in one exchange."""
 
     key: ExchangeKey
     operation: Operation
@@ -88,7 +88,7 @@ class Part:
     not_finite: dict[int, tuple[int, ...]] = field(default_factory=dict)
     error: GradServerError | None = None
     given_up: bool = False
-    """The exchange failed at another shard: nothing more is sent."""
+    """True if the exchange failed at another shard: nothing more is sent."""
 
     def __post_init__(self) -> None:
         self.sent = self.start
@@ -115,7 +115,7 @@ class Client:
     order: int = 0
     stalled: bool = False
     lost: bool = False
-    """It was told that the group ends, and hears nothing more."""
+    """True if it was told that the group ends, and hears nothing more."""
     over: int | None = None
     """In an elastic group: the last round that it was told is over."""
 
@@ -167,14 +167,14 @@ class Client:
         assert not part.done, "a failure of what has ended"
         part.error = failure.exception()
         if isinstance(part.error, AbandonedError):
-            return  # why, is said by the shard that it failed at, to whoever comes there
+            return  # the shard that it failed at says why to any that come there
         for other in self.parts:
             later = part.key.stream == other.key.stream == Stream.BUCKET and other.key.number > part.key.number
             other.given_up |= other.key == failure.key or later  # a round that failed is the last one
 
 
 class Cluster:
-    """Engines and clients. ``seed`` decides who does what when, and when control and data hear of each other."""
+    """Engines and clients. ``seed`` orders all that happens, and the messages between control and data."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Cluster:
         return parts
 
     def run(self) -> None:
-        """Go on until nobody can do anything any more."""
+        """Run until nothing can happen any more."""
         while True:
             self.at.pop(self.steps, lambda: None)()
             self.deliver()
@@ -240,14 +240,14 @@ class Cluster:
         self.deliver()
 
     def run_to_deadlines(self) -> None:
-        """Go on until nothing waits for anything either."""
+        """Run until nothing waits for anything either."""
         self.run()
         while (deadline := self.harness.next_deadline()) is not None:
             self.harness.wait(deadline - self.harness.now)
             self.run()
 
     def call_another(self, rank: int, key: ExchangeKey, other: Operation) -> None:
-        """``rank`` calls ``other`` as ``key``, and gives nothing to it."""
+        """Let ``rank`` call ``other`` as ``key``, and give nothing to it."""
         client, share = self.clients[rank], self.table.share(key, other)
         client.parts = [part for part in client.parts if part.key != key]
         for shard in range(self.table.shards):
@@ -290,7 +290,7 @@ class Cluster:
         self.harness.inbox.pop(SEATS + rank, None)
 
     def outcomes(self, key: ExchangeKey) -> dict[int, bool | None]:
-        """By rank: whether the exchange was done, or failed (False), or neither (None)."""
+        """Return, by rank, whether the exchange was done, or failed (False), or neither (None)."""
         found: dict[int, bool | None] = {}
         for rank, client in self.clients.items():
             parts = [part for part in client.parts if part.key == key]
@@ -303,7 +303,7 @@ class Cluster:
         return [(rank, key) for key in self.scenario.operations for rank, x in self.outcomes(key).items() if x is None]
 
     def errors(self) -> list[GradServerError]:
-        """What everybody is told. As a worker does: that somebody has gone on means more if no shard says why."""
+        """Return what all are told. As at a worker, AbandonedError means more if no shard says why."""
         found: dict[tuple[int, ExchangeKey], list[GradServerError]] = {}
         for rank, client in self.clients.items():
             for part in client.parts:
@@ -316,7 +316,7 @@ class Cluster:
         ]
 
     def results(self) -> dict[tuple[ExchangeKey, int], tuple[float, bytes]]:
-        """What anybody has got of every exchange that is done: its weight, and all bytes in order."""
+        """Return the results of every exchange that is done: its weight, and all bytes in order."""
         found = {}
         for key in self.scenario.operations:
             for rank, outcome in self.outcomes(key).items():
@@ -330,14 +330,14 @@ class Cluster:
                     rows = [
                         b if b is not None else b"-" * layout.reply_bytes(i, i + 1) for i, (_, b) in answers.items()
                     ]
-                    if layout.replies > 1:  # an all_gather has each slice of everybody: put them in order
+                    if layout.replies > 1:  # an all_gather has each slice of each rank: put them in order
                         whole = [np.frombuffer(row, np.uint8).reshape(layout.replies, -1) for row in rows]
                         rows = [np.concatenate(whole, axis=1).tobytes()]
                     found[key, rank] = weight, b"".join(rows)
         return found
 
     def leftovers(self) -> None:
-        """After all is said and done no engine remembers an exchange or waits for anything."""
+        """Check that at the end no engine remembers an exchange or waits for anything."""
         self.harness.wait(TIMEOUT)
         assert self.harness.next_deadline() is None
         for mind in (self.harness.engine, *self.harness.shards[1:]):
@@ -349,7 +349,7 @@ class Cluster:
 
 
 def check_outcomes(cluster: Cluster) -> None:
-    """An exchange is done for everybody, or for nobody; and nobody has got another result than others."""
+    """Check that an exchange is done for all or for none, and that all results are equal."""
     for key, operation in cluster.scenario.operations.items():
         outcomes = set(cluster.outcomes(key).values())
         assert len(outcomes) <= 1, (key, cluster.outcomes(key))
@@ -545,7 +545,7 @@ def test_a_collective_that_is_not_the_same_everywhere_fails_and_the_group_goes_o
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_different_collectives_at_different_shards_are_a_mismatch_though_no_shard_sees_both(rank: int) -> None:
-    """Nobody waits for a deadline where both have gone on, and each shard knows of one collective alone."""
+    """Test that no member waits for a deadline where both have gone on, and each shard knows of one call alone."""
     gathered = Operation(Kind.ALL_GATHER, Op.NONE, FLOAT32, 2)
     scattered = Operation(Kind.REDUCE_SCATTER, Op.SUM, FLOAT32, 2)
     scenario = Scenario(2, (1,), 1, (gathered, all_reduce(3)), (), 0)

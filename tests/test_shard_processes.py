@@ -1,4 +1,4 @@
-"""Data shards as processes of their own: the same bits, and whoever ends or misbehaves, everybody is told."""
+"""Tests of data shards as processes of their own: the same bits, and all are told when one ends or misbehaves."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Shard(Program):
 
 @contextmanager
 def shards(*rates: str, primary: str = "") -> Iterator[tuple[Daemon, list[Shard]]]:
-    """A coordinator, and a data shard for each of ``rates`` (Gbit/s; empty: it says none)."""
+    """Start a coordinator, and a data shard for each of ``rates`` (Gbit/s; empty: it says none)."""
     with ExitStack() as stack:
         coordinator = stack.enter_context(Daemon("--allow-shards", *(["--rate", primary] if primary else [])))
         started = [Shard(coordinator.url, *(["--rate", rate] if rate else [])) for rate in rates]
@@ -105,7 +105,7 @@ def is_running(process: int) -> bool:
 
 
 def everything(worker: Worker) -> str:
-    """Every collective, small and large, and two rounds of a plan; a digest of all results."""
+    """Run every collective, small and large, and two rounds of a plan. Return a digest of all results."""
     chance = np.random.default_rng(worker.rank)
     digest = hashlib.sha256()
 
@@ -156,7 +156,7 @@ def digests(url: str, world_size: int = 3) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[str]:
-    """What workers get from a coordinator without further shards."""
+    """Return the results of workers at a coordinator without further shards."""
     with Daemon() as coordinator:
         return digests(coordinator.url)
 
@@ -235,7 +235,7 @@ def test_slices_go_where_the_rates_say() -> None:
 
 
 def exchanging(stack: ExitStack, url: str, world_size: int, numel: int = LARGE) -> list[Program]:
-    """Workers in processes of their own that exchange until an error."""
+    """Start workers in processes of their own that exchange until an error."""
     programs = [
         stack.enter_context(worker_program(url, "exchange_until_error", rank, world_size, numel=numel))
         for rank in range(world_size)
@@ -246,7 +246,7 @@ def exchanging(stack: ExitStack, url: str, world_size: int, numel: int = LARGE) 
 
 
 def ends(programs: Sequence[Program], since: float) -> list[tuple[str, str]]:
-    """With which errors they end: class and text. All in time."""
+    """Return the errors that they end with: class and text, all in time."""
     found = []
     for program in programs:
         at, kind, text = json.loads(program.expect("error "))
@@ -379,7 +379,7 @@ def test_a_collective_that_differs_fails_by_itself() -> None:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Daemon, Shard]]:
-    """A coordinator with one further shard, for those who send nonsense."""
+    """Start a coordinator with one further shard, for peers that send nonsense."""
     with shards("") as (coordinator, (shard,)):
         yield coordinator, shard
 
@@ -497,7 +497,7 @@ def test_a_url_that_is_taken_is_refused(pair: tuple[Daemon, Shard]) -> None:
 
 
 def complaint(*arguments: str) -> str:
-    """What a command that fails says."""
+    """Return the output of a command that fails."""
     with Program("-m", "gradserver", "serve", *arguments) as program:
         assert program.end() == 1
         return program.complaints()[-1]

@@ -25,13 +25,13 @@ ALLOWED = ("--allow-shards",)
 
 @contextmanager
 def children(tmp_path: Path, channel: str, wire: str, rounds: int) -> Iterator[Group]:
-    """A group whose daemon has started two further shards."""
+    """Start a group with a daemon that has started two further shards."""
     with ExitStack() as stack:
         yield Group(stack, tmp_path / "state", channel, wire, rounds, options=CHILDREN)
 
 
 def rounds_to_strike(group: Group, chance: random.Random, count: int) -> Iterator[int]:
-    """Somewhere in so many rounds of a training."""
+    """Draw numbers of rounds, up to so many, within a training."""
     for number in accumulate(chance.choices(range(4, 15), k=count)):
         group.workers[1].expect(f"round {number} ")
         time.sleep(chance.random() * 0.05)  # anywhere in a round
@@ -80,7 +80,7 @@ def test_a_shard_of_another_host_comes_back_to_a_coordinator_that_was_killed(tmp
 
 @contextmanager
 def held(tmp_path: Path, channel: str) -> Iterator[tuple[Group, Shard]]:
-    """A group with one further shard, in the midst of a round of which one worker has given everything."""
+    """Make a group with one further shard, in the middle of a round of which one worker has given everything."""
     joined: list[Shard] = []
     with ExitStack() as stack:
         group = Group(
@@ -118,7 +118,7 @@ def test_a_shard_that_nobody_used_takes_the_place_of_one_that_is_killed(tmp_path
 @pytest.mark.long
 @pytest.mark.parametrize("channel", ["tcp", "shm"])
 def test_shards_and_coordinators_may_be_killed_together_and_while_they_come_back(channel: str, tmp_path: Path) -> None:
-    """Each order of up to three deaths is met twice."""
+    """Test that each order of up to three deaths is met twice."""
     chance, number = random.Random(f"{channel} all"), 0
     orders = chance.sample(("s", "c", "ss", "sc", "cs", "css", "sss") * 2, 14)
     with children(tmp_path, channel, "fp32", 240) as group:

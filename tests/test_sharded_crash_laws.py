@@ -1,4 +1,4 @@
-"""The laws of durable groups with data shards: any of them is lost between any two commands, or the coordinator is."""
+"""The laws of durable groups with data shards: any process is lost between any two commands, the coordinator too."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(
 
 
 def plan_losses(cluster: Sharded, kills: dict[int, int], crashes: list[int], breaks: dict[int, int]) -> None:
-    """Have coordinators, shards and connections lost at these steps; where both are due, the shard is."""
+    """Plan losses of coordinators, shards and connections at these steps; where both are due, the shard is lost."""
     cluster.fuses = list(crashes)
     for step, seat in breaks.items():
         cluster.at[step] = partial(cluster.break_line, seat)
@@ -90,7 +90,7 @@ def test_thousands_of_runs_lose_nothing(part: int) -> None:
 
 @pytest.mark.parametrize("seed", [522])
 def test_a_joiner_that_contributes_may_lose_its_connection_to_a_shard_first(seed: int) -> None:
-    """The coordinator has yet to write down that it is a member. It resumes its session all the same."""
+    """Test a coordinator that has yet to write that it is a member. It resumes its session all the same."""
     nothing_is_lost_in_run(seed)
 
 
@@ -111,7 +111,7 @@ def nothing_is_lost_in_run(seed: int) -> None:
 
 @pytest.mark.parametrize("then", ["it begins the next round", "the shard is lost again"])
 def test_a_round_that_is_done_again_may_be_over_for_a_member_first(then: str) -> None:
-    """Results are lost with the shard, and made again: the coordinator waits for that round once more."""
+    """Test that results are lost with the shard, and made again: the coordinator waits for that round once more."""
     cluster = Sharded(1, [4, 4], [Step(), Step(section=1), Step()], 0, (0.0, 1.0), sections=(1, 1))
     (member,) = cluster.members.values()
     give_all(cluster, member)
@@ -141,7 +141,7 @@ def test_a_round_that_is_done_again_may_be_over_for_a_member_first(then: str) ->
 
 
 def give_all(cluster: Sharded, member: Spread) -> None:
-    """It pushes all that it can, and that is reduced; nobody has heard of the results."""
+    """Push all that it can, and reduce that. No member has heard of the results."""
     while pushable := member.pushable():
         cluster.push_at(member, *pushable[0])
     while cluster.harness.reduces:
@@ -166,7 +166,7 @@ def run_and_join(
     breaks: dict[int, int],
     joins: list[int],
 ) -> Joinable:
-    """As `run`; in the same steps somebody may join."""
+    """Run as `run`, with workers that join in the same steps."""
     cluster = Joinable(world, buckets, program, seed, rates)
     plan_losses(cluster, kills, crashes, breaks)
     plan_joins(cluster, joins)
@@ -175,19 +175,19 @@ def run_and_join(
 
 
 def plan_joins(cluster: Joinable, joins: list[int]) -> None:
-    """Have somebody join in each of these steps, behind what else happens there."""
+    """Plan a join in each of these steps, after what else happens there."""
     for step in joins:
         cluster.at[step] = partial(one_then_other, cluster.at.get(step, lambda: None), cluster.join)
 
 
 def one_then_other(one: Callable[[], object], other: Callable[[], object]) -> None:
-    """In the same step."""
+    """Do both in the same step."""
     one()
     other()
 
 
 def nobody_was_left_out(cluster: Joinable) -> None:
-    """Whoever is a member has finished, with the exact results of those who counted; each round was written down."""
+    """Check that each member has finished, with the exact results of those that counted; each round was written."""
     assert cluster.gone == {}, "somebody was left out"
     assert all(member.finished for member in cluster.members.values()), "somebody waits"
     for member in cluster.members.values():
@@ -202,7 +202,7 @@ def nobody_was_left_out(cluster: Joinable) -> None:
 
 
 def boundaries_are_the_same_for_all(cluster: Joinable) -> None:
-    """Behind each round all who contributed to it go by the same epoch and seats."""
+    """Check that after each round all that contributed to it have the same epoch and seats."""
     found: dict[int, set[tuple[int, tuple[int, ...]]]] = {}
     for member in cluster.members.values():
         first = member.first if isinstance(member, Latecomer) else 0
@@ -229,18 +229,18 @@ def test_whoever_joins_while_shards_and_coordinators_are_lost_costs_nobody_anyth
 
 
 def test_who_joins_hears_of_no_membership_in_which_it_was_not() -> None:
-    """One is a member before all shards have heeded that another one is."""
+    """Test one that is a member before all shards have heeded that another one is."""
     program = [Step(Kind.ALL_REDUCE, 7), Step(), Step(), Step(), Step(), Step(), Step(), Step()]
     nobody_was_left_out(run_and_join(3, [4], program, 120, (1.0, 1.0, 1.0), {}, [], {189: 0, 240: 0}, [172, 81, 76]))
 
 
 def say_of(cluster: Sharded, line: int) -> list[str]:
-    """What has come on a connection, by its kinds."""
+    """Return what has come on a connection, by its kinds."""
     return [type(message).__name__ for message, _ in cluster.harness.waiting.pop(line, ())]
 
 
 def let_in(cluster: Sharded) -> tuple[int, list[int]]:
-    """Somebody joins, and attends both shards: its connections to the coordinator and to them."""
+    """Let a worker join and attend both shards. Return its connections to the coordinator and to them."""
     harness = cluster.harness
     line = harness.number()
     harness.feed(Received(line, Join("default", "late", -1, 0, TIMEOUT)))

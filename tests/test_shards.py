@@ -1,4 +1,4 @@
-"""Which slices are whose: every slice is somebody's, everybody says the same, and work is shared by rates."""
+"""Tests of the shares: every slice has one shard, all compute the same, and work is shared by rates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def key_of(operation: Operation) -> ExchangeKey:
 
 
 def plan_of(sizes: list[int], dtype: DType = FLOAT32) -> Plan:
-    """Buckets of so many bytes each."""
+    """Return a plan of buckets of so many bytes each."""
     return Plan(
         tuple(
             Bucket(f"b{index}", dtype, (Component(f"b{index}", (size // dtype.itemsize,)),))
@@ -201,7 +201,7 @@ def test_a_round_of_a_transformer_is_shared_within_two_percent(shards: int, uneq
 
 @pytest.mark.parametrize("codec", ["int8", "topk:0.01", "bf16"])
 def test_what_counts_are_the_bytes_that_travel(codec: str) -> None:
-    """Small buckets travel as they are, large ones shortened: they weigh as much as is left of them."""
+    """Test that small buckets travel as they are, large ones shortened: they weigh as much as is left of them."""
     plan = with_codec(plan_of([32 * KIB] * 7 + [40 * MIB, 8 * MIB]), codec_of(codec))
 
     shares = shares_of(plan, (1.0, 2.0, 1.0))

@@ -1,4 +1,4 @@
-"""What a member says that it holds: whatever bytes come in, spans or a ProtocolError come out."""
+"""Tests of what a member says that it holds: any bytes give spans or a ProtocolError."""
 
 from __future__ import annotations
 

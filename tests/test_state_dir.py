@@ -1,4 +1,4 @@
-"""What a coordinator writes in its directory, and that neither a crash nor a disk can make it say anything wrong."""
+"""Tests of a coordinator's directory: neither a crash nor a disk can make it say anything wrong."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def opened(path: Path, **options: Any) -> Iterator[StateDir]:
 
 
 def items(path: Path) -> list[Kind | Fault]:
-    """What a file says."""
+    """Return the content of a file."""
     data = path.read_bytes()
     number_of(path, data)
     return [item.read().record if isinstance(item, Entry) else item for item in scan(data)]
@@ -75,7 +75,7 @@ def newest(path: Path) -> Path:
 
 
 def rounds_in(path: Path) -> list[int]:
-    """Numbers of the rounds that all files say, without what they restate."""
+    """Return the numbers of the rounds in all files, without what they restate."""
     found = []
     for _, file in files_of(path):
         restated = 0
@@ -102,7 +102,7 @@ def mode_of(path: Path) -> int:
 
 @pytest.fixture
 def open_handed() -> Iterator[None]:
-    """A process that lets everybody read and write what it makes, if it is not told otherwise."""
+    """Let this process allow all users to read and write what it makes, if it is not told otherwise."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -146,7 +146,7 @@ def test_what_was_more_open_before_is_closed_to_others(tmp_path: Path, caplog: p
 
 
 def test_the_format_is_what_it_is() -> None:
-    """Ledgers outlive versions."""
+    """Test fixed bytes: ledgers outlive versions."""
     body = b"\x94\xa1g\x01\x08\xa4left"
     assert header(7) == b"GSLEDG2\n\x07\0\0\0"
     checked = struct.pack("<Bd", 9, 2.5) + body
@@ -179,7 +179,7 @@ def test_the_next_one_goes_on_in_the_same_file_and_counts(tmp_path: Path) -> Non
 
 
 def a_file() -> tuple[bytes, list[int]]:
-    """A file, and where its records end."""
+    """Return a file, and the ends of its records."""
     data, ends = header(1), []
     for record in [Snapshot(0), Start(1, "0.1.0", 5, 1.7e9, 3.0), *FOUNDED, round_record(0), round_record(1)]:
         data += frame(Dated(1.0, record))
@@ -302,14 +302,14 @@ def test_a_ledger_in_another_format_is_named_and_left_alone(tmp_path: Path, what
 
 
 def of_a_later_version(kind: int = 60) -> bytes:
-    """A record of a kind that this version does not know."""
+    """Return a record of a kind that this version does not know."""
     body: bytes = msgpack.packb(["g", 1])
     check = zlib.crc32(body, zlib.crc32(struct.pack("<Bd", kind, 7.0)))
     return struct.pack("<IIBd", 9 + len(body), check, kind, 7.0) + body
 
 
 def a_story() -> list[bytes]:
-    """A file in pieces: its header, and a record each."""
+    """Return a file in pieces: its header, and a record each."""
     written: list[Kind] = [Snapshot(1), Start(1, "0.9.9", 7, 0.0, 0.0), *FOUNDED]
     written += [round_record(number) for number in range(4)]
     return [header(1), *(frame(Dated(float(at), record)) for at, record in enumerate(written))]
@@ -472,7 +472,7 @@ def test_the_oldest_files_are_deleted_but_never_the_last_two(tmp_path: Path) -> 
 
 
 class Disk:
-    """What stands between `StateDir` and the kernel: it fails when it is told to."""
+    """A disk between `StateDir` and the kernel: it fails when it is told to."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.failure: int | None = None

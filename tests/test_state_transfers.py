@@ -1,4 +1,4 @@
-"""How long the others wait for a worker that joins and gets its state: state that has come buys time, nothing else."""
+"""Tests of how long the others wait for a learner's state: only state that has come buys time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Training(Harness):
         self.receive(SEATS + line, Enter(0, waits))
 
     def train(self) -> list[Transfer]:
-        """A round; the states that are sent behind it."""
+        """Train for a round. Return the states that are sent after it."""
         for rank in range(2):
             self.push(rank, bucket(self.round), floats(1, 2, 3, 4))
         done = [m for m in self.told(0, RoundDone) if m.round == self.round]
@@ -65,11 +65,11 @@ class Training(Harness):
         return list(done[0].transfers)
 
     def waits(self) -> bool:
-        """Whether the members have given a round, and somebody else has not."""
+        """Return whether the members have given a round, and the learner has not."""
         return bool(self.open_exchanges())
 
     def begin(self) -> Transfer:
-        """The learner gets a state, and the members have given the next round."""
+        """Begin: the learner gets a state, and the members have given the next round."""
         self.enter()
         (told,) = self.train()
         assert not self.train()
@@ -77,24 +77,24 @@ class Training(Harness):
         return told
 
     def part(self, told: Transfer, index: int, nbytes: int, seat: int = 2) -> None:
-        """So much of the state comes."""
+        """Let so much of the state come."""
         key = ExchangeKey(2, index, STATE_TAG + told.number, told.donor, seat)
         operation = Operation(Kind.TRANSFER, Op.NONE, UINT8, nbytes)
         self.push(LEARNER, key, operation=operation)
         self.push(told.donor, key, np.zeros(nbytes, np.uint8).tobytes(), operation=operation)
 
     def half(self, told: Transfer, seat: int, line: int, index: int = 0) -> None:
-        """One end of a part of the state."""
+        """Send one end of a part of the state."""
         key = ExchangeKey(2, index, STATE_TAG + told.number, told.donor, told.joiner)
         payload = np.zeros(8, np.uint8).tobytes() if seat == told.donor else None
         self.push(line, key, payload, operation=Operation(Kind.TRANSFER, Op.NONE, UINT8, 8))
 
     def states(self) -> list[ExchangeKey]:
-        """States on their way."""
+        """Return the states on their way."""
         return [key for key in self.engine.data.groups["default"].exchanges if is_state(key)]
 
     def ended(self, line: int = LEARNER) -> str:
-        """What the learner was told as the others went on without it."""
+        """Return what the learner was told as the others went on without it."""
         errors = [error for error in self.failures(line) if isinstance(error, DeadlineError)]
         assert SEATS + line in self.closed
         (error,) = errors
@@ -123,7 +123,7 @@ def test_a_learner_that_says_nothing_is_given_up_in_seconds() -> None:
 
 @pytest.mark.parametrize("others", [False, True])
 def test_a_learner_to_which_a_few_bytes_come_now_and_then_is_given_up(others: bool) -> None:
-    """Also if it sends something itself: that is no state."""
+    """Test a learner that sends something itself, too: that is no state."""
     driven = Training()
     told = driven.begin()
     for index in range(2):
@@ -170,7 +170,7 @@ def test_a_donor_has_a_while_to_begin_and_the_learner_to_make_its_own_what_came(
 
 @pytest.mark.parametrize("after", [0.0, 0.1])
 def test_it_does_not_matter_how_soon_after_the_learner_asked_the_first_bytes_come(after: float) -> None:
-    """If no more of them do, it is given up as if they had been there already."""
+    """Test that without more of them it is given up as if they had been there already."""
     driven = Training()
     told = driven.begin()
     driven.half(told, told.joiner, LEARNER)
@@ -309,7 +309,7 @@ def test_who_listens_and_lacks_some_of_the_state_gets_that_of_another_member() -
 
 @pytest.mark.parametrize("expected", [False, True])
 def test_a_state_for_whoever_had_that_seat_before_goes_nowhere(expected: bool) -> None:
-    """Also when the one that has it now is to get another one."""
+    """Test a worker in the same seat that is to get another one, too."""
     driven = Training()
     told = driven.begin()
     driven.lose(LEARNER)

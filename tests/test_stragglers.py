@@ -1,4 +1,4 @@
-"""Rounds that are closed without those who are late: everybody gets the same, and nothing counts twice."""
+"""Tests of rounds that are closed without late members: all results are equal, and nothing counts twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.late_harness import LateCluster
 from tests.sharded_harness import ShardedHarness
 
 ELEMENTS = 12
-"""Of a slice: three members, four rounds."""
+"""Elements of a slice: three members, four rounds."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +50,7 @@ shards = st.sampled_from([(), (), (1.0, 1.0), (2.0, 1.0, 1.0)])
 
 
 class Course(NamedTuple):
-    """What a run is made of."""
+    """The parameters of a run."""
 
     sizes: list[int]
     lateness: Lateness
@@ -89,7 +89,7 @@ def run(course: Course) -> LateCluster:
                             cluster.step(other)
                             cluster.deliver(other)
                 cluster.harness.wait(1.0)
-    for _ in range(3):  # who waits for control's decision may have to ask again
+    for _ in range(3):  # a worker that waits for control's decision may have to ask again
         cluster.finish()
         if cluster.finished:
             break
@@ -99,7 +99,7 @@ def run(course: Course) -> LateCluster:
 
 
 def comes_to_its_end_in_run(seed: int) -> LateCluster:
-    """A run that ``seed`` decides. One member does nothing for a while, so some rounds are closed without it."""
+    """Run as ``seed`` decides. One member does nothing for a while, so some rounds are closed without it."""
     chance, keeps = random.Random(seed), bool(seed % 2)
     lateness = (
         Lateness(quorum=2, keeps=keeps),
@@ -116,7 +116,7 @@ def comes_to_its_end_in_run(seed: int) -> LateCluster:
 
 
 def counted(cluster: LateCluster) -> Counter[tuple[int, int, int, int]]:
-    """With which weight each gradient counted in all: by seat and round that it is of, bucket and slice."""
+    """Return the weight with which each gradient counted in all, by its seat and round, bucket and slice."""
     found: Counter[tuple[int, int, int, int]] = Counter()
     for command in cluster.reductions:
         for slice_offset in range(command.numel // ELEMENTS):

@@ -1,4 +1,4 @@
-"""What torch calls otherwise is understood where it means the same, and type checkers know what calls take and give."""
+"""Tests of torch's names where they mean the same, and of what type checkers know of calls and results."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_each_call_waits_as_long_as_it_is_told(timeout: float | timedelta) -> No
         with pytest.raises(DeadlineError):
             zero.all_reduce(number(1.0), timeout=timeout)
 
-        assert float(one.all_reduce(number(2.0), "sum")[0]) == 3.0  # and the exchange goes on
+        assert float(one.all_reduce(number(2.0), "sum")[0]) == 3.0  # the exchange continues
         assert float(handles[0].wait()[0]) == 3.0
 
 

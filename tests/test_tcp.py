@@ -61,13 +61,13 @@ def floats(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 
 
 def end_of(survivor: Program, since: float) -> tuple[float, str, str]:
-    """Seconds from ``since`` to a survivor's error, its class and its text."""
+    """Return seconds from ``since`` to a survivor's error, its class and its text."""
     at, kind, text = json.loads(survivor.expect("error "))
     return at - since, kind, text
 
 
 def exchanging(start: Start, *ranks: int) -> list[Program]:
-    """Workers of these ranks, which exchange until an error; all of them are at it."""
+    """Start workers of these ranks, which exchange until an error. All of them have begun."""
     workers = [start("exchange_until_error", rank) for rank in ranks]
     for worker in workers:
         worker.expect("exchanging")
@@ -75,7 +75,7 @@ def exchanging(start: Start, *ranks: int) -> list[Program]:
 
 
 def told(survivors: Sequence[Program], kind: str, since: float, within: float) -> list[str]:
-    """What survivors are told in an error of this class, at most so many seconds after ``since``."""
+    """Return the text of the survivors' error of this class, at most so many seconds after ``since``."""
     texts = []
     for survivor in survivors:
         seconds, found, text = end_of(survivor, since)

@@ -1,4 +1,4 @@
-"""The engine does what it did, event by event; and the same again, if it is told the same."""
+"""Tests that the engine does what it did, event by event, and repeats itself if it is told the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.traces import PATH, all_summaries, scenarios, traced
 
 
 def test_the_engine_does_what_it_did() -> None:
-    """A change that means to alter this writes the file anew: `python -m tests.traces`."""
+    """Test the engine. A change that means to alter this writes the file anew: `python -m tests.traces`."""
     before = dict(line.split(": ") for line in PATH.read_text().splitlines())
     now = dict(line.split(": ") for line in all_summaries())
 

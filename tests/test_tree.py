@@ -39,7 +39,7 @@ def there_and_back(value: Tree) -> Tree:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether type and every bit are equal."""
+    """Return whether type and every bit are equal."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -189,7 +189,7 @@ def test_a_list_that_holds_itself() -> None:
 
 
 def given_nothing(nbytes: int) -> bytearray:
-    """Memory for honest sizes only."""
+    """Return memory for honest sizes only."""
     if nbytes > 1000:
         raise MalformedMessageError(f"there are not {nbytes} bytes")
     return bytearray(nbytes)
@@ -209,7 +209,7 @@ def test_any_msgpack_is_a_tree_or_malformed(node: Any) -> None:
 
 
 def small(node: Any) -> bool:
-    """Whether msgpack can have it."""
+    """Return whether msgpack can have it."""
     if isinstance(node, int):
         return -(1 << 63) <= node < 1 << 64
     if isinstance(node, list):

@@ -1,4 +1,4 @@
-"""What a member hears of rounds that others begin: `gradserver.worker.turns`."""
+"""Tests of what a member hears of rounds that others begin: `gradserver.worker.turns`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Answering:
 
 
 def test_an_answer_that_comes_twice_is_heeded_once() -> None:
-    """A question is said again on a new connection, on which it may have been said before."""
+    """Test a question that is repeated on a new connection, where it may have been asked before."""
     turns = Answering().turns
 
     assert turns.follow().updated == 1

@@ -1,4 +1,4 @@
-"""Unasked results: who is sent them, that they are what everybody gets, and that what is unread of them is bounded."""
+"""Tests of unasked results: their receivers, that they equal all others, and that the unread ones are bounded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.test_shard_laws import small_shares
 SLICE = 8
 """Bytes in these tests: two elements."""
 OBSERVER = 2
-"""The seat of somebody who is about to become a member: it takes no part, and listens."""
+"""The seat of a worker that is about to become a member: it takes no part, and listens."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +50,7 @@ def _small_slices() -> Iterator[None]:
 
 
 def observe(data: Data, first: int = 0) -> None:
-    """Have the last of three seats listen from round ``first`` on, and take no part."""
+    """Let the last of three seats listen from round ``first`` on, and take no part."""
     group = data.groups["default"]
     group.seats.depart(OBSERVER)
     group.table.world_size = 2
@@ -71,7 +71,7 @@ def one_round(harness: Harness, number: int = 0, size: int = 6, part: int = 0) -
 
 
 def results(harness: Harness, rank: int) -> dict[tuple[int, int, int], tuple[Result, bytes | None]]:
-    """Results for ``rank``, by round, bucket and slice. Ends of rounds are passed over."""
+    """Return results for ``rank``, by round, bucket and slice, without ends of rounds."""
     found: dict[tuple[int, int, int], tuple[Result, bytes | None]] = {}
     for message, payloads in harness.sent(rank):
         if isinstance(message, Result):
@@ -281,7 +281,7 @@ def tape() -> Tape:
 
 
 def late_session(tape: Tape, *slices: float) -> Session:
-    """Seat 1 of an elastic group, in round 0 of a plan of as many slices in each bucket."""
+    """Make seat 1 of an elastic group, in round 0 of a plan of as many slices in each bucket."""
     session = joined_session(tape, seats=(0, 1, 2))
     sizes = [(f"b{part}", int(size * SLICE_BYTES)) for part, size in enumerate(slices)]
     agree(session, tape, simple_plan(sizes, UINT8, Op.SUM))
@@ -297,7 +297,7 @@ def _whole_slices() -> Iterator[None]:
 def unasked(
     session: Session, number: int, index: int, fill: int, part: int = 0, nbytes: int = SLICE_BYTES, shard: int = 0
 ) -> None:
-    """A result in which this worker does not count."""
+    """Return a result in which this worker does not count."""
     result, payload = Result(bucket(number, part), index, 2.0, True, without=(1,)), np.full(nbytes, fill, np.uint8).data
     if shard:
         session.receive_from(shard, result, (payload,))

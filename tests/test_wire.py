@@ -1,4 +1,4 @@
-"""The wire: whatever bytes come in, a message or a ProtocolError comes out, at a bounded cost."""
+"""Tests of the wire: any bytes give a message or a ProtocolError, at a bounded cost."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
 
 
 def decodes_or_says_why(frames: Sequence[Buffer]) -> Message | None:
-    """What every receiver relies on: a message, or a ProtocolError that says something."""
+    """Decode, as every receiver does: a message comes out, or a ProtocolError that says something."""
     try:
         message, payloads = decode(frames)
     except ProtocolError as error:
@@ -369,7 +369,7 @@ def header(*values: object, version: int = PROTOCOL_VERSION) -> bytes:
 
 
 def result_of(weights: object) -> bytes:
-    """A result in a durable group."""
+    """Return a result in a durable group."""
     return header(6, [0, 0, 0, -1, -1], 0, 1.0, True, 1, False, False, [], weights)
 
 

@@ -39,30 +39,30 @@ _TEXTS = {"text", "reason", "why"}
 
 @dataclass
 class Asked:
-    """A function that an engine was given, and what it answered each time."""
+    """A function that an engine was given, and its answers."""
 
     function: Callable[..., object]
     answers: list[object] = field(default_factory=list)
 
     def __call__(self, *arguments: object) -> object:
-        """Ask, and remember the answer."""
+        """Call it, and remember the answer."""
         self.answers.append(self.function(*arguments))
         return self.answers[-1]
 
     def again(self) -> Callable[..., object]:
-        """A function that gives the same answers in the same order, whatever it is asked."""
+        """Return a function that gives the same answers in the same order, whatever it is asked."""
         answers = iter(self.answers)
         return lambda *_: next(answers)
 
 
 @dataclass
 class Engines:
-    """All engines that were made, with what happened to each."""
+    """The engines that were made, with what happened to each."""
 
     made: list[Trace] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
-        """What all engines were told and did, in the order in which they were made."""
+        """Return what all engines were told and did, in the order in which they were made."""
         for trace in self.made:
             yield "# an engine"
             yield from trace.lines
@@ -70,7 +70,7 @@ class Engines:
 
 @dataclass
 class Trace:
-    """What happened to one engine, which ``kind`` makes."""
+    """The events of one engine, which ``kind`` makes."""
 
     kind: Callable[..., Engine | ShardEngine]
     arguments: tuple[Any, ...]
@@ -79,12 +79,12 @@ class Trace:
     lines: list[str] = field(default_factory=list)
 
     def take(self, event: Event, now: float, commands: Sequence[Command]) -> None:
-        """One event was handled."""
+        """Record the handling of one event."""
         self.events.append((event, now))
         self.lines.append(f"{now:g} {_event(event)} -> {' | '.join(filter(None, map(_command, commands)))}")
 
     def replayed(self) -> list[str]:
-        """The lines of a new engine that is told the same."""
+        """Return the lines of a new engine that is told the same."""
         arguments = [one.again() if isinstance(one, Asked) else one for one in self.arguments]
         options = {name: one.again() if isinstance(one, Asked) else one for name, one in self.options.items()}
         engine = self.kind(*arguments, **options)
@@ -165,7 +165,7 @@ def _digest(value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """``value`` without names of classes and fields, and without texts for people."""
+    """Return ``value`` without names of classes and fields, and without texts for people."""
     match value:
         case bytes() | bytearray() | memoryview() | np.ndarray():
             return hashlib.sha256(bytes(value)).hexdigest()
@@ -193,7 +193,7 @@ def _plain(value: object) -> object:
 
 
 def scenarios() -> dict[str, Callable[[], object]]:
-    """Runs of the laws, by name: each is the same every time."""
+    """Yield runs of the laws, by name: each is the same every time."""
     from tests import (
         lossy_harness,
         test_engine_crash_laws,
@@ -229,7 +229,7 @@ def _joining(seed: int) -> None:
 
 
 def traced(scenario: Callable[[], object]) -> Engines:
-    """What engines do in ``scenario``."""
+    """Return what engines do in ``scenario``."""
     from tests.test_shard_laws import small_shares
 
     with small_shares(), recording() as found:
@@ -238,14 +238,14 @@ def traced(scenario: Callable[[], object]) -> Engines:
 
 
 def summary(engines: Engines) -> list[str]:
-    """A trace in short: how many events, and a digest of each twenty."""
+    """Return a trace in short: how many events, and a digest of each twenty."""
     lines = list(engines.lines())
     parts = [lines[start : start + 20] for start in range(0, len(lines), 20)]
     return [str(len(lines)), *(hashlib.sha256("\n".join(part).encode()).hexdigest()[:8] for part in parts)]
 
 
 def all_summaries() -> Iterator[str]:
-    """A line for each scenario."""
+    """Return a line for each scenario."""
     for name, scenario in scenarios().items():
         yield f"{name}: {' '.join(summary(traced(scenario)))}"
 

@@ -95,7 +95,7 @@ def train(worker: Worker, recipe: Recipe, exchanged: bool = True) -> nn.Module:
 
 
 def train_alone(recipe: Recipe) -> nn.Module:
-    """One process on the whole of every batch, without any wrapper."""
+    """Train one process on the whole of every batch, without any wrapper."""
     module = recipe.model()
     optimizer = recipe.optimizer(module)
     for step in range(STEPS):
@@ -107,7 +107,7 @@ def train_alone(recipe: Recipe) -> nn.Module:
 
 
 def batch(step: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a global batch, [ROWS, time]; with tokens to weigh, rows of different lengths."""
+    """Return inputs and targets of a global batch, [ROWS, time]; with tokens to weigh, rows of different lengths."""
     inputs, targets = tokens(step, ROWS)
     if recipe.tokens:
         lengths = 1 + (torch.arange(ROWS) * 5 + step) % targets.shape[1]
@@ -120,7 +120,7 @@ def sum_of_losses(logits: Tensor, targets: Tensor) -> Any:  # torch has not type
 
 
 def count(targets: Tensor) -> int:
-    """Tokens that there is a loss for."""
+    """Count the tokens that there is a loss for."""
     return int((targets != -100).sum())
 
 
@@ -129,17 +129,17 @@ def split(rows: Tensor, recipe: Recipe) -> Iterable[Tensor]:
 
 
 def weights(module: nn.Module) -> Tensor:
-    """All parameters in one vector."""
+    """Return all parameters in one vector."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
 
 
 def digest(module: nn.Module) -> str:
-    """SHA-256 of all parameters."""
+    """Return the SHA-256 of all parameters."""
     return hashlib.sha256(weights(module).numpy().tobytes()).hexdigest()
 
 
 def distance(module: nn.Module, other: nn.Module) -> float:
-    """Relative distance of all weights, ``|a - b| / |b|``, in double precision."""
+    """Return the relative distance of all weights, ``|a - b| / |b|``, in double precision."""
     a, b = weights(module).double(), weights(other).double()
     return float((a - b).norm() / b.norm())
 

@@ -1,4 +1,4 @@
-"""A coordinator's local socket without a coordinator, and someone who says there what he likes."""
+"""A coordinator's local socket without a coordinator, and a client that says there what it likes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Host:
         self._lock = threading.Lock()
         self.lines: dict[bytes, Line] = {}
         self.messages: list[tuple[bytes, list[bytes]]] = []
-        """Who said what."""
+        """The messages, with their senders."""
         self.errors: list[tuple[bytes, GradServerError]] = []
         self.ends: list[bytes] = []
         self.deaths: list[bytes] = []
@@ -51,7 +51,7 @@ class Host:
         self.deaths.append(identity)
 
     def pump(self) -> None:
-        """See to all that has happened."""
+        """Handle all that has happened."""
         while events := self._poller.poll(0):
             for descriptor, what in events:
                 self.server.ready(descriptor, what)
@@ -128,6 +128,6 @@ class Hostile:
         self.say(Offer(self.token if token is None else token, segment, size), *given)
 
     def hear(self) -> SharingMessage | None:
-        """What is said next; None when it was hung up."""
+        """Return what is said next; None when it was hung up."""
         packet = self._socket.recv(10_000)
         return decode_packet(packet) if packet else None
