@@ -16,9 +16,11 @@ another body has `Declared.pack` and `Declared.unpack` of its own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, Self, TypeVar, get_type_hints
 
+from gradserver.protocol.checks import brief, listed
 from gradserver.protocol.errors import MalformedMessageError, ProtocolError
 
 Code = TypeVar("Code", int, str)
@@ -26,20 +28,20 @@ Base = TypeVar("Base")
 T = TypeVar("T", bound=type[Any])
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 class Field(NamedTuple):
     """How a field is read and written: the metadata of its type, as in ``Annotated[int, Field(check)]``.
 
     Attributes:
         check: gives the value of what msgpack has read, or raises a ProtocolError.
-        pack: gives what msgpack is to write of the value.
+        pack: gives what msgpack is to write of the value; None if msgpack writes the value itself.
     """
 
     check: Callable[[Any], Any]
-    pack: Callable[[Any], Any] = _as_it_is
+    pack: Callable[[Any], Any] | None = None
+
+    def write(self, value: Any) -> Any:
+        """Give what msgpack is to write."""
+        return value if self.pack is None else self.pack(value)
 
 
 class Declared:
@@ -51,7 +53,8 @@ class Declared:
 
     def pack(self) -> list[Any]:
         """Give the fields, as they are written."""
-        return [field.pack(getattr(self, name)) for name, field in _FIELDS[type(self)].items()]
+        fields = _FIELDS[type(self)].items()
+        return [getattr(self, name) if pack is None else pack(getattr(self, name)) for name, (_, pack) in fields]
 
     @classmethod
     def unpack(cls, values: list[Any]) -> Self:
@@ -59,7 +62,10 @@ class Declared:
         fields = _FIELDS[cls]
         if len(values) != len(fields):
             raise MalformedMessageError(f"{cls.__name__} has {len(fields)} fields, got {len(values)}")
-        made = cls(*checked(cls, values))
+        try:
+            made = cls(*[field.check(value) for field, value in zip(fields.values(), values, strict=True)])
+        except ProtocolError as error:
+            raise named(error, cls, values) from error
         made.verify()
         return made
 
@@ -67,15 +73,14 @@ class Declared:
         """Raise MalformedMessageError if fields, each right by itself, do not fit together."""
 
 
-def checked(kind: type[Any], values: Sequence[Any]) -> list[Any]:
-    """Check the values of the first fields; a ProtocolError names the one that is wrong."""
-    found = []
+def named(error: ProtocolError, kind: type[Any], values: Sequence[Any]) -> ProtocolError:
+    """Give an error of a check again, with the name of the kind and of the first field whose value is wrong."""
     for (name, field), value in zip(_FIELDS[kind].items(), values, strict=False):
         try:
-            found.append(field.check(value))
-        except ProtocolError as error:
-            raise type(error)(f"{kind.__name__}.{name}: {error.message}") from error
-    return found
+            field.check(value)
+        except ProtocolError:
+            return type(error)(f"{kind.__name__}.{name}: {error.message}")
+    return error
 
 
 class Family(Generic[Code, Base]):
@@ -103,18 +108,42 @@ class Family(Generic[Code, Base]):
             )
             self.kinds[code], self.codes[kind] = kind, code
             if getattr(kind, "pack", None) in (None, Declared.pack):
-                types = get_type_hints(kind, include_extras=True)
-                _FIELDS[kind] = {name: _field(kind, name, type_) for name, type_ in types.items()}
+                _FIELDS[kind] = _declared(kind)
             return kind
 
         return declare
 
 
+def nested(kind: type[Any]) -> Field:
+    """Give the field that holds a named tuple, whose own fields are declared in the same way."""
+    fields = tuple(_declared(kind).items())
+
+    def check(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(fields):
+            raise MalformedMessageError(f"expected the {len(fields)} fields of a {kind.__name__}, got {brief(value)}")
+        return kind(*[field.check(one) for (_, field), one in zip(fields, value, strict=True)])
+
+    def pack(value: Any) -> list[Any]:
+        return [field.write(one) for (_, field), one in zip(fields, value, strict=True)]
+
+    return Field(check, pack if any(field.pack for _, field in fields) else None)
+
+
+def several(field: Field, most: int) -> Field:
+    """Give the field that holds a tuple of what ``field`` holds."""
+    pack = None if field.pack is None else lambda values: [field.write(one) for one in values]
+    return Field(listed(field.check, most), pack)
+
+
+def _declared(kind: type[Any]) -> Mapping[str, Field]:
+    types = get_type_hints(kind, vars(sys.modules[kind.__module__]), include_extras=True)
+    return {name: _field(kind, name, declared) for name, declared in types.items()}
+
+
 def _field(kind: type[Any], name: str, declared: Any) -> Field:
-    found: Sequence[Any] = getattr(declared, "__metadata__", ())
-    (field,) = found
-    assert isinstance(field, Field), f"{kind.__name__}.{name} has no check"
-    return field
+    found = [one for one in getattr(declared, "__metadata__", ()) if isinstance(one, Field)]
+    assert len(found) == 1, f"{kind.__name__}.{name} has no check, or several"
+    return found[0]
 
 
 _FIELDS: Final[dict[type[Any], Mapping[str, Field]]] = {}

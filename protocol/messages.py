@@ -1,6 +1,7 @@
-"""The messages, as frozen dataclasses. What bytes they become is the business of `gradserver.protocol.wire`.
+"""The messages, each declared once: a frozen dataclass with its number, its payloads, and the checks of its fields.
 
-`Push` and `Result` are named tuples: of these there are two for every slice, and they are made in a sixth of the time.
+`gradserver.protocol.wire` encodes and decodes what is declared with `message`, here or elsewhere. `Push` and `Result`
+are named tuples: there are two for every slice, and a named tuple is made in a sixth of the time.
 
 worker                                  coordinator
   Join ──────────────────────────────────► waits until the group is complete
@@ -53,17 +54,55 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Final, NamedTuple
+from functools import lru_cache
+from typing import Annotated, Any, Final, NamedTuple
 
-from gradserver.protocol.errors import ERRORS, GradServerError
-from gradserver.protocol.exchange import ExchangeKey, Operation
-from gradserver.protocol.limits import MAX_TEXT
-from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
-from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Standing
+from gradserver.protocol.checks import Fact, brief, facts, integer, number, optional
+from gradserver.protocol.codecs import codec_from
+from gradserver.protocol.declared import Field, nested, several
+from gradserver.protocol.dtypes import BY_CODE
+from gradserver.protocol.errors import ERRORS, GradServerError, MalformedMessageError
+from gradserver.protocol.exchange import EXACT, ExchangeKey, Kind, Op, Operation
+from gradserver.protocol.fields import (
+    AnyRank,
+    Count,
+    Counts,
+    Flag,
+    Key,
+    OptionalKey,
+    Rank,
+    Ranks,
+    Rates,
+    Seconds,
+    Stated,
+    Text,
+    Texts,
+    Token,
+    Total,
+    Weight,
+    Weights,
+    any_rank,
+    count,
+)
+from gradserver.protocol.limits import (
+    MAX_COUNTER,
+    MAX_FRAME_BYTES,
+    MAX_LIST,
+    MAX_NUMEL,
+    MAX_ORDER_BYTES,
+    MAX_RATE,
+    MAX_REPORT_BYTES,
+    MAX_SLICES,
+    MAX_TEXT,
+    MAX_WORLD_SIZE,
+    SLICE_BYTES,
+)
+from gradserver.protocol.message_family import MessageKind, Payloads, message, refuse_payloads
 
 
+@message(1)
 @dataclass(frozen=True, slots=True)
-class Join:
+class Join(MessageKind):
     """A worker wants in.
 
     Attributes:
@@ -74,15 +113,16 @@ class Join:
         timeout: seconds that this worker waits for the group to be complete, and for any one exchange.
     """
 
-    group: str
-    name: str
-    rank: int
-    world_size: int
-    timeout: float
+    group: Text
+    name: Text
+    rank: AnyRank
+    world_size: Annotated[int, Field(integer(0, MAX_WORLD_SIZE))]
+    timeout: Seconds
 
 
+@message(2)
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(MessageKind):
     """The group is complete. ``credit`` in bytes; ``names`` by rank.
 
     ``shards`` are the URLs of the data shards beside the coordinator itself, ``rates`` compare them (its own is the
@@ -96,26 +136,27 @@ class Welcome:
     ``nonfinite`` says what becomes of gradients that are not finite: "halt", "leave-out", "skip" or "propagate".
     """
 
-    group: str
-    rank: int
-    epoch: int
-    credit: int
-    names: tuple[str, ...]
-    shards: tuple[str, ...] = ()
-    rates: tuple[float, ...] = ()
-    token: str = ""
-    seats: tuple[int, ...] = ()
-    durable: bool = False
-    incarnation: int = 0
-    founded: int = 0
-    joins: bool = False
-    late: str = ""
-    timeout: float = 0.0
-    nonfinite: str = "halt"
+    group: Text
+    rank: AnyRank
+    epoch: Count
+    credit: Count
+    names: Texts
+    shards: Texts = ()
+    rates: Rates = ()
+    token: Text = ""
+    seats: Ranks = ()
+    durable: Flag = False
+    incarnation: Count = 0
+    founded: Count = 0
+    joins: Flag = False
+    late: Text = ""
+    timeout: Seconds = 0.0
+    nonfinite: Text = "halt"
 
 
+@message(21)
 @dataclass(frozen=True, slots=True)
-class Membership:
+class Membership(MessageKind):
     """Membership of an elastic group, from ``epoch`` on.
 
     It takes effect for a member when it is told so: by the RoundDone of a round, or by the failure of a collective,
@@ -133,13 +174,13 @@ class Membership:
         round: the round that they came with.
     """
 
-    epoch: int
-    seats: tuple[int, ...]
-    names: tuple[str, ...]
-    reason: str
-    lost: bool
-    entering: tuple[int, ...] = ()
-    round: int = 0
+    epoch: Count
+    seats: Ranks
+    names: Texts
+    reason: Text
+    lost: Flag
+    entering: Ranks = ()
+    round: Count = 0
 
     def behind(self, number: int) -> Membership:
         """Return the membership for a member that has ended round ``number``, and not the next one."""
@@ -156,197 +197,217 @@ class Transfer(NamedTuple):
     With ``waits`` the next round waits for the joiner; else that is sent the results unasked, until it has caught up.
     """
 
-    number: int
-    donor: int
-    joiner: int
-    waits: bool = True
+    number: Count
+    donor: Rank
+    joiner: Rank
+    waits: Flag = True
 
 
+@message(22)
 @dataclass(frozen=True, slots=True)
-class RoundDone:
+class RoundDone(MessageKind):
     """A round of an elastic group is over at all shards; ``epoch`` is that of the next one.
 
     ``transfers`` are of the state that members have when they have applied this round.
     """
 
-    round: int
-    epoch: int
-    transfers: tuple[Transfer, ...] = ()
+    round: Count
+    epoch: Count
+    transfers: Annotated[tuple[Transfer, ...], several(nested(Transfer), MAX_LIST)] = ()
 
 
+@message(35)
 @dataclass(frozen=True, slots=True)
-class Serve:
-    """This member can send its state to those who join."""
+class Serve(MessageKind):
+    """This member can send its state to joiners."""
 
 
+@message(36)
 @dataclass(frozen=True, slots=True)
-class Enter:
+class Enter(MessageKind):
     """This joiner goes by the group's plan, and wants the state. Again, if it did not get it in ``transfer``.
 
     With ``waits`` the others are to wait for it, since more results come meanwhile than it can keep, for example.
     """
 
-    transfer: int = 0
-    waits: bool = False
+    transfer: Count = 0
+    waits: Flag = False
 
 
+@message(37)
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(MessageKind):
     """This joiner has the state of that transfer, and has applied all rounds since that are over."""
 
-    transfer: int
+    transfer: Count
 
 
+@message(38)
 @dataclass(frozen=True, slots=True)
-class Entered:
+class Entered(MessageKind):
     """From ``round`` on this joiner contributes."""
 
-    round: int
+    round: Count
 
 
+@message(39)
 @dataclass(frozen=True, slots=True)
-class StateFailed:
+class StateFailed(MessageKind):
     """The donor of that transfer cannot send its state."""
 
-    transfer: int
-    reason: str
+    transfer: Count
+    reason: Text
 
 
+@message(19)
 @dataclass(frozen=True, slots=True)
-class Attend:
+class Attend(MessageKind):
     """To a data shard: this connection is the one of ``rank`` in that group. ``token`` is from the Welcome.
 
     In an elastic group ranks are seats here, and ``epoch`` is the first one, or the version of the latest Resumed.
     """
 
-    group: str
-    epoch: int
-    rank: int
-    token: str
+    group: Text
+    epoch: Count
+    rank: AnyRank
+    token: Text
 
 
+@message(20)
 @dataclass(frozen=True, slots=True)
-class Attended:
-    """The shard knows the worker, who may push."""
+class Attended(MessageKind):
+    """The shard knows the worker, which may push."""
 
 
+@message(15)
 @dataclass(frozen=True, slots=True)
-class Enlist:
+class Enlist(MessageKind):
     """A data shard offers itself: workers reach it at ``url``; ``rate`` is its link's in Gbit/s, if it was told.
 
     ``token`` shows that the coordinator has started it; empty at any other.
     """
 
-    url: str
-    rate: float | None = None
-    token: str = ""
+    url: Text
+    rate: Annotated[float | None, Field(optional(number(0.0, MAX_RATE)))] = None
+    token: Token = ""
 
 
+@message(16)
 @dataclass(frozen=True, slots=True)
-class Enlisted:
+class Enlisted(MessageKind):
     """The coordinator takes it, and calls it by ``number``. If it is lost, and ``returns``, it is to be waited for."""
 
-    number: int
-    returns: bool = False
+    number: Annotated[int, Field(integer(1, MAX_COUNTER))]
+    returns: Flag = False
 
 
+@message(17, Payloads.one(MAX_ORDER_BYTES))
 @dataclass(frozen=True, slots=True)
-class Ordered:
-    """What a data shard is to do: the order is the payload."""
+class Ordered(MessageKind):
+    """An order to a data shard; the order is the payload."""
 
 
+@message(18, Payloads.one(MAX_REPORT_BYTES))
 @dataclass(frozen=True, slots=True)
-class Reported:
-    """What happened at a data shard: the report is the payload."""
+class Reported(MessageKind):
+    """A report of a data shard; the report is the payload."""
 
 
+@message(3, Payloads.one(MAX_FRAME_BYTES))
 @dataclass(frozen=True, slots=True)
-class Propose:
+class Propose(MessageKind):
     """The plan (in the payload) by which this worker wants to exchange from the next round on, ``round``.
 
     In place of the plan that is in force; or ``beside`` it, whose hash that is, as one more section. Then the worker
     names the sections that it has ``dropped``: who joins names none, and its plan is that of the group's next section.
     """
 
-    hash: str
-    round: int = 0
-    beside: str = ""
-    dropped: tuple[int, ...] = ()
+    hash: Text
+    round: Stated = 0
+    beside: Text = ""
+    dropped: Counts = ()
 
 
+@message(4, Payloads.optional(MAX_FRAME_BYTES))
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class Agreed(MessageKind):
     """Every member proposed this plan; ``round`` is the first one to be exchanged by it.
 
     If it is a ``section`` of a plan that has more, the whole plan is the payload.
     """
 
-    hash: str
-    round: int
-    section: int = 0
+    hash: Text
+    round: Count
+    section: Count = 0
 
 
+@message(42)
 @dataclass(frozen=True, slots=True)
-class Opens:
+class Opens(MessageKind):
     """This member is about to exchange ``section`` in ``round``. Said only where a plan has several sections."""
 
-    round: int
-    section: int
+    round: Stated
+    section: Count
 
 
+@message(43)
 @dataclass(frozen=True, slots=True)
-class Steps:
+class Steps(MessageKind):
     """Before ``round`` this member's job has updated models, or has come to the top of its loop: neither of both.
 
     For the ``index``-th time since the round before. Which ones it has updated, and of which others it has dropped the
     gradients, are the bits of two numbers.
     """
 
-    round: int
-    index: int
-    updated: int
-    dropped: int
+    round: Stated
+    index: Count
+    updated: Count
+    dropped: Count
 
 
+@message(44)
 @dataclass(frozen=True, slots=True)
-class Follow:
+class Follow(MessageKind):
     """This member has no data of its own: what do the others do before and in ``round``?
 
     It has done as many updates as ``index`` says since the round before.
     """
 
-    round: int
-    index: int = 0
+    round: Stated
+    index: Count = 0
 
 
+@message(45)
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(MessageKind):
     """What the others do: if anything is ``updated``, that comes first, as in `Steps`, or they are at the ``top``.
 
     Else they exchange ``section``. If all of them follow, which is to say that this has ``ended``, it is the first one,
     and nobody has any data. ``index`` is that of the Follow which this answers.
     """
 
-    round: int
-    section: int
-    top: bool = False
-    updated: int = 0
-    dropped: int = 0
-    ended: bool = False
-    index: int = 0
+    round: Count
+    section: Count
+    top: Flag = False
+    updated: Count = 0
+    dropped: Count = 0
+    ended: Flag = False
+    index: Count = 0
 
 
+@message(13)
 @dataclass(frozen=True, slots=True)
-class ShareMemory:
+class ShareMemory(MessageKind):
     """Where can this worker hand over memory, so that its gradients need not travel?"""
 
 
+@message(14)
 @dataclass(frozen=True, slots=True)
-class MemoryAt:
+class MemoryAt(MessageKind):
     """A local socket's ``address``, and the ``token`` to show there. An empty address: nowhere."""
 
-    address: str
-    token: str
+    address: Text
+    token: Text
 
 
 class Place(NamedTuple):
@@ -360,6 +421,49 @@ HERE: Final = Place(-1, 0)
 """The payload itself is shared memory: between threads of one process."""
 
 
+def _place(value: Any) -> Place | None:
+    if value is None:
+        return None
+    if type(value) is not list or len(value) != 2:
+        raise MalformedMessageError(f"expected a place in shared memory, got {brief(value)}")
+    return Place(count(value[0]), count(value[1]))
+
+
+def unpack_operation(value: Any) -> Operation | None:
+    """Check an operation."""
+    if value is None:
+        return None
+    if type(value) is not list or len(value) not in (5, 7):
+        raise MalformedMessageError(f"expected an operation, got {brief(value)}")
+    try:
+        return _known_operation(*value)
+    except (ValueError, KeyError, TypeError) as error:
+        raise MalformedMessageError(f"no operation: {brief(value)}") from error
+
+
+@lru_cache(maxsize=1024)
+def _known_operation(kind: Any, op: Any, dtype: Any, numel: Any, root: Any, *codec: Any) -> Operation:
+    """Give the operation of these numbers; the same object for the same ones, which makes comparing them quick."""
+    known = codec_from(count(codec[0]), count(codec[1])) if codec else EXACT
+    return Operation(Kind(kind), Op(op), BY_CODE[dtype], _numel(numel), any_rank(root), known)
+
+
+@lru_cache(maxsize=1024)
+def pack_operation(operation: Operation | None) -> list[int] | None:
+    """Give the numbers of an operation."""
+    if operation is None:
+        return None
+    numbers = [operation.kind, operation.op, operation.dtype.code, operation.numel, operation.root]
+    return [*numbers, operation.codec.code, operation.codec.parameter] if operation.is_lossy else numbers
+
+
+_numel = integer(0, MAX_NUMEL)
+_Slices = Annotated[int, Field(integer(1, MAX_SLICES))]
+_Place = Annotated[Place | None, Field(_place)]
+_Operation = Annotated[Operation | None, Field(unpack_operation, pack_operation)]
+
+
+@message(5, Payloads.optional(SLICE_BYTES), shorter=(5, 7, 8))
 class Push(NamedTuple):
     """One worker's contribution to one slice, or to several that follow one another.
 
@@ -378,25 +482,35 @@ class Push(NamedTuple):
         target: where in shared memory the result belongs, in a durable group: there what is given is kept.
     """
 
-    key: ExchangeKey
-    slice: int
-    weight: float = 1.0
-    present: bool = True
-    operation: Operation | None = None
-    slices: int = 1
-    place: Place | None = None
-    epoch: int = 0
-    target: Place | None = None
+    key: Key
+    slice: Count
+    weight: Weight = 1.0
+    present: Flag = True
+    operation: _Operation = None
+    slices: _Slices = 1
+    place: _Place = None
+    epoch: Count = 0
+    target: _Place = None
+
+    def check_payloads(self, count: int) -> None:
+        """Raise MalformedMessageError unless data travels as payload or lies in shared memory, one of the two."""
+        if count != (self.present and self.place is None):
+            raise refuse_payloads("Push")
+        if self.slices > 1 and self.present and self.place is None:
+            raise MalformedMessageError(f"a Push of {self.slices} slices with a payload: one at most")
+        if self.target is not None and self.place is None:
+            raise MalformedMessageError("a Push that names a place for its result, and none for what it gives")
 
 
+@message(6, Payloads.optional(SLICE_BYTES), shorter=(4, 5, 6, 7, 8, 9))
 class Result(NamedTuple):
-    """What became of a slice, or of several. ``weight`` is the sum over contributions that counted; 0 if none did.
+    """The result of a slice, or of several. ``weight`` is the sum over contributions that counted; 0 if none did.
 
     Without data (``present``) the result is zeros, or none was called for. If it is ``placed``, it lies in
     shared memory where the Push said (at its target, if it named one); else it is the payload. In elastic groups some
     of the seats that were there when the exchange began may be ``without`` a part in these slices: cut off, or late.
-    Who listens is sent results of buckets that it has not pushed, always as payloads. In durable groups a bucket's
-    result names the ``weights`` of those who counted, by seat; 0 for who did not.
+    A listener is sent results of buckets that it has not pushed, always as payloads. In durable groups a bucket's
+    result names the ``weights`` of the contributions that counted, by seat; 0 for the others.
 
     With the last result of a round the round may be ``over``, and the membership stays as it is: no RoundDone follows.
 
@@ -405,82 +519,98 @@ class Result(NamedTuple):
     ``weights`` theirs are negative.
     """
 
-    key: ExchangeKey
-    slice: int
-    weight: float
-    present: bool
-    slices: int = 1
-    placed: bool = False
-    over: bool = False
-    without: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
-    nonfinite: tuple[int, ...] = ()
+    key: Key
+    slice: Count
+    weight: Total
+    present: Flag
+    slices: _Slices = 1
+    placed: Flag = False
+    over: Flag = False
+    without: Ranks = ()
+    weights: Weights = ()
+    nonfinite: Ranks = ()
+
+    def check_payloads(self, count: int) -> None:
+        """Raise MalformedMessageError unless data travels as payload or lies in shared memory, one of the two."""
+        if count != (self.present and not self.placed):
+            raise refuse_payloads("Result")
+        if self.slices > 1 and self.present and not self.placed:
+            raise MalformedMessageError(f"a Result of {self.slices} slices with a payload: one at most")
 
 
+@message(29)
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(MessageKind):
     """This worker has read so many bytes of unasked results: `gradserver.protocol.exchange.unasked_cost` of each."""
 
-    nbytes: int
+    nbytes: Count
 
 
+@message(7)
 @dataclass(frozen=True, slots=True)
-class Inquire:
-    """Who is missing from this exchange?"""
+class Inquire(MessageKind):
+    """A question: which members are missing from this exchange?"""
 
-    key: ExchangeKey
+    key: Key
 
 
+@message(8)
 @dataclass(frozen=True, slots=True)
-class Missing:
-    """The workers that have yet to contribute, by name and rank; none when it is not they who are late."""
+class Missing(MessageKind):
+    """The workers that have yet to contribute, by name and rank; none if no worker is late."""
 
-    key: ExchangeKey
-    workers: tuple[str, ...]
+    key: Key
+    workers: Texts
 
 
+@message(9)
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(MessageKind):
     """A goodbye. ``failed`` says that an error is the reason, so that the others hear of a loss."""
 
-    reason: str
-    failed: bool = False
+    reason: Text
+    failed: Flag = False
 
 
+@message(10)
 @dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(MessageKind):
     """Sent to see whether the connection still stands; nobody answers it."""
 
 
+@message(40)
 @dataclass(frozen=True, slots=True)
-class BePresent:
+class BePresent(MessageKind):
     """Connect once more, as ``identity``, and let libzmq say there that this process runs.
 
-    It may say nothing for ``silence`` seconds. No message ever passes there but the first, a Ping. Who is told so once
-    more, with another identity, is to be present as that instead.
+    It may say nothing for ``silence`` seconds. No message ever passes there but the first, a Ping. A later BePresent
+    with another identity takes the place of this one.
     """
 
-    identity: str
-    silence: float
+    identity: Token
+    silence: Seconds
 
 
+@message(41)
 @dataclass(frozen=True, slots=True)
-class Present:
+class Present(MessageKind):
     """That has been done, and libzmq has said there for the first time that this process runs.
 
-    From now on it would be noticed if it froze, whoever keeps Python's lock.
+    From now on it would be noticed if it froze, even while a thread keeps Python's lock.
     """
 
-    identity: str
+    identity: Token
 
 
+@message(11)
 @dataclass(frozen=True, slots=True)
-class StatusRequest:
-    """What does the coordinator see? Anyone may ask."""
+class StatusRequest(MessageKind):
+    """A question: what does the coordinator see? Any process may ask."""
 
 
+@message(12, Payloads.one(MAX_FRAME_BYTES))
 @dataclass(frozen=True, slots=True)
-class Status:
+class Status(MessageKind):
     """The coordinator's snapshot; the payload is JSON."""
 
 
@@ -494,14 +624,20 @@ class Scope(IntEnum):
     CONNECTION = 2
     """This worker's connection, which the coordinator forgets after this message."""
     DATA = 3
-    """What was asked about data; its name is in the fields."""
+    """A question about data; the name of the data is in the fields."""
 
 
 _MAX_LISTED = 32
+_known_scope = integer(0, max(Scope))
 
 
+def _scope(value: Any) -> Scope:
+    return Scope(_known_scope(value))
+
+
+@message(0)
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(MessageKind):
     """An error on its way to the worker that has to raise it.
 
     Attributes:
@@ -512,11 +648,11 @@ class Failure:
         key: the exchange, for Scope.EXCHANGE.
     """
 
-    scope: Scope
-    error: str
-    text: str
-    fields: dict[str, str | int | tuple[str, ...]] = field(default_factory=dict)
-    key: ExchangeKey | None = None
+    scope: Annotated[Scope, Field(_scope)]
+    error: Text
+    text: Text
+    fields: Annotated[dict[str, Fact], Field(facts)] = field(default_factory=dict)
+    key: OptionalKey = None
 
     @classmethod
     def of(cls, error: GradServerError, scope: Scope, key: ExchangeKey | None = None) -> Failure:
@@ -538,51 +674,5 @@ class Failure:
         return kind(self.text, **known)
 
 
-Message = (
-    Join
-    | Welcome
-    | ShareMemory
-    | MemoryAt
-    | Propose
-    | Agreed
-    | Opens
-    | Steps
-    | Follow
-    | Opened
-    | Push
-    | Result
-    | Inquire
-    | Missing
-    | Leave
-    | Ping
-    | BePresent
-    | Present
-    | StatusRequest
-    | Status
-    | Failure
-    | Enlist
-    | Enlisted
-    | Ordered
-    | Reported
-    | Attend
-    | Attended
-    | Membership
-    | RoundDone
-    | Resume
-    | Resumed
-    | Holding
-    | Fetch
-    | Held
-    | Standing
-    | Taken
-    | Register
-    | Located
-    | Claim
-    | Claimed
-    | Used
-    | Serve
-    | Enter
-    | Ready
-    | Entered
-    | StateFailed
-)
+Message = MessageKind | Push | Result
+"""All messages; those of `gradserver.protocol.resuming` and `gradserver.protocol.positions` are among them."""

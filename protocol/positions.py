@@ -16,58 +16,67 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradserver.protocol.fields import Count, Flag, Name, Numel, Seed, Stated
+from gradserver.protocol.message_family import MessageKind, Payloads, message
+from gradserver.protocol.ranges import MAX_RANGES_BYTES
 
+
+@message(30, Payloads.one(MAX_RANGES_BYTES))
 @dataclass(frozen=True, slots=True)
-class Register:
+class Register(MessageKind):
     """A worker uses data of this ``length`` in the order that follows from ``seed`` and ``shuffle``.
 
     ``epoch``, and the used ranges in the payload, are where it goes on; 0 and none if it does not care.
     """
 
-    name: str
-    length: int
-    seed: int
-    shuffle: bool
-    epoch: int
-    round: int
+    name: Name
+    length: Numel
+    seed: Seed
+    shuffle: Flag
+    epoch: Stated
+    round: Stated
 
 
+@message(31, Payloads.one(MAX_RANGES_BYTES))
 @dataclass(frozen=True, slots=True)
-class Located:
+class Located(MessageKind):
     """The group is in ``epoch``; ranges used up in it are the payload."""
 
-    name: str
-    epoch: int
+    name: Name
+    epoch: Seed
 
 
+@message(32)
 @dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(MessageKind):
     """A worker wants ``count`` positions of ``epoch``, or with 0 to know whether it is finished.
 
     ``number`` counts its claims of this data. From ``round`` on it says in each round what it used.
     """
 
-    name: str
-    number: int
-    epoch: int
-    count: int
-    round: int
+    name: Name
+    number: Count
+    epoch: Stated
+    count: Numel
+    round: Stated
 
 
+@message(33, Payloads.one(MAX_RANGES_BYTES))
 @dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(MessageKind):
     """These ranges are the worker's own: the payload, which may be empty. ``finished``: the epoch is used up."""
 
-    name: str
-    number: int
-    epoch: int
-    finished: bool
+    name: Name
+    number: Count
+    epoch: Seed
+    finished: Flag
 
 
+@message(34, Payloads.one(MAX_RANGES_BYTES))
 @dataclass(frozen=True, slots=True)
-class Used:
+class Used(MessageKind):
     """The ranges in the payload are in this worker's contribution to ``round``. Said before its first push of it."""
 
-    name: str
-    epoch: int
-    round: int
+    name: Name
+    epoch: Stated
+    round: Stated

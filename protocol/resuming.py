@@ -85,16 +85,32 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.checks import integer, listed, text
+from gradserver.protocol.declared import Field
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
 from gradserver.protocol.exchange import ExchangeKey, Stream
-from gradserver.protocol.limits import MAX_COUNTER, MAX_FRAME_BYTES, MAX_WEIGHT, MAX_WORLD_SIZE, SLICE_BYTES
+from gradserver.protocol.fields import Count, Flag, Key, Rank, Ranks, Stated, Text, Total, Weight, Weights
+from gradserver.protocol.limits import (
+    MAX_COUNTER,
+    MAX_FRAME_BYTES,
+    MAX_SHARDS,
+    MAX_TEXT,
+    MAX_WEIGHT,
+    MAX_WORLD_SIZE,
+    SLICE_BYTES,
+)
+from gradserver.protocol.message_family import MessageKind, Payloads, message, refuse_payloads
+
+MAX_SPANS_BYTES: Final = MAX_FRAME_BYTES
+"""How much a Holding can say."""
 
 
+@message(23)
 @dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(MessageKind):
     """A member of a durable group is back, on a new connection; one of another group asks whether it is out.
 
     Attributes:
@@ -106,16 +122,17 @@ class Resume:
         serves: whether it can send its state to who joins.
     """
 
-    group: str
-    seat: int
-    token: str
-    epoch: int
-    plan: str
-    serves: bool = False
+    group: Text
+    seat: Rank
+    token: Text
+    epoch: Stated
+    plan: Text
+    serves: Flag = False
 
 
+@message(24)
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(MessageKind):
     """The books are opened anew: say what you hold, and wait for Standing.
 
     Attributes:
@@ -124,13 +141,14 @@ class Resumed:
         shards: where its data shards are now, as in a Welcome. Whose connections go elsewhere makes all of them anew.
     """
 
-    incarnation: int
-    version: int
-    shards: tuple[str, ...] = ()
+    incarnation: Count
+    version: Count
+    shards: Annotated[tuple[str, ...], Field(listed(text(MAX_TEXT), MAX_SHARDS))] = ()
 
 
+@message(25, Payloads.one(MAX_SPANS_BYTES))
 @dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(MessageKind):
     """What this member holds; the payload is a list of `Span`, little-endian.
 
         how many columns of weights: u16
@@ -146,43 +164,51 @@ class Holding:
             that has no part of that section hears of it here only.
     """
 
-    version: int
-    round: int
-    weight: float
-    before: int = -1
+    version: Count
+    round: Stated
+    weight: Weight
+    before: Annotated[int, Field(integer(-1, MAX_COUNTER))] = -1
 
 
+@message(26)
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(MessageKind):
     """Say the result of this slice once more."""
 
-    version: int
-    key: ExchangeKey
-    slice: int
+    version: Count
+    key: Key
+    slice: Count
 
 
+@message(27, Payloads.optional(SLICE_BYTES))
 @dataclass(frozen=True, slots=True)
-class Held:
+class Held(MessageKind):
     """A result that this member holds, as it came: ``weight``, ``without`` and ``weights`` are those of the Result.
 
     The payload is the result, if it is ``present``; zeros need none.
     """
 
-    version: int
-    key: ExchangeKey
-    slice: int
-    weight: float
-    present: bool
-    without: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
+    version: Count
+    key: Key
+    slice: Count
+    weight: Total
+    present: Flag
+    without: Ranks = ()
+    weights: Weights = ()
+
+    def check_payloads(self, count: int) -> None:
+        """Raise MalformedMessageError unless there is a payload if it is present, and none else."""
+        if count != self.present:
+            raise refuse_payloads("Held")
 
 
+@message(28)
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(MessageKind):
     """Go on, with ``round``. What has no result is to be pushed (again)."""
 
-    version: int
-    round: int
+    version: Count
+    round: Count
 
 
 class State(IntEnum):
@@ -220,8 +246,6 @@ MAX_OVER: Final = 256
 MAX_COLUMNS: Final = 256
 """Different ``weights`` that a Holding tells. Of slices with others it says nothing: there is one weight for each seat
 and round, so there are as many as somebody departed from what is open, unless buckets are weighed differently."""
-MAX_SPANS_BYTES: Final = MAX_FRAME_BYTES
-"""How much a Holding can say."""
 _SHORT: Final = struct.Struct("<H")
 _SPAN: Final = struct.Struct("<BHBQQhhIII")
 _LAST_STREAM: Final = int(max(Stream))

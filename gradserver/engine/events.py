@@ -19,7 +19,20 @@ from gradserver.protocol.checks import brief, facts, flag, integer, listed, numb
 from gradserver.protocol.declared import Declared, Family, Field
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError
 from gradserver.protocol.exchange import ExchangeKey, Operation
-from gradserver.protocol.fields import Count, EncodedPlan, Flag, Name, Rank, Ranks, Rates, Seconds, Text, Token, Tokens
+from gradserver.protocol.fields import (
+    Count,
+    Counts,
+    EncodedPlan,
+    Flag,
+    Name,
+    Rank,
+    Ranks,
+    Rates,
+    Seconds,
+    Text,
+    Token,
+    Tokens,
+)
 from gradserver.protocol.limits import (
     BACKLOG_BYTES,
     MAX_COUNTER,
@@ -486,7 +499,7 @@ class Expect(RemoteOrder):
     seats: Ranks
     round: Count
     listen: Flag = False
-    transfers: Annotated[tuple[int, ...], Field(listed(_count, MAX_WORLD_SIZE))] = ()
+    transfers: Counts = ()
 
     def verify(self) -> None:
         """Raise MalformedMessageError if there are neither no transfers nor one for each seat."""
@@ -601,7 +614,7 @@ class Absent(RemoteReport):
 @report("heeded")
 @dataclass(frozen=True, slots=True)
 class Heeded(RemoteReport):
-    """A shard elsewhere goes by the next of the orders that concern who is in an elastic group."""
+    """A shard elsewhere goes by the next of the orders that concern the members of an elastic group."""
 
     group: Name
 

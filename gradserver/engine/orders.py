@@ -1,9 +1,9 @@
 """Orders and reports as bytes: what control and a data half elsewhere tell each other.
 
 One msgpack array each: [name, field, field, …]; behind a report's name is the epoch that it is about. Names and fields
-are those of the declarations in `gradserver.engine.events`. Reports come from whoever has enlisted as a data shard, so
-every value is checked before anything is built from it, and reading takes memory in proportion to what came. Times are
-durations: each side has a clock of its own.
+are those of the declarations in `gradserver.engine.events`. Reports come from any process that has enlisted as a data
+shard. So every value is checked before anything is built from it, and reading takes memory in proportion to the bytes
+that came. Times are durations: each side has a clock of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _epoch = integer(0, MAX_COUNTER)
 
 
 def encode_order(order: RemoteOrder) -> bytes:
-    """``order`` as it goes to a data shard elsewhere, whose seats nobody has taken yet."""
+    """``order`` as it goes to a data shard elsewhere, where no member has taken its seat yet."""
     packed: bytes = _packb([orders.codes[type(order)], *order.pack()])
     return packed
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final, Self
 
 import msgpack
 
-from gradserver.engine.data_records import Committed, committed
+from gradserver.engine.data_records import COMMITTED, Committed
 from gradserver.engine.declared import CODES, KINDS, Field, Kind, kind
 from gradserver.engine.policy import OnNonFinite
 from gradserver.protocol.buffer import Buffer
@@ -287,7 +287,7 @@ class Round(Kind):
         """Give its fields, as they are written."""
         packed = [self.group, self.epoch, self.record.opened, *pack_round(self.record)]
         if self.used_up:
-            packed.append([one.pack() for one in self.used_up])
+            packed.append(COMMITTED.write(self.used_up))
         return packed
 
     @classmethod
@@ -296,7 +296,7 @@ class Round(Kind):
         if len(values) < 3:
             raise MalformedMessageError(f"a Round of {len(values)} fields")
         group, epoch, opened, *rest = values
-        used_up = committed(rest.pop()) if len(rest) > 8 and type(rest[-1]) is list else ()
+        used_up = COMMITTED.check(rest.pop()) if len(rest) > 8 and type(rest[-1]) is list else ()
         return cls(_name(group), _count(epoch), unpack_round(rest, _clock(opened)), used_up)
 
 
