@@ -20,7 +20,8 @@ from gradserver.protocol.errors import LeftOutError
 from gradserver.protocol.messages import Join, Present
 from gradserver.protocol.numbers import Numbers
 from gradserver.transport.binding import bind_router
-from gradserver.transport.liveness import Attendance, Patience
+from gradserver.transport.handshake import ROLES
+from gradserver.transport.liveness import Liveness, Patience
 from gradserver.transport.peers import Peer
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
@@ -265,10 +266,11 @@ def test_a_server_that_stands_still_in_the_midst_of_a_look_gives_peers_time_to_s
     monkeypatch.setattr("gradserver.transport.liveness.time.monotonic", lambda: now)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        looking = Attendance(router, None, Patience(frozen_after=1.0))
+        looking = Liveness(router, None, Patience(frozen_after=1.0))
         reachable: Any = SimpleNamespace(route=lambda *_: True, encoded=lambda _: b"")
         peer = Peer(reachable, b"w0", Numbers())
-        looking.beats(peer, Present(looking.invite(peer, Join("group", "w0", 0, 1, 60.0)).identity))
+        join = Join("group", "w0", 0, 1, 60.0)
+        looking.beats(peer, Present(looking.invite(peer, join, *ROLES[Join].beacon).identity))
         looks = 0  # its presence is closed
         while not (verdicts := looking.look([peer])):
             looks += 1

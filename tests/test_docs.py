@@ -21,11 +21,13 @@ from gradserver.protocol import limits
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import Pool
+from gradserver.protocol.messages import Enlist
 from gradserver.protocol.numbers import GAP_SECONDS
 from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.protocol.transport import zeromq
 from gradserver.status import fetch
 from gradserver.transport import binding, liveness
+from gradserver.transport.handshake import ROLES
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
 from tests.cluster import Daemon, Program, Task, coordinator, together, wait_until
@@ -210,7 +212,7 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"not open again {liveness._BACK:g}·S later" in architecture
     _, idle, interval, probes = binding._KEEPALIVE.values()
     assert f"host that is gone is closed after {idle + interval * probes} s, by the system" in architecture
-    noticed = liveness._ENLISTING_SECONDS + liveness._BACK * serve.frozen_after
+    noticed = ROLES[Enlist].beacon[0] + liveness._BACK * serve.frozen_after
     assert f"in that very moment is noticed after {noticed:.0f} s" in architecture
     assert f"after {limits.COORDINATOR_SILENCE:g} s of silence" in architecture
     assert f"a receiver waits {GAP_SECONDS:g} s" in architecture

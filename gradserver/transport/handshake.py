@@ -1,51 +1,95 @@
-"""Connections that are nobody's: of those who have not said yet who they are, and of those who are known no more.
+"""The handshake: all that a server hears from a connection that is no peer's, before it is one and after it was one.
+
+A message passes, in this order:
+
+    limits     `.traffic` counts the messages and bytes of each stranger
+    numbers    `Strangers`: the first message is number 1. A message without a number is a visitor's
+    version    `gradserver.protocol.wire` reads it from each header
+    role       `ROLES`, by the type of the message. A new kind of peer, as an observer, is one more row there
+    hold       workers wait while the server is not complete
+    key        the engine, which makes the keys, compares the field that the role names
+
+From then on the connection is a peer's, and the engine gets its messages.
 
     state   event                                        next    what happens
     ──────  ───────────────────────────────────────────  ──────  ────────────────────────────────────────────────────
     (none)  a message without a number                   NEW     it is taken: `gradserver status` says no more
-    NEW     the message that is due                      NEW     it is taken; whoever says who he is becomes a peer
+    NEW     the message that is due                      NEW     it is taken; one that opens a role makes a peer
     NEW     a later one: the first was lost, or swapped  NEW     it is kept, for as long as its numbers say …
     NEW     … and what is missing does not come          PAST    ConnectionLostError
-    (peer)  it is refused, left out, has left, is lost   PAST
-    PAST    a message with a number                      PAST    he is told once more what he was told
+    (peer)  it is refused, evicted, lost, or leaves      PAST
+    PAST    a message with a number                      PAST    it is told once more what it was told
 
-So whoever missed something hears that, and can come again on a new connection; and a message that a network repeats
-late brings nobody in who has gone. As many are known as are likely to say anything more.
+So a process that missed something hears that, and can come again on a new connection. A message that a network repeats
+late makes no peer of a connection that has parted. Only those are known that are likely to say anything more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import zmq
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.errors import ConnectionLostError
-from gradserver.protocol.messages import Failure, Join, Message, Ping
+from gradserver.protocol.errors import ConnectionLostError, GradServerError, LimitExceededError, UnexpectedMessageError
+from gradserver.protocol.messages import Attend, Enlist, Failure, Join, Message, Ping, Scope
 from gradserver.protocol.numbers import Frames, Numbers, split
+from gradserver.protocol.resuming import Resume
+from gradserver.protocol.wire import encode
+from gradserver.transport.liveness import Liveness
+from gradserver.transport.traffic import Connections
+
+log = logging.getLogger("gradserver")
 
 _KNOWN: Final = 1024
 _WAITING: Final = 4096
-"""Workers that wait while none may join. More are let in."""
+"""Workers that wait at most while the server holds. More become peers at once."""
 _EARLY_BYTES: Final = 4096
-"""Of one message that is kept. No longer one comes soon after a first message."""
+"""Longest message that is kept until the first one comes. No longer one follows soon after a first message."""
+
+
+class Role(NamedTuple):
+    """A kind of peer, as its first message shows it.
+
+    Attributes:
+        name: the kind.
+        key: field of the first message that the engine compares before it lets the peer in; empty if there is none.
+        waits: True if `Handshake.hold` delays the peer.
+        beacon: seconds that the beacon has at least to show for the first time, and True if the peer then says so.
+    """
+
+    name: str
+    key: str = ""
+    waits: bool = False
+    beacon: tuple[float, bool] = (2.0, True)
+
+
+ROLES: Final[Mapping[type[Message], Role]] = {
+    Join: Role("worker", waits=True),
+    Resume: Role("worker", "token", beacon=(2.0, False)),
+    Attend: Role("worker", "token"),
+    Enlist: Role("data shard", "token", beacon=(30.0, False)),  # it does nothing before the beacon shows
+}
+"""Roles by the message that opens each. The engine behind the server decides what becomes of the peer."""
 
 
 class Strangers:
-    """What has come from whom, by the identity of the connection."""
+    """Numbers and farewells, by the identity of the connection."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, Numbers | None] = {}
-        """None for those who are past. The last one is the youngest."""
+        """None for those that are past. The last one is the youngest."""
         self._farewells: dict[bytes, Failure] = {}
-        """What those were told."""
-        self._waiting: dict[bytes, Sequence[Buffer]] | None = None
-        """What those have said who wait, if anybody has to."""
+        """Last words to those that are past."""
 
     def take(self, identity: bytes, frames: Frames, now: float) -> Iterable[Frames]:
-        """The messages that are due, now that one has come.
+        """Return the messages that are due, now that one has come.
 
         Raises:
-            ConnectionLostError: of those who are past, and when something is missing.
+            ConnectionLostError: the connection is past, or a message is missing.
         """
         if not split(frames[0])[0]:
             return (frames,)
@@ -59,36 +103,15 @@ class Strangers:
         return due
 
     def admit(self, identity: bytes) -> Numbers:
-        """He has said who he is; what has come from him."""
+        """Forget a stranger that becomes a peer, and return its numbers."""
         return self._known.pop(identity, None) or Numbers()
 
     def is_past(self, identity: bytes) -> bool:
-        """Whether nothing of him is taken any more."""
+        """Return True if nothing is taken from ``identity`` any more."""
         return identity in self._known and self._known[identity] is None
 
-    def hold(self) -> None:
-        """From now on whoever wants to join waits, until `release`."""
-        self._waiting = {}
-
-    def release(self) -> Mapping[bytes, Sequence[Buffer]]:
-        """The messages of those who have waited. From now on nobody does."""
-        waiting, self._waiting = self._waiting or {}, None
-        return waiting
-
-    def waits(self, identity: bytes, message: Message, frames: Sequence[Buffer]) -> bool:
-        """Whether he who says this waits, or goes on waiting."""
-        if self._waiting is None:
-            return False
-        if isinstance(message, Ping) and identity in self._waiting:  # it asks whether something is missing
-            return True
-        if not isinstance(message, Join) or len(self._waiting) >= _WAITING:
-            self._waiting.pop(identity, None)
-            return False
-        self._waiting[identity] = frames
-        return True
-
     def part(self, identity: bytes, farewell: Failure | None = None) -> None:
-        """From now on he is past. ``farewell`` is what he was told, which may be lost; None: nothing, or not now."""
+        """Take nothing from ``identity`` from now on. ``farewell`` may be lost on its way, so it is kept."""
         farewell = farewell or self._farewells.get(identity)
         self._make_room(identity)
         self._known[identity] = None
@@ -96,11 +119,11 @@ class Strangers:
             self._farewells[identity] = farewell
 
     def farewell(self, identity: bytes) -> Failure | None:
-        """What he was told who is past."""
+        """Return the last words to ``identity``, if it is past."""
         return self._farewells.get(identity)
 
     def gap(self, identity: bytes) -> Numbers | None:
-        """His numbers, if something is missing."""
+        """Return the numbers of ``identity`` if a message is missing."""
         numbers = self._known.get(identity)
         return None if numbers is None or numbers.deadline is None else numbers
 
@@ -117,3 +140,76 @@ class Strangers:
     def _drop(self, identity: bytes) -> None:
         self._known.pop(identity, None)
         self._farewells.pop(identity, None)
+
+
+class Handshake:
+    """Decides which message of a stranger is heard, and as what.
+
+    Args:
+        connections: the traffic of each connection.
+        liveness: knows which connections are beacons.
+        route: sends a header to an identity; False if that has no connection.
+    """
+
+    def __init__(self, connections: Connections, liveness: Liveness, route: Callable[[bytes, bytes], bool]) -> None:
+        self._connections, self._liveness, self._route = connections, liveness, route
+        self._waiting: dict[bytes, Sequence[Buffer]] | None = None
+        """First messages of those that wait; None unless the server holds."""
+        self.strangers = Strangers()
+
+    def hears(self, identity: bytes, frame: zmq.Frame, size: int) -> bool:
+        """Return True if a message of ``size`` bytes from a stranger is within its limits. ``frame`` is one of it."""
+        saying = self._connections.stranger(identity)
+        if saying is None:
+            self._liveness.monitor.notice()  # its connection is known behind that
+            saying = self._connections.introduce(identity, _descriptor_of(frame), time.monotonic())
+        now = time.monotonic()
+        if saying.traffic.parted is not None:
+            saying.traffic.taken += size
+        if saying.over:
+            return False
+        if self._liveness.note_beacon(identity):
+            saying.traffic.present = self._liveness.is_lit(identity)
+            return False
+        if saying.one_more(now):
+            return True
+        error = LimitExceededError("too many messages from someone who is in no group")
+        self._connections.silence(saying, self._route(identity, encode(Failure.of(error, Scope.CONNECTION))))
+        return False
+
+    def role_of(self, identity: bytes, message: Message, frames: Sequence[Buffer]) -> Role | None:
+        """Return the role that a stranger's ``message`` opens; None if the stranger waits, or was turned away."""
+        role = ROLES.get(type(message))
+        if self._waiting is not None:
+            if type(message) is Ping and identity in self._waiting:  # it asks whether something is missing
+                return None
+            if role is not None and role.waits and len(self._waiting) < _WAITING:
+                self._waiting[identity] = frames
+                return None
+            self._waiting.pop(identity, None)
+        if role is None:
+            what = type(message).__name__
+            self.turn_away(identity, UnexpectedMessageError(f"{what} from someone who is in no group: join first"))
+        return role
+
+    def hold(self) -> None:
+        """Let those wait from now on whose role waits, until `release`."""
+        self._waiting = {}
+
+    def release(self) -> Mapping[bytes, Sequence[Buffer]]:
+        """Return the first messages of those that have waited. From now on none waits."""
+        waiting, self._waiting = self._waiting or {}, None
+        return waiting
+
+    def turn_away(self, identity: bytes, error: GradServerError) -> None:
+        """Tell a stranger why its message is not taken."""
+        log.info("a stranger was turned away: %s", error)
+        self._route(identity, encode(Failure.of(error, Scope.CONNECTION)))
+
+
+def _descriptor_of(frame: zmq.Frame) -> int:
+    """Return the descriptor of a frame's connection; -1 if libzmq does not say, as of one that speaks ZMTP 1 or 2."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1

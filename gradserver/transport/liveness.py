@@ -1,24 +1,24 @@
-"""Who of a server's peers is still there: what connections, processes and silence say of each, and what follows.
+"""Liveness: which of a server's peers are alive, by their connections, processes and beacons.
 
-Beside the connection that its messages pass through, each peer opens a second one, its *presence*, through which
-libzmq's own thread says from time to time that its process runs, and which nothing else ever passes through. So
+Beside the connection that its messages pass through, each peer opens a second one, its *beacon*. Through that libzmq's
+own thread shows from time to time that the process runs, and nothing else ever passes there. So
 
-- a peer whose Python is busy for minutes is there, and one that froze is not;
-- it does not matter how much of what peers said is still unread: where heartbeats come behind messages, a server that
-  stood still for a while would take everybody for dead;
-- a server that stood still finds presences closed, and a moment later open again: peers' libzmq sees to that. That
+- a peer whose Python is busy for minutes is alive, and one that froze is not;
+- it does not matter how many messages of peers are still unread: where heartbeats come behind messages, a server that
+  stood still for a while would take every peer for dead;
+- a server that stood still finds beacons closed, and a moment later open again: the peers' libzmq sees to that. That
   moment is counted in the server's own time, in which it does not stand still.
 
-    connection  process  presence                            the peer
+    connection  process  beacon                              the peer
     ──────────  ───────  ──────────────────────────────────  ────────────────────────────────────────────────
-    there       unknown  there                               is there
-    there       lives    there                               is there
+    there       unknown  there                               is alive
+    there       lives    there                               is alive
     there       any      not there yet, for some time        froze or was cut off: it is told, if it still hears
     there       any      gone for some time                  the same
     there       ended    any                                 is dead; its children hold the connection open
     gone        ended    any                                 is dead
     gone        lives    any                                 is cut off, if it has not ended a moment later
-    gone        unknown  any                                 is gone
+    gone        unknown  any                                 is lost
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from typing import Final, NamedTuple
 import zmq
 
 from gradserver.protocol.beacon import beacon_id
-from gradserver.protocol.messages import BePresent, Enlist, Message, Present, Welcome
+from gradserver.protocol.messages import BePresent, Message, Present, Welcome
 from gradserver.protocol.resuming import Resume
+from gradserver.protocol.transport.zeromq import NOBLOCK, NOBLOCK_MORE
 from gradserver.transport.local import UnixServer
-from gradserver.transport.monitor import Disconnects
+from gradserver.transport.monitor import Monitor
 from gradserver.transport.peers import Peer
 from gradserver.transport.traffic import Connections
 
@@ -44,21 +45,18 @@ _CUT_OFF: Final = "it lost its connection, and its process is there"
 
 _SILENT: Final = 0.55
 _BACK: Final = 0.3
-"""Of the time after which a peer counts as frozen: how long its presence may be silent, and then be closed."""
+"""How long a beacon may be silent, and then be closed: parts of the time after which a peer counts as frozen."""
 _FIRST: Final = 0.7
-_LEAST_SECONDS: Final = 2.0
-"""The same, for it to show for the first time; and how long that may take a busy machine."""
-_ENLISTING_SECONDS: Final = 30.0
-"""The same for a data shard, which does nothing before, and says no more of it."""
+"""How long it may take to show for the first time: the same, if the peer's role does not allow more."""
 _LOOK_SECONDS: Final = 0.05
 
 
 class Patience(NamedTuple):
-    """How long somebody may be away.
+    """How long a peer may be away.
 
     Attributes:
         dead_after: seconds after which the owner of a connection that broke is dead.
-        frozen_after: seconds of silence after which somebody is taken for frozen, or cut off.
+        frozen_after: seconds of silence after which a peer counts as frozen, or cut off.
     """
 
     dead_after: float = 1.0
@@ -66,7 +64,7 @@ class Patience(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A peer is gone. ``ended`` is certain of its process; a ``silent`` one may hear of it when it is back."""
+    """A peer that is lost. ``ended``: its process surely has; ``silent``: it may hear of it when it is back."""
 
     peer: Peer
     reason: str
@@ -74,14 +72,14 @@ class Verdict(NamedTuple):
     silent: bool = False
 
 
-class Attendance:
-    """Knows who is there.
+class Liveness:
+    """Decides which peers are alive.
 
     Args:
-        router: the socket whose peers they are.
+        router: the socket of the peers.
         unix: the local socket of those of this host.
         patience: how long they may be away.
-        connections: what is known of the router's.
+        connections: the traffic of the router's connections.
     """
 
     def __init__(
@@ -91,71 +89,68 @@ class Attendance:
         patience: Patience,
         connections: Connections | None = None,
     ) -> None:
-        self.disconnects = Disconnects(router, Connections() if connections is None else connections)
-        self._router = router
-        self._unix = unix
-        self._patience = patience
-        self._invited: dict[bytes, Peer] = {}
-        """By their presences' identities."""
+        self.monitor = Monitor(router, Connections() if connections is None else connections)
+        self._router, self._unix, self._patience = router, unix, patience
+        self._beacons: dict[bytes, Peer] = {}
+        """Peers by the identities of their beacons."""
         self._looked = self._lived = 0.0
 
-    def invite(self, peer: Peer, why: Message) -> BePresent:
-        """What to tell somebody: as what to be present, instead of what he may have been told before.
+    def invite(self, peer: Peer, why: Message, first_beat: float, announces: bool) -> BePresent:
+        """Return the request for a beacon, which replaces an earlier one; `.handshake.Role` has what a beacon does.
 
-        Whoever has a seat to which he may come back is known by its token (of a Welcome, or a Resume), and his presence
-        connects by itself to a server that takes our place.
+        A member that may come back is known by its token (of a Welcome, or a Resume). Its beacon then connects by
+        itself to a server that takes this one's place.
         """
         token = why.token if isinstance(why, Welcome | Resume) else ""
-        presence = beacon_id(token) if token else secrets.token_hex(16)
-        peer.presence = presence.encode()
-        peer.beats, peer.silent = isinstance(why, Resume | Enlist), None  # these say no more of it
-        least = _ENLISTING_SECONDS if isinstance(why, Enlist) else _LEAST_SECONDS
-        peer.due = time.monotonic() + max(_FIRST * self._patience.frozen_after, least)
-        self.disconnects.look_at(peer.due)
-        self._invited[peer.presence] = peer
-        peer.presences.append(peer.presence)
-        return BePresent(presence, _SILENT * self._patience.frozen_after)
+        identity = beacon_id(token) if token else secrets.token_hex(16)
+        peer.beacon = identity.encode()
+        peer.beats, peer.silent = not announces, None
+        peer.due = time.monotonic() + max(_FIRST * self._patience.frozen_after, first_beat)
+        self.monitor.probe_at(peer.due)
+        self._beacons[peer.beacon] = peer
+        peer.beacons.append(peer.beacon)
+        return BePresent(identity, _SILENT * self._patience.frozen_after)
 
-    def has_come(self, identity: bytes) -> bool:
-        """Whether what came from ``identity`` is a presence that was asked for."""
-        peer = self._invited.get(identity)
+    def note_beacon(self, identity: bytes) -> bool:
+        """Return True if ``identity`` is a beacon that was asked for, and note that it has connected."""
+        peer = self._beacons.get(identity)
         if peer is not None and peer.beats:
             peer.due = 0.0
         return peer is not None
 
     def beats(self, peer: Peer, present: Present) -> None:
-        """Its presence is not to be missing from now on."""
-        if present.identity.encode() == peer.presence:
+        """Miss the beacon of ``peer`` from now on, if it is the one that ``peer`` says is present."""
+        if present.identity.encode() == peer.beacon:
             peer.beats, peer.due = True, 0.0
 
     def forget(self, peer: Peer) -> None:
-        """It is gone."""
-        for identity in peer.presences:
-            if self._invited.get(identity) is peer:
-                del self._invited[identity]
+        """Forget the beacons of ``peer``, which is lost or has left."""
+        for identity in peer.beacons:
+            if self._beacons.get(identity) is peer:
+                del self._beacons[identity]
 
     def lives(self, peer: Peer) -> bool | None:
-        """Whether its process is there; None if nobody knows."""
+        """Return True if the process of ``peer`` lives, False if it has ended, None if that is unknown."""
         return None if self._unix is None else self._unix.lives(peer.identity)
 
     def ended(self, peer: Peer) -> Verdict:
-        """What is to be said of a peer whose process has ended."""
+        """Return the verdict on a peer whose process has ended."""
         return Verdict(peer, _ENDED, ended=True)
 
     def look(self, peers: Collection[Peer]) -> list[Verdict]:
-        """Who is gone now. If that is not certain of somebody yet, it will soon be time to look again."""
+        """Return a verdict on each peer that is lost. While a verdict is open, the next look is soon."""
         now = self._own_time()
         verdicts = [verdict for peer in peers if (verdict := self._judge(peer, now)) is not None]
         if any(peer.doubtful is not None or peer.silent is not None for peer in peers):
-            self.disconnects.look_at(self._looked + _LOOK_SECONDS)
+            self.monitor.probe_at(self._looked + _LOOK_SECONDS)
         if (due := min((peer.due for peer in peers if self._looked < peer.due), default=None)) is not None:
-            self.disconnects.look_at(due)
+            self.monitor.probe_at(due)
         return verdicts
 
     def _own_time(self) -> float:
-        """Seconds, of which those between two looks count only so far as it was time for the next one.
+        """Return the seconds for which this server ran. Those between two looks count only until the next one was due.
 
-        What is longer this server stood still itself, perhaps in the midst of a look, or there was nothing to look for.
+        In the rest this server stood still itself, perhaps in the midst of a look, or there was nothing to look for.
         """
         before, self._looked = self._looked, time.monotonic()
         self._lived += min(self._looked - before, _LOOK_SECONDS)
@@ -172,7 +167,7 @@ class Attendance:
             if peer.doubtful + self._patience.dead_after / 2 <= now:
                 return self.ended(peer) if lives is False else Verdict(peer, _CUT_OFF)
             return None
-        if self._looked < peer.due or (peer.beats and self.is_present(peer.presence)):
+        if self._looked < peer.due or (peer.beats and self.is_lit(peer.beacon)):
             peer.silent = None
             return None
         peer.silent = now if peer.silent is None else peer.silent
@@ -180,11 +175,11 @@ class Attendance:
             return None
         return Verdict(peer, f"nothing was heard of it for {self._patience.frozen_after:g} s", silent=True)
 
-    def is_present(self, presence: bytes) -> bool:
-        """Whether the process runs that a presence is of; also if nobody was asked to have it."""
+    def is_lit(self, beacon: bytes) -> bool:
+        """Return True if the process with this beacon runs, even if no peer was asked to light it."""
         try:
-            self._router.send(presence, zmq.NOBLOCK | zmq.SNDMORE)
-            self._router.send(b"", zmq.NOBLOCK)
+            self._router.send(beacon, NOBLOCK_MORE)
+            self._router.send(b"", NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
@@ -193,4 +188,4 @@ class Attendance:
 
     def close(self) -> None:
         """Look no more."""
-        self.disconnects.close()
+        self.monitor.close()

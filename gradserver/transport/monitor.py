@@ -1,4 +1,4 @@
-"""When to look who is gone: a socket's monitor says that a connection closed, and not whose."""
+"""The router's monitor: it says that a connection closed, and not whose. So peers are probed some moments after."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from gradserver.transport.traffic import Connections
 
 _PROBES: Final = (0.0, 0.02, 0.1, 0.5)
 """Seconds after a disconnect at which to probe: the monitor may speak before routing has noticed."""
-
-
 _ANONYMOUS: Final = 0.1
-"""The same for one that nobody is known by: a flood of connections would have everybody probed all the time."""
+"""Seconds after the disconnect of a stranger: a flood of connections would have all peers probed all the time."""
 _EVENT: Final = struct.Struct("=Hi")
 _ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
 
 
-class Disconnects:
-    """What is known of connections that closed.
+class Monitor:
+    """Moments at which to probe all peers.
 
     Args:
-        router: the socket whose connections they are.
-        connections: what is known of each; they are told which there are.
+        router: the socket of the connections.
+        connections: told of each that opens and closes.
 
     Attributes:
-        descriptor: to be polled; it signals nothing before `notice` was called once, and again after each signal.
+        descriptor: to be polled. It signals nothing before `notice` was called once, and again after each signal.
     """
 
     def __init__(self, router: zmq.Socket[bytes], connections: Connections) -> None:
@@ -44,17 +42,17 @@ class Disconnects:
 
     @property
     def due(self) -> float | None:
-        """When to look next, on `time.monotonic`'s scale; None if there is no reason to."""
+        """Next moment at which to probe, as of `time.monotonic`; None if there is none."""
         return self._probes[0] if self._probes else None
 
-    def is_time(self, now: float) -> bool:
-        """Whether to look now; asked for once each time that it is due."""
+    def take_due(self, now: float) -> bool:
+        """Return True if a moment has come, and drop it."""
         time_has_come = bool(self._probes) and self._probes[0] <= now
         self._probes = [at for at in self._probes if at > now]
         return time_has_come
 
     def notice(self) -> None:
-        """The monitor has something to say."""
+        """Take in what the monitor says."""
         gone = anonymous = False
         with contextlib.suppress(zmq.Again):
             while True:
@@ -66,20 +64,20 @@ class Disconnects:
                 else:
                     anonymous = True
         if gone:
-            self.suppose()
+            self.suspect()
         elif anonymous and not self._probes:
-            self.look_at(time.monotonic() + _ANONYMOUS)
+            self.probe_at(time.monotonic() + _ANONYMOUS)
 
-    def suppose(self) -> None:
-        """Somebody may be gone: look now and a few times soon."""
+    def suspect(self) -> None:
+        """Probe now, and a few times soon: a peer may be lost."""
         now = time.monotonic()
         self._probes = sorted({*self._probes, *(now + delay for delay in _PROBES)})[: 4 * len(_PROBES)]
 
-    def look_at(self, moment: float) -> None:
-        """Look then, too."""
+    def probe_at(self, moment: float) -> None:
+        """Probe at ``moment``, too."""
         self._probes = sorted({*self._probes, moment})
 
     def close(self) -> None:
-        """Let go of the monitor."""
+        """Close the monitor."""
         self._router.disable_monitor()
         self._monitor.close(linger=0)

@@ -16,60 +16,60 @@ _PING: Final = Ping()
 
 
 class Server(Protocol):
-    """What sends for them."""
+    """The server that sends for its peers."""
 
     def encoded(self, message: Message) -> bytes:
-        """The header of ``message``."""
+        """Return the header of ``message``."""
 
     def route(self, identity: bytes, header: bytes, payloads: Sequence[Buffer] = ()) -> bool:
         """Send; False if there is no connection to send on."""
 
     def forget(self, identity: bytes, farewell: Failure | None) -> None:
-        """What still comes from there is a stranger's, who was told ``farewell``."""
+        """Drop a peer. From now on ``identity`` is a stranger, whose last words were ``farewell``."""
 
     def welcomed(self, peer: Peer, welcome: Welcome) -> None:
-        """It is about to be told that it is in a group, to which it may come back."""
+        """Ask for another beacon: ``peer`` is about to get a Welcome to a group that it may come back to."""
 
     def suspect(self) -> None:
-        """A message could not be sent."""
+        """Probe all peers, as a message could not be sent."""
 
 
 class Peer:
-    """The coordinator's end of one worker's channel."""
+    """The server's end of one worker's or data shard's channel."""
 
     def __init__(self, server: Server, identity: bytes, numbers: Numbers) -> None:
         self._server = server
         self._reachable = True
         self.numbers = numbers
         self.traffic = Traffic()
-        """What passes through its ZeroMQ connection."""
+        """Traffic of its ZeroMQ connection."""
         self._said, self._may_say, self._since = 0, MEMBERS_MESSAGES, time.monotonic()
         self.identity = identity
         self.connection = -1
         self.line: Line | None = None
-        """Where messages go, if not through the ZeroMQ connection."""
+        """Local connection that messages pass through; None if they pass through the ZeroMQ connection."""
         self.talked = False
-        """All that it says, or has said, passed there."""
-        self.presence = b""
-        """The identity of the connection that says that it is there."""
-        self.presences: list[bytes] = []
-        """That, and what it was before."""
+        """True once messages have passed through ``line``: no earlier one can still be on its way."""
+        self.beacon = b""
+        """Identity of its beacon."""
+        self.beacons: list[bytes] = []
+        """The same, and its earlier ones."""
         self.beats = False
-        """libzmq says there that the process runs, and would be missed."""
+        """True once the beacon would be missed."""
         self.due = 0.0
-        """Until when that need not be so."""
+        """Deadline for the beacon's first beat."""
         self.silent: float | None = None
-        """Since when it is not."""
+        """Time since when the beacon is missing."""
         self.doubtful: float | None = None
-        """Since when process and connection disagree."""
+        """Time since when process and connection disagree."""
         self._farewell: Failure | None = None
-        """What it was told that this is the end for."""
+        """Last words to it."""
 
     def attach(self, receiver: object) -> None:
-        """What comes in goes to the coordinator, always."""
+        """Do nothing: messages always go to the coordinator."""
 
     def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
-        """Send, or find out soon that the worker is gone: it may have said more than was read so far."""
+        """Send, or have peers probed soon: a lost worker may have said more than was read so far."""
         if type(message) is Welcome and message.durable:
             self._server.welcomed(self, message)
         elif type(message) is Failure and message.scope is Scope.CONNECTION:
@@ -87,23 +87,23 @@ class Peer:
             self._server.suspect()
 
     def tell(self, message: Message) -> bool:
-        """Send through the ZeroMQ connection; whether it is still there."""
+        """Send through the ZeroMQ connection. Return False if that is closed."""
         header = self._server.encoded(message)
         self._reachable = self._reachable and self._server.route(self.identity, self.numbers.numbered(header))
         self.traffic.sent += len(header)
         return self._reachable
 
     def may_say_more(self, messages: int = 1) -> bool:
-        """It says one more message that takes no credit, and costs as much as so many: whether it may."""
+        """Count a message that takes no credit, and costs as much as so many. Return False if it is one too many."""
         self._said += messages
         if self._said > self._may_say:
             self._may_say = MEMBERS_MESSAGES + int(MEMBERS_RATE * (time.monotonic() - self._since))
         return self._said <= self._may_say
 
     def is_connected(self) -> bool:
-        """Whether the ZeroMQ connection is still there."""
+        """Return True if the ZeroMQ connection is still there."""
         return self.tell(_PING)
 
     def close(self) -> None:
-        """What it still says is a stranger's."""
+        """Drop the peer: what still comes from there is a stranger's."""
         self._server.forget(self.identity, self._farewell)

@@ -28,12 +28,9 @@ from gradserver.protocol.errors import (
     GradServerError,
     LimitExceededError,
     MalformedMessageError,
-    UnexpectedMessageError,
 )
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.messages import (
-    Attend,
-    Enlist,
     Failure,
     Join,
     Leave,
@@ -51,14 +48,14 @@ from gradserver.protocol.messages import (
     Welcome,
 )
 from gradserver.protocol.numbers import Numbers
-from gradserver.protocol.resuming import Held, Holding, Resume
+from gradserver.protocol.resuming import Held, Holding
 from gradserver.protocol.transport.wakeup import Wakeup
 from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, NOBLOCK_MORE, POLLIN, ZERO_COPY_BYTES
 from gradserver.protocol.wire import decode, encode
 from gradserver.runtime import Coordinator
 from gradserver.transport.binding import bind_router
-from gradserver.transport.handshake import Strangers
-from gradserver.transport.liveness import Attendance, Patience, Verdict
+from gradserver.transport.handshake import ROLES, Handshake
+from gradserver.transport.liveness import Liveness, Patience, Verdict
 from gradserver.transport.local import UnixServer
 from gradserver.transport.local_peers import Line
 from gradserver.transport.peers import Peer
@@ -122,20 +119,17 @@ class TcpServer:
         self._poller = select.poll()
         self._unix = UnixServer(self._poller, self) if share_memory else None
         self._connections = Connections()
-        self._attendance = Attendance(self._router, self._unix, patience or Patience(), self._connections)
-        self._disconnects = self._attendance.disconnects
+        self._liveness = Liveness(self._router, self._unix, patience or Patience(), self._connections)
+        self._monitor = self._liveness.monitor
+        self.suspect = self._monitor.suspect
         self._link: Link | None = None
-        self._strangers = Strangers()
+        self._handshake = Handshake(self._connections, self._liveness, self.route)
+        self._strangers = self._handshake.strangers
         self._gaps: dict[bytes, Numbers] = {}
         """Of those from whom something is missing that came before what has come."""
         self._status, self._status_due = b"", 0.0
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def wake_fd(self) -> int:
-        """A file descriptor to write a byte to when the loop should look around, also from signal handlers."""
-        return self._wakeup.signal_descriptor
 
     def request_stop(self, reason: str) -> None:
         """Make `run` tell the workers ``reason`` and return. Safe to call from signal handlers and threads."""
@@ -144,11 +138,11 @@ class TcpServer:
 
     def hold(self) -> None:
         """From now on let nobody join who has not yet: he waits until `release`."""
-        self._strangers.hold()
+        self._handshake.hold()
 
     def release(self) -> None:
         """Let those join who have waited, and everybody who comes."""
-        for identity, frames in self._strangers.release().items():
+        for identity, frames in self._handshake.release().items():
             self._take(identity, frames)
 
     def look(self, call: Callable[[], None] = lambda: None) -> None:
@@ -180,11 +174,11 @@ class TcpServer:
         libzmq's descriptors are edge-triggered, and any call on the router can swallow its edge: so after one what
         there is must be taken before waiting. (`zmq.Poller` does the same with six times the system calls.)
         """
-        router, monitor, wake = int(self._router.get(zmq.FD)), self._disconnects.descriptor, self._wakeup.descriptor
+        router, monitor, wake = int(self._router.get(zmq.FD)), self._monitor.descriptor, self._wakeup.descriptor
         poller = self._poller
         for descriptor in (router, monitor, wake):
             poller.register(descriptor, select.POLLIN)
-        self._disconnects.notice()  # also because its descriptor signals nothing before it was looked at once
+        self._monitor.notice()  # also because its descriptor signals nothing before it was looked at once
         while self._stopping is None:
             caught_up = not self._unsure or self._take_some()
             if self._link is not None:
@@ -203,7 +197,7 @@ class TcpServer:
             wait = 0 if not caught_up else None if due is None else math.ceil((due - time.monotonic()) * 1000)
             for descriptor, events in poller.poll(wait):
                 if descriptor == monitor:
-                    self._disconnects.notice()
+                    self._monitor.notice()
                 elif descriptor == wake:
                     self._wakeup.clear()
                     while self._calls:
@@ -218,14 +212,14 @@ class TcpServer:
         """Let go of the port. What was said to workers has a second to leave."""
         if self._unix is not None:
             self._unix.close()
-        self._attendance.close()
+        self._liveness.close()
         self._connections.close()
         self._router.close(linger=1000)
         self._context.term()
         self._wakeup.close()
 
     def _next_timer(self) -> float | None:
-        due = [at for at in (self._coordinator.next_deadline(), self._disconnects.due) if at is not None]
+        due = [at for at in (self._coordinator.next_deadline(), self._monitor.due) if at is not None]
         if self._connections:
             due.append(self._connections.due)
         if self._link is not None:
@@ -240,7 +234,7 @@ class TcpServer:
         deadline = self._coordinator.next_deadline()
         if deadline is not None and deadline <= now:
             self._coordinator.tick()
-        if self._disconnects.is_time(now):
+        if self._monitor.take_due(now):
             self._probe()
         if self._connections.due <= now:
             self._weigh(now)
@@ -281,7 +275,7 @@ class TcpServer:
             if peer is not None:
                 peer.traffic.taken += size
                 due = peer.numbers.take(frames, time.monotonic())
-            elif self._may_say(identity, frame, size):
+            elif self._handshake.hears(identity, frame, size):
                 due = self._strangers.take(identity, frames, time.monotonic())
             else:
                 return size
@@ -293,27 +287,6 @@ class TcpServer:
         for message in due:
             self._take(identity, message)
         return size
-
-    def _may_say(self, identity: bytes, frame: zmq.Frame, size: int) -> bool:
-        """Whether a message of ``identity``, who is no peer, is to be looked at. ``frame`` is one of it."""
-        saying = self._connections.stranger(identity)
-        if saying is None:
-            self._disconnects.notice()  # its connection is known behind that
-            saying = self._connections.introduce(identity, _descriptor_of(frame), time.monotonic())
-        now = time.monotonic()
-        if saying.traffic.parted is not None:
-            saying.traffic.taken += size
-        if saying.over:
-            return False
-        if self._attendance.has_come(identity):
-            saying.traffic.present = self._attendance.is_present(identity)
-            return False
-        if saying.one_more(now):
-            return True
-        too_many = LimitExceededError("too many messages from someone who is in no group")
-        told = encode(Failure.of(too_many, Scope.CONNECTION))
-        self._connections.silence(saying, self.route(identity, told))
-        return False
 
     def _break(self, identity: bytes, error: ConnectionLostError) -> None:
         """Something that was said there is missing: what comes from now on is not looked at."""
@@ -334,7 +307,7 @@ class TcpServer:
             message, payloads = decode(frames)
         except GradServerError as error:
             if peer is None:
-                self._turn_away(identity, error)
+                self._handshake.turn_away(identity, error)
             else:
                 self._coordinator.garbled(peer.connection, error)
             return
@@ -343,19 +316,21 @@ class TcpServer:
                 self.route(identity, encode(Status()), [self._current_status()])
         elif peer is not None:
             self._take_from(peer, message, payloads)
-        elif self._strangers.waits(identity, message, frames):
-            pass
-        elif isinstance(message, Join | Enlist | Attend | Resume):
-            peer = self._peers[identity] = Peer(self, identity, self._strangers.admit(identity))
-            peer.connection = self._coordinator.connect(peer)
-            if peer.tell(self._attendance.invite(peer, message)):
-                peer.traffic = self._connections.admit(identity)
-            else:
-                self.suspect()
-            self._coordinator.receive(peer.connection, message, payloads)
         else:
-            what = type(message).__name__
-            self._turn_away(identity, UnexpectedMessageError(f"{what} from someone who is in no group: join first"))
+            self._shake(identity, message, payloads, frames)
+
+    def _shake(self, identity: bytes, message: Message, payloads: Sequence[Buffer], frames: Sequence[Buffer]) -> None:
+        """Make a stranger a peer, if ``message`` opens a role."""
+        role = self._handshake.role_of(identity, message, frames)
+        if role is None:
+            return
+        peer = self._peers[identity] = Peer(self, identity, self._strangers.admit(identity))
+        peer.connection = self._coordinator.connect(peer)
+        if peer.tell(self._liveness.invite(peer, message, *role.beacon)):
+            peer.traffic = self._connections.admit(identity)
+        else:
+            self.suspect()
+        self._coordinator.receive(peer.connection, message, payloads)
 
     def _take_from(self, peer: Peer, message: Message, payloads: Sequence[Buffer]) -> None:
         """Pass on what a worker says; a place in memory that it shares becomes that memory."""
@@ -378,7 +353,7 @@ class TcpServer:
             peer.is_connected()
             return
         if type(message) is Present:
-            self._attendance.beats(peer, message)
+            self._liveness.beats(peer, message)
             return
         if type(message) is Leave and self._unix is not None:
             self._unix.unshare(peer.identity)  # before the answer: whoever has left has its memory for itself
@@ -416,10 +391,6 @@ class TcpServer:
             raise MalformedMessageError("a Push whose result belongs into memory that was shared for reading only")
         return views
 
-    def _turn_away(self, identity: bytes, error: GradServerError) -> None:
-        log.info("a stranger was turned away: %s", error)
-        self.route(identity, encode(Failure.of(error, Scope.CONNECTION)))
-
     # ── out ───────────────────────────────────────────────────────────────────────────────────────────
 
     def encoded(self, message: Message) -> bytes:
@@ -449,7 +420,7 @@ class TcpServer:
     def forget(self, identity: bytes, farewell: Failure | None = None) -> None:
         """Drop a peer, who was told ``farewell``: nothing that still comes from there is taken."""
         if (peer := self._peers.pop(identity, None)) is not None:
-            self._attendance.forget(peer)
+            self._liveness.forget(peer)
             self._connections.part(identity, peer.traffic, time.monotonic())
         self._gaps.pop(identity, None)
         self._strangers.part(identity, farewell)
@@ -457,12 +428,12 @@ class TcpServer:
             self._unix.forget(identity)
 
     def welcomed(self, peer: Peer, welcome: Welcome) -> None:
-        """It is about to hear of its seat: it is to be known by that when another coordinator takes our place."""
-        peer.tell(self._attendance.invite(peer, welcome))
+        """Have ``peer`` light the beacon by which another coordinator knows it that takes this one's place."""
+        peer.tell(self._liveness.invite(peer, welcome, *ROLES[Join].beacon))
 
     def is_present(self, presence: str) -> bool:
         """Whether somebody with this presence is there."""
-        return self._attendance.is_present(presence.encode())
+        return self._liveness.is_lit(presence.encode())
 
     # ── what the local socket's server calls ──────────────────────────────────────────────────────────
 
@@ -485,25 +456,21 @@ class TcpServer:
         """A line has ended. If its worker is still alive, messages go through its connection again."""
         if (peer := self._peers.get(identity)) is not None:
             peer.line = None
-            self._disconnects.suppose()
+            self.suspect()
 
     def ended(self, identity: bytes) -> None:
         """A worker's process has ended. What it said through its connection may be on its way."""
         if (peer := self._peers.get(identity)) is not None:
             if peer.talked:
-                self._lose(self._attendance.ended(peer))
+                self._lose(self._liveness.ended(peer))
             else:
-                self._disconnects.suppose()
+                self.suspect()
 
     # ── who is gone ───────────────────────────────────────────────────────────────────────────────────
 
-    def suspect(self) -> None:
-        """A message could not be sent: look at once who is gone."""
-        self._disconnects.suppose()
-
     def _weigh(self, now: float) -> None:
         """Disconnect whoever costs too much; members are lost with that."""
-        self._disconnects.notice()
+        self._monitor.notice()
         allowance = self._coordinator.allowance()
         for traffic, why in self._connections.look(now, allowance, not self._unsure):
             for peer in [peer for peer in self._peers.values() if peer.traffic is traffic]:
@@ -515,7 +482,7 @@ class TcpServer:
                     self._lose(Verdict(peer, unread_text(self._unix.queued(peer.identity), allowance)))
 
     def _probe(self) -> None:
-        verdicts = self._attendance.look(self._peers.values())
+        verdicts = self._liveness.look(self._peers.values())
         if not verdicts:
             return
         for _ in range(_LAST_WORDS * len(self._peers)):  # what they said before they went counts
@@ -536,11 +503,3 @@ class TcpServer:
         else:
             self.forget(peer.identity)
             self._coordinator.lost(peer.connection, reason, ended)
-
-
-def _descriptor_of(frame: zmq.Frame) -> int:
-    """Of the connection through which a frame came; -1 if libzmq does not say, as of one that speaks ZMTP 1 or 2."""
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except zmq.ZMQError:
-        return -1

@@ -7,14 +7,13 @@ import socket
 
 
 class Wakeup:
-    """Both ends. ``descriptor`` is readable from `wake` to `clear`. A byte for ``signal_descriptor`` is as `wake`."""
+    """Both ends. ``descriptor`` is readable from `wake` to `clear`."""
 
     def __init__(self) -> None:
         self._in, self._out = socket.socketpair()
         self._in.setblocking(False)
         self._out.setblocking(False)
         self.descriptor = self._out.fileno()
-        self.signal_descriptor = self._in.fileno()
 
     def wake(self) -> None:
         """Make ``descriptor`` readable. Safe to call from any thread, and from signal handlers."""
