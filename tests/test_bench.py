@@ -176,7 +176,7 @@ def test_codecs_says_what_each_takes_loses_and_costs(tmp_path: Path) -> None:
     errors = {row["wire"]: row["error"] for row in rows}
     assert errors["fp32"] < 1e-6 < errors["fp16"] < errors["bf16"] < 2**-8
     assert 2**-8 < errors["int8"] < 0.02 < 0.5 < errors["topk:0.01"] < errors["randomk:0.01"] < 1
-    assert found["conclusion"] == "what payloads did not bring is owed, of every element."
+    assert found["conclusion"] == "every element is in the payloads or in the residuals."
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -286,20 +286,23 @@ def owner_lives(name: str) -> bool:
         (["everything"], "invalid choice: 'everything'"),
         (["same-host", "--sizes", "4XB"], "'4XB' is not a size: write 4KiB or 4K (4096 bytes), 26MB (26,000,000), 8B"),
         (["same-host", "--sizes", "6B"], "6B is 6 bytes: sizes are multiples of 4, from 8 bytes to 4 GiB"),
-        (["same-host", "--sizes", "1MB,1000KB"], "'1MB,1000KB' names something twice"),
+        (["same-host", "--sizes", "1MB,1000KB"], "'1MB,1000KB' contains a value twice"),
         (["same-host", "--workers", "1"], "1 is out of range: 2 to 64"),
         (["same-host", "--workers", "two"], "'two' is not a whole number"),
-        (["same-host", "--variants", "magic"], "'magic' is unknown: there are buckets, plan, ordinary, threads"),
-        (["same-host", "--plot", "out.pdf"], "'out.pdf': the picture is a PNG, name it FILE.png"),
-        (["same-host", "--plot", "/nowhere/out.png"], "'/nowhere/out.png': there is no folder /nowhere"),
-        (["loopback", "--wire", "fp8"], "'fp8' is not a wire format: there are fp32, bf16, int8"),
-        (["cluster", "--congestion", "cubic;"], "'cubic;' is no congestion control's name: write cubic, reno, bbr"),
+        (["same-host", "--variants", "magic"], "'magic' is unknown; the names are buckets, plan, ordinary, threads"),
+        (["same-host", "--plot", "out.pdf"], "'out.pdf': the picture is a PNG; its name must end with .png"),
+        (["same-host", "--plot", "/nowhere/out.png"], "'/nowhere/out.png': the folder /nowhere does not exist"),
+        (["loopback", "--wire", "fp8"], "'fp8' is not a wire format; the formats are fp32, bf16, int8"),
+        (
+            ["cluster", "--congestion", "cubic;"],
+            "'cubic;' is not the name of a congestion control, such as cubic, reno or bbr",
+        ),
         (["cluster", "--rate", "fast"], "'fast' is not a rate: write 100mbit or 2.5gbit (1mbit to 400gbit)"),
         (
             ["codecs", "--wire", "int8,int4"],
             "there is no codec 'int4'; there are fp32, bf16, fp16, int8, topk[:FRACTION]",
         ),
-        (["codecs", "--wire", "topk,topk:0.01"], "'topk,topk:0.01' names something twice"),
+        (["codecs", "--wire", "topk,topk:0.01"], "'topk,topk:0.01' contains a value twice"),
         (["train", "--repetitions", "0"], "0 is out of range: 1 to 100,000"),
     ],
 )
@@ -317,11 +320,11 @@ def test_wrong_arguments_say_what_is_right(
     [
         (["latency"], "torch", "pip install 'gradserver[torch]'"),
         (["latency", "--plot", "x.png"], "matplotlib", "pip install 'gradserver[demo]'"),
-        (["cluster"], "root", "network namespaces need root: run it with sudo"),
-        (["train", "--rate", "1gbit"], "root", "network namespaces need root: run it with sudo"),
+        (["cluster"], "root", "network namespaces require root: run the command with sudo"),
+        (["train", "--rate", "1gbit"], "root", "network namespaces require root: run the command with sudo"),
         (["cluster"], "ip", "ip not found: install iproute2"),
-        (["train", "--coordinator-rate", "1gbit"], "", "--coordinator-rate needs --rate"),
-        (["train", "--congestion", "cubic"], "", "--congestion needs --rate"),
+        (["train", "--coordinator-rate", "1gbit"], "", "--coordinator-rate requires --rate"),
+        (["train", "--congestion", "cubic"], "", "--congestion requires --rate"),
     ],
 )
 def test_what_is_missing_is_named_before_anything_starts(
@@ -503,4 +506,4 @@ def test_conclusions() -> None:
     )
     small = conclusion([a_row(nbytes=4096)])
     assert "limit" not in small
-    assert conclusion([a_row(), a_row(wrong=3)]) == ("WRONG: 3 values in 1 of 2 rows are not what they should be.")
+    assert conclusion([a_row(), a_row(wrong=3)]) == ("WRONG: 3 values in 1 of 2 rows.")

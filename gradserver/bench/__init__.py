@@ -1,1 +1,1 @@
-"""`gradserver bench`: measures, beside gloo and the machine's own limits. `gradserver.bench.command` is the way in."""
+"""`gradserver bench`: measures, beside gloo and the machine's own limits. It begins in `gradserver.bench.command`."""

@@ -1,4 +1,4 @@
-"""Values on the command line, each with an error that says what it must look like."""
+"""Parsers of values on the command line. Their errors show valid values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RATES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 def size(text: str) -> int:
-    """``4KiB`` or ``4K`` (4096), ``26MB`` (26 000 000), ``8B``: bytes, whole fp32 elements of them."""
+    """Parse a size in whole fp32 elements: ``4KiB`` or ``4K`` (4096), ``26MB`` (26 000 000), ``8B``."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", text.strip(), re.IGNORECASE)
     scale = _UNITS.get(match[2].upper()) if match else None
     if match is None or scale is None:
@@ -37,7 +37,7 @@ def size(text: str) -> int:
 
 
 def rate(text: str) -> float:
-    """``1gbit``, ``100mbit``: a link's rate in each direction, as bytes per second."""
+    """Parse a link's rate, such as ``1gbit`` or ``100mbit``, to bytes per second."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-z]+)", text.strip(), re.IGNORECASE)
     scale = _RATES.get(match[2].lower()) if match else None
     if match is None or scale is None or not 10**6 <= float(match[1]) * scale <= 400 * 10**9:
@@ -46,52 +46,54 @@ def rate(text: str) -> float:
 
 
 def algorithm(text: str) -> str:
-    """A congestion control's name; whether the kernel has it, it says itself."""
+    """Parse the name of a congestion control. The kernel checks whether it has it."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,14}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no congestion control's name: write cubic, reno, bbr")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the name of a congestion control, such as cubic, reno or bbr"
+        )
     return text
 
 
 def wire(text: str) -> str:
-    """A wire format's name."""
+    """Parse the name of a wire format."""
     if text not in WIRES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a wire format: there are {', '.join(WIRES)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a wire format; the formats are {', '.join(WIRES)}")
     return text
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """A parser of whole numbers from `low` to `high`."""
+    """Make a parser of whole numbers from `low` to `high`."""
     return number(int, low, high, limits="{:,} to {:,}")
 
 
 def listed(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """A parser of comma-separated values, each at most once."""
+    """Make a parser of comma-separated values, each at most once."""
 
     def parse_all(text: str) -> list[T]:
         values = [parse(part.strip()) for part in text.split(",")]
         if len({*map(repr, values)}) < len(values):
-            raise argparse.ArgumentTypeError(f"{text!r} names something twice")
+            raise argparse.ArgumentTypeError(f"{text!r} contains a value twice")
         return values
 
     return parse_all
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """A parser of one of these names."""
+    """Make a parser of one of these names."""
 
     def parse(text: str) -> str:
         if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is unknown: there are {', '.join(names)}")
+            raise argparse.ArgumentTypeError(f"{text!r} is unknown; the names are {', '.join(names)}")
         return text
 
     return parse
 
 
 def picture(text: str) -> Path:
-    """A file to be written, in a folder that exists."""
+    """Parse the path of a picture, in a folder that exists."""
     path = Path(text)
     if path.suffix.lower() != ".png":
-        raise argparse.ArgumentTypeError(f"{text!r}: the picture is a PNG, name it FILE.png")
+        raise argparse.ArgumentTypeError(f"{text!r}: the picture is a PNG; its name must end with .png")
     if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {path.absolute().parent}")
+        raise argparse.ArgumentTypeError(f"{text!r}: the folder {path.absolute().parent} does not exist")
     return path

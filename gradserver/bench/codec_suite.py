@@ -1,4 +1,4 @@
-"""The suite `codecs`: what each codec takes on the wire, what it loses, and how much work it is for one thread."""
+"""The suite `codecs`: the size of each codec on the wire, its error, and its time in one thread."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from gradserver.reducer import reduce
 Floats = npt.NDArray[np.float32]
 
 _NUMEL = 300_000
-"""Elements of which the losses are measured: two slices, of which the second is no whole number of blocks."""
+"""Number of elements for the errors: two slices, of which the second is no whole number of blocks."""
 _TOLERANCE = 2e-5
-"""What fp32 may round away in one round of gradients whose elements are about 1."""
+"""Largest rounding of fp32 in one round of gradients whose elements are about 1."""
 
 
 def codecs(arguments: argparse.Namespace, session: Session) -> None:
-    """Every codec by itself: no processes, no network."""
+    """Measure every codec alone: no processes, no network."""
     keep_memory()  # as the coordinator does
     workers, rounds = arguments.workers, arguments.rounds
     names = [codec_of(name).name for name in arguments.wire]
     title = f"means of {workers} contributions; one thread; error after one round, and after {rounds} with feedback"
     session.section(title, "codecs")
-    session.live(f"what is lost in {rounds} rounds")
+    session.live(f"errors in {rounds} rounds")
     losses = account(names, workers, rounds)
     for nbytes in arguments.sizes:
         session.live(f"{size_name(nbytes)}: encoding, decoding, adding up")
@@ -48,7 +48,7 @@ def codecs(arguments: argparse.Namespace, session: Session) -> None:
 
 
 class Exchange:
-    """One bucket of a plan in one codec, between workers and a coordinator that are all in this thread."""
+    """Exchange of one bucket in one codec, between workers and a coordinator that are all in this thread."""
 
     def __init__(self, name: str, numel: int, workers: int) -> None:
         self.codec: Codec = codec_of(name)
@@ -59,13 +59,13 @@ class Exchange:
         self._scratch = Scratch()
 
     def rooms(self) -> list[npt.NDArray[np.uint8]]:
-        """Memory for a payload of each slice."""
+        """Allocate memory for a payload of each slice."""
         return [np.empty(self.codec.nbytes(stop - start), np.uint8) for start, stop in self._spans]
 
     def encode(
         self, values: Floats, round_number: int, feedback: Feedback | None, rooms: Sequence[npt.NDArray[np.uint8]]
     ) -> list[Buffer]:
-        """What a worker sends: a payload for each slice. Without ``feedback`` what is lost is lost."""
+        """Encode a worker's payload of each slice. Without ``feedback`` the residual is lost."""
         payloads: list[Buffer] = []
         for (start, stop), room in zip(self._spans, rooms, strict=True):
             piece, seed = values[start:stop], seed_of(round_number, 0, start)
@@ -76,7 +76,7 @@ class Exchange:
         return payloads
 
     def combine(self, contributions: Sequence[Sequence[Buffer]], round_number: int) -> list[Buffer]:
-        """What the coordinator answers, from the payloads of every rank."""
+        """Make the coordinator's answers from the payloads of every rank."""
         key, answers = ExchangeKey(Stream.BUCKET, round_number, 0), list[Buffer]()
         for index, (start, stop) in enumerate(self._spans):
             given = [Contribution(rank, 1.0, payloads[index]) for rank, payloads in enumerate(contributions)]
@@ -86,18 +86,18 @@ class Exchange:
             )
             outcome = reduce(command)
             if outcome is None or isinstance(outcome, NonFinite | Sifted | Undecodable | Broken | tuple):
-                raise BenchError(f"{self.codec.name}: the coordinator found {outcome}")
+                raise BenchError(f"{self.codec.name}: the reduction failed: {outcome}")
             answers.append(outcome)
         return answers
 
     def decode(self, payloads: Sequence[Buffer], out: Floats, round_number: int) -> None:
-        """What a worker does with the answers."""
+        """Decode the answers at a worker."""
         for (start, stop), payload in zip(self._spans, payloads, strict=True):
             seed = seed_of(round_number, 0, start)
             self.codec.decode(payload, stop - start, out[start:stop], seed, self._scratch)
 
     def owed(self) -> Floats:
-        """What the coordinator has still to send, one value for each element."""
+        """Return the coordinator's residual, one value for each element."""
         owed = [self._owed.get((0, index)) for index in range(len(self._spans))]
         return np.concatenate(
             [
@@ -112,13 +112,13 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What became of the means of some rounds.
+    """Errors of the means of some rounds.
 
     Attributes:
-        rounds: how many.
-        first: length of the first round's error over that of its exact mean.
-        total: the same of the sums over all rounds.
-        wrong: elements that are neither in a result nor owed by anybody.
+        rounds: number of rounds.
+        first: norm of the first round's error, over that of its exact mean.
+        total: the same for the sums over all rounds.
+        wrong: number of elements that are missing in the results and in the residuals.
     """
 
     rounds: int
@@ -128,7 +128,7 @@ class Loss:
 
 
 class _Account:
-    """All that a codec's workers got, beside what they should have got."""
+    """Results of a codec's workers, beside the exact ones."""
 
     def __init__(self, name: str, workers: int) -> None:
         self.exchange = Exchange(name, _NUMEL, workers)
@@ -159,7 +159,7 @@ class _Account:
 
 
 def account(names: Sequence[str], workers: int, rounds: int) -> dict[str, Loss]:
-    """What each codec loses of gradients that are one signal, and as much noise at every worker in every round."""
+    """Measure the errors of each codec, on gradients of one signal and as much noise at every worker and round."""
     chance = np.random.default_rng(0)
     signal = chance.standard_normal(_NUMEL, np.float32)
     accounts = {name: _Account(name, workers) for name in names}
@@ -189,13 +189,13 @@ class Times:
     combine: list[float] = field(default_factory=list)
 
     def forget(self) -> None:
-        """That was to warm up."""
+        """Discard the samples of the warm-up."""
         for samples in (self.encode, self.decode, self.combine):
             samples.clear()
 
 
 def measure(names: Sequence[str], numel: int, workers: int, repetitions: int) -> tuple[Stats, dict[str, Times]]:
-    """A copy's times, and each codec's: all of them in turns, after one turn that does not count."""
+    """Measure a copy and each codec in turns, after one turn that does not count."""
     chance = np.random.default_rng(0)
     gradients = [chance.standard_normal(numel, np.float32) for _ in range(workers)]
     out, copying = np.empty(numel, np.float32), list[float]()
@@ -213,11 +213,11 @@ def measure(names: Sequence[str], numel: int, workers: int, repetitions: int) ->
 
 
 def _turn(name: str, gradients: Sequence[Floats], out: Floats, times: Times) -> Callable[[], None]:
-    """Does everything once with one codec."""
+    """Make a function that measures one codec once."""
     exchange = Exchange(name, out.size, len(gradients))
     feedback = None if name == "fp32" else Feedback(out.size)
     sent = [exchange.encode(gradient, 0, None, exchange.rooms()) for gradient in gradients]
-    rooms = exchange.rooms()  # a worker has those of earlier payloads
+    rooms = exchange.rooms()  # a worker reuses the memory of earlier payloads
 
     def turn() -> None:
         times.encode.append(_timed(lambda: exchange.encode(gradients[0], 0, feedback, rooms)))
@@ -228,7 +228,7 @@ def _turn(name: str, gradients: Sequence[Floats], out: Floats, times: Times) -> 
 
 
 def _timed(work: Callable[[], object]) -> float:
-    """The processor's time: nothing here waits, and what other programs do meanwhile is not to count."""
+    """Measure the processor's time: nothing here waits, and other programs' time must not count."""
     began = time.thread_time()
     work()
     return time.thread_time() - began

@@ -1,6 +1,6 @@
-"""The ways in which a case's work can be done. Each knows how to get ready, do it once, and check what came of it.
+"""Contenders: ways to do the work of a case. Each can set up, do the work once, and check the result.
 
-All of them reduce `case.numel` fp32 numbers over all workers, or move the bytes which that takes at least.
+All of them reduce `case.numel` fp32 numbers over all workers, or move the bytes that a reduction takes at least.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gradserver.bench.spec import FLOAT_BYTES, Case, Contender
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.plan import simple_plan
 
-BUCKET_BYTES = 25 << 20  # of the plan's buckets at most: torch DDP's own default
-_LARGEST = 251.0 + 8.0  # of the numbers in a pattern, for up to 16 workers
+BUCKET_BYTES = 25 << 20  # largest bucket of the plan: torch DDP's own default
+_LARGEST = 251.0 + 8.0  # largest number in a pattern, for up to 16 workers
 _STEP = {"bf16": _LARGEST * 2.0**-8, "int8": _LARGEST / 127}
 """The largest rounding of one number by a lossy wire."""
 
@@ -30,24 +30,23 @@ _WARM_UP: Final = 5
 
 
 class Contestant(ABC):
-    """One contender in one process. What it sets up before `once` is not measured."""
+    """Contender in one process. Its setup before `once` is not measured."""
 
     def __init__(self, member: Member, case: Case, spec: Contender) -> None:
         self.member, self.case, self.spec = member, case, spec
 
     def align(self) -> None:
-        """Waits for all processes; by the contender's own means if it has any, so that these are awake."""
+        """Wait for all processes; by the contender's own means if it has any, so that these are awake."""
         self.member.barrier()
 
     @abstractmethod
     def once(self) -> None:
-        """Does the work."""
+        """Do the work once."""
 
     def timed(self, count: int) -> float:
-        """Seconds for doing it `count` times, one right after the other.
+        """Measure the seconds for doing the work `count` times in a row.
 
-        What is done several times is done a few times before: it comes after others, who have left their data in the
-        caches and its own threads asleep.
+        Repeated work is warmed up: earlier contenders have left their data in the caches, and its own threads asleep.
         """
         for _ in range(min(count - 1, _WARM_UP)):
             self.once()
@@ -58,27 +57,27 @@ class Contestant(ABC):
         return time.perf_counter() - began
 
     def check(self) -> dict[str, Any]:
-        """`wrong`: how many elements are not what they should be. Perhaps more figures."""
+        """Check the result. Return the number of `wrong` elements, and perhaps further figures."""
         return {"wrong": 0}
 
-    def close(self) -> None:  # noqa: B027 (most have nothing to give back)
-        """Gives back what it holds."""
+    def close(self) -> None:  # noqa: B027 (most have nothing to release)
+        """Release resources."""
 
 
 class Ours(Contestant):
-    """Anything that runs over a gradserver worker."""
+    """Contender that uses a gradserver worker."""
 
     def __init__(self, member: Member, case: Case, spec: Contender) -> None:
         super().__init__(member, case, spec)
         self.worker = member.links[spec.link]
 
     def align(self) -> None:
-        """By the coordinator."""
+        """Wait at the coordinator's barrier."""
         self.worker.barrier()
 
 
 class AllReduce(Ours):
-    """``worker.all_reduce`` of one tensor, in ordinary memory or in what ``worker.empty`` gives."""
+    """``worker.all_reduce`` of one tensor, in ordinary memory or in that of ``worker.empty``."""
 
     def __init__(self, member: Member, case: Case, spec: Contender) -> None:
         super().__init__(member, case, spec)
@@ -90,7 +89,7 @@ class AllReduce(Ours):
         self.worker.all_reduce(self.tensor)
 
     def check(self) -> dict[str, Any]:
-        """Against the exact mean. Left in the tensor is that mean, which further reductions do not change."""
+        """Compare with the exact mean. The tensor keeps this mean, which further reductions do not change."""
         self.tensor.copy_(pattern(self.case.numel, self.member.rank, self.member.workers))
         self.align()
         self.once()
@@ -98,7 +97,7 @@ class AllReduce(Ours):
 
 
 class Rounds(Ours):
-    """A round of a plan: every bucket pushed, last to first as backward would, then all results awaited.
+    """Round of a plan: every bucket is pushed, last to first as in a backward, then all results are awaited.
 
     Options: `blocks`, the number of buckets, and `wait_s`, seconds of emulated backward spread over them.
     """
@@ -119,7 +118,7 @@ class Rounds(Ours):
         self.worker.finish_round()
 
     def check(self) -> dict[str, Any]:
-        """As `AllReduce.check`."""
+        """Check as `AllReduce.check` does."""
         rank, workers = self.member.rank, self.member.workers
         for bucket in self.buckets:
             bucket.copy_(pattern(bucket.numel(), rank, workers))
@@ -150,7 +149,7 @@ class Gloo(Contestant):
             dist.all_reduce(self.tensor)
 
     def check(self) -> dict[str, Any]:
-        """Leaves zeros: sums of sums would grow without end."""
+        """Compare with the exact mean, and set zeros: sums of sums would grow without end."""
         self.tensor.copy_(pattern(self.case.numel, self.member.rank, self.member.workers))
         self.align()
         self.once()
@@ -162,7 +161,7 @@ class Gloo(Contestant):
 
 
 class Copy(Contestant):
-    """The memory's limit: (W+1)·N bytes read or written, by all processes at once, each its share, as plain copies.
+    """Limit of the memory: (W+1)·N bytes read or written, by all processes at once, each its share, as plain copies.
 
     A reduction reads the contributions of W workers and writes one result. A copy of n bytes reads n and writes n.
     """
@@ -179,7 +178,7 @@ class Copy(Contestant):
 
 
 class Sockets(Contestant):
-    """The network stack's limit: 2·W·N bytes over plain sockets, by all processes at once."""
+    """Limit of the network stack: 2·W·N bytes over plain sockets, by all processes at once."""
 
     def __init__(self, member: Member, case: Case, spec: Contender) -> None:
         super().__init__(member, case, spec)
@@ -187,23 +186,23 @@ class Sockets(Contestant):
         self._outgoing, self._incoming = memoryview(bytearray(on_wire)), memoryview(bytearray(on_wire))
 
     def once(self) -> None:
-        """N bytes to, and from, both neighbours."""
+        """Exchange N bytes with both neighbours."""
         self.member.ring.exchange(self._outgoing, self._incoming)
 
 
 class Hops(Contestant):
-    """Two hops over plain pyzmq, through a process that waits for everybody's message before it answers."""
+    """Two hops over plain pyzmq, through a process that waits for all messages before it answers."""
 
     def __init__(self, member: Member, case: Case, spec: Contender) -> None:
         super().__init__(member, case, spec)
         self._payload = bytes(range(256)) * (case.nbytes // 256) + bytes(case.nbytes % 256)
 
     def align(self) -> None:
-        """Two hops wait for everybody as well."""
+        """Wait for all processes with two hops."""
         self._hop()
 
     def once(self) -> None:
-        """There and back."""
+        """Send the payload there and back."""
         self._hop()
 
     def _hop(self) -> bytes:
@@ -212,7 +211,7 @@ class Hops(Contestant):
         return socket.recv()
 
     def check(self) -> dict[str, Any]:
-        """The payload comes back."""
+        """Check that the payload comes back."""
         return {"wrong": int(self._hop() != self._payload)}
 
 
@@ -230,7 +229,7 @@ class Threads(Contestant):
         self.timed(1)
 
     def timed(self, count: int) -> float:
-        """The longest of all threads."""
+        """Measure the longest time of all threads."""
 
         def work(worker: gradserver.Worker) -> float:
             tensor = self._tensors[worker.rank]
@@ -243,29 +242,29 @@ class Threads(Contestant):
         return max(self._cluster.run(work))
 
     def check(self) -> dict[str, Any]:
-        """As `AllReduce.check`."""
+        """Check as `AllReduce.check` does."""
         for rank, tensor in enumerate(self._tensors):
             tensor.copy_(pattern(self.case.numel, rank, len(self._tensors)))
         self.timed(1)
         return {"wrong": sum(wrong(tensor, 0.0) for tensor in self._tensors)}
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self._cluster.close()
 
 
 def wrong(tensor: torch.Tensor, tolerance: float) -> int:
-    """How many elements are further than `tolerance` from the mean pattern. NaN is wrong."""
+    """Count the elements that are further than `tolerance` from the mean pattern. NaN is wrong."""
     return int((~((tensor - mean_pattern(tensor.numel())).abs() <= tolerance)).sum())
 
 
 def _tolerance(wire: str) -> float:
-    """None for fp32. Lossy: a rounding on each way, and as much again that error feedback carries over."""
+    """Return the largest error: 0 for fp32; for lossy wires a rounding each way, and as much by error feedback."""
     return 4 * _STEP[wire] if wire in _STEP else 0.0
 
 
 def bucket_sizes(numel: int, blocks: int | None = None) -> list[int]:
-    """Buckets of equal size, in elements: so many, or as few as may be."""
+    """Divide `numel` elements into buckets of equal size: `blocks` of them, or as few as possible."""
     count = blocks or -(-numel * FLOAT_BYTES // BUCKET_BYTES)
     return [numel * (i + 1) // count - numel * i // count for i in range(count)]
 

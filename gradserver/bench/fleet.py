@@ -1,4 +1,4 @@
-"""A fleet: the processes that one comparison needs, and the measuring of a case by all its contenders in turn."""
+"""A fleet: the processes of one comparison, which measure a case with all its contenders in turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradserver.bench.spec import BenchError, Case, Contender, Link, Seat
 from gradserver.bench.stats import Stats
 
 TIMEOUT = 120.0  # seconds that a worker waits for the others
-SILENCE = TIMEOUT + 30.0  # and that we wait for workers: theirs comes first, as it says more
+SILENCE = TIMEOUT + 30.0  # time to wait for workers: their own deadline is earlier, as its error says more
 MOST_IN_A_ROW = 1000
 _LISTENING = "listening on "
 _PORT = 7411
@@ -24,7 +24,7 @@ _PORT = 7411
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What the workers of a fleet connect to beside gloo."""
+    """Connections that the workers of a fleet need beside gloo."""
 
     links: tuple[Link, ...] = ()
     ring: bool = False
@@ -35,7 +35,7 @@ class Needs:
 
 @dataclass(slots=True)
 class Measured:
-    """What became of one contender."""
+    """Measurements of one contender."""
 
     times: Stats
     wrong: int = 0
@@ -47,7 +47,7 @@ Progress = Callable[[str], None]
 
 
 class Fleet:
-    """Runs from construction to the end of the context."""
+    """Processes that run from construction to the end of the context."""
 
     def __init__(self, workers: int, needs: Needs, folder: Path, place: Place | None = None) -> None:
         self.workers = workers
@@ -67,7 +67,7 @@ class Fleet:
     def measure(
         self, case: Case, repetitions: int, sample_seconds: float, progress: Progress = lambda _: None
     ) -> dict[str, Measured]:
-        """Every contender in turn, `repetitions` times. A sample is the time of one operation.
+        """Measure every contender in turn, `repetitions` times. A sample is the time of one operation.
 
         Fast operations are measured several in a row, so that a sample lasts about `sample_seconds`. Its time is
         that of the slowest rank, from the barrier on, divided by their number.
@@ -155,7 +155,7 @@ class Fleet:
         port = 0 if isinstance(place, Here) else _PORT
         arguments = ["serve", "--bind", f"tcp://{place.coordinator_address()}:{port}", "--quiet"]
         if self._needs.shards:
-            arguments += ["--rate", "0", "--allow-shards"]  # it only says who is there: all slices are the shards'
+            arguments += ["--rate", "0", "--allow-shards"]  # it only knows the members: the shards hold all slices
         url = self._serve("coordinator", arguments, place.coordinator_prefix())
         if self._needs.shards:
             for rank in range(self.workers):
@@ -168,11 +168,11 @@ class Fleet:
         child = self._processes.start(name, "-m", "gradserver", *arguments, prefix=prefix)
         (line,) = self._processes.lines([child], SILENCE)
         if not line.startswith(_LISTENING):
-            raise BenchError(f"the {name} said {line!r} instead of where it listens")
+            raise BenchError(f"the {name} printed {line!r} instead of its address")
         return line.removeprefix(_LISTENING).strip()
 
     def _end(self) -> None:
-        """Lets everybody leave in order, so that nothing of theirs stays behind."""
+        """Let all processes end in order, so that nothing of theirs stays behind."""
         for child in self._everybody():
             child.tell({"do": "end"})
         for child in self._everybody():
@@ -195,7 +195,7 @@ class Fleet:
         return max(float(answer["seconds"]) for answer in answers) / count
 
     def _check(self, contender: Contender) -> tuple[int, dict[str, float]]:
-        """The number of wrong values over all ranks, and the mean over the ranks of every other figure."""
+        """Count the wrong values over all ranks, and compute the mean over the ranks of every other figure."""
         answers = self._ask(self._of(contender), {"do": "check", "name": contender.name})
         wrong = sum(int(answer["wrong"]) for answer in answers)
         # Replicas whose weights are not rank 0's are wrong, too.

@@ -1,7 +1,7 @@
-"""The middle of the plain pyzmq comparison: waits for a message from every worker, then answers them all.
+"""The hub of the plain pyzmq comparison: waits for a message from every worker, then answers them all.
 
-Two hops and nothing else: no engine, no sum, no check. Started as ``python -m gradserver.bench.hub URL WORKERS``;
-prints the URL that it listens at.
+It makes two hops and nothing else: no engine, no sum, no check. It is started as ``python -m gradserver.bench.hub URL
+WORKERS``, and prints its URL.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import zmq
 
 
 def main() -> int:
-    """Answers until it is ended."""
+    """Answer messages until the process is ended."""
     url, workers = sys.argv[1], int(sys.argv[2])
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)

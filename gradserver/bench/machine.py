@@ -1,4 +1,4 @@
-"""What a result was measured on: without it, a number says nothing."""
+"""Description of the machine: without it, a result says nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gradserver
 
 
 def describe() -> dict[str, Any]:
-    """This machine, as plain values."""
+    """Describe this machine, as plain values."""
     return {
         "cpu": _cpu(),
         "cores": cores(),
@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that takes part."""
+    """Collect the versions of all packages that take part."""
     found = {"gradserver": gradserver.__version__, "python": platform.python_version()}
     for name in ("torch", "numpy", "pyzmq"):
         try:
@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

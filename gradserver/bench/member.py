@@ -1,4 +1,4 @@
-"""What a worker process is connected to: gradserver, gloo, a ring of plain sockets, the plain pyzmq hub."""
+"""Connections of a worker process: gradserver, gloo, a ring of plain sockets, the plain pyzmq hub."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Member:
 
     @property
     def port(self) -> int:
-        """Where its left neighbour in the ring can reach it."""
+        """Port at which its left neighbour in the ring can reach it."""
         return self._listener.getsockname()[1] if self._listener else 0
 
     def join(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """Connects to all that the seat names; `addresses` are everybody's, for the ring."""
+        """Make all connections that the seat names; `addresses` are those of all workers, for the ring."""
         seat = self.seat
         for link in seat.links:
             self.links[link] = _connect(seat, link)
@@ -57,22 +57,22 @@ class Member:
 
     @property
     def ring(self) -> Ring:
-        """The plain sockets."""
+        """Ring of plain sockets."""
         assert self._ring is not None, "the seat has no ring"
         return self._ring
 
     @property
     def hub(self) -> zmq.Socket[bytes]:
-        """The plain pyzmq socket."""
+        """Plain pyzmq socket."""
         assert self._hub is not None, "the seat has no hub"
         return self._hub
 
     def barrier(self) -> None:
-        """gloo's, for contenders that have none of their own."""
+        """Wait at gloo's barrier, for contenders that have none of their own."""
         dist.barrier()
 
     def close(self) -> None:
-        """Leaves everything."""
+        """Close all connections."""
         for worker in self.links.values():
             worker.close("the benchmark is done")
         if self.seat.store:
@@ -82,7 +82,7 @@ class Member:
 
 
 def pattern(numel: int, rank: int, workers: int) -> torch.Tensor:
-    """What `rank` contributes. All sums of these numbers, and their mean, are exact in fp32.
+    """Make the contribution of `rank`. All sums of these numbers, and their mean, are exact in fp32.
 
     Neighbours differ, and so do slices: 251 is prime, so that a slice in another's place shows.
     """
@@ -90,7 +90,7 @@ def pattern(numel: int, rank: int, workers: int) -> torch.Tensor:
 
 
 def mean_pattern(numel: int) -> torch.Tensor:
-    """The mean of all ranks' patterns."""
+    """Make the mean of all ranks' patterns."""
     return torch.arange(251.0).repeat(-(-numel // 251))[:numel]
 
 
@@ -110,7 +110,7 @@ def _connect(seat: Seat, link: Link) -> gradserver.Worker:
 
 @contextmanager
 def _channel(name: str) -> Iterator[None]:
-    """Connections made inside go over this channel; "" leaves it to gradserver."""
+    """Make connections over this channel inside the context; with "" gradserver chooses."""
     if name:
         os.environ["GRADSERVER_CHANNEL"] = name
     try:

@@ -1,7 +1,7 @@
 """A cluster on one machine: a network namespace for each host, one link each to a switch, limited in both directions.
 
-Names carry this process's id: several runs do not meet, and what a killed run left behind is known by it. The
-interfaces and addresses are inside the namespaces, so that nothing of this machine's own network changes.
+Names contain this process's id: several runs do not conflict, and the leftovers of a killed run can be found. The
+interfaces and addresses are inside the namespaces, so that this machine's own network does not change.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gradserver.bench.processes import uninterrupted
 from gradserver.bench.spec import BenchError
 
 PREFIX = "gsb"
-_SECONDS = 30.0  # for any one command
-_LEAST_BURST = 256 << 10  # bytes: what a link may send at once. A timer's tick at high rates needs more
+_SECONDS = 30.0  # time limit of one command
+_LEAST_BURST = 256 << 10  # bytes that a link may send at once. A timer's tick at high rates needs more
 _BURST_SECONDS = 0.5e-3
 _NAME = re.compile(rf"{PREFIX}-(\d+)-\w+")
 
 
 class Lab:
-    """Namespaces that exist. `links` makes and removes them."""
+    """Namespaces of hosts. `links` makes and removes them."""
 
     interface = "e0"
 
@@ -33,41 +33,41 @@ class Lab:
         self.workers = workers
 
     def worker_prefix(self, rank: int) -> list[str]:
-        """Each worker has a host of its own."""
+        """Return the command prefix of a worker's host."""
         return _inside(_name(f"h{rank + 1}"))
 
     def worker_address(self, rank: int) -> str:
-        """Of that host."""
+        """Return the address of a worker's host."""
         return f"10.77.0.{rank + 1}"
 
     def plug(self, rank: int, in_place: bool) -> None:
-        """Plug the cable of a worker's host in, or pull it out."""
+        """Connect a worker's host, or disconnect it."""
         _run("ip", "-n", _name(f"h{rank + 1}"), "link", "set", self.interface, "up" if in_place else "down")
 
     def coordinator_prefix(self) -> list[str]:
-        """The coordinator has a host of its own, too."""
+        """Return the command prefix of the coordinator's host."""
         return _inside(_name("c"))
 
     def coordinator_address(self) -> str:
-        """Of that host."""
+        """Return the address of the coordinator's host."""
         return "10.77.0.200"
 
 
 def why_not() -> str | None:
-    """Why no such cluster can be made here, and what to do; None if it can."""
+    """Explain why no such cluster can be made here, and what to do; None if it can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found: install iproute2 (Debian, Ubuntu: apt install iproute2)"
     if os.geteuid() != 0:
-        return "network namespaces need root: run it with sudo"
+        return "network namespaces require root: run the command with sudo"
     return None
 
 
 @contextmanager
 def links(workers: int, rate: float, coordinator_rate: float, congestion: str | None = None) -> Iterator[Lab]:
-    """Hosts for `workers` and a coordinator, with links of these rates (bytes per second each way).
+    """Make hosts for `workers` and a coordinator, with links of these rates (bytes per second each way).
 
-    `congestion` names TCP's congestion control between them; None leaves them this machine's.
+    `congestion` is TCP's congestion control between them; None for this machine's.
     """
     reason = why_not()
     if reason is not None:
@@ -89,12 +89,12 @@ def links(workers: int, rate: float, coordinator_rate: float, congestion: str | 
 
 
 def remove_leftovers() -> None:
-    """Removes the namespaces of runs whose process is gone."""
+    """Remove the namespaces of runs whose process has ended."""
     _remove({pid for pid in _owners() if pid != os.getpid() and not Path(f"/proc/{pid}").exists()})
 
 
 def existing() -> list[str]:
-    """Names of all namespaces that a bench made, of this process or others."""
+    """List all namespaces that a bench made, of this process or others."""
     with suppress(FileNotFoundError):
         return sorted(name for name in os.listdir("/run/netns") if _NAME.fullmatch(name))
     return []
@@ -108,7 +108,7 @@ def _remove(pids: set[int]) -> None:
     for name in existing():
         match = _NAME.fullmatch(name)
         if match and int(match[1]) in pids:
-            with suppress(BenchError):  # the others are to go all the same
+            with suppress(BenchError):  # the others are removed all the same
                 _run("ip", "netns", "delete", name)
 
 
@@ -125,8 +125,8 @@ def _add_host(host: str, address: str, rate: float, congestion: str | None) -> N
         _run("ip", "-n", name, "route", "change", *route, "congctl", congestion)
     burst = max(_LEAST_BURST, round(rate * _BURST_SECONDS))
     shape = ["root", "tbf", "rate", f"{rate * 8:.0f}bit", "burst", f"{burst}b", "latency", "100ms"]
-    _run(*_inside(name), "tc", "qdisc", "add", "dev", Lab.interface, *shape)  # what the host sends
-    _run(*_inside(switch), "tc", "qdisc", "add", "dev", port, *shape)  # what it is sent
+    _run(*_inside(name), "tc", "qdisc", "add", "dev", Lab.interface, *shape)  # packets that the host sends
+    _run(*_inside(switch), "tc", "qdisc", "add", "dev", port, *shape)  # packets to the host
 
 
 def _name(host: str) -> str:
@@ -138,13 +138,13 @@ def _inside(namespace: str) -> list[str]:
 
 
 def _run(*command: str) -> None:
-    # A session of its own: Ctrl-C must not reach it, which would leave its work half done.
+    # In its own session: Ctrl-C must not reach it, which would leave its work half done.
     try:
         ran = subprocess.run(
             command, capture_output=True, text=True, timeout=_SECONDS, check=False, start_new_session=True
         )
     except subprocess.TimeoutExpired:
-        raise BenchError(f"`{' '.join(command)}` has not ended within {_SECONDS:.0f} s") from None
+        raise BenchError(f"`{' '.join(command)}` did not end within {_SECONDS:.0f} s") from None
     if ran.returncode != 0:
         reason = ran.stderr.strip() or f"status {ran.returncode}"
         raise BenchError(f"`{' '.join(command)}` failed: {reason}")

@@ -1,4 +1,4 @@
-"""Where the processes of a fleet run: on this machine as it is, or on hosts made of network namespaces."""
+"""Places where the processes of a fleet run: this machine as it is, or hosts made of network namespaces."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ class Place(Protocol):
         """Network interface that connects the workers."""
 
     def worker_prefix(self, rank: int) -> list[str]:
-        """What to put before a command so that it runs where worker `rank` does."""
+        """Return the prefix of a command on the host of worker `rank`."""
 
     def worker_address(self, rank: int) -> str:
-        """Where the host of worker `rank` is reached."""
+        """Return the address of the host of worker `rank`."""
 
     def coordinator_prefix(self) -> list[str]:
-        """What to put before a command so that it runs where the coordinator does."""
+        """Return the prefix of a command on the coordinator's host."""
 
     def coordinator_address(self) -> str:
-        """Where that host is reached."""
+        """Return the address of the coordinator's host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """All on this machine, over its loopback."""
+    """Place of all processes on this machine, over its loopback."""
 
     interface: str = "lo"
 
     def worker_prefix(self, rank: int) -> list[str]:  # noqa: ARG002  (Place's signature)
-        """Nothing."""
+        """Return no prefix."""
         return []
 
     def worker_address(self, rank: int) -> str:  # noqa: ARG002
-        """The loopback."""
+        """Return the loopback's address."""
         return "127.0.0.1"
 
     def coordinator_prefix(self) -> list[str]:
-        """Nothing."""
+        """Return no prefix."""
         return []
 
     def coordinator_address(self) -> str:
-        """The loopback."""
+        """Return the loopback's address."""
         return "127.0.0.1"

@@ -1,4 +1,4 @@
-"""One picture of a run: time over size for ours, gloo and the limit, a panel for each number of workers."""
+"""Picture of a run: time over size for gradserver, gloo and the limit, with a panel for each number of workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PEER, _LIMIT, _GREY = "#1f3a5f", "#6b7280", "#6b7280"
 
 
 def save_plot(path: Path, suite: str, rows: Sequence[Row]) -> None:
-    """Writes the picture to `path` as a PNG."""
+    """Write the picture to `path` as a PNG."""
     panels = list(dict.fromkeys((row.op, row.workers) for row in rows))
     # A Figure made without pyplot draws into memory (Agg): no display is needed, and no state is left behind.
     figure = Figure(figsize=(max(6.5, 5.2 * len(panels)), 4.6), layout="constrained")
@@ -34,7 +34,7 @@ def save_plot(path: Path, suite: str, rows: Sequence[Row]) -> None:
 
 
 def _draw_sizes(axes: Axes, rows: Sequence[Row]) -> None:
-    """Logarithmic both ways; bands are quartiles."""
+    """Draw time over size, logarithmic both ways; bands are quartiles."""
     for colour, key in zip(_cycle(len(rows)), dict.fromkeys((row.variant, row.wire) for row in rows), strict=False):
         mine = sorted((row for row in rows if (row.variant, row.wire) == key), key=lambda row: row.nbytes)
         label = key[0] if key[1] == "fp32" else f"{key[0]}, {key[1]}"
@@ -59,7 +59,7 @@ def _draw_sizes(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_bars(axes: Axes, rows: Sequence[Row]) -> None:
-    """A bar for each row, of which the darker part is computing."""
+    """Draw a bar for each row, whose darker part is computing."""
     names = [f"{row.variant}\n{row.wire}" for row in rows]
     colours = [_OURS[0] if row.variant == "gradserver" else _PEER for row in rows]
     places = range(len(rows))
@@ -72,7 +72,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_codecs(axes: Axes, rows: Sequence[Row]) -> None:
-    """Three bars for each row, and the copy as a line."""
+    """Draw three bars for each row, and the copy as a line."""
     seconds = {"encode": [row.time.median for row in rows]}
     seconds |= {what: [row.more[f"{what}_s"] for row in rows] for what in ("decode", "combine")}
     for number, (what, taken) in enumerate(seconds.items()):
@@ -97,7 +97,7 @@ def _line(
 
 
 def _one_each(rows: Iterable[Row]) -> list[Row]:
-    """A row for each size: the others name the same measurement."""
+    """Pick one row for each size: the others have the same measurement."""
     found: dict[int, Row] = {}
     for row in rows:
         found.setdefault(row.nbytes, row)

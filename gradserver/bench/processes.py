@@ -1,4 +1,4 @@
-"""The processes of a benchmark: asked and heard in lines of JSON over pipes."""
+"""The processes of a benchmark: requests and answers are lines of JSON over pipes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from gradserver import processes
 from gradserver.bench.spec import BenchError
 
 ERROR = '{"error":'
-"""How an answer begins that says what went wrong."""
+"""Beginning of an answer that reports an error."""
 
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 class Child(processes.Child):
-    """A Python process that answers requests. It gets the signal ``last`` when its parent is gone."""
+    """Python process that answers requests. It gets the signal ``last`` when its parent has ended."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Child(processes.Child):
         self.unread = b""
         self.lines: list[str] = []
         self.ended = False
-        # A signal that comes while we fork would raise its exception in some module's hook for that, and be lost.
+        # A signal during the fork would raise its exception in some module's fork hook, and be lost.
         with uninterrupted() as mask:
             super().__init__(
                 name,
@@ -53,14 +53,14 @@ class Child(processes.Child):
             )
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Sends one request."""
+        """Send one request."""
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # that it has ended shows when its answer is read
+        with suppress(BrokenPipeError):  # its end shows when its answer is read
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
 
     def read(self) -> None:
-        """Takes what the process has printed."""
+        """Read the lines that the process has printed."""
         assert self.process.stdout is not None
         data = os.read(self.process.stdout.fileno(), 1 << 16)
         self.ended = not data
@@ -68,7 +68,7 @@ class Child(processes.Child):
         self.lines += [line.decode("utf-8", "replace") for line in lines]
 
     def hang_up(self) -> None:
-        """Closes the pipes to the process."""
+        """Close the pipes to the process."""
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             with suppress(BrokenPipeError):
@@ -76,7 +76,7 @@ class Child(processes.Child):
 
 
 class Processes(processes.Family[Child]):
-    """Starts processes and hears them; leaving the context ends every one that is still there."""
+    """Processes of a fleet, with their output. Leaving the context ends all that still run."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         super().__init__(folder)
@@ -84,7 +84,7 @@ class Processes(processes.Family[Child]):
         self._environment = {**single_threaded(), **(environment or {})}
 
     def start(self, name: str, *arguments: str, prefix: Sequence[str] = ()) -> Child:
-        """Starts ``prefix… python arguments…``, with its log in `folder` under its name."""
+        """Start ``prefix… python arguments…``, with its log in `folder` under its name."""
         child = Child(name, arguments, self._environment, self.log_of(name), prefix)
         self.children.append(child)
         assert child.process.stdout is not None
@@ -92,11 +92,11 @@ class Processes(processes.Family[Child]):
         return child
 
     def lines(self, children: Sequence[Child], timeout: float) -> list[str]:
-        """The next line of each of `children`.
+        """Wait for the next line of each of `children`.
 
         Raises:
-            BenchError: one of the run's processes reported an error, or has ended, or not all of `children` were
-                heard within `timeout` seconds.
+            BenchError: one of the run's processes reported an error, or has ended, or not all of `children` printed a
+                line within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while not all(child.lines for child in children):
@@ -115,11 +115,11 @@ class Processes(processes.Family[Child]):
         return [child.lines.pop(0) for child in children]
 
     def answers(self, children: Sequence[Child], timeout: float) -> list[dict[str, Any]]:
-        """The next answer of each of `children`, as `lines`."""
+        """Wait for the next answer of each of `children`, as `lines` does."""
         return [json.loads(line) for line in self.lines(children, timeout)]
 
     def stop(self) -> None:
-        """Ends all processes that are still there, and the talk with them."""
+        """End all processes that still run, and close their pipes."""
         children = list(self.children)
         try:
             super().stop()
@@ -131,9 +131,9 @@ class Processes(processes.Family[Child]):
 
 @contextmanager
 def uninterrupted() -> Iterator[set[int]]:
-    """Holds back Ctrl-C and requests to end until the block is through: for what must not be left half done.
+    """Block Ctrl-C and requests to end during work that must not be left half done.
 
-    Yields the signals that were held back before.
+    Yields the signals that were blocked before.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
@@ -146,19 +146,19 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _before_exec(parent: int, mask: set[int], last: signal.Signals) -> None:
-    """In the child: a ``last`` signal when the parent is gone. Nobody else would end a daemon whose run was killed."""
+    """Request, in the child, a ``last`` signal when the parent ends. It ends daemons whose run was killed."""
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _LIBC.prctl(_SET_DEATH_SIGNAL, last)
-    if os.getppid() != parent:  # it went before we asked
+    if os.getppid() != parent:  # it ended before the request
         os._exit(1)
 
 
 def single_threaded() -> dict[str, str]:
-    """The environment of processes that compute with one thread each."""
+    """Make the environment of processes that compute with one thread each."""
     environment = processes.inherited_environment()
-    # One thread for each process: otherwise the pools of several libraries fight for the cores, and what is
-    # measured is that fight.
+    # One thread for each process: otherwise the thread pools of several libraries compete for the cores, which
+    # distorts the measurement.
     environment.update(dict.fromkeys(_ONE_THREAD, "1"))
     for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GRADSERVER_URL", "GRADSERVER_CHANNEL"):
-        environment.pop(variable, None)  # this run's own are given by hand
+        environment.pop(variable, None)  # this run passes its own
     return environment

@@ -1,4 +1,4 @@
-"""Rows of results, and what they look like as a table, as JSON, and in one sentence."""
+"""Rows of results, and their formats: tables, JSON, and one sentence."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from gradserver.bench.stats import Stats, figures, microseconds, milliseconds
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: ours, beside the peer and the limit that took turns with it.
+    """One line of a table: gradserver beside the peer and the limit that took turns with it.
 
     Attributes:
-        op: what was done: ``all_reduce``, ``step``, ``overlap``, ``codec``.
-        variant: how.
+        op: operation: ``all_reduce``, ``step``, ``overlap``, ``codec``.
+        variant: way in which the operation was done.
         wire: element type on the wire.
-        workers: number of them.
+        workers: number of workers.
         nbytes: fp32 bytes of one worker's data.
-        time: of one operation.
-        wrong: values that were not what they should be, and `peer_wrong` the peer's.
-        in_a_row: operations that one sample is the mean of.
-        peer: what it is compared with, and `peer_time` its time.
-        limit: what bounds it, and `limit_time` the time which that allows; a Stats where it was measured.
+        time: time of one operation.
+        wrong: number of wrong values, and `peer_wrong` that of the peer.
+        in_a_row: number of operations of which one sample is the mean.
+        peer: name of the peer, and `peer_time` its time.
+        limit: name of the limit, and `limit_time` the time that it allows; a Stats where it was measured.
         more: further figures of a suite, by name.
     """
 
@@ -50,32 +50,32 @@ class Row:
 
     @property
     def busbw(self) -> float:
-        """As nccl-tests has it for all_reduce: what a ring's links would have to carry for the same time."""
+        """Bus bandwidth as in nccl-tests for all_reduce: the load of a ring's links for the same time."""
         return self.algbw * 2 * (self.workers - 1) / self.workers
 
     @property
     def ratio(self) -> float | None:
-        """The peer's median over ours: above 1 ours is faster."""
+        """Ratio of the peer's median to gradserver's: above 1 gradserver is faster."""
         return self.peer_time.median / self.time.median if self.peer_time else None
 
     @property
     def peer_seconds(self) -> float | None:
-        """The peer's median."""
+        """Median of the peer."""
         return self.peer_time.median if self.peer_time else None
 
     @property
     def limit_seconds(self) -> float | None:
-        """The time that the limit allows."""
+        """Time that the limit allows."""
         return self.limit_time.median if isinstance(self.limit_time, Stats) else self.limit_time
 
     @property
     def share(self) -> float | None:
-        """How much of the limit was reached: 1 is all that is possible."""
+        """Share of the limit that was reached: 1 is the maximum."""
         seconds = self.limit_seconds
         return None if seconds is None else seconds / self.time.median
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values. Times are in seconds, bandwidths in bytes per second."""
+        """Convert the row to plain values. Times are in seconds, bandwidths in bytes per second."""
         limit = self.limit_time.to_json() if isinstance(self.limit_time, Stats) else None
         return {
             "op": self.op,
@@ -102,7 +102,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: two lines of heading (name and unit), a width, and what stands in it."""
+    """One column: two lines of heading (name and unit), a width, and the text of a cell."""
 
     name: str
     unit: str
@@ -111,7 +111,7 @@ class Column:
     left: bool = False
 
     def set(self, text: str) -> str:
-        """`text` in the column's width."""
+        """Align `text` in the column's width."""
         return text.ljust(self.width) if self.left else text.rjust(self.width)
 
 
@@ -176,28 +176,28 @@ LAYOUTS = {
 
 
 BANDWIDTHS = ("memory", "plain sockets", "links")
-"""Limits that are about bytes, not about the way."""
+"""Limits that depend on bytes, not on latency."""
 LARGE_BYTES = 1_000_000
 
 NOTES = {
     "all_reduce": (
         "time: median of one operation, from a barrier to the end of the slowest rank; middle half of the samples",
         "algbw: size / time; busbw: algbw * 2(W-1)/W as in nccl-tests; #wrong: values checked against the exact mean",
-        "gloo/ours: above 1.00x gradserver is faster; limit: what the bytes take at least; reached: limit / time",
+        "gloo/ours: above 1.00x gradserver is faster; limit: shortest time for the bytes; reached: limit / time",
     ),
     "latency": (
         "time: median of one operation, from a barrier to the end of the slowest rank; middle half of the samples",
         "gloo/ours: above 1.00x gradserver is faster; limit: the same two hops over plain pyzmq; reached: limit / time",
     ),
     "codecs": (
-        "error: length of the error of a mean over that of the mean; of sum: the same of the sum over all rounds",
+        "error: norm of a mean's error / norm of the mean; of sum: the same for the sum over all rounds",
         "encode: with feedback, at a worker; combine: decode all, add up, encode with feedback, at the coordinator",
         "GB/s: size / median time of one core; size: fp32 bytes of one contribution; memcpy: the same bytes copied",
-        "#wrong: elements that no payload brought and nobody owes",
+        "#wrong: elements that are missing in the payloads and in the residuals",
     ),
     "step": (
         "time: median of one training step of the slowest rank; compute: the same step without any exchange",
-        "exposed: time - compute, and its share of the time; loss: on held-out text, after the same steps for all",
+        "exposed: time - compute, and its share of the time; loss: on held-out text, after equally many steps",
         "#wrong: replicas that are not bit-identical to rank 0's; gloo/ours: above 1.00x gradserver is faster",
         "overlap: exchange: by itself; limit: the longer of compute and exchange; exposed: time - compute",
     ),
@@ -205,7 +205,7 @@ NOTES = {
 
 
 class Table:
-    """The columns of one layout."""
+    """Columns of one layout."""
 
     def __init__(self, layout: str) -> None:
         unit, shown, names = LAYOUTS[layout]
@@ -213,24 +213,24 @@ class Table:
         self._columns = [known[name] for name in names]
 
     def heading(self) -> list[str]:
-        """Names, and units below them."""
+        """Format the names, and the units below them."""
         names = "  ".join(column.set(column.name) for column in self._columns)
         units = "  ".join(column.set(column.unit) for column in self._columns)
         return [f"  {names}".rstrip(), f"  {units}".rstrip()]
 
     def line(self, row: Row) -> str:
-        """One row."""
+        """Format one row."""
         return "  " + "  ".join(column.set(column.cell(row)) for column in self._columns).rstrip()
 
 
 def conclusion(rows: Sequence[Row]) -> str:
-    """One sentence over all rows."""
+    """Summarize all rows in one sentence."""
     if not rows:
         return "Nothing was measured."
     wrong = sum(row.wrong + row.peer_wrong for row in rows)
     if wrong:
         bad = sum(row.wrong + row.peer_wrong > 0 for row in rows)
-        return f"WRONG: {wrong:,} values in {bad} of {_counted(len(rows), 'row')} are not what they should be."
+        return f"WRONG: {wrong:,} values in {bad} of {_counted(len(rows), 'row')}."
     said = []
     ours = [row for row in rows if row.peer_time is not None]
     ratios = [row.ratio for row in ours if row.ratio is not None]
@@ -239,7 +239,7 @@ def conclusion(rows: Sequence[Row]) -> str:
         span = _span(f"{min(ratios):.2f}", f"{max(ratios):.2f}")
         rows_compared = _counted(len(ratios), "row")
         said.append(f"gradserver was faster than gloo in {ahead} of {rows_compared} (gloo took {span} times as long)")
-    # What a limit of bandwidth allows for a few bytes, nothing could reach.
+    # For a few bytes, a limit of bandwidth is out of reach.
     bound = [row for row in ours if row.limit not in BANDWIDTHS or row.nbytes >= LARGE_BYTES]
     for limit in dict.fromkeys(row.limit for row in bound if row.limit):
         shares = [row.share for row in bound if row.limit == limit and row.share is not None]
@@ -250,18 +250,18 @@ def conclusion(rows: Sequence[Row]) -> str:
     if any(row.op == "step" for row in rows):
         exact = "replicas stayed bit-identical"
     elif any(row.op == "codec" for row in rows):
-        exact = "what payloads did not bring is owed, of every element"
+        exact = "every element is in the payloads or in the residuals"
     return f"{'; '.join([*said, exact])}."
 
 
 def _gigabytes(bandwidth: float) -> str:
-    """Per second, without the unit. Small tensors are about latency: their bandwidth needs no digits."""
+    """Format a bandwidth, without the unit. Small tensors measure latency: their bandwidth needs fewer digits."""
     value = bandwidth / 1e9
     return figures(value) if value >= 0.01 else f"{value:.4f}"
 
 
 def _error(error: float) -> str:
-    """A share, with what digits it has."""
+    """Format an error as a share."""
     return "0" if error == 0 else f"{error:.2%}" if error >= 1e-4 else f"{error:.1e}"
 
 

@@ -1,7 +1,7 @@
-"""Plain sockets in a ring: what the network stack can carry when all processes push and pull at once.
+"""Plain sockets in a ring: the limit of the network stack when all processes send and receive at once.
 
-Each process sends `nbytes` to both neighbours and receives as much from both. All of them together so send
-2·W·nbytes, as much as a round through a coordinator does, over W connections in both directions.
+Each process sends `nbytes` to both neighbours and receives as much from both. Together they send 2·W·nbytes, as much
+as a round through a coordinator does, over W connections in both directions.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 
 class Ring:
-    """This process's two connections."""
+    """The two connections of this process."""
 
     def __init__(
         self, listener: socket.socket, rank: int, addresses: Sequence[tuple[str, int]], timeout: float
     ) -> None:
-        """`addresses` are the listeners of all ranks. Returns when both neighbours are connected."""
+        """Connect to both neighbours. `addresses` are the listeners of all ranks."""
         self._timeout = timeout
         following = socket.create_connection(addresses[(rank + 1) % len(addresses)], timeout)
         listener.settimeout(timeout)
@@ -28,7 +28,7 @@ class Ring:
             one.setblocking(False)
 
     def exchange(self, outgoing: memoryview, incoming: memoryview) -> None:
-        """Sends `outgoing` to both neighbours, and receives as much from each into `incoming`.
+        """Send `outgoing` to both neighbours, and receive as much from each into `incoming`.
 
         One thread and one loop: threads would wait for each other's interpreter lock instead of the network.
         """
@@ -41,7 +41,7 @@ class Ring:
         while open_ends:
             ready = poll.poll(1000 * self._timeout)
             if not ready:
-                raise TimeoutError(f"the ring of plain sockets stood still for {self._timeout:.0f} s")
+                raise TimeoutError(f"the ring of plain sockets made no progress for {self._timeout:.0f} s")
             for number, event in ready:
                 one = self._sockets[number]
                 if event & select.POLLOUT and sent[number] < total:
@@ -59,13 +59,13 @@ class Ring:
                     open_ends -= 1
 
     def close(self) -> None:
-        """Closes both connections."""
+        """Close both connections."""
         for one in self._sockets.values():
             one.close()
 
 
 def listen(host: str) -> socket.socket:
-    """A listener on a free port."""
+    """Open a listener on a free port."""
     listener = socket.create_server((host, 0))
     listener.listen(4)
     return listener

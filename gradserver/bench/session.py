@@ -1,4 +1,4 @@
-"""One run of a suite, as its user sees it: sections and rows while they come, and what is left in the end."""
+"""Output of one run of a suite: sections and rows as they are measured, and the documents at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WIDTH = 110  # of running text
 
 
 class Session:
-    """Collects rows, and shows them on `screen` unless that is None."""
+    """Collector of rows, which it shows on `screen` unless that is None."""
 
     def __init__(
         self, suite: str, layout: str, repetitions: int, sample_seconds: float, folder: Path, screen: Screen | None
@@ -36,11 +36,11 @@ class Session:
         self._screen = screen
         self._table = Table(layout)
         self._began = datetime.now(UTC)
-        self._machine = machine.describe()  # before we load it ourselves
+        self._machine = machine.describe()  # before this run loads it
         self._fleets = 0
 
     def introduce(self) -> None:
-        """Where this runs, and how the table is to be read."""
+        """Show the machine, and the legend of the table."""
         if self._screen is None:
             return
         here, versions = self._machine, machine.versions()
@@ -50,7 +50,7 @@ class Session:
         self._note(f"{here['cpu']}, {_counted(here['cores'], 'core')}, {memory}, {here['system']}")
         self._note(", ".join(f"{name} {version}" for name, version in versions.items()))
         if here["load_before"] > here["cores"] / 2:
-            busy = f"the load is {here['load_before']:g}: other programs keep the cores busy, expect wide quartiles"
+            busy = f"the load is {here['load_before']:g}: other programs use the cores, so expect wide quartiles"
             self._screen.line(f"  {self._screen.style(busy, RED)}")
         self._screen.line()
         for note in NOTES[self._layout if self._layout in NOTES else "all_reduce"]:
@@ -60,7 +60,7 @@ class Session:
     def fleet(
         self, workers: int, needs: Needs, title: str, place: Place | None = None, layout: str | None = None
     ) -> Iterator[Fleet]:
-        """Starts processes, under a heading."""
+        """Start processes, under a heading."""
         self.section(title, layout or self._layout)
         self.live("starting processes: importing torch")
         self._fleets += 1
@@ -68,7 +68,7 @@ class Session:
             yield fleet
 
     def section(self, title: str, layout: str) -> None:
-        """Opens a table."""
+        """Begin a table."""
         self._table = Table(layout)
         if self._screen is not None:
             self._screen.line()
@@ -79,7 +79,7 @@ class Session:
     def measure(
         self, fleet: Fleet, case: Case, *, repetitions: int | None = None, sample_seconds: float | None = None
     ) -> dict[str, Measured]:
-        """As `Fleet.measure`, with the run's own numbers where none are given."""
+        """Measure as `Fleet.measure` does, with the run's own numbers where none are given."""
         seconds = self._sample_seconds if sample_seconds is None else sample_seconds
         where = f"{fleet.workers} workers, {size_name(case.nbytes)}"
         return fleet.measure(
@@ -87,14 +87,14 @@ class Session:
         )
 
     def add(self, row: Row) -> None:
-        """Shows a row."""
+        """Show a row."""
         self.rows.append(row)
         if self._screen is not None:
             line = self._table.line(row)
             self._screen.line(self._screen.style(line, RED) if row.wrong else line)
 
     def conclude(self) -> int:
-        """The sentence at the end. Returns the exit status: 1 if any value was wrong."""
+        """Show the conclusion. Return the exit status: 1 if any value was wrong."""
         failed = any(row.wrong or row.peer_wrong for row in self.rows)
         if self._screen is not None:
             self._screen.line()
@@ -103,12 +103,12 @@ class Session:
         return int(failed)
 
     def interrupted(self) -> None:
-        """The live line must not stay in the way of what comes next."""
+        """Clear the live line, for the output that follows."""
         if self._screen is not None:
             self._screen.clear()
 
     def document(self, command: list[str], settings: dict[str, Any]) -> str:
-        """All there is to know, as JSON."""
+        """Format all results as JSON."""
         return json.dumps(
             {
                 "suite": self.suite,
@@ -131,7 +131,7 @@ class Session:
             self._screen.line(f"  {self._screen.style(text, DIM)}")
 
     def live(self, text: str) -> None:
-        """Shows what is going on, until something else is shown."""
+        """Show the progress, until other output replaces it."""
         if self._screen is not None:
             self._screen.live(f"  {text}")
 

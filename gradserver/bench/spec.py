@@ -1,4 +1,4 @@
-"""What a run is made of, as the parent tells it to the processes that it starts: plain values, sent as JSON."""
+"""Parts of a run, as the parent sends them to its processes: plain values, as JSON."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from typing import Any
 
 FLOAT_BYTES = 4
 WIRES = {"fp32": 4, "bf16": 2, "int8": 1}
-"""What an element takes on the wire, in bytes, by the name of the wire."""
+"""Bytes of an element on the wire, by the name of the wire."""
 
 
 class BenchError(Exception):
-    """The run cannot go on. The text is for people and says what to do; of several lines perhaps."""
+    """The run cannot continue. The text is for people and says what to do, perhaps in several lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One membership that a worker process opens: a wire format, and the channel by name ("" is the default)."""
+    """Membership that a worker process opens: a wire format, and the channel by name ("" is the default)."""
 
     wire: str = "fp32"
     channel: str = ""
 
     @property
     def group(self) -> str:
-        """The group's name: each link is a group of its own."""
+        """Name of the group: each link has its own."""
         return f"bench-{self.wire}-{self.channel or 'default'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One process of a fleet: who it is, and what it connects to before the first measurement.
+    """Role of one process of a fleet, and the connections that it makes before the first measurement.
 
     Attributes:
         rank: its place among `workers`.
-        workers: how many there are.
-        url: the coordinator; empty for none.
+        workers: number of workers.
+        url: URL of the coordinator; empty for none.
         links: memberships to open.
-        store: file over which the processes of a gloo group find each other; empty for no gloo.
-        hub: the plain pyzmq peer; empty for none.
+        store: file by which the processes of a gloo group find each other; empty for no gloo.
+        hub: URL of the plain pyzmq peer; empty for none.
         host: address at which this process can be reached, for the ring of plain sockets.
         ring: whether to connect that ring.
-        timeout: seconds that anything may wait.
+        timeout: time limit of each wait, in seconds.
     """
 
     rank: int
@@ -55,13 +55,13 @@ class Seat:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Seat:
-        """The seat that `asdict` made a dict of."""
+        """Make a seat of the dict that `asdict` made."""
         return cls(**{**fields, "links": tuple(Link(**link) for link in fields["links"])})
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One way of doing a case's work. `kind` names the class that does it (see `gradserver.bench.contenders`)."""
+    """Way to do the work of a case. `kind` names its class (see `gradserver.bench.contenders`)."""
 
     name: str
     kind: str
@@ -71,27 +71,27 @@ class Contender:
 
     @property
     def link(self) -> Link:
-        """The membership that it uses, if it is one of ours."""
+        """Membership that it uses, if it is one of gradserver."""
         return Link(self.wire, self.channel)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The same work for several contenders, which take turns at it."""
+    """Work that several contenders do in turn."""
 
     nbytes: int
     contenders: tuple[Contender, ...]
 
     @property
     def numel(self) -> int:
-        """Elements, all fp32 in the worker's memory."""
+        """Number of elements, all fp32 in the worker's memory."""
         return self.nbytes // FLOAT_BYTES
 
     def to_dict(self) -> dict[str, Any]:
-        """As `from_dict` reads it."""
+        """Convert to the form that `from_dict` reads."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Case:
-        """The case that `to_dict` wrote."""
+        """Make the case that `to_dict` wrote."""
         return cls(fields["nbytes"], tuple(Contender(**one) for one in fields["contenders"]))

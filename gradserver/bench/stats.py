@@ -17,32 +17,32 @@ class Stats:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Stats:
-        """At least one sample."""
+        """Make statistics of one sample or more."""
         if not samples:
             raise ValueError("no samples")
         return cls(tuple(samples))
 
     @property
     def median(self) -> float:
-        """The middle one."""
+        """Median of the samples."""
         return statistics.median(self.samples)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """Between them lies the middle half of the samples."""
+        """Lower and upper quartile."""
         if len(self.samples) < 2:
             return self.samples[0], self.samples[0]
         low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
         return low, high
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: the summary, and the samples in the order in which they were taken."""
+        """Convert to plain values: the summary, and the samples in the order in which they were taken."""
         low, high = self.quartiles
         return {"median": self.median, "q1": low, "q3": high, "n": len(self.samples), "samples": list(self.samples)}
 
 
 def figures(value: float, digits: int = 3) -> str:
-    """`value` with so many significant digits at least, and no exponent: 0.0120, 1.20, 123, 12345."""
+    """Format `value` with at least so many significant digits, and no exponent: 0.0120, 1.20, 123, 12345."""
     if value == 0:
         return "0"
     rounded = float(f"{value:.{digits - 1}e}")  # 9.996 has a digit more before the point once it is rounded
@@ -51,17 +51,17 @@ def figures(value: float, digits: int = 3) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Without the unit."""
+    """Format a time in milliseconds, without the unit."""
     return figures(1e3 * seconds)
 
 
 def microseconds(seconds: float) -> str:
-    """Without the unit."""
+    """Format a time in microseconds, without the unit."""
     return figures(1e6 * seconds)
 
 
 def size_name(nbytes: int) -> str:
-    """A size as people write it: 4 KiB, 26 MB, 1.5 MB."""
+    """Format a size for people: 4 KiB, 26 MB, 1.5 MB."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale and nbytes % scale == 0:
             return f"{nbytes // scale} {unit}"

@@ -1,4 +1,4 @@
-"""The suites that reduce: which contenders meet, at which sizes, and what bounds them."""
+"""The suites that reduce: their contenders, sizes and limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VARIANTS = {
 
 
 def same_host(arguments: argparse.Namespace, session: Session) -> None:
-    """Processes, and threads, of this machine over whatever channel is the default."""
+    """Measure processes and threads of this machine over the default channel."""
     contenders = [_ours(variant) for variant in arguments.variants]
     needs = Needs(links=(Link(),), threads="threads" in arguments.variants)
     for workers in arguments.workers:
@@ -36,7 +36,7 @@ def same_host(arguments: argparse.Namespace, session: Session) -> None:
 
 
 def loopback(arguments: argparse.Namespace, session: Session) -> None:
-    """The same over TCP: one daemon, and the loopback as the network."""
+    """Measure processes of this machine over TCP: one daemon, and the loopback as the network."""
     needs = Needs(tuple(Link(wire, "tcp") for wire in arguments.wire), ring=True)
     for workers in arguments.workers:
         with session.fleet(workers, needs, f"{workers} processes over TCP on this machine") as fleet:
@@ -54,9 +54,9 @@ def loopback(arguments: argparse.Namespace, session: Session) -> None:
 
 
 def cluster(arguments: argparse.Namespace, session: Session) -> None:
-    """A worker on each of several hosts, which are network namespaces with links of limited rate."""
+    """Measure one worker on each of several hosts, which are network namespaces with links of limited rate."""
     workers = arguments.hosts
-    # A worker reaches a shard beside it through memory, and nobody else: the hosts' local sockets are their own.
+    # A worker reaches only the shard beside it through memory: the hosts' local sockets are their own.
     channel = "" if arguments.shards_beside else "tcp"
     needs = Needs(tuple(Link(wire, channel) for wire in arguments.wire), shards=arguments.shards_beside)
     with lab(arguments, workers) as place:
@@ -72,7 +72,7 @@ def cluster(arguments: argparse.Namespace, session: Session) -> None:
 
 
 def latency(arguments: argparse.Namespace, session: Session) -> None:
-    """Small tensors, where the way counts and not the bytes."""
+    """Measure small tensors, whose time is latency."""
     channels = {"default": "", "tcp": "tcp"}
     needs = Needs(tuple(Link(channel=channel) for channel in channels.values()), hub=True)
     ours = [
@@ -114,23 +114,23 @@ def _row(
 
 @contextmanager
 def lab(arguments: argparse.Namespace, workers: int) -> Iterator[Place]:
-    """Hosts with the links that the arguments ask for."""
+    """Make hosts with the links of the arguments."""
     coordinator = arguments.coordinator_rate or arguments.rate
     with netns.links(workers, arguments.rate, coordinator, arguments.congestion) as place:
         yield place
 
 
 def link_names(arguments: argparse.Namespace) -> str:
-    """The links in words."""
+    """Describe the links."""
     coordinator = arguments.coordinator_rate or arguments.rate
     congestion = f", {arguments.congestion}" if arguments.congestion else ""
     return f"{_rate_name(arguments.rate)} each way, coordinator {_rate_name(coordinator)}{congestion}"
 
 
 def link_limit(arguments: argparse.Namespace, workers: int, on_wire: float) -> float:
-    """Seconds that the links need at least for `on_wire` bytes of every worker, there and back at once."""
+    """Compute the shortest time of the links for `on_wire` bytes of every worker, both ways at once."""
     if getattr(arguments, "shards_beside", False):
-        # Each host sends its worker's bytes but for its own shard's, and its shard's results to the others.
+        # Each host sends its worker's bytes except for its own shard's, and its shard's results to the others.
         return float(2 * (workers - 1) / workers * on_wire / arguments.rate)
     return float(max(on_wire / arguments.rate, workers * on_wire / (arguments.coordinator_rate or arguments.rate)))
 
@@ -157,12 +157,12 @@ def _gloos(wires: Sequence[str]) -> list[Contender]:
 
 
 def _peer(wire: str) -> str:
-    """What stands beside a wire: gloo can do bf16 as well; the others are compared with its fp32."""
+    """Choose the peer of a wire: gloo can do bf16 as well; other wires are compared with its fp32."""
     return "gloo bf16" if wire == "bf16" else "gloo fp32"
 
 
 def _on_wire(nbytes: int, wire: str) -> int:
-    """Without headers, and without the scales that an int8 block carries."""
+    """Compute the bytes on the wire, without headers and without the scales of int8 blocks."""
     return nbytes // FLOAT_BYTES * WIRES[wire]
 
 

@@ -1,4 +1,4 @@
-"""The suite `train`: what the exchange costs a training step, and how much of it hides behind backward."""
+"""The suite `train`: the cost of the exchange in a training step, and its overlap with backward."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _CALIBRATION = 3  # exchanges
 
 
 def train(arguments: argparse.Namespace, session: Session) -> None:
-    """Steps of a GPT, then backwards that are emulated by waiting."""
+    """Measure steps of a GPT, then backwards that are emulated by waiting."""
     workers = arguments.workers
-    # Hosts that are namespaces share this machine's memory, and must not find that out.
+    # Hosts that are namespaces share this machine's memory, and must not use it.
     channel = "tcp" if arguments.rate or arguments.channel == "tcp" else ""
     links = tuple(Link(wire, channel) for wire in arguments.wire)
     with ExitStack() as stack:
@@ -97,7 +97,7 @@ def _steps(
 
 
 def _overlap(arguments: argparse.Namespace, session: Session, fleet: Fleet, links: tuple[Link, ...]) -> None:
-    """Every exchange by itself, and behind a backward that lasts as long as our first one's exchange does."""
+    """Measure every exchange alone, and during a backward that lasts as long as gradserver's first exchange."""
 
     def pair(name: str, kind: str, link: Link, wait: float) -> tuple[Contender, Contender]:
         alone = {"blocks": arguments.blocks}

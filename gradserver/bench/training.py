@@ -25,10 +25,10 @@ LEARNING_RATE = 1e-3
 
 
 class Step(Contestant):
-    """Whole training steps: forward, backward with whatever exchange, clipping, AdamW.
+    """Complete training steps: forward, backward with an exchange, clipping, AdamW.
 
     Options: `settings` of the model, and `engine`: ``ours``, ``gloo``, ``gloo-bf16`` or ``alone``, which trains
-    each replica by itself and so says what computing alone takes.
+    each replica without an exchange and so measures computing alone.
     """
 
     def __init__(self, member: Member, case: Case, spec: Contender) -> None:
@@ -50,14 +50,14 @@ class Step(Contestant):
             return model
         replica = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         if self.engine == "gloo-bf16":
-            # Torch knows its hook by name, and refuses it for CPUs; what it does works with gloo as well.
+            # Torch knows its hook by name, and refuses it for CPUs; it works with gloo as well.
             hook = partial(default_hooks.bf16_compress_hook)
             vars(hook).update(__name__="bf16_over_gloo", __qualname__="bf16_over_gloo")
             replica.register_comm_hook(None, hook)
         return replica
 
     def once(self) -> None:
-        """One step, on samples that depend on the step's number and the rank only."""
+        """Train one step, on samples that depend only on the step's number and the rank."""
         rows = self.settings.rows_of(self.member.rank)
         self.optimizer.zero_grad()
         mean_loss(self.replica, *self.corpus.batch(self.steps, rows)).backward()  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class Step(Contestant):
         self.steps += 1
 
     def check(self) -> dict[str, Any]:
-        """Replicas must be alike, bit for bit. Held-out text says what they have learnt."""
+        """Hash the replica, which must be bit-identical to the others, and compute its loss on held-out text."""
         found: dict[str, Any] = {"wrong": 0}
         if self.engine != "alone":
             found["sha256"] = state_sha256(self.model)
@@ -77,7 +77,7 @@ class Step(Contestant):
 
 
 class GlooBlocks(Contestant):
-    """The gloo side of `Rounds` with waits: an asynchronous all_reduce for each block, all awaited at the end."""
+    """Counterpart of `Rounds` for gloo: an asynchronous all_reduce for each block, all awaited at the end."""
 
     def __init__(self, member: Member, case: Case, spec: Contender) -> None:
         super().__init__(member, case, spec)
@@ -85,7 +85,7 @@ class GlooBlocks(Contestant):
         self._wait: float = spec.options.get("wait_s", 0.0) / len(self._blocks)
 
     def once(self) -> None:
-        """One backward."""
+        """Emulate one backward."""
         works = []
         for block in reversed(self._blocks):
             if self._wait:
@@ -95,7 +95,7 @@ class GlooBlocks(Contestant):
             work.wait()
 
     def check(self) -> dict[str, Any]:
-        """As `Gloo.check`."""
+        """Check as `Gloo.check` does."""
         for block in self._blocks:
             block.copy_(pattern(block.numel(), self.member.rank, self.member.workers))
         self.align()
@@ -110,7 +110,7 @@ _corpora: dict[tuple[int, int], Corpus] = {}
 
 
 def _corpus(settings: Settings) -> Corpus:
-    """Read once, for all contenders of this process."""
+    """Read the corpus once, for all contenders of this process."""
     key = (settings.context, settings.seed)
     if key not in _corpora:
         _corpora[key] = Corpus.standard_library(*key)

@@ -2,7 +2,7 @@
 
 Takes requests on standard input and answers on standard output, one line of JSON each:
 
-    {"do": "seat", "seat": …}                  who it is                            {"port": …}
+    {"do": "seat", "seat": …}                  set its role                         {"port": …}
     {"do": "join", "addresses": …}             connect                              {}
     {"do": "prepare", "case": …, "names": …}   set up these contenders of a case    {}
     {"do": "check", "name": …}                 verify a contender's results         {"wrong": …, …}
@@ -29,14 +29,14 @@ from gradserver.bench.spec import Case, Seat
 
 
 class Process:
-    """Answers requests."""
+    """Answerer of requests."""
 
     def __init__(self) -> None:
         self.member: Member | None = None
         self.contestants: dict[str, Contestant] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Does what is asked."""
+        """Carry out a request, and return the answer."""
         do = request["do"]
         if do == "seat":
             self.member = Member(Seat.from_dict(request["seat"]))
@@ -54,27 +54,27 @@ class Process:
         return {"seconds": contestant.timed(request["count"])}
 
     def prepare(self, member: Member, case: Case, names: list[str]) -> None:
-        """Sets up the contenders of a new case, in their order, which is the same in all processes."""
+        """Set up the contenders of a new case, in their order, which is the same in all processes."""
         self.release()
         for spec in case.contenders:
             if spec.name in names:
                 self.contestants[spec.name] = _kind(spec.kind)(member, case, spec)
 
     def release(self) -> None:
-        """Gives back what the contenders of the last case held."""
+        """Release the resources of the last case's contenders."""
         for contestant in self.contestants.values():
             contestant.close()
         self.contestants.clear()
 
     def close(self) -> None:
-        """Leaves all groups."""
+        """Leave all groups."""
         self.release()
         if self.member is not None:
             self.member.close()
 
 
 def main() -> int:
-    """Answers until it is told to end, or its parent has gone."""
+    """Answer requests until it is told to end, or its parent has ended."""
     answers = _take_stdout()
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, _leave)
@@ -85,7 +85,7 @@ def main() -> int:
             break
         try:
             answer = process.answer(request)
-        except Exception as error:  # whatever it is: the parent shows it and ends the run
+        except Exception as error:  # any error: the parent shows it and ends the run
             traceback.print_exc()
             answers({"error": f"{type(error).__name__}: {error}"})
             return 1
@@ -97,18 +97,18 @@ def main() -> int:
 def _kind(name: str) -> Callable[..., Contestant]:
     if name in KINDS:
         return KINDS[name]
-    from gradserver.bench.training import TRAINING_KINDS  # here, as the other suites need none of it
+    from gradserver.bench.training import TRAINING_KINDS  # imported here: the other suites do not need it
 
     return TRAINING_KINDS[name]
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:
-    """Goes the ordinary way out, on which memberships and shared memory are given back."""
+    """Exit in order, which releases memberships and shared memory."""
     sys.exit(1)
 
 
 def _take_stdout() -> Callable[[dict[str, Any]], None]:
-    """Keeps standard output for answers: whatever else prints in this process goes to standard error."""
+    """Reserve standard output for answers: all other output of this process goes to standard error."""
     stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
