@@ -53,7 +53,7 @@ class Mind(Protocol):
         """Return the state, as plain JSON values."""
 
     def allowance(self) -> int:
-        """Bytes that one member may have under way, or leave unread, at most."""
+        """Return the limit of the bytes that one member has in flight, or leaves unread."""
 
 
 class Journal(Protocol):
@@ -174,7 +174,7 @@ class Coordinator:
             return look()
 
     def allowance(self) -> int:
-        """Bytes that one member may have under way, or leave unread, at most."""
+        """Return the limit of the bytes that one member has in flight, or leaves unread."""
         return self._engine.allowance()
 
     def snapshot(self) -> dict[str, object]:

@@ -85,7 +85,7 @@ class AllReduce(Ours):
         self.tensor: torch.Tensor = make((case.numel,), torch.float32)
 
     def once(self) -> None:
-        """One collective."""
+        """Call one collective."""
         self.worker.all_reduce(self.tensor)
 
     def check(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Rounds(Ours):
         self.buckets: list[torch.Tensor] = [self.worker.empty((size,), torch.float32) for size in sizes]
 
     def once(self) -> None:
-        """One round."""
+        """Exchange one round."""
         for index in range(len(self.buckets) - 1, -1, -1):
             if self._wait:
                 time.sleep(self._wait)
@@ -140,7 +140,7 @@ class Gloo(Contestant):
         self._bf16 = spec.wire == "bf16"
 
     def once(self) -> None:
-        """One collective."""
+        """Call one collective."""
         if self._bf16:
             packed = self.tensor.to(torch.bfloat16).div_(self.member.workers)
             dist.all_reduce(packed)
@@ -173,7 +173,7 @@ class Copy(Contestant):
         self._source, self._target = torch.ones(numel), torch.zeros(numel)
 
     def once(self) -> None:
-        """One copy."""
+        """Copy once."""
         self._target.copy_(self._source)
 
 
@@ -225,7 +225,7 @@ class Threads(Contestant):
         self._tensors: list[torch.Tensor] = [worker.empty((case.numel,), torch.float32) for worker in workers]
 
     def once(self) -> None:
-        """One operation of all threads."""
+        """Call one operation in all threads."""
         self.timed(1)
 
     def timed(self, count: int) -> float:

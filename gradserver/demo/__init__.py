@@ -1,6 +1,6 @@
-"""`gradserver demo`: a coordinator and its workers on this machine, checked against one process.
+"""`gradserver demo`: a coordinator and its workers on this machine, compared with one process.
 
-Importing this package is light: the processes that train import torch, and the parent only matplotlib, at the end.
+Importing this package is light: the processes that train import torch. The parent imports only matplotlib, at the end.
 """
 
 from __future__ import annotations
@@ -18,67 +18,67 @@ _WORKERS, _CHURN_WORKERS = 2, 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives `parser` the demo's description and options."""
+    """Add the demo's description and options to `parser`."""
     parser.description = (
-        "Start a coordinator and N workers as processes of this machine, train a small GPT on the source of "
-        "Python's standard library, and check the result against one process that trains on the same samples."
+        "Start a coordinator and N workers as processes of this machine, and train a small GPT on the source of "
+        "Python's standard library. Then compare the result with one process that trains on the same samples."
     )
     parser.add_argument(
         "--workers",
         type=number(int, 1, 64),
         metavar="N",
-        help=f"workers (default {_WORKERS}; with --churn {_CHURN_WORKERS})",
+        help=f"number of workers (default {_WORKERS}; with --churn {_CHURN_WORKERS})",
     )
     parser.add_argument(
-        "--steps", type=number(int, 1, 1_000_000), metavar="S", help=f"training steps (default {_STEPS})"
+        "--steps", type=number(int, 1, 1_000_000), metavar="S", help=f"number of training steps (default {_STEPS})"
     )
     parser.add_argument(
         "--batch", type=number(int, 1, 4096), default=4, metavar="B", help="sequences per worker and step (default 4)"
     )
     parser.add_argument(
-        "--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="X", help="of weights and samples (default 0)"
+        "--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="X", help="seed of weights and samples (default 0)"
     )
     parser.add_argument(
         "--wire",
         type=codec,
         default="fp32",
         metavar="CODEC",
-        help="what gradients travel as: fp32, bf16, fp16, int8, topk:0.01, randomk:0.01 (default fp32, without loss)",
+        help="codec of gradients: fp32, bf16, fp16, int8, topk:0.01, randomk:0.01 (default fp32, which is exact)",
     )
     parser.add_argument(
         "--churn",
         type=number(float, 0.1, 3600.0, "a number of seconds"),
         default=0.0,
         metavar="SECONDS",
-        help="kill a worker (SIGKILL) each so many seconds, and let another one join in its place",
+        help="kill a worker (SIGKILL) every SECONDS seconds, and let another one join in its place",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("gradserver-demo"),
         metavar="DIR",
-        help="folder for picture, numbers, weights and logs (default ./gradserver-demo)",
+        help="folder for the picture, numbers, weights and logs (default ./gradserver-demo)",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"a tiny model and {_QUICK_STEPS} steps: shows that all works, learns little",
+        help=f"train a tiny model for {_QUICK_STEPS} steps, which shows that everything works",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo as `add_arguments` had it described. Returns the exit status.
+    """Run the demo with the options of `add_arguments`. Return the exit status.
 
-    0: replicas identical and curve within tolerance, or only finite if the wire is lossy; with churn also each sample
-    used once, and somebody was killed; 1: not so, or a process failed; 2: it cannot start.
+    0: replicas are identical, and the curve is within the tolerance, or finite if the wire is lossy. With churn also:
+    each sample was used once, and a worker was killed. 1: this does not hold, or a process failed. 2: it cannot start.
     """
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"gradserver demo needs {' and '.join(missing)}: pip install 'gradserver[demo]'", file=sys.stderr)
+        print(f"gradserver demo requires {' and '.join(missing)}: pip install 'gradserver[demo]'", file=sys.stderr)
         return 2
     workers = args.workers or (_CHURN_WORKERS if args.churn else _WORKERS)
     if args.churn and workers == 1:
-        print("gradserver demo --churn needs 2 workers at least, as one is killed: --workers 2", file=sys.stderr)
+        print("gradserver demo --churn requires at least 2 workers, as it kills one: --workers 2", file=sys.stderr)
         return 2
     from gradserver.demo.churn import Churn
     from gradserver.demo.runner import Demo, run_demo

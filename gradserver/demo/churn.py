@@ -1,4 +1,4 @@
-"""The demo in which workers are killed and others join: starts them, ends them, and sees to it that all adds up."""
+"""The demo in which workers are killed and others join."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from gradserver.demo.view import View
 from gradserver.processes import Child
 
 _PAUSE = 0.5
-"""Part of the time between two deaths after which another one joins."""
+"""Share of the time between two kills after which another worker joins."""
 _CALM = 0.05
-"""Part of the samples, at the end, in which nobody is killed: somebody has to see the end."""
+"""Share of the samples, at the end, without kills: some workers have to reach the end."""
 _ORDER_SECONDS = 5.0
-"""What one process says may be heard so much later than what another one says behind it."""
+"""Limit of the delay by which a line of one process is read behind a later line of another."""
 
 
 class Churn(Demo):
-    """One run: workers that come and go, then one process that nothing happens to."""
+    """Run with workers that come and go, and then with one undisturbed process."""
 
     view_kind: type[View] = ChurnView
     view: ChurnView
 
     def run(self) -> int:
-        """Both trainings, and what came of them. Returns the exit status."""
+        """Train twice, and compare the results. Return the exit status."""
         view, settings = self.view, self.settings
         group, processes = self.train_churning()
         expected = [(step + 1) * settings.global_batch for step in range(settings.steps)]
         reference = self.train_reference(group.losses_at(expected))
         verdict = judge_churn(group, reference, lossy=settings.is_lossy)
 
-        view.heading(3, "The two compared")
+        view.heading(3, "Comparison")
         view.verdict_on(group, reference, verdict)
         view.sample(group.sample)
         self.save_both(group, reference)
@@ -48,17 +48,17 @@ class Churn(Demo):
         return 1 if verdict.faults else 0
 
     def train_churning(self) -> tuple[Churned, int]:
-        """The coordinator, and workers that come and go; with how many processes these were."""
+        """Train with a coordinator and workers that come and go. Return also the number of processes."""
         url = self.start_coordinator(f"1:{self.settings.workers}", "--gather", "60")
-        self.view.heading(1, f"{self.settings.crew} at {url}, of which one is killed each {self.settings.churn:g} s")
+        self.view.heading(1, f"{self.settings.crew} at {url}, one is killed every {self.settings.churn:g} s")
         run = _Run(self.settings, self.view, self.processes, url, self.out)
         lives = run.follow()
         self.processes.stop()
         return churned(lives, self.settings.samples), 1 + run.started
 
     def save_both(self, group: Churned, reference: Result) -> None:
-        """Writes numbers and picture."""
-        from gradserver.demo.churn_plot import save_churn_plot  # here, as loading matplotlib may take seconds
+        """Write the numbers and the picture."""
+        from gradserver.demo.churn_plot import save_churn_plot  # imported here: loading matplotlib may take seconds
 
         self.view.screen.live("  drawing")
         size = self.settings.global_batch
@@ -72,14 +72,14 @@ class Churn(Demo):
 
 
 class _Run:
-    """The workers' part.
+    """Training with workers that come and go.
 
-    one who    is        when
+    worker     event     time
     ─────────  ────────  ──────────────────────────────────────────────────────────────────────────────
-    founds     told      all who found the group, and one more, are ready
-    joins      started   at the beginning, and whenever the one before has joined: so that it is ready
-    any        killed    `churn` seconds behind the last death, if all who had died have been replaced
-    joins      told      half of that behind a death, if it is ready
+    founder    begins    when all founders, and one more, are ready
+    joining    starts    at the beginning, and when the one before has joined, so that it is ready
+    any        is killed `churn` seconds after the last kill, if all killed ones have been replaced
+    joining    begins    half of that after a kill, if it is ready
     """
 
     def __init__(self, settings: Settings, view: ChurnView, processes: Processes, url: str, out: Path) -> None:
@@ -91,7 +91,7 @@ class _Run:
         self._table: ChurnTable | None = None
         self._spare: Child | None = None
         self._kill_at: float | None = None
-        """When the next one is to be killed; None while one is missing, and before the training has begun."""
+        """Time of the next kill; None while a worker is missing, and before the training has begun."""
         self._join_at: float | None = None
         self._last_death = 0.0
         self._began = False
@@ -99,11 +99,11 @@ class _Run:
 
     @property
     def started(self) -> int:
-        """How many workers have been started."""
+        """Number of workers that have been started."""
         return len(self._lives)
 
     def follow(self) -> list[Life]:
-        """Shows what happens, and lets it happen, until the training is over."""
+        """Run the training with its kills and arrivals, and show it, until it is over."""
         founders = [self._start(founds=True) for _ in range(self._settings.workers)]
         self._spare = self._start(founds=False)
         self._view.screen.live("  starting: importing torch, reading the text")
@@ -134,12 +134,12 @@ class _Run:
         return child
 
     def _over(self) -> bool:
-        """Whether all who were in the group to its end have said so."""
+        """Return whether all members have reported the end."""
         members = [life for life in self._lives.values() if life.is_member]
         return bool(members) and all(life.done is not None for life in members)
 
     def _act(self, now: float) -> float | None:
-        """Does what is due; when there is something to do again."""
+        """Do what is due. Return the time of the next action."""
         if self._kill_at is not None and self._kill_at <= now:
             self._kill(now)
         if self._join_at is not None and self._join_at <= now and self._spare in self._ready:
@@ -161,7 +161,7 @@ class _Run:
         self._join_at = now + _PAUSE * self._settings.churn
 
     def _hear(self, timeout: float) -> bool:
-        """Takes the next report, if one comes in time."""
+        """Take the next report, if one comes in time."""
         heard = self._processes.line_within(timeout)
         if heard is None:
             return False
@@ -169,7 +169,7 @@ class _Run:
         life = self._lives.get(child)
         if life is None:
             if line is None:
-                raise ProcessError(f"the {child.name} ended in the midst of the training; its log is {child.log}")
+                raise ProcessError(f"the {child.name} ended during the training; its log is {child.log}")
         elif line is not None:
             self._take(child, life, line)
         elif life.killed is None and life.done is None and life.late is None:
@@ -180,12 +180,12 @@ class _Run:
         try:
             report = from_line(line)
         except ValueError as error:
-            raise ProcessError(f"{child.name} sent what is {error}") from error
+            raise ProcessError(f"{child.name}: {error}") from error
         match report:
             case Ready():
                 self._ready[child] = report
                 if len({one.corpus_sha256 for one in self._ready.values()}) > 1:
-                    raise ProcessError(f"{child.name} read another text than the others: was Python being updated?")
+                    raise ProcessError(f"{child.name} read a different text: was Python updated meanwhile?")
             case Joined():
                 life.joined = report
                 self._has_joined(child, life)
@@ -196,7 +196,7 @@ class _Run:
             case Done():
                 life.done = report
             case _:
-                raise ProcessError(f"{child.name} sent a {type(report).__name__}")
+                raise ProcessError(f"{child.name} sent an unexpected {type(report).__name__}")
 
     def _has_joined(self, child: Child, life: Life) -> None:
         assert self._table is not None
@@ -216,7 +216,7 @@ class _Run:
         self._table.add(one)
 
     def _check_late(self) -> None:
-        """Who comes when all samples are used comes too late; and nobody may be turned away before."""
+        """Raise an error if a worker was refused before all samples were used. Later it may be too late."""
         for life in self._lives.values():
             late = life.late
             if late is not None and self._used < self._settings.samples and late.at < time.monotonic() - _ORDER_SECONDS:

@@ -1,4 +1,4 @@
-"""The picture of a run with deaths: its loss beside that of an undisturbed one, and who was there."""
+"""The picture of a run with kills: its loss beside that of an undisturbed one, and the number of workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEATH, _ENTRY = "#b91c1c", "#15803d"
 
 
 def save_churn_plot(path: Path, settings: Settings, group: Churned, reference: Result) -> None:
-    """Writes the picture to `path` as a PNG."""
+    """Write the picture to `path` as a PNG."""
     figure, upper, lower = new_figure()
     _draw_losses(upper, settings, group, reference)
     _draw_workers(lower, settings, group)
@@ -30,7 +30,7 @@ def _draw_losses(axes: Axes, settings: Settings, group: Churned, reference: Resu
     used = [(step.step + 1) * settings.global_batch for step in reference.steps]
     axes.plot(used, reference.losses, color=REFERENCE, linewidth=1.3, label="undisturbed")
     _mark(axes, group)
-    label_losses(axes, settings, f"{settings.workers} workers, of which one is killed each {settings.churn:g} s")
+    label_losses(axes, settings, f"{settings.workers} workers, one killed every {settings.churn:g} s")
 
 
 def _draw_workers(axes: Axes, settings: Settings, group: Churned) -> None:

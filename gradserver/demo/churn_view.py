@@ -1,4 +1,4 @@
-"""What a run in which workers are killed and others join looks like."""
+"""Output of a run in which workers are killed and others join."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ _BAR = 16  # columns
 
 
 class ChurnView(View):
-    """Everything that such a run prints."""
+    """Printer of such a run's output."""
 
     title = "gradserver demo --churn"
 
     def what(self) -> tuple[Fact, ...]:
-        """What the workers do, and what is done to them."""
+        """Describe the workers' training, and the kills."""
         s = self.settings
         return (
-            ("", f"{s.samples:,} sequences, which the coordinator hands out, {s.global_batch} in a round"),
-            ("", f"each {s.churn:g} s one of them is killed; then another one takes its place"),
+            ("", f"{s.samples:,} sequences, which the coordinator leases, {s.global_batch} in a round"),
+            ("", f"every {s.churn:g} s a worker is killed, and another one takes its place"),
         )
 
     def promise(self) -> tuple[Fact, ...]:
-        """What is to hold in spite of that."""
+        """Describe the checks."""
         s = self.settings
         near = f"the final loss is within {CHURN_TOLERANCE:.0%}"
         if s.is_lossy:
-            near = f"gradients travel as {s.wire}; how near the loss is, is shown"
-        return (("promise", "all replicas are bit-identical, each sample is used once,"), ("", f"and {near}"))
+            near = f"gradients travel as {s.wire}; the distance of the loss is reported"
+        return (("checks", "all replicas are bit-identical, each sample is used once,"), ("", f"and {near}"))
 
     def verdict_on(self, group: Churned, reference: Result, verdict: ChurnVerdict) -> None:
-        """The comparison, in the end."""
+        """Show the comparison."""
         account, final = group.account, f"mean of last {FINAL:.0%}"
         self.screen.line()
         self.verdict_on_weights(verdict.hashes)
         used = f"{account.told + account.by_the_dead:,} of {account.total:,}"
         if account.twice:
-            used += f", {account.twice:,} of them twice or more"
+            used += f", {account.twice:,} of them more than once"
         elif account.by_the_dead:
-            used += f", {account.by_the_dead} of them by the dead"
-        self.mark(account.each_once, "samples", "each once" if account.each_once else "NOT SO", used)
+            used += f", {account.by_the_dead} of them by killed workers"
+        self.mark(account.each_once, "samples", "each once" if account.each_once else "NOT ONCE", used)
         allowed = "" if verdict.lossy else f", tolerance {CHURN_TOLERANCE:.0%}"
         how = ("lossy" if verdict.lossy else "same") if verdict.loss_allowed else "DIFFERENT"
-        self.mark(verdict.loss_allowed, "final loss", how, f"{verdict.distance:.2%} apart{allowed}")
+        self.mark(verdict.loss_allowed, "final loss", how, f"difference {verdict.distance:.2%}{allowed}")
         self.screen.line()
         speed = self.settings.tokens_per_step * len(reference.steps) / (reference.seconds or math.inf)
         own = self.settings.context * account.used / (group.seconds or math.inf)
         self.facts(
-            ("", f"{'':24}{'with deaths':>12}{'undisturbed':>14}"),
+            ("", f"{'':24}{'with kills':>12}{'undisturbed':>14}"),
             ("loss", _pair(final, *verdict.losses, ".4f")),
             ("", _pair("held-out text", group.validation_loss, reference.validation_loss, ".4f")),
             ("rounds", _pair("", len(group.rounds), len(reference.steps), ",d")),
@@ -68,14 +68,15 @@ class ChurnView(View):
         )
 
     def close_on(self, verdict: ChurnVerdict, processes: int, files: Sequence[str]) -> None:
-        """Whether it held, in one sentence, and where to go from here."""
-        held = f"replicas are alike, over {self.settings.wire}" if verdict.lossy else "the training came out the same"
+        """Show the verdict in one sentence, and further commands."""
+        lossy = f"the replicas are identical, trained with {self.settings.wire}"
+        held = lossy if verdict.lossy else "the training has the same result"
         killed = "1 worker was" if verdict.killed == 1 else f"{verdict.killed} workers were"
         what = f"{killed} killed and {verdict.joined} joined, and {held}"
         self.ending(what, verdict.faults, processes, files)
 
     def following(self) -> tuple[Fact, ...]:
-        """Where to go from here."""
+        """Suggest further commands."""
         s = self.settings
         return (
             ("more", f"gradserver demo --churn {s.churn / 2:g} --steps {2 * s.steps}"),
@@ -92,22 +93,22 @@ class ChurnView(View):
 
 
 class ChurnTable:
-    """The rounds of a run as they come, of which every so many are kept as a row, and what happens to workers."""
+    """Table of a run, with a row every so many rounds, and a line for each worker that is killed or joins."""
 
     def __init__(self, view: ChurnView) -> None:
         self._view = view
         self._window: list[Round] = []
-        """Since the last row."""
+        """Rounds since the last row."""
         self._used = 0
         self._began: float | None = None
         self._at = 0.0
-        """When the last round was over."""
+        """Time at which the last round was over."""
         view.screen.line()
         header = f"  {'samples':>8}  {'loss':<{_BAR + 8}} workers  tokens/s  waiting    time    left"
         view.screen.line(view.screen.style(header, DIM))
 
     def add(self, one: Round) -> None:
-        """Shows what a worker did in a round."""
+        """Show a worker's part of a round."""
         if self._began is None:
             self._began = one.at - one.seconds
         self._window.append(one)
@@ -120,12 +121,12 @@ class ChurnTable:
             self._view.screen.live(self._row(one))
 
     def killed(self, life: Life, left: int) -> None:
-        """Somebody was killed."""
-        others = f"{left} go on" if left > 1 else "1 goes on"
+        """Show that a worker was killed."""
+        others = f"{left} continue" if left > 1 else "1 continues"
         self._happened(f"worker {life.name!r} was killed; {others}", RED)
 
     def joined(self, life: Life) -> None:
-        """Somebody has joined."""
+        """Show that a worker has joined."""
         arrival = life.joined
         assert arrival is not None
         how = f"with the state of {arrival.donor!r} ({arrival.nbytes / 1e6:.1f} MB in {arrival.seconds:.2f} s)"
@@ -155,4 +156,4 @@ def _pair(what: str, deaths: float, undisturbed: float, form: str) -> str:
 def _waited(seconds: Sequence[float]) -> str:
     if not seconds:
         return ""
-    return f"others waited {sum(seconds):.2f} s in all, {max(seconds):.2f} s at most"
+    return f"others waited {sum(seconds):.2f} s in total, {max(seconds):.2f} s maximum"

@@ -1,7 +1,7 @@
-"""One worker of a demo run in which workers are killed and others join: what a training script needs for that.
+"""One worker of a demo run in which workers are killed and others join: an elastic training script.
 
-Started by the runner as ``python -m gradserver.demo.churn_worker``. When it is ready it waits for a line on standard
-input, so that the time at which it joins is the parent's choice. Reports go to standard output.
+The runner starts it as ``python -m gradserver.demo.churn_worker``. When it is ready, it waits for a line on standard
+input, so that the parent chooses the time at which it joins. It prints its reports to standard output.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from gradserver.demo.worker import assess, take_stdout
 from gradserver.protocol.ranges import count
 
 Sample = tuple[Tensor, Tensor, int]
-"""Inputs, targets, and its number."""
+"""Inputs, targets, and number of a sample."""
 
 
 def main() -> int:
-    """Trains as the arguments say."""
+    """Train with the settings of the arguments."""
     parser = argparse.ArgumentParser(prog="gradserver.demo.churn_worker")
     parser.add_argument("--settings", type=Settings.from_json, required=True, help="as Settings.to_json writes")
     parser.add_argument("--threads", type=int, required=True, help="threads that torch may use in training")
     parser.add_argument("--url", required=True, help="the coordinator")
-    parser.add_argument("--name", required=True, help="of this worker")
+    parser.add_argument("--name", required=True, help="name of this worker")
     parser.add_argument("--founds", action="store_true", help="whether the group begins with it")
     parser.add_argument("--save", type=Path, required=True, help="file for the trained weights, for rank 0")
     arguments = parser.parse_args()
@@ -45,10 +45,10 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     corpus = Corpus.standard_library(settings.context, settings.seed)
     model = GPT(settings)
-    optimizer = make_optimizer(model)  # torch loads what it needs for the first one, which takes seconds
+    optimizer = make_optimizer(model)  # torch loads modules for the first one, which takes seconds
     tell(Ready(len(corpus.text), corpus.sha256))
     if not sys.stdin.readline():
-        return 1  # the parent is gone
+        return 1  # the parent has ended
     world = settings.workers if arguments.founds else None
     try:
         worker = connect(arguments.url, world_size=world, name=arguments.name, wire=settings.wire)
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 class Samples(Dataset[Sample]):
-    """Those of an undisturbed run, in its order: number n is row n mod B of step n div B."""
+    """Samples of an undisturbed run, in its order: number n is row n mod B of step n div B."""
 
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
         self._corpus, self._settings = corpus, settings
@@ -81,7 +81,7 @@ class Samples(Dataset[Sample]):
 
 
 class Course:
-    """The training of one worker. When it has been made, it has the group's state, and is about to begin."""
+    """Training of one worker. After construction it has the group's state, and is about to begin."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Course:
         self._settings, self._optimizer, self._worker, self._tell = settings, optimizer, worker, tell
         self._replica = DistributedDataParallel(model, worker)
         self._data = DataRanges(settings.samples, worker, batch_size=settings.batch, shuffle=False)
-        self._job = Job(self._replica, self._optimizer, data=self._data)  # who joins gets the state here
+        self._job = Job(self._replica, self._optimizer, data=self._data)  # a learner receives the state here
         self._used = self._count_used()
         self._share()
         self._loss: Tensor | None = None
@@ -103,7 +103,7 @@ class Course:
         tell(Joined(self._began, *(worker.arrival or ())))
 
     def run(self, corpus: Corpus) -> None:
-        """Trains on what the coordinator hands out, until every sample is used, whoever comes and goes."""
+        """Train on the leases of the coordinator, until every sample is used."""
         for inputs, targets, numbers in self._job.batches(Samples(corpus, self._settings), step=self.step):
             self._replica.set_weight(len(inputs))
             self._loss, self._numbers = mean_loss(self._replica, inputs, targets), numbers.tolist()
@@ -111,7 +111,7 @@ class Course:
             self.step()
 
     def step(self) -> None:
-        """Steps as all others do, also without a batch, and says how it went."""
+        """Step with all others, also without a batch, and report the round."""
         self._job.step(before=self._prepare)
         self._used = self._count_used()
         self._share()
@@ -124,7 +124,7 @@ class Course:
         self._loss, self._numbers = None, []
 
     def _prepare(self) -> None:
-        """What follows from the samples used so far is the same at all workers, however many rounds these took."""
+        """Clip the gradient, and set the learning rate by the samples used so far, equal at all workers."""
         rate = self._settings.learning_rate_at(self._used / self._settings.global_batch)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -135,7 +135,7 @@ class Course:
         return count(used)
 
     def _share(self) -> None:
-        """All that are there share the batch of an undisturbed step."""
+        """Divide the batch of an undisturbed step among all present members."""
         worker = self._worker
         self._data.batch_size = len(range(worker.rank, self._settings.global_batch, worker.world_size))
 

@@ -1,4 +1,4 @@
-"""A group whose members change, seen from outside: who lived when, what became of each sample, and who waited."""
+"""History of a group whose members change: the lives of workers, the use of samples, and the waiting of others."""
 
 from __future__ import annotations
 
@@ -15,72 +15,72 @@ from gradserver.demo.settings import CHURN_TOLERANCE, FINAL
 
 @dataclass(slots=True)
 class Life:
-    """One worker."""
+    """Life of one worker."""
 
     name: str
     founds: bool = True
     joined: Joined | None = None
-    killed: float | None = None  # when that was
+    killed: float | None = None  # time of its kill
     rounds: list[Round] = field(default_factory=list)
     done: Done | None = None
     late: TooLate | None = None
 
     @property
     def is_member(self) -> bool:
-        """Whether it is in the group, as far as is known."""
+        """True if it is in the group, as far as is known."""
         return self.joined is not None and self.killed is None
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRound:
-    """One round of all who told of it."""
+    """Round, joined from the reports of its workers."""
 
     number: int  # from 0
-    loss: float  # mean over their samples; NaN if they had none
-    samples: int  # of those who told of it
-    used: int  # behind it, by all
+    loss: float  # mean over the samples; NaN if there were none
+    samples: int  # samples that workers reported
+    used: int  # samples used behind it, by all
     workers: int
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What became of the samples. They are used once each if nobody used one twice, and all are used up."""
+    """Use of the samples. Each is used once if none was used twice, and all are used."""
 
     total: int
-    used: int  # as the coordinator says
-    told: int  # different ones that workers told of using
-    twice: int  # of these
-    by_the_dead: int  # that counted in a round of which whoever gave them could not tell any more
+    used: int  # number in the coordinator's count
+    told: int  # number of different ones in the workers' reports
+    twice: int  # number of these that were used more than once
+    by_the_dead: int  # number that counted in a round that their killed workers could not report
 
     @property
     def each_once(self) -> bool:
-        """Whether the coordinator's count, and that of what workers told of, both come out even."""
+        """True if the coordinator's count and the workers' reports both have each sample once."""
         return not self.twice and self.used == self.total == self.told + self.by_the_dead
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Somebody was killed, or joined."""
+    """Kill or arrival of a worker."""
 
     name: str
     joined: bool
-    used: int  # samples that the group had used then
+    used: int  # samples that the group had used by then
     waited: float  # seconds for which others had to wait longer than usual
 
 
 @dataclass(frozen=True, slots=True)
 class Churned:
-    """One training run with deaths."""
+    """Result of a training run with kills."""
 
     rounds: list[GroupRound]
     events: list[Event]
     account: Account
-    done: list[Done]  # of those who saw the end
+    done: list[Done]  # reports of the workers that reached the end
     seconds: float
 
     @property
     def final_loss(self) -> float:
-        """Mean over the last samples."""
+        """Mean loss of the last samples."""
         last = [one for one in self.rounds if one.used > self.account.total * (1 - FINAL) and one.samples]
         samples = sum(one.samples for one in last)
         return math.fsum(one.loss * one.samples for one in last) / samples if samples else math.nan
@@ -92,19 +92,19 @@ class Churned:
 
     @property
     def sample(self) -> str:
-        """How the model continues the prompt."""
+        """Model's continuation of the prompt."""
         return next((one.sample for one in self.done if one.sample is not None), "")
 
     def count(self, joined: bool) -> int:
-        """How many joined, or were killed."""
+        """Count the workers that joined, or those that were killed."""
         return sum(event.joined == joined for event in self.events)
 
     def waits(self, joined: bool) -> list[float]:
-        """How long others waited for each."""
+        """Return how long others waited for each of these."""
         return [event.waited for event in self.events if event.joined == joined]
 
     def losses_at(self, used: Sequence[int]) -> list[float]:
-        """The loss of the round in which so many samples had been used."""
+        """Return the losses of the rounds in which so many samples had been used."""
         rounds = iter([one for one in self.rounds if one.samples])
         now = next(rounds, None)
         found = []
@@ -116,7 +116,7 @@ class Churned:
 
 
 def churned(lives: Sequence[Life], total: int) -> Churned:
-    """What came of these lives, in a training on so many samples."""
+    """Join these lives to the result of a training on `total` samples."""
     rounds = _together(lives)
     waits = _Waits(lives)
     moments = [(life.killed, life.name, False, waits.around(life.killed, life.killed)) for life in lives if life.killed]
@@ -155,7 +155,7 @@ def _together(lives: Sequence[Life]) -> list[GroupRound]:
 
 def _account(lives: Sequence[Life], rounds: Sequence[GroupRound], total: int) -> Account:
     times = Counter(sample for life in lives for one in life.rounds for sample in one.samples)
-    # Who has counted and could not tell of it was killed in the round behind the last one that it told of.
+    # A worker that counted and could not report it was killed in the round behind the last one that it reported.
     last = {number + 1 for life in lives if life.killed is not None and (number := _last_told(life, lives)) is not None}
     used = by_the_dead = 0
     for one in rounds:
@@ -167,7 +167,7 @@ def _account(lives: Sequence[Life], rounds: Sequence[GroupRound], total: int) ->
 
 
 def _last_told(life: Life, lives: Sequence[Life]) -> int | None:
-    """The last round that it told of; if there is none, the last one that was over when it had come."""
+    """Return the last round that it reported; if there is none, the last one that was over when it joined."""
     if life.rounds or life.joined is None:
         return life.rounds[-1].number if life.rounds else None
     came = life.joined.at
@@ -175,7 +175,7 @@ def _last_told(life: Life, lives: Sequence[Life]) -> int | None:
 
 
 class _Waits:
-    """How long members waited for each other, in which rounds."""
+    """Waiting times of members for each other."""
 
     def __init__(self, lives: Sequence[Life]) -> None:
         self._lives = lives
@@ -183,7 +183,7 @@ class _Waits:
         self._usual = median(waits) if waits else 0.0
 
     def around(self, begin: float, end: float) -> float:
-        """How much longer than usual whoever waited longest did, in the rounds between two moments and the next one."""
+        """Return the longest additional wait of a member, in the rounds between two moments and the next one."""
         longest = 0.0
         for life in self._lives:
             there = [one for one in life.rounds if one.at >= begin]
@@ -195,44 +195,44 @@ class _Waits:
 
 @dataclass(frozen=True, slots=True)
 class ChurnVerdict:
-    """A run with deaths against one without."""
+    """Comparison of a run with kills and one without."""
 
-    hashes: tuple[str, ...]  # of the weights of all who saw the end
+    hashes: tuple[str, ...]  # hashes of the weights of all workers that reached the end
     account: Account
-    losses: tuple[float, float]  # final ones, of the run with deaths and of the other
+    losses: tuple[float, float]  # final losses, of the run with kills and of the other
     killed: int
     joined: int
     lossy: bool = False
 
     @property
     def identical(self) -> bool:
-        """Whether all replicas hold the same weights, bit for bit."""
+        """True if all replicas have the same weights, bit for bit."""
         return len(set(self.hashes)) == 1
 
     @property
     def distance(self) -> float:
-        """How far the final losses are apart, relative to that of the undisturbed run."""
+        """Distance of the final losses, relative to that of the undisturbed run."""
         one, other = self.losses
         return abs(one - other) / other if math.isfinite(one) and math.isfinite(other) and other > 0 else math.inf
 
     @property
     def loss_allowed(self) -> bool:
-        """Whether they are near enough; where gradients lose something, whether they are numbers."""
+        """True if the final losses are near enough; with lossy gradients, if they are finite."""
         return math.isfinite(self.distance) if self.lossy else self.distance <= CHURN_TOLERANCE
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong, in words."""
+        """Descriptions of the failed checks."""
         found = [] if self.identical else ["the replicas' weights differ"]
         found += [] if self.account.each_once else ["not every sample was used once"]
-        found += [] if self.loss_allowed else ["the final losses " + ("are no numbers" if self.lossy else "differ")]
-        found += [] if self.killed else ["nobody was killed in so short a run"]
-        found += [] if self.joined or not self.killed else ["nobody joined in so short a run"]
+        found += [] if self.loss_allowed else ["the final losses " + ("are not finite" if self.lossy else "differ")]
+        found += [] if self.killed else ["no worker was killed in so short a run"]
+        found += [] if self.joined or not self.killed else ["no worker joined in so short a run"]
         return found
 
 
 def judge_churn(group: Churned, reference: Result, *, lossy: bool) -> ChurnVerdict:
-    """Compares the runs."""
+    """Compare the runs."""
     last = max(1, round(len(reference.losses) * FINAL))
     final = math.fsum(reference.losses[-last:]) / last
     return ChurnVerdict(

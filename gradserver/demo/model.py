@@ -1,6 +1,6 @@
 """A small GPT over bytes: the model that the demo trains.
 
-Its modules carry the names that the exchange groups gradients by: `blocks`, and beside them `lm_head`,
+Its modules have the names by which the exchange groups gradients: `blocks`, and beside them `lm_head`,
 `final_norm` and `embedding`. There is no dropout and no other source of randomness after construction.
 """
 
@@ -58,7 +58,7 @@ class GatedMLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Scales each vector to a mean square of one, times a learned gain. Torch has its own since 2.4."""
+    """Scaling of each vector to a mean square of one, times a learned gain. Torch has its own since 2.4."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: each half reads a normalised copy and adds to the residual stream."""
+    """Pre-norm transformer block: each half reads a normalised copy and adds to the residual stream."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -87,10 +87,10 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The sum of the learned vectors of a byte, of the `history` bytes before it, and of its position.
+    """Sum of the learned vectors of a byte, of the `history` bytes before it, and of its position.
 
-    A single byte says little. Given those before it as well, the model need not first learn to look back by
-    one, which would cost a run this short most of its steps.
+    A single byte says little. With the bytes before it, the model need not first learn to look back by one, which would
+    cost a run this short most of its steps.
     """
 
     def __init__(self, context: int, width: int, history: int) -> None:
@@ -104,12 +104,12 @@ class Embedding(nn.Module):
         time = tokens.shape[1]
         out: Tensor = self.token(tokens) + self.position(torch.arange(time, device=tokens.device))
         for back, table in enumerate(self.history, start=1):
-            out = out + F.pad(table(tokens), (0, 0, back, 0))[:, :time]  # nothing lies before the first byte
+            out = out + F.pad(table(tokens), (0, 0, back, 0))[:, :time]  # nothing is before the first byte
         return out
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Vectors of unit variance, and sinusoids as the positions to begin with: near is then similar at once."""
+        """Draw vectors of unit variance, and set positions to sinusoids: near ones are similar from the start."""
         self.token.weight.normal_(0.0, 1.0, generator=generator)
         for table in self.history:
             cast(nn.Embedding, table).weight.normal_(0.0, 0.5, generator=generator)
@@ -122,7 +122,7 @@ class Embedding(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, the next byte's logits out. Equal settings, seed included, give equal weights."""
+    """Model from bytes to the logits of the next byte. Equal settings, seed included, give equal weights."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class GPT(nn.Module):
         self._initialise(settings.seed)
 
     def _initialise(self, seed: int) -> None:
-        """Draws all weights from a generator of its own, so that nothing else in the process has a say."""
+        """Draw all weights from a separate generator, so that they do not depend on the rest of the process."""
         generator = torch.Generator().manual_seed(seed)
         self.embedding.initialise(generator)
         with torch.no_grad():
@@ -146,7 +146,7 @@ class GPT(nn.Module):
                     continue  # the norms' gains stay at one
                 std = weight.shape[1] ** -0.5
                 if name.endswith(("w_o.weight", "down.weight")):
-                    std /= math.sqrt(2 * len(self.blocks))  # what the residual stream adds up to stays near one
+                    std /= math.sqrt(2 * len(self.blocks))  # the sum of the residual stream stays near one
                 weight.normal_(0.0, std, generator=generator)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int, *, temperature: float = 0.7, seed: int = 0) -> bytes:
-        """`count` bytes that continue the non-empty `prompt`, drawn with a fixed seed."""
+        """Generate `count` bytes that continue the non-empty `prompt`, drawn with a fixed seed."""
         generator = torch.Generator().manual_seed(seed)
         tokens = list(prompt)
         for _ in range(count):
@@ -170,7 +170,7 @@ class GPT(nn.Module):
 
 
 def state_sha256(module: nn.Module) -> str:
-    """SHA-256 over every parameter and buffer: name, dtype, shape and the exact bytes, in the state's order."""
+    """Compute the SHA-256 of all parameters and buffers: name, dtype, shape and bytes, in the state's order."""
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
         value = tensor.detach().cpu().contiguous()

@@ -1,4 +1,4 @@
-"""What came out of a run, and whether it is what was promised."""
+"""Results of a run, and the verdict on them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from gradserver.demo.settings import TOLERANCE
 
 @dataclass(frozen=True, slots=True)
 class GlobalStep:
-    """One step of all replicas together."""
+    """Step of all replicas together."""
 
     step: int  # from 0
     loss: float  # mean over the replicas, and so over all samples of the step; nats per byte
-    gradient_norm: float  # of the averaged gradient, which all replicas have
-    seconds: float  # of the slowest replica
-    exchange_share: float  # of the step's time, 0 to 1, averaged over the replicas
+    gradient_norm: float  # norm of the averaged gradient, which all replicas have
+    seconds: float  # time of the slowest replica
+    exchange_share: float  # share of the step's time, 0 to 1, averaged over the replicas
 
     @classmethod
     def of(cls, parts: Sequence[Step]) -> GlobalStep:
-        """Joins what each replica did in the same step. All have equally many samples, so a plain mean is right."""
+        """Join the parts of all replicas. All have equally many samples, so a plain mean is right."""
         total = sum(part.seconds for part in parts)
         waited = sum(part.exchange_seconds for part in parts)
         loss = math.fsum(part.loss for part in parts) / len(parts)
@@ -33,7 +33,7 @@ class GlobalStep:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One training run, seen from outside."""
+    """Result of one training run."""
 
     steps: list[GlobalStep]
     done: list[Done]  # by rank
@@ -50,12 +50,12 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """Time in training, without the processes' start."""
+        """Time of the training, without the start of processes."""
         return sum(step.seconds for step in self.steps)
 
     @property
     def exchange_share(self) -> float:
-        """Share of the training time that went into the exchange, 0 to 1."""
+        """Share of the training time that the exchange took, 0 to 1."""
         spent = sum(step.exchange_share * step.seconds for step in self.steps)
         return spent / self.seconds if self.seconds else 0.0
 
@@ -68,60 +68,60 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How far two curves are apart at most."""
+    """Largest distance of two curves."""
 
     distance: float  # relative to the reference
-    step: int  # where that is, from 0
+    step: int  # step of this distance, from 0
 
     @classmethod
     def of(cls, curve: Sequence[float], reference: Sequence[float]) -> Gap:
-        """Compares the curves step by step."""
+        """Compare the curves step by step."""
         apart = distances(curve, reference)
         worst = max(range(len(apart)), key=apart.__getitem__)
         return cls(apart[worst], worst)
 
     def allowed(self, *, lossy: bool) -> bool:
-        """Whether the curves agree within the tolerance; if gradients were lossy, whether both are numbers at all."""
+        """Return whether the curves agree within the tolerance. With lossy gradients they only have to be finite."""
         return self.distance <= (sys.float_info.max if lossy else TOLERANCE)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The workers' run against the reference.
+    """Comparison of the workers' run with the reference.
 
     The losses alone would not show a gradient that is too long or too short by the same factor in every step:
-    clipping takes that away again. So the gradients' norms have to agree as well. Lossy gradients train another way
-    down: then how far the curves are apart is no fault but the answer.
+    clipping hides that. The gradients' norms therefore have to agree as well. Lossy gradients take another course:
+    the distance of the curves is then no fault but the result.
     """
 
-    hashes: tuple[str, ...]  # of each replica's weights, by rank
+    hashes: tuple[str, ...]  # hash of each replica's weights, by rank
     losses: Gap
     gradient_norms: Gap
-    lossy: bool = False  # whether gradients lost something on the way
+    lossy: bool = False  # whether the codec of gradients was lossy
 
     @property
     def losses_allowed(self) -> bool:
-        """Whether the loss curve is as it has to be."""
+        """True if the loss curve is within its tolerance."""
         return self.losses.allowed(lossy=self.lossy)
 
     @property
     def norms_allowed(self) -> bool:
-        """Whether the gradients' norms are."""
+        """True if the gradients' norms are within their tolerance."""
         return self.gradient_norms.allowed(lossy=self.lossy)
 
     @property
     def identical(self) -> bool:
-        """Whether all replicas hold the same weights, bit for bit."""
+        """True if all replicas have the same weights, bit for bit."""
         return len(set(self.hashes)) == 1
 
     @property
     def passed(self) -> bool:
-        """Whether the run did what was promised."""
+        """True if the run passed all checks."""
         return self.identical and self.losses_allowed and self.norms_allowed
 
 
 def judge(group: Result, reference: Result, *, lossy: bool = False) -> Verdict:
-    """Compares the runs."""
+    """Compare the runs."""
     return Verdict(
         tuple(done.sha256 for done in group.done),
         Gap.of(group.losses, reference.losses),
@@ -131,6 +131,6 @@ def judge(group: Result, reference: Result, *, lossy: bool = False) -> Verdict:
 
 
 def distances(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """|a - b| / |b| for each step; infinite where a loss is not a finite number."""
+    """Compute |a - b| / |b| for each step; infinite where a loss is not a finite number."""
     pairs = zip(losses, reference, strict=True)
     return [abs(a - b) / abs(b) if math.isfinite(a) and math.isfinite(b) and b else math.inf for a, b in pairs]

@@ -1,4 +1,4 @@
-"""The picture of a run: both loss curves, and how far they are apart."""
+"""The picture of a run: both loss curves, and their distance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLOOR = 3e-9
 
 
 def save_plot(path: Path, settings: Settings, group: Result, reference: Result) -> None:
-    """Writes the picture to `path` as a PNG."""
+    """Write the picture to `path` as a PNG."""
     figure, upper, lower = new_figure()
     _draw_losses(upper, settings, group, reference)
     _draw_distances(lower, settings, group, reference)
@@ -26,7 +26,7 @@ def save_plot(path: Path, settings: Settings, group: Result, reference: Result) 
 
 
 def new_figure() -> tuple[Figure, Axes, Axes]:
-    """A figure, and its upper and lower part, which have one x axis."""
+    """Make a figure with an upper and a lower part, which share the x axis."""
     # A Figure made without pyplot draws into memory (Agg): no display is needed, and no state is left behind.
     figure = Figure(figsize=(9, 6.2), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.15])
@@ -34,7 +34,7 @@ def new_figure() -> tuple[Figure, Axes, Axes]:
 
 
 def finish(path: Path, figure: Figure, parts: Sequence[Axes]) -> None:
-    """Gives the parts their common looks, and writes the figure."""
+    """Style the parts, and write the figure."""
     for axes in parts:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
@@ -65,7 +65,7 @@ def _draw_losses(axes: Axes, settings: Settings, group: Result, reference: Resul
 
 
 def label_losses(axes: Axes, settings: Settings, title: str) -> None:
-    """Says what loss curves are of."""
+    """Label the axes of loss curves."""
     axes.set_ylabel("loss (nats per byte)")
     axes.set_ylim(bottom=0)
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=24)

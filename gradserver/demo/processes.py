@@ -12,23 +12,23 @@ from gradserver.processes import Child, Family, inherited_environment
 
 
 class ProcessError(Exception):
-    """A process ended before its time, or is silent. The text is for people, of several lines perhaps."""
+    """A process ended early, or is silent. The text is for people, perhaps in several lines."""
 
 
 class Processes(Family[Child]):
-    """Starts processes and hears them; leaving the context ends every one that is still there."""
+    """Processes of a demo, with their output. Leaving the context ends all that still run."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._lines: Queue[tuple[Child, str | None]] = Queue()
         self._killed: set[Child] = set()
         self._environment = inherited_environment()
-        # OpenMP threads that wait for each other spin, 300,000 times unless told otherwise. On a machine that is busy
-        # with other things as well they so keep from its core the very thread they wait for: ten times slower.
+        # OpenMP threads that wait for each other spin, by default 300,000 times. On a busy machine they so keep the
+        # thread that they wait for from its core, which is ten times slower.
         self._environment.setdefault("GOMP_SPINCOUNT", "1000")
 
     def start(self, name: str, *arguments: str, waits: bool = False) -> Child:
-        """Starts ``python arguments…``, with its log in `folder` under its name. One that `waits` is told to `go`."""
+        """Start ``python arguments…``, with its log in `folder` under its name. With `waits` it begins after `go`."""
         child = Child(
             name,
             arguments,
@@ -43,19 +43,19 @@ class Processes(Family[Child]):
         return child
 
     def go(self, child: Child) -> None:
-        """Tells a process that waits for it to go on."""
+        """Let a waiting process begin."""
         assert child.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, which is heard of by itself
+        with suppress(BrokenPipeError):  # it has ended, which is reported elsewhere
             child.process.stdin.write("go\n")
             child.process.stdin.close()
 
     def kill(self, child: Child) -> None:
-        """Ends a process by SIGKILL, as it was meant to be."""
+        """Kill a process on purpose, by SIGKILL."""
         self._killed.add(child)
         child.process.kill()
 
     def stop(self) -> None:
-        """Ends all processes that are still there."""
+        """End all processes that still run."""
         for child in self.children:
             if child.process.stdin is not None:
                 with suppress(BrokenPipeError):
@@ -63,10 +63,10 @@ class Processes(Family[Child]):
         super().stop()
 
     def next_line(self, timeout: float) -> tuple[Child, str | None]:
-        """The next line that any process printed; None in its place when a process has ended in order, or was killed.
+        """Wait for the next line of any process; None for the line when a process has ended in order, or was killed.
 
         Raises:
-            ProcessError: a process ended with another status than 0, or nothing was heard for `timeout` seconds.
+            ProcessError: a process ended with another status than 0, or no line came within `timeout` seconds.
         """
         heard = self.line_within(timeout)
         if heard is None:
@@ -74,16 +74,16 @@ class Processes(Family[Child]):
         return heard
 
     def silence(self, seconds: float) -> ProcessError:
-        """What to say when nothing was heard for so long."""
+        """Make the error for processes that were silent for so long."""
         running = [child.name for child in self.children if child.process.poll() is None]
         heard = f"nothing was heard from {', '.join(running) or 'any process'} for {seconds:.0f} s"
         return ProcessError(f"{heard}; the logs are in {self.folder}")
 
     def line_within(self, timeout: float) -> tuple[Child, str | None] | None:
-        """The same; None if there is none in so many seconds."""
+        """Wait for the next line as `next_line` does; None if there is none in so many seconds."""
         try:
             child, line = self._lines.get(timeout=timeout)
-            while child not in self.children:  # what a process said that has been stopped since
+            while child not in self.children:  # a line of a process that has been stopped since
                 child, line = self._lines.get(timeout=timeout)
         except Empty:
             return None

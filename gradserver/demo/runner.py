@@ -1,4 +1,4 @@
-"""The demo's own process: starts the others, follows them, compares, and ends them whatever happens."""
+"""The demo's own process: starts the others, follows them, compares the results, and ends them whatever happens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LISTENING = "listening on "
 
 
 def run_demo(settings: Settings, out: Path, kind: type[Demo]) -> int:
-    """Runs a demo and prints it to standard output. Returns the exit status, as `gradserver.demo.run` has it."""
+    """Run a demo and print it to standard output. Return the exit status of `gradserver.demo.run`."""
     screen = Screen(sys.stdout)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def run_demo(settings: Settings, out: Path, kind: type[Demo]) -> int:
         with ended_by_signals(), Processes(out) as processes:
             return kind(settings, out, view, processes).run()
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # nobody reads any more, as behind `| head`
+        if isinstance(error, BrokenPipeError):  # standard output was closed, as behind `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         print(f"gradserver demo: {error}", file=sys.stderr)
@@ -45,7 +45,7 @@ def run_demo(settings: Settings, out: Path, kind: type[Demo]) -> int:
 
 
 class Demo:
-    """One run, from the first process to the verdict."""
+    """Run from the first process to the verdict."""
 
     view_kind: type[View] = View
 
@@ -56,13 +56,13 @@ class Demo:
         self.processes = processes
 
     def run(self) -> int:
-        """Both trainings, and what came of them. Returns the exit status."""
+        """Train twice, and compare the results. Return the exit status."""
         view = self.view
         group = self.train_group()
         reference = self.train_reference(group.losses)
         verdict = judge(group, reference, lossy=self.settings.is_lossy)
 
-        view.heading(3, "The two compared")
+        view.heading(3, "Comparison")
         view.verdict(group, reference, verdict)
         view.sample(group.done[0].sample or "")
         self.save(group, reference)
@@ -70,7 +70,7 @@ class Demo:
         return 0 if verdict.passed else 1
 
     def train_group(self) -> Result:
-        """The coordinator and its workers."""
+        """Train with a coordinator and its workers."""
         settings, view = self.settings, self.view
         url = self.start_coordinator(str(settings.workers))
         view.heading(1, f"{settings.crew}, averaged by the coordinator at {url}")
@@ -86,29 +86,29 @@ class Demo:
         return result
 
     def train_reference(self, losses: list[float]) -> Result:
-        """The same training in one process, beside the losses of the group."""
+        """Train the same in one process, beside the losses of the group."""
         self.view.heading(2, f"One process, {self.settings.global_batch} sequences per step")
         trainer = self.start_trainer("one process", self.view.cores)
         return self.follow([trainer], losses)
 
     def start_coordinator(self, workers: str, *options: str) -> str:
-        """Starts the daemon for a group of so many workers, and returns the URL at which it listens."""
+        """Start the daemon for a group of so many workers, and return its URL."""
         arguments = ["serve", "--bind", "tcp://127.0.0.1:0", "--workers", workers, *options]
         coordinator = self.processes.start("coordinator", "-m", "gradserver", *arguments)
         while True:
             _, line = self.processes.next_line(SILENCE_SECONDS)
             if line is None:
-                raise ProcessError(f"the coordinator ended before it listened; its log is {coordinator.log}")
+                raise ProcessError(f"the coordinator ended before it was ready; its log is {coordinator.log}")
             if line.startswith(_LISTENING):
                 return line.removeprefix(_LISTENING).strip()
 
     def start_trainer(self, name: str, threads: int, *arguments: str) -> Child:
-        """Starts one training process."""
+        """Start one training process."""
         common = ["--settings", self.settings.to_json(), "--threads", str(threads)]
         return self.processes.start(name, "-m", "gradserver.demo.worker", *common, *arguments)
 
     def follow(self, children: list[Child], reference: list[float] | None = None) -> Result:
-        """Shows the steps of `children` until all have reported the end."""
+        """Show the steps of `children` until all have reported the end."""
         table = Table(self.view, reference)
         self.view.screen.live("  starting: importing torch, reading the text")
         progress = _Progress(children)
@@ -121,8 +121,8 @@ class Demo:
         return progress.result()
 
     def save(self, group: Result, reference: Result) -> None:
-        """Writes numbers and picture."""
-        from gradserver.demo.plot import save_plot  # here, as loading matplotlib may take seconds
+        """Write the numbers and the picture."""
+        from gradserver.demo.plot import save_plot  # imported here: loading matplotlib may take seconds
 
         self.view.screen.live("  drawing")
         with (self.out / "losses.csv").open("w", newline="", encoding="utf-8") as stream:
@@ -135,25 +135,25 @@ class Demo:
 
 
 class _Progress:
-    """Puts the reports of several replicas together."""
+    """Collector of the reports of several replicas."""
 
     def __init__(self, children: list[Child]) -> None:
         self._children = children
         self._ready: dict[Child, Ready] = {}
-        self._parts: dict[int, dict[Child, Step]] = {}  # of steps that not all have reported yet
+        self._parts: dict[int, dict[Child, Step]] = {}  # steps that not all have reported yet
         self._steps: list[GlobalStep] = []
         self._done: dict[Child, Done] = {}
 
     @property
     def complete(self) -> bool:
-        """Whether all have reported their end."""
+        """True if all replicas have reported their end."""
         return len(self._done) == len(self._children)
 
     def take(self, child: Child, line: str | None) -> GlobalStep | None:
-        """Takes a line that `child` printed. Returns a step if this completes it."""
+        """Take a line that `child` printed. Return a step if this line completes it."""
         if child not in self._children:
             if line is None:
-                raise ProcessError(f"the {child.name} ended in the midst of the training; its log is {child.log}")
+                raise ProcessError(f"the {child.name} ended during the training; its log is {child.log}")
             return None
         if line is None:
             if child not in self._done:
@@ -162,7 +162,7 @@ class _Progress:
         try:
             report = from_line(line)
         except ValueError as error:
-            raise ProcessError(f"{child.name} sent what is {error}") from error
+            raise ProcessError(f"{child.name}: {error}") from error
         if isinstance(report, Step):
             return self._join(child, report)
         if isinstance(report, Done):
@@ -170,7 +170,7 @@ class _Progress:
         elif isinstance(report, Ready):
             self._ready[child] = report
             if len({one.corpus_sha256 for one in self._ready.values()}) > 1:
-                raise ProcessError(f"{child.name} read another text than the others: was Python being updated?")
+                raise ProcessError(f"{child.name} read a different text: was Python updated meanwhile?")
         return None
 
     def _join(self, child: Child, part: Step) -> GlobalStep | None:
@@ -184,12 +184,12 @@ class _Progress:
         return step
 
     def result(self) -> Result:
-        """The whole run, once it is complete."""
+        """Return the complete run."""
         return Result(self._steps, [self._done[child] for child in self._children])
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Count the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""A terminal, or whatever standard output is: plain lines anywhere, colour and a live line where they work."""
+"""Output to standard output: plain lines everywhere, colours and a live line on terminals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 class Screen:
-    """Writes to `stream`. Control codes are used only if it is a terminal that understands them."""
+    """Writer to `stream`. It uses control codes only on a terminal that supports them."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -26,26 +26,26 @@ class Screen:
         self._drawn = 0.0
 
     def line(self, text: str = "") -> None:
-        """Prints a line for good."""
+        """Print a line."""
         self._write(f"{self._cleared()}{text}\n")
 
     def live(self, text: str) -> None:
-        """Shows a line that the next one replaces. Does nothing where that is impossible."""
+        """Show a line that the next one replaces. Does nothing where that is impossible."""
         now = time.monotonic()
         if self._is_terminal and (not self._live or now - self._drawn >= _LIVE_SECONDS):
             self._write(f"{self._cleared()}{self.style(text[:WIDTH], DIM)}")
             self._live, self._drawn = True, now
 
     def clear(self) -> None:
-        """Takes back the live line."""
+        """Clear the live line."""
         self._write(self._cleared())
 
     def style(self, text: str, code: str) -> str:
-        """`text` in a colour or weight, where there are any."""
+        """Style `text` with a colour or weight, where there are any."""
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour and text else text
 
     def bar(self, share: float, width: int) -> str:
-        """A bar over `share` (0 to 1) of `width` columns, padded to that width."""
+        """Draw a bar over `share` (0 to 1) of `width` columns, padded to that width."""
         share = min(1.0, max(0.0, share)) if share == share else 0.0
         if not self._can_print(_EIGHTHS):
             return ("#" * round(share * width)).ljust(width)
@@ -69,7 +69,7 @@ class Screen:
 
 
 def duration(seconds: float) -> str:
-    """A rough duration in words: ``20 s``, ``a minute``, ``5 minutes``."""
+    """Describe a duration roughly: ``20 s``, ``a minute``, ``5 minutes``."""
     if seconds < 45:
         return f"{max(5, 5 * round(seconds / 5))} s"
     minutes = round(seconds / 60)
@@ -77,5 +77,5 @@ def duration(seconds: float) -> str:
 
 
 def harmless(text: str) -> str:
-    """`text` without anything that a terminal would act upon, apart from line ends."""
+    """Replace all characters that a terminal would act upon, apart from line ends."""
     return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text.expandtabs(4))

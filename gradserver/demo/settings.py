@@ -1,4 +1,4 @@
-"""What a demo run consists of, in numbers: shared by the parent process and the processes that it starts."""
+"""Settings of a demo run, shared by the parent process and the processes that it starts."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ TOLERANCE = 1e-4
 """Largest relative difference of two runs' losses, and gradient norms, that still counts as the same training.
 
 A sum in another order changes a gradient by a few parts in ten million. This training does not enlarge that:
-its curves are apart by less than 1e-6, also after hundreds of steps. An exchange that averages wrongly shows: one
-bucket that is 10 % too long moves the loss by 1 %.
+its curves differ by less than 1e-6, also after hundreds of steps. A wrong average shows: one bucket that is 10 % too
+long moves the loss by 1 %.
 """
 
 PROMPT = "def __init__(self, "
-"""What the trained model is asked to continue."""
+"""Text that the trained model continues."""
 
 FINAL = 0.1
-"""Share of the samples, at the end, over which a run's final loss is the mean: a few would not be enough to go by."""
+"""Share of the samples, at the end, of which the final loss is the mean: a few would not be enough to compare."""
 
 CHURN_TOLERANCE = 0.02
-"""Largest relative difference of final losses of a run with deaths, and one without, that counts as the same.
+"""Largest relative difference of the final losses of a run with deaths, and one without, that counts as the same.
 
-They cannot be the same bits: what dies with a worker is trained on later, and by others.
+They cannot be the same bits: the samples of a killed worker are used later, and by others.
 """
 
-_FLOPS_PER_CORE = 40e9  # what training gets out of an ordinary core, for a guess at the duration
+_FLOPS_PER_CORE = 40e9  # speed of training on an ordinary core, for an estimate of the duration
 _STARTUP_SECONDS = 8.0  # to import torch and read the text; twice in a run
 
 
@@ -62,33 +62,33 @@ class Settings:
     def quick(
         cls, *, workers: int, batch: int, steps: int, seed: int, wire: str = "fp32", churn: float = 0.0
     ) -> Settings:
-        """A model so small that it shows that everything works, and learns little."""
+        """Make the settings of a tiny model, which shows that everything works, and learns little."""
         small = cls(workers, batch, steps, seed, context=64, width=64, heads=2, blocks=2, hidden=128, sample_bytes=80)
         return replace(small, wire=wire, churn=churn)
 
     @property
     def is_lossy(self) -> bool:
-        """Whether gradients lose something on the way, so that the curves cannot be the same."""
+        """True if the codec of gradients is lossy, so that the curves cannot be the same."""
         return self.wire != "fp32"
 
     @property
     def crew(self) -> str:
-        """The workers in words."""
+        """Description of the workers."""
         return f"{self.workers} workers" if self.workers > 1 else "1 worker"
 
     @property
     def global_batch(self) -> int:
-        """Sequences in one step, over all workers."""
+        """Number of sequences in one step, over all workers."""
         return self.workers * self.batch
 
     @property
     def samples(self) -> int:
-        """Sequences in the whole run."""
+        """Number of sequences in the whole run."""
         return self.steps * self.global_batch
 
     @property
     def tokens_per_step(self) -> int:
-        """Bytes predicted in one step, over all workers."""
+        """Number of bytes predicted in one step, over all workers."""
         return self.global_batch * self.context
 
     @property
@@ -99,29 +99,29 @@ class Settings:
         return self.blocks * block + self.width * (tables + 1)
 
     def rows_of(self, rank: int) -> range:
-        """The rows of every global batch that worker `rank` trains on: rank, rank + N, rank + 2N and so on."""
+        """Return the rows of every global batch that worker `rank` trains on: rank, rank + N, rank + 2N and so on."""
         return range(rank, self.global_batch, self.workers)
 
     def learning_rate_at(self, step: float) -> float:
-        """Learning rate of 0-based `step`: linearly up to the peak, then linearly down to zero at the end.
+        """Compute the learning rate of 0-based `step`: linearly up to the peak, then linearly down to zero at the end.
 
-        Where steps are not equally large, that is how many of the usual size the samples used so far would make.
+        If steps are not equally large, `step` is the number of usual steps that the samples used so far would make.
         """
         rise = (step + 1) / self.warmup
         fall = (self.steps - step) / max(1, self.steps - self.warmup)
         return self.learning_rate * min(1.0, rise, fall)
 
     def expected_seconds(self, cores: int) -> float:
-        """A guess at how long both runs take together."""
-        useful = min(cores, 8)  # matrices this small do not keep more busy
+        """Estimate the duration of both runs together."""
+        useful = min(cores, 8)  # matrices this small do not use more
         work = 2 * self.steps * self.tokens_per_step * 6 * self.parameters
         return 2 * _STARTUP_SECONDS + work / (_FLOPS_PER_CORE * useful)
 
     def to_json(self) -> str:
-        """One line of JSON that `from_json` turns back into equal settings."""
+        """Convert to one line of JSON, which `from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """The settings that `to_json` wrote."""
+        """Read the settings that `to_json` wrote."""
         return cls(**json.loads(text))

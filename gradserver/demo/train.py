@@ -1,4 +1,4 @@
-"""The training loop: one for the workers and for the single-process reference, so that the two cannot drift."""
+"""The training loop, one for the workers and for the reference in a single process, so that they stay the same."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gradserver.demo.corpus import Corpus
 from gradserver.demo.reports import Step
 from gradserver.demo.settings import Settings
 
-# Adam divides a gradient by its size. Where it is little more than rounding error the usual 1e-8 turns that error
-# into a full step, and two runs that differ in the order of a sum part ways within a hundred steps.
+# Adam divides a gradient by its size. Where it is little more than rounding error, the usual 1e-8 turns that error
+# into a full step, and two runs that differ in the order of a sum diverge within a hundred steps.
 ADAM_EPSILON = 3e-5
 
 
@@ -25,7 +25,7 @@ def train(
     rows: Sequence[int],
     exchange_seconds: Callable[[], float] = lambda: 0.0,
 ) -> Iterator[Step]:
-    """Trains `model` on the given rows of every global batch and yields each step once it is complete.
+    """Train `model` on the given rows of every global batch, and yield each step once it is complete.
 
     `exchange_seconds` returns the time spent exchanging gradients so far.
     """
@@ -45,17 +45,17 @@ def train(
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW, whose learning rate is set before each step."""
+    """Make AdamW, whose learning rate is set before each step."""
     return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), eps=ADAM_EPSILON, weight_decay=0.1)
 
 
 def mean_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats per byte, averaged over two [rows, time] tensors: a scalar."""
+    """Compute the cross-entropy in nats per byte, averaged over two [rows, time] tensors: a scalar."""
     logits: Tensor = model(inputs)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, corpus: Corpus, settings: Settings) -> float:
-    """Mean loss on held-out text, in nats per byte."""
+    """Compute the mean loss on held-out text, in nats per byte."""
     return mean_loss(model, *corpus.validation(settings.validation_rows)).item()

@@ -1,4 +1,4 @@
-"""What a run looks like: its announcement, its tables while it trains, and its verdict."""
+"""Output of a run: its announcement, its tables while it trains, and its verdict."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from gradserver.demo.outcome import Gap, GlobalStep, Result, Verdict, distances
 from gradserver.demo.screen import BOLD, CYAN, DIM, GREEN, RED, WIDTH, Screen, duration, harmless
 from gradserver.demo.settings import PROMPT, TOLERANCE, VOCABULARY, Settings
 
-_ROWS = 10  # of a table; the steps between them show up in the live line only
+_ROWS = 10  # rows of a table; the steps between them appear in the live line only
 _BAR = 22  # columns
 _SAMPLE_LINES = 9
 
 
 Fact = tuple[str, str]
-"""What it is about, and what it is."""
+"""Name and text of a line in a table of two columns."""
 
 
 class View:
-    """Everything that a run prints."""
+    """Printer of a run's output."""
 
     title = "gradserver demo"
 
@@ -35,14 +35,14 @@ class View:
         self.out = out
 
     def introduce(self) -> None:
-        """What is going to happen, and how long it will take."""
+        """Announce the run, and its duration."""
         s, version = self.settings, sys.version_info
         self.screen.line(self.screen.style(self.title, BOLD))
         self.screen.line()
         self.facts(
             ("model", f"byte-level GPT, {_count(s.parameters)} parameters, {s.blocks} blocks, context {s.context}"),
             ("text", f"the source of Python {version.major}.{version.minor}'s own standard library"),
-            ("first", f"{s.crew} and a coordinator, each a process of its own, train it"),
+            ("first", f"{s.crew} and a coordinator, each in its own process, train it"),
             *self.what(),
             ("then", f"one process trains it: {batch_of(s)}, the same seed and samples"),
             *self.promise(),
@@ -50,28 +50,28 @@ class View:
         )
 
     def what(self) -> tuple[Fact, ...]:
-        """What the workers do."""
+        """Describe the workers' training."""
         s = self.settings
-        return (("", f"{s.steps:,} steps of {s.workers} x {s.batch} sequences; gradients averaged in every step"),)
+        return (("", f"{s.steps:,} steps of {s.workers} x {s.batch} sequences; gradients are averaged in each step"),)
 
     def promise(self) -> tuple[Fact, ...]:
-        """What gradients travel as, if that loses something; and what is promised therefore."""
+        """Describe the codec of gradients, if it is lossy, and the checks."""
         s = self.settings
         if not s.is_lossy:
-            return (("promise", "all replicas are bit-identical, and both loss curves are the same"),)
+            return (("checks", "all replicas are bit-identical, and both loss curves are the same"),)
         return (
-            ("wire", f"gradients travel as {s.wire}; what that loses comes later"),
-            ("promise", "replicas are bit-identical; how near the curves are is shown"),
+            ("wire", f"gradients travel as {s.wire}, with error feedback"),
+            ("checks", "replicas are bit-identical; the distance of curves is reported"),
         )
 
     def heading(self, number: int, text: str) -> None:
-        """Opens one of the parts of the run."""
+        """Begin one of the parts of the run."""
         self.screen.line()
         self.screen.line(self.screen.style(f"[{number}/3]", CYAN) + " " + self.screen.style(text, BOLD))
 
     def verdict(self, group: Result, reference: Result, verdict: Verdict) -> None:
-        """The comparison, in the end."""
-        last = max(1, self.settings.steps // 10)  # one step's few samples are not enough to go by
+        """Show the comparison."""
+        last = max(1, self.settings.steps // 10)  # the samples of one step are too few to compare
         self.screen.line()
         self.verdict_on_weights(verdict.hashes)
         self._verdict_on_curve("loss curve", verdict.losses, verdict.losses_allowed)
@@ -87,7 +87,7 @@ class View:
         )
 
     def verdict_on_weights(self, hashes: Sequence[str]) -> None:
-        """Whether all replicas have the same hash."""
+        """Show whether all replicas have the same hash."""
         if len(set(hashes)) == 1:
             self.mark(True, "weights", "identical", f"SHA-256 {hashes[0][:32]}...")
             return
@@ -97,14 +97,14 @@ class View:
 
     def _verdict_on_curve(self, what: str, gap: Gap, allowed: bool) -> None:
         if self.settings.is_lossy:
-            where = f"at most {gap.distance:.1e} apart (step {gap.step + 1})"
-            self.mark(allowed, what, "lossy" if allowed else "NO NUMBER", where)
+            where = f"difference {gap.distance:.1e} (step {gap.step + 1})"
+            self.mark(allowed, what, "lossy" if allowed else "NOT FINITE", where)
             return
-        where = f"at most {gap.distance:.1e} apart (step {gap.step + 1}, tolerance {TOLERANCE:.0e})"
+        where = f"difference {gap.distance:.1e} (step {gap.step + 1}, tolerance {TOLERANCE:.0e})"
         self.mark(allowed, what, "same" if allowed else "DIFFERENT", where)
 
     def sample(self, text: str) -> None:
-        """What the trained model writes, beside a rule."""
+        """Show a text of the trained model, beside a rule."""
         self.screen.line()
         self.screen.line(f"  The model continues {self.screen.style(repr(PROMPT), BOLD)}:")
         self.screen.line()
@@ -113,26 +113,26 @@ class View:
             self.screen.line(self.screen.style(f"    | {line}", DIM))
 
     def close(self, verdict: Verdict, files: Sequence[str]) -> None:
-        """Pass or fail in one line, and where to go from here."""
+        """Show pass or fail in one line, and further commands."""
         s = self.settings
-        what = f"{s.crew} trained as one process with {batch_of(s)} does"
+        what = f"{s.crew} trained like one process with {batch_of(s)}"
         if verdict.lossy:
-            what = f"{s.crew} hold identical replicas, trained over {s.wire}"
-        apart = "are no numbers" if verdict.lossy else "differ"
+            what = f"{s.crew} have identical replicas, trained with {s.wire}"
+        apart = "are not finite" if verdict.lossy else "differ"
         wrong = [] if verdict.identical else ["the replicas' weights differ"]
         wrong += [] if verdict.losses_allowed else [f"the loss curves {apart}"]
         wrong += [] if verdict.norms_allowed else [f"the gradients' norms {apart}"]
         self.ending(what, wrong, s.workers + 2, files)
 
     def ending(self, what: str, wrong: Sequence[str], processes: int, files: Sequence[str]) -> None:
-        """`what` was shown, or what is `wrong`; and where to go from here."""
+        """Show the sentence `what`, or what is `wrong`; and further commands."""
         self.screen.line()
         if wrong:
             self.screen.line(f"{self.screen.style('FAIL', RED)}  {', and '.join(wrong)}.")
         else:
             self.screen.line(f"{self.screen.style('PASS', GREEN)}  {what}.")
         self.screen.line()
-        took = f"{time.monotonic() - self.began:.0f} s, the start of {processes} processes included"
+        took = f"{time.monotonic() - self.began:.0f} s, including the start of {processes} processes"
         self.facts(("took", took), ("files", f"{self.out}: {', '.join(files)}"))
         if not wrong:
             self.screen.line()
@@ -140,7 +140,7 @@ class View:
             self.facts(*self.following())
 
     def following(self) -> tuple[Fact, ...]:
-        """Where to go from here."""
+        """Suggest further commands."""
         s = self.settings
         more = f"--workers {2 * s.workers}" if s.workers <= 4 else f"--steps {5 * s.steps}"
         connect = ['  worker = gradserver.connect("tcp://COORDINATOR:7411"']
@@ -160,21 +160,21 @@ class View:
         return self.settings.tokens_per_step * len(result.steps) / (result.seconds or math.inf)
 
     def mark(self, good: bool, what: str, how: str, more: str) -> None:
-        """One of the things that were promised, and whether it is so."""
+        """Show one check and its result."""
         sign = self.screen.style("ok", GREEN) if good else self.screen.style("NO", RED)
-        self.screen.line(f"  {sign}  {what:12}{how:9}  {more}")
+        self.screen.line(f"  {sign}  {what:12}{how:10}  {more}")
 
     def facts(self, *facts: Fact) -> None:
-        """A table of two columns."""
+        """Show a table of two columns."""
         for name, text in facts:
             self.screen.line(f"  {self.screen.style(f'{name:10}', DIM)}{text}".rstrip())
 
 
 class Table:
-    """The steps of one training run, of which every so many are kept as a row."""
+    """Table of one training run, with a row every so many steps."""
 
     def __init__(self, view: View, reference: Sequence[float] | None = None) -> None:
-        """`reference` are the losses to compare with; without them a bar shows the loss, and a column the exchange."""
+        """Begin a table. `reference`: losses to compare with; without them the table shows a bar and the exchange."""
         self._view = view
         self._reference = reference
         self._spent: list[float] = []  # seconds of each step
@@ -187,7 +187,7 @@ class Table:
         view.screen.line(view.screen.style(f"  {'step':>8}{columns}    time    left", DIM))
 
     def add(self, step: GlobalStep) -> None:
-        """Shows one more step."""
+        """Show one more step."""
         steps = self._view.settings.steps
         self._spent.append(step.seconds)
         self._window.append(step)
@@ -212,7 +212,7 @@ class Table:
         return f"  {step.step + 1:>8,}{middle}{sum(self._spent):>7.1f}s{self._left()}"
 
     def _left(self) -> str:
-        """The time that is left, at the pace so far. The first step warms up, and says nothing about it."""
+        """Estimate the time that is left from the pace so far, without the first step, which warms up."""
         if len(self._spent) < 2:
             return ""
         pace = sum(self._spent[1:]) / (len(self._spent) - 1)
@@ -228,7 +228,7 @@ def _pair(what: str, workers: float, one: float, form: str) -> str:
 
 
 def batch_of(settings: Settings) -> str:
-    """What one process has to take for the same steps."""
+    """Describe the batch of one process that makes the same steps."""
     return f"{settings.workers} times the batch" if settings.workers > 1 else "the same batch"
 
 
@@ -237,8 +237,8 @@ def _cores(cores: int) -> str:
 
 
 def _others(cores: int) -> str:
-    """A warning that the guess at the duration is too low, if other programs keep the cores busy."""
-    return ", longer while they are as busy as now" if os.getloadavg()[0] > cores / 2 else ""
+    """Warn that the duration is longer, if other programs use the cores."""
+    return ", longer as other programs use them" if os.getloadavg()[0] > cores / 2 else ""
 
 
 def _count(number: int) -> str:

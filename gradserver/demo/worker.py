@@ -1,6 +1,6 @@
 """One process of a demo run: a worker that exchanges gradients, or without a coordinator the reference.
 
-Started by the runner as ``python -m gradserver.demo.worker``. Reports go to standard output, one line each.
+The runner starts it as ``python -m gradserver.demo.worker``. It prints its reports to standard output, one line each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradserver.demo.train import train, validation_loss
 
 
 def main() -> int:
-    """Trains as the arguments say."""
+    """Train with the settings of the arguments."""
     parser = argparse.ArgumentParser(prog="gradserver.demo.worker")
     parser.add_argument("--settings", type=Settings.from_json, required=True, help="as Settings.to_json writes")
     parser.add_argument("--threads", type=int, required=True, help="threads that torch may use in training")
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def train_in_group(model: GPT, corpus: Corpus, settings: Settings, url: str, rank: int) -> Iterator[Step]:
-    """Trains on this rank's rows, with gradients that are averaged over the group. All it takes is two lines."""
+    """Train on this rank's rows, with gradients that are averaged over the group. This takes two lines."""
     name, wire = f"worker-{rank}", settings.wire
     with gradserver.connect(url, rank=rank, world_size=settings.workers, name=name, wire=wire) as worker:
         replica = gradserver.DistributedDataParallel(model, worker)
@@ -58,7 +58,7 @@ def train_in_group(model: GPT, corpus: Corpus, settings: Settings, url: str, ran
 
 
 def assess(model: GPT, corpus: Corpus, settings: Settings, rank: int, *, sample: bool) -> Done:
-    """What became of the model. Its replicas are alike, so that rank 0 speaks for all, but for the hash."""
+    """Report on the trained model. The replicas are identical: only rank 0 reports more than the hash."""
     digest = state_sha256(model)
     if rank != 0:
         return Done(digest)
@@ -71,7 +71,7 @@ def assess(model: GPT, corpus: Corpus, settings: Settings, rank: int, *, sample:
 
 
 def take_stdout() -> Callable[[Report], None]:
-    """Keeps standard output for reports: whatever else prints in this process goes to standard error."""
+    """Reserve standard output for reports: all other output of this process goes to standard error."""
     reports = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
