@@ -74,7 +74,7 @@ def said(log: pytest.LogCaptureFixture) -> list[str]:
         ({"url": "", "world_size": 1}, {"GRADSERVER_URL": "tcp://127.0.0.1:1"}, "the world size is 1"),
     ],
 )
-def test_who_is_the_only_one_and_has_no_url_trains_by_itself_and_says_so(
+def test_a_single_worker_without_a_url_trains_by_itself_and_says_so(
     arguments: dict[str, Any],
     environment: dict[str, str],
     why: str,

@@ -114,20 +114,20 @@ MOST_SENT = 200_000_000
 
 
 @pytest.mark.parametrize("what", FLOODS)
-def test_a_stranger_who_floods_a_coordinator_is_cut_off(what: str) -> None:
+def test_a_stranger_that_floods_a_coordinator_is_cut_off(what: str) -> None:
     with under_attack() as daemon, speaking_zmtp(daemon.url) as peer:
         assert shout(peer, FLOODS[what], MOST_SENT) < MOST_SENT
 
 
 @pytest.mark.parametrize("what", [what for what in FLOODS if what != "bytes"])
-def test_a_member_who_floods_a_coordinator_is_cut_off(what: str) -> None:
+def test_a_member_that_floods_a_coordinator_is_cut_off(what: str) -> None:
     with under_attack() as daemon, speaking_zmtp(daemon.url) as peer:
         become_a_member(peer)
         assert shout(peer, FLOODS[what], MOST_SENT) < MOST_SENT
         wait_until(lambda: not daemon.group("own"), "it is one no more")
 
 
-def test_a_member_who_never_reads_is_cut_off() -> None:
+def test_a_member_that_never_reads_is_cut_off() -> None:
     with under_attack() as daemon, speaking_zmtp(daemon.url) as peer:
         become_a_member(peer)
         number = 0
@@ -139,7 +139,7 @@ def test_a_member_who_never_reads_is_cut_off() -> None:
         wait_until(lambda: not daemon.group("own"), "it is lost")
 
 
-def test_what_is_said_of_a_member_who_never_reads() -> None:
+def test_the_log_about_a_member_that_never_reads() -> None:
     with Daemon(loaded="") as daemon, speaking_zmtp(daemon.url) as peer:
         become_a_member(peer)
         with contextlib.suppress(OSError):
@@ -167,7 +167,7 @@ def test_honest_workers_may_have_all_their_credit_under_way() -> None:
 # ── descriptors ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_connections_that_take_all_descriptors_keep_nobody_out() -> None:
+def test_connections_that_take_all_descriptors_keep_no_worker_out() -> None:
     with Program("-c", FEW_DESCRIPTORS) as daemon, ExitStack() as stack:
         url = daemon.expect("listening on ")
         host, port = url.removeprefix("tcp://").split(":")
@@ -249,7 +249,7 @@ def test_a_number_that_became_another_connections_is_left_alone() -> None:
         spare.close()
 
 
-def test_what_closed_before_it_was_looked_at_is_nothing() -> None:
+def test_a_connection_that_closed_before_the_look_is_nothing() -> None:
     with pairs(1) as [(accepted, _)]:
         number = accepted.fileno()
         accepted.close()
@@ -357,7 +357,7 @@ def test_strangers_together_are_limited_too() -> None:
         connections.close()
 
 
-def test_a_member_who_asks_for_ever_is_told() -> None:
+def test_a_member_that_asks_for_ever_is_told() -> None:
     with Daemon("--quiet", loaded="") as daemon, Stranger(daemon.url) as member:
         member.send(Join("own", "member", 0, 1, 60.0))
         assert isinstance(member.hear(), Welcome)

@@ -228,12 +228,12 @@ def test_frame_beyond_the_limit_costs_its_sender_the_connection(server: TcpServe
     ],
     ids=["nothing", "http", "zeros", "ones", "greeting", "endless frame", "noise"],
 )
-def test_plain_bytes_on_the_port_harm_nobody(server: TcpServer, data: bytes) -> None:
+def test_plain_bytes_on_the_port_harm_no_group(server: TcpServer, data: bytes) -> None:
     say_plainly(server.url, data)
 
 
 @pytest.mark.parametrize("kind", [zmq.REQ, zmq.ROUTER, zmq.PUB, zmq.PUSH, zmq.PAIR])
-def test_sockets_of_other_kinds_harm_nobody(server: TcpServer, kind: int) -> None:
+def test_sockets_of_other_kinds_harm_no_group(server: TcpServer, kind: int) -> None:
     with Stranger(server.url, kind) as stranger:
         if kind in (zmq.REQ, zmq.PUB):
             stranger.say(b"hello")

@@ -219,7 +219,7 @@ class Lied(Crashing):
     st.lists(st.integers(5, 60), max_size=2),
 )
 @settings(max_examples=examples(100), phases=[Phase.explicit, Phase.reuse, Phase.generate])
-def test_whatever_a_member_says_nobody_is_sent_and_nothing_is_written_that_cannot_be_read(
+def test_nothing_a_member_says_makes_unreadable_messages_or_records(
     seed: int, said: dict[int, Any], fuses: list[int]
 ) -> None:
     cluster = Lied(seed, fuses)
@@ -256,7 +256,7 @@ def train(group: Group, rounds: int, world: int = 3) -> None:
     group.harness.inbox.clear()
 
 
-def test_who_says_that_it_is_in_a_round_that_cannot_have_begun_is_out_and_the_others_go_on() -> None:
+def test_a_member_in_a_round_that_cannot_have_begun_is_evicted_and_the_others_go_on() -> None:
     group = Group(3)
     train(group, 5)
     group.resume(0)
@@ -292,7 +292,7 @@ def test_after_a_restart_the_round_is_that_in_which_most_are() -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_an_epoch_that_cannot_have_begun_is_refused_and_costs_nobody_else_anything(restarted: bool) -> None:
+def test_an_epoch_that_cannot_have_begun_is_refused_and_costs_the_others_nothing(restarted: bool) -> None:
     group = Group(2)
     if restarted:
         group.harness.restart()
@@ -317,7 +317,7 @@ def test_a_plan_for_a_round_that_cannot_have_begun_is_refused() -> None:
     assert group.rounds == 0
 
 
-def test_who_uses_data_in_a_round_that_has_not_begun_is_refused() -> None:
+def test_data_used_in_a_round_that_has_not_begun_is_refused() -> None:
     group = Group(2)
     group.harness.receive(SEATS, Register("data", 100, 0, False, 0, 0), pack(()))
     group.harness.receive(SEATS, Claim("data", 1, 0, 10, 0))
@@ -338,7 +338,7 @@ def test_one_member_asks_of_so_many_kinds_of_data_at_once_and_no_more() -> None:
     assert SEATS in group.harness.closed
 
 
-def test_nobody_runs_ahead_of_a_round_that_is_open() -> None:
+def test_no_member_runs_ahead_of_an_open_round() -> None:
     """Test that the others are not left out for what they cannot have begun, as that waits too long for them."""
     group = Group(3)
     for part in range(2):
@@ -391,7 +391,7 @@ class Line:
         self.closed = True
 
 
-def test_who_would_be_told_what_nobody_can_read_is_told_that_and_the_daemon_and_others_go_on(
+def test_a_member_with_an_unreadable_answer_is_told_and_the_daemon_and_others_go_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     coordinator, lines = Coordinator(Engine({"a": 1, "b": 1})), (Line(), Line())
@@ -424,12 +424,12 @@ UNREADABLE: list[Kind] = [
 
 
 @pytest.mark.parametrize("record", UNREADABLE, ids=lambda record: type(record).__name__)
-def test_a_record_that_nobody_could_read_is_not_encoded(record: Kind) -> None:
+def test_an_unreadable_record_is_not_encoded(record: Kind) -> None:
     with pytest.raises(ProtocolError):
         records.encode(record)
 
 
-def test_a_record_that_nobody_could_read_leaves_a_gap_and_the_directory_can_be_used(
+def test_an_unreadable_record_leaves_a_gap_and_the_directory_can_be_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = StateDir(tmp_path, "0.1.0")
@@ -472,7 +472,7 @@ def say_held(group: Group, rank: int, key: ExchangeKey, payload: bytes) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_who_holds_a_result_that_is_not_finite_is_out_and_the_next_one_is_asked(value: float) -> None:
+def test_a_member_with_a_non_finite_result_is_evicted_and_the_next_one_is_asked(value: float) -> None:
     group = fetching(Span(State.HELD, bucket(3), 0, 1))
     assert group.told(0)[-1] == Fetch(2, bucket(3), 0)
     group.told(2)
@@ -489,7 +489,7 @@ def test_who_holds_a_result_that_is_not_finite_is_out_and_the_next_one_is_asked(
 
 
 @pytest.mark.parametrize("size", [0, 4, 17])
-def test_who_holds_a_collectives_result_of_another_length_is_out_and_the_next_one_is_asked(size: int) -> None:
+def test_a_member_with_a_result_of_another_length_is_evicted_and_the_next_one_is_asked(size: int) -> None:
     group = fetching(Span(State.HELD, LOST, 0, 1, (), 16), lacking=Span(State.LACKING, LOST, 0, 1, (), 16))
     assert group.told(0)[-1] == Fetch(2, LOST, 0)
     group.told(2)
@@ -503,7 +503,7 @@ def test_who_holds_a_collectives_result_of_another_length_is_out_and_the_next_on
     assert [type(message) for message in group.told(2)] == [Membership, Result, Standing]
 
 
-def test_nobody_is_given_a_result_of_another_length_than_it_lacks() -> None:
+def test_no_member_is_given_a_result_of_another_length_than_it_lacks() -> None:
     group = fetching(Span(State.HELD, LOST, 0, 1, (), 12), lacking=Span(State.LACKING, LOST, 0, 1, (), 16))
 
     failure, standing = group.told(2)[-2:]

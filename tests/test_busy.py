@@ -59,9 +59,7 @@ def test_a_data_shard_does_not_take_the_coordinators_round_timeout(capsys: pytes
     assert "--round-timeout is an option of coordinators, not of data shards" in capsys.readouterr().err
 
 
-def test_who_waits_long_reads_in_the_log_what_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_explains_a_long_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(handle, "REMINDER_SECONDS", 0.05)
     reminded = threading.Event()
     with Daemon() as daemon, joined(daemon.url, 2) as workers, caplog.at_level(logging.WARNING, "gradserver"):

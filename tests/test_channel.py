@@ -89,7 +89,7 @@ def test_the_other_side_learns_once_that_this_one_closed(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("closer", [0, 2])
-def test_nobody_can_send_on_a_closed_channel(ends: Ends, closer: int) -> None:
+def test_a_closed_channel_refuses_to_send(ends: Ends, closer: int) -> None:
     worker, at_worker, coordinator, at_coordinator = ends
     (worker, coordinator)[closer // 2].close()
 
@@ -100,7 +100,7 @@ def test_nobody_can_send_on_a_closed_channel(ends: Ends, closer: int) -> None:
     assert not at_coordinator.received
 
 
-def test_a_channel_may_be_closed_by_whoever_is_told_that_it_is_lost(ends: Ends) -> None:
+def test_a_receiver_may_close_a_channel_that_is_lost(ends: Ends) -> None:
     worker, at_worker, coordinator, _ = ends
 
     class Closes(Recorder):
@@ -116,7 +116,7 @@ def test_a_channel_may_be_closed_by_whoever_is_told_that_it_is_lost(ends: Ends) 
     assert at_worker.errors == []
 
 
-def test_a_message_is_not_dropped_because_nobody_is_attached_yet() -> None:
+def test_a_message_is_not_dropped_before_a_receiver_is_attached() -> None:
     worker, _ = memory_pair()
 
     with pytest.raises(UsageError, match="nobody is attached"):

@@ -68,7 +68,7 @@ def test_a_minute_has_a_hundred_events() -> None:
     apart=st.floats(0.0, 10.0),
     coordinator=st.none() | st.floats(3.0, 30.0),
 )
-def test_those_for_which_everybody_waits_are_as_far_apart_as_they_are_to_be(
+def test_events_that_stop_all_workers_are_far_enough_apart(
     seed: int, every: float, apart: float, coordinator: float | None
 ) -> None:
     ways = ways_of(8, list(SPECS))

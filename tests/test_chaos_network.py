@@ -165,7 +165,7 @@ def test_a_swapped_message_that_nothing_follows_comes_by_itself() -> None:
         assert router.recv_multipart()[1] == b"last"
 
 
-def test_whoever_tries_the_port_costs_nobody_his_connection() -> None:
+def test_a_probe_of_the_port_costs_no_connection() -> None:
     with relayed() as (relay, dealer, router):
         identity, _ = router.recv_multipart()
         for number in range(20):
@@ -230,7 +230,7 @@ def test_the_end_of_one_side_is_seen_at_the_other(gone: str) -> None:
             staying.disable_monitor()
 
 
-def test_a_coordinator_that_is_back_is_reached_by_who_tries_again() -> None:
+def test_a_coordinator_that_is_back_is_reached_by_another_try() -> None:
     with relayed() as (relay, dealer, router):
         router.recv_multipart()
         context, address = router.context, router.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -225,7 +225,7 @@ def test_a_member_whose_weights_differ() -> None:
     assert oracle.findings[0] == "diverged: round 2: weights of cyd is not that of 3 others"
 
 
-def test_a_step_that_nobody_should_have_made() -> None:
+def test_a_step_that_no_worker_should_have_made() -> None:
     def astray(number: int, _name: str, weights: list[Array]) -> None:
         if number == 2:
             weights[1][3] += 1
@@ -233,7 +233,7 @@ def test_a_step_that_nobody_should_have_made() -> None:
     only(World(weights=astray).judged(), "wrong", "round 2: weights are not those before it minus 0.01 times the mean")
 
 
-def test_who_reports_late_is_compared_too() -> None:
+def test_a_late_report_is_compared_too() -> None:
     oracle = World().judged()
     line = {"kind": "round", "name": "eve", "round": 1, "rank": 1, "results": [1, 2, 3, 4], "weights": 1, "at": 9.0}
     oracle.hear(line)
@@ -263,7 +263,7 @@ def test_a_prefix_that_is_longer_than_the_ledger_says() -> None:
     only(World(departs=4, records=longer).judged(), "wrong", text)
 
 
-def test_rounds_that_a_full_disk_did_not_take_are_checked_against_who_was_there() -> None:
+def test_rounds_that_a_full_disk_did_not_take_are_checked_against_the_members() -> None:
     def full(record: RoundRecord) -> list[RoundRecord]:
         return [] if 3 <= record.round <= 5 else [record]
 
@@ -312,7 +312,7 @@ def test_the_first_contribution_of_a_worker_that_joins() -> None:
     only(oracle, "lost", "round 3, bucket 0: members got the mean without dan, which took part to the end")
 
 
-def test_those_who_were_lost_are_put_where_their_ranks_say() -> None:
+def test_lost_members_are_placed_by_their_ranks() -> None:
     people = People(("a", "d"), {"b": 1, "c": 1, "e": 2})
     assert people.ordered(["b", "c", "e"]) == ("a", "b", "c", "d", "e")
     assert people.ordered(["c"]) == ("a", "c", "d")
@@ -355,7 +355,7 @@ def changed(sums: Callable[[Array], Array]) -> Oracle:
     return World(lines=lines).judged(EVERY + 1)
 
 
-def test_collectives_have_everybody_in_them_once() -> None:
+def test_collectives_have_each_member_once() -> None:
     assert World().judged(EVERY + 1).meetings == 1
     bob, eve = tally.tally("bob", EVERY), tally.tally("eve", EVERY)
     only(changed(lambda total: total + bob), "fault", f"behind round {EVERY}, a sum: it has bob 2 times")
@@ -379,7 +379,7 @@ def test_a_worker_that_is_lost_in_a_collective_may_be_in_it(counts: bool) -> Non
     assert not (oracle := World(lines=lines).judged(EVERY + 1)).found, oracle.findings
 
 
-def test_what_is_gathered_and_broadcast_is_of_those_who_are_there() -> None:
+def test_what_is_gathered_and_broadcast_is_of_present_members() -> None:
     def gathered(name: str, codes: list[int], broadcast: int | None) -> Oracle:
         def lines(line: dict[str, Any]) -> list[dict[str, Any]]:
             if (line["kind"], line["name"]) == ("met", name):

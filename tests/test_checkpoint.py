@@ -134,7 +134,7 @@ def test_the_last_ones_are_kept_and_the_link_names_the_last(tmp_path: Path) -> N
     assert os.readlink(directory.path / "latest") == "round-000000015.gsckpt"
 
 
-def test_who_goes_back_to_an_older_round_goes_on_from_there(tmp_path: Path) -> None:
+def test_a_job_that_goes_back_to_an_older_round_continues_from_there(tmp_path: Path) -> None:
     directory = Directory(tmp_path, keep=2)
     for number in (100, 200, 50):
         directory.write(number, numbered(number))

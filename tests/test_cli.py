@@ -165,7 +165,7 @@ def test_status_of_an_idle_coordinator(capsys: pytest.CaptureFixture[str]) -> No
         )
 
 
-def test_status_of_a_group_that_forms_shows_who_waits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_forming_group_shows_waiting_workers(capsys: pytest.CaptureFixture[str]) -> None:
     with coordinator() as server:
         waiting = [
             Task(connect, server.url, 2, 3, name="trainer-c", timeout=10.0),
@@ -211,7 +211,7 @@ def test_status_of_a_group_at_work_shows_members_round_and_rates(capsys: pytest.
     assert re.search(r"^ +1 +w1 +[\d.]+ MB", text, re.M)
 
 
-def test_status_shows_who_is_missing_and_what_is_in_flight(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_missing_workers_and_what_is_in_flight(capsys: pytest.CaptureFixture[str]) -> None:
     with coordinator() as server, joined(server.url, 3, channel="tcp") as workers:
         together(workers, lambda worker: worker.agree(PLAN))
         together(workers, exchange)
@@ -252,7 +252,7 @@ def test_status_as_json_is_one_snapshot(capsys: pytest.CaptureFixture[str]) -> N
     assert group["last_round"]["weights"] == [1.0, 1.0]
 
 
-def test_asking_disturbs_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+def test_asking_disturbs_no_group(capsys: pytest.CaptureFixture[str]) -> None:
     with coordinator() as server, joined(server.url, 2) as workers:
 
         def work(worker: Worker) -> None:
@@ -297,7 +297,7 @@ def test_groups_are_founded_under_allowed_names_only(
             access[0].check_group(name)
 
 
-def test_a_group_that_nobody_allowed_is_refused_with_what_to_do() -> None:
+def test_a_group_that_is_not_allowed_is_refused_with_what_to_do() -> None:
     with Daemon("--quiet", "--workers", "1") as daemon:
         with pytest.raises(JoinRefusedError) as caught:
             connect(daemon.url, 0, 1, "mine", timeout=PATIENCE)
@@ -325,7 +325,7 @@ def complaint(capsys: pytest.CaptureFixture[str], url: str) -> str:
     return err
 
 
-def test_status_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_without_a_listener(capsys: pytest.CaptureFixture[str]) -> None:
     url = free_url()
 
     assert complaint(capsys, url) == (

@@ -168,7 +168,7 @@ def test_reduce_scatter_is_weighted(four: list[Worker]) -> None:
     assert [part.tolist() for part in parts] == [[pytest.approx(14 / 6)]] * 4
 
 
-def test_nobody_passes_a_barrier_before_the_last_has_come(four: list[Worker]) -> None:
+def test_no_member_passes_a_barrier_before_the_last_has_come(four: list[Worker]) -> None:
     early = [Task(worker.barrier) for worker in four[:3]]
     assert not any(task.ended(0.05) for task in early)
 
@@ -208,7 +208,7 @@ def test_tags_are_received_in_any_order(four: list[Worker]) -> None:
         handle.wait()
 
 
-def test_everybody_sends_to_everybody_at_once(four: list[Worker]) -> None:
+def test_all_members_send_to_all_at_once(four: list[Worker]) -> None:
     def swap(worker: Worker) -> list[float]:
         others = [rank for rank in range(4) if rank != worker.rank]
         sent = [worker.send(floats(10 * worker.rank + rank), rank, tag=7, async_op=True) for rank in others]
@@ -255,7 +255,7 @@ def _unreceived(channel: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.usefixtures("_unreceived")
-def test_large_transfer_that_nobody_receives_yet_holds_back_no_other(gather: Gather) -> None:
+def test_large_transfer_without_a_receiver_yet_holds_back_no_other(gather: Gather) -> None:
     zero, one, two = gather(3, credit=MIN_CREDIT_BYTES, timeout=0.5)
     large = np.arange(SLICE_BYTES, dtype=np.float32)  # four slices, twice the credit
 
@@ -269,7 +269,7 @@ def test_large_transfer_that_nobody_receives_yet_holds_back_no_other(gather: Gat
 
 
 @pytest.mark.usefixtures("_unreceived")
-def test_large_tensor_that_nobody_sends_yet_holds_back_no_other(gather: Gather) -> None:
+def test_large_tensor_without_a_sender_yet_holds_back_no_other(gather: Gather) -> None:
     zero, one, two = gather(3, credit=MIN_CREDIT_BYTES, timeout=0.5)
     large = np.arange(SLICE_BYTES, dtype=np.float32)
 
@@ -639,7 +639,7 @@ MISMATCHES: dict[str, tuple[Callable[[Worker], object], str]] = {
 
 
 @pytest.mark.parametrize("what", MISMATCHES)
-def test_different_collectives_are_told_apart_to_everybody(four: list[Worker], what: str) -> None:
+def test_different_collectives_are_reported_to_all_members(four: list[Worker], what: str) -> None:
     call, called = MISMATCHES[what]
 
     def work(worker: Worker) -> object:
@@ -668,7 +668,7 @@ def test_transfer_of_different_lengths_is_told_to_both(four: list[Worker]) -> No
 # ── deadlines, threads, closing ───────────────────────────────────────────────────────────────────────
 
 
-def test_wait_that_runs_out_names_who_is_missing_and_may_be_repeated(gather: Gather) -> None:
+def test_wait_that_runs_out_names_missing_workers_and_may_be_repeated(gather: Gather) -> None:
     zero, one, two = gather(3)
     handle = zero.all_reduce(floats(0), async_op=True)
     early = two.all_reduce(floats(2), async_op=True)
@@ -685,7 +685,7 @@ def test_wait_that_runs_out_names_who_is_missing_and_may_be_repeated(gather: Gat
     assert early.wait().tolist() == [1]
 
 
-def test_coordinators_deadline_names_who_is_missing_to_everybody_else(gather: Gather) -> None:
+def test_coordinators_deadline_names_missing_workers_to_the_others(gather: Gather) -> None:
     zero, one, two = gather(3, timeout=0.3)
 
     for error in errors(DeadlineError, [zero, two], lambda worker: worker.all_reduce(floats(0))):
@@ -817,7 +817,7 @@ def test_the_last_push_of_a_round_is_done_without_a_wait(gather: Gather) -> None
         together(workers, lambda worker: worker.finish_round())
 
 
-def test_leaving_when_nothing_is_open_disturbs_nobody(gather: Gather) -> None:
+def test_leaving_when_nothing_is_open_disturbs_no_member(gather: Gather) -> None:
     workers = gather(2)
     handles = [worker.all_reduce(floats(worker.rank), async_op=True) for worker in workers]
     handles[0].wait()

@@ -85,7 +85,7 @@ def test_worker_knows_its_place(server: TcpServer) -> None:
         assert repr(workers[1]) == "<Worker 'w1': rank 1 of 3 in group 'mine'>"
 
 
-def test_ranks_that_nobody_gave_are_assigned_in_the_order_of_coming(server: TcpServer) -> None:
+def test_ranks_are_assigned_in_the_order_of_coming(server: TcpServer) -> None:
     workers = come(server, {"world_size": 3}, {"world_size": 3}, {"world_size": 3})
 
     assert [worker.rank for worker in workers] == [0, 1, 2]
@@ -252,7 +252,7 @@ def test_world_sizes_that_disagree_are_refused(server: TcpServer) -> None:
         pass
 
 
-def test_world_size_that_nobody_says_is_asked_for(server: TcpServer) -> None:
+def test_missing_world_size_is_asked_for(server: TcpServer) -> None:
     with pytest.raises(InvalidWorldSizeError) as caught:
         connect(server.url)
 
@@ -260,7 +260,7 @@ def test_world_size_that_nobody_says_is_asked_for(server: TcpServer) -> None:
     assert "--workers N to `gradserver serve`" in str(caught.value)
 
 
-def test_group_that_is_complete_takes_nobody_in(server: TcpServer) -> None:
+def test_complete_group_takes_no_worker_in(server: TcpServer) -> None:
     with joined(server.url, 2) as workers:
         with pytest.raises(JoinRefusedError) as caught:
             connect(server.url, name="late", world_size=2)
@@ -329,7 +329,7 @@ def test_argument_that_cannot_be_right_is_refused_at_once(what: str) -> None:
     assert message in str(caught.value)
 
 
-def test_nobody_at_the_url_is_told_after_the_timeout() -> None:
+def test_a_url_without_a_listener_is_reported_after_the_timeout() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"

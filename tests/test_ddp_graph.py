@@ -99,7 +99,7 @@ def test_others_are_told_of_a_worker_that_failed() -> None:
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 @pytest.mark.parametrize("as_view", [True, False])
-def test_parameter_that_nobody_uses_is_left_alone(option: str, as_view: bool) -> None:
+def test_parameter_that_no_worker_uses_is_left_alone(option: str, as_view: bool) -> None:
     # Weight decay and momentum would change it if it had a gradient of zeros.
     def branching(seed: int) -> Transformer:
         return Transformer(seed, branch=True)

@@ -54,7 +54,7 @@ torch.set_num_threads(1)
 # ── construction and state ───────────────────────────────────────────────────────────────────────────
 
 
-def test_everybody_starts_with_parameters_and_buffers_of_rank_0() -> None:
+def test_all_workers_start_with_parameters_and_buffers_of_rank_0() -> None:
     def work(worker: Worker) -> dict[str, Tensor]:
         module = Convolutional(worker.rank)
         module.conv.requires_grad_(False)
@@ -366,7 +366,7 @@ def test_wrapper_that_is_dropped_takes_its_hooks_along() -> None:
 # ── when things go wrong ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_nan_reaches_nobody_and_is_named_everywhere() -> None:
+def test_nan_reaches_no_worker_and_is_named_at_all() -> None:
     def work(worker: Worker) -> tuple[NonFiniteError, bool]:
         model = DistributedDataParallel(Transformer(), worker)
         before = state_of(model.module)

@@ -645,7 +645,7 @@ def test_a_crash_is_reported_with_its_last_words_and_ends_the_others(tmp_path: P
     assert time.monotonic() - began < 30
 
 
-def test_silence_has_an_end_and_names_who_is_silent(tmp_path: Path) -> None:
+def test_silence_has_an_end_and_names_the_silent_process(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         for rank in range(2):
             processes.start(f"worker {rank}", "-c", "import time; time.sleep(600)")

@@ -163,9 +163,7 @@ def test_whose_connection_breaks_in_a_group_that_goes_on_hears_that_from_a_coord
         *(pytest.param("3", point, "tcp", marks=pytest.mark.long) for point in ("asked", "made", "connected", "in")),
     ],
 )
-def test_who_freezes_as_soon_as_it_has_joined_is_noticed_as_soon_as_later(
-    frozen_after: str, point: str, channel: str
-) -> None:
+def test_a_freeze_right_after_joining_is_noticed_as_soon_as_later(frozen_after: str, point: str, channel: str) -> None:
     """Test that it is not noticed by heartbeats of another kind, 35 s later."""
     with Daemon("--workers", "2:3", "--gather", "60", "--frozen-after", frozen_after) as daemon, ExitStack() as stack:
         others = [stack.enter_context(worker_program(daemon.url, "exchange_until_fewer", r, WORLD)) for r in (0, 2)]
@@ -224,7 +222,7 @@ def test_a_worker_inside_one_long_call_is_not_dead(frozen_after: str, seconds: f
 )
 @pytest.mark.parametrize("shards", ["1", pytest.param("2", marks=pytest.mark.long)])
 @channels
-def test_a_coordinator_that_stands_still_loses_nobody(
+def test_a_coordinator_that_stands_still_loses_no_worker(
     channel: str, shards: str, frozen_after: str, seconds: float
 ) -> None:
     """Test with workers that have sent more than libzmq reads ahead of its connections."""
@@ -250,7 +248,7 @@ def test_a_coordinator_that_stands_still_loses_nobody(
             assert worker.end() == 0
 
 
-def test_a_server_sends_no_heartbeats_as_whoever_freezes_behind_his_answer_would_not_be_noticed() -> None:
+def test_a_server_sends_no_heartbeats_as_a_freeze_behind_an_answer_would_not_be_noticed() -> None:
     """Test around libzmq 4.3: anything that comes, other than a PING, stops the clock of silence until a PING."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         bind_router(router, "tcp://127.0.0.1:0")

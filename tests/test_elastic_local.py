@@ -191,7 +191,7 @@ def test_below_the_minimum_the_round_is_finished_and_the_wait_for_more_ends() ->
     )
 
 
-def test_who_does_not_come_is_left_out_and_told_so() -> None:
+def test_a_worker_that_does_not_come_is_left_out_and_told_so() -> None:
     with LocalCluster(3, elastic=(1, 3), timeout=0.3) as cluster:
         others_are_done = threading.Event()
 
@@ -210,7 +210,7 @@ def test_who_does_not_come_is_left_out_and_told_so() -> None:
         assert cluster.run(work) == [(0.5, 0.5), (0.5, 0.5), None]
 
 
-def test_the_lowest_rank_says_who_was_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_lowest_rank_names_lost_workers(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "gradserver"), LocalCluster(3, elastic=(1, 3)) as cluster:
         cluster.kill(0)
         wait_until(lambda: len(caplog.messages) >= 2, "it is said")

@@ -92,7 +92,7 @@ departures = st.dictionaries(st.integers(0, 90), st.tuples(st.integers(0, 4), st
 
 
 @given(scenarios, seeds, many_rates, departures)
-def test_whoever_goes_the_others_end_every_round_with_the_same_bytes_and_the_ledger_knows_who_counted(
+def test_after_departures_all_end_rounds_with_equal_bytes_and_the_ledger_knows_what_counted(
     scenario: Scenario, seed: int, rates: tuple[float, ...], goes: Departures
 ) -> None:
     cluster = ElasticCluster(scenario, seed, rates)
@@ -153,7 +153,7 @@ def test_members_hear_of_a_departure_and_of_the_end_of_a_round_when_all_shards_k
     assert kinds[-1] is RoundDone
 
 
-def test_a_plan_that_shards_have_yet_to_confirm_is_settled_once_whoever_goes_meanwhile() -> None:
+def test_a_plan_that_shards_have_yet_to_confirm_is_settled_once_despite_departures() -> None:
     harness = ShardedHarness({"default": Policy(1, 8)}, rates=(1.0, 1.0))
     harness.assemble(3)
     harness.slow = True
@@ -168,7 +168,7 @@ def test_a_plan_that_shards_have_yet_to_confirm_is_settled_once_whoever_goes_mea
         assert [type(message) for message, _ in harness.sent(rank)].count(Agreed) == 1
 
 
-def test_an_all_gather_that_is_shared_among_shards_fails_at_everybody_and_can_be_repeated() -> None:
+def test_an_all_gather_that_is_shared_among_shards_fails_at_all_members_and_can_be_repeated() -> None:
     harness = sharded(3, 8)
     gather = Operation(Kind.ALL_GATHER, Op.NONE, FLOAT32, 4)
     share = harness.engine.data.groups["default"].table.share(collective(0), gather)
@@ -201,7 +201,7 @@ def test_an_all_gather_that_is_shared_among_shards_fails_at_everybody_and_can_be
         assert {type(message) for message, _ in harness.sent(rank)} == {Result}
 
 
-def test_the_ledger_knows_who_counted_at_one_shard_and_gave_nothing_to_another() -> None:
+def test_the_ledger_knows_a_member_that_counted_at_one_shard_only() -> None:
     harness = sharded(3, 8, 1)
     share = harness.engine.data.groups["default"].table.share(bucket(0), all_reduce(8))
     harness.push_to(0, 1, bucket(0), floats(1, 1, 1, 1), index=0)
@@ -221,7 +221,7 @@ def test_the_ledger_knows_who_counted_at_one_shard_and_gave_nothing_to_another()
     assert record.cut == ((1, 0, 1),), "one slice of the first bucket"
 
 
-def test_somebody_may_get_a_seat_while_shards_report_a_round() -> None:
+def test_a_worker_may_get_a_seat_while_shards_report_a_round() -> None:
     harness = sharded(2, 8)
     for rank in range(2):
         harness.push_to(1, rank, bucket(0), floats(1, 1, 1, 1), index=1)

@@ -129,13 +129,13 @@ def test_a_claim_waits_for_the_rounds_before_it(harness: Harness) -> None:
     assert claim(harness, 0, 2, 4, round_number=1) == ((4, 8),)
 
 
-def test_who_asks_twice_before_the_answer_is_refused(harness: Harness) -> None:
+def test_a_second_claim_before_the_answer_is_refused(harness: Harness) -> None:
     harness.receive(SEATS, Claim("data", 1, 0, 4, 1))
     harness.receive(SEATS, Claim("data", 2, 0, 4, 1))
     assert isinstance(harness.refusal(SEATS), UnexpectedMessageError)
 
 
-def test_other_data_is_told_to_who_asks_and_costs_nothing_else(harness: Harness) -> None:
+def test_other_data_is_reported_to_the_claimant_and_costs_nothing_else(harness: Harness) -> None:
     harness.receive(SEATS + 1, Register("data", 11, 17, True, 0, 0), b"")
     ((failure, _),) = harness.sent(1)
     assert isinstance(failure, Failure)
@@ -177,7 +177,7 @@ def test_positions_are_claimed_in_groups_with_rounds_only() -> None:
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_round_is_not_over_before_all_who_counted_have_said_what_they_used(dies: bool) -> None:
+def test_a_round_is_not_over_before_all_that_counted_have_said_what_they_used(dies: bool) -> None:
     """Test a coordinator of rate 0: a shard's report overtakes what members say."""
     harness = ShardedHarness({"default": Policy(1, 2)}, rates=(0.0, 1.0))
     harness.assemble(2, plan_of(3))

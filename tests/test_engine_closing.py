@@ -126,7 +126,7 @@ def test_two_at_once_cost_what_each_had_not_pushed() -> None:
     assert record.cut == ((1, 0, 1),)
 
 
-def test_who_dies_between_two_buckets_counts_in_the_first() -> None:
+def test_a_member_that_dies_between_two_buckets_counts_in_the_first() -> None:
     harness = elastic(2, 2, 2)
     for rank in (0, 1):
         harness.push(rank, bucket(0), floats(rank, rank))
@@ -164,7 +164,7 @@ def test_a_reduction_that_holds_the_bytes_of_the_dead_counts_them() -> None:
     assert harness.silent(1)
 
 
-def test_weights_are_those_of_who_counted_slice_by_slice() -> None:
+def test_weights_are_those_that_counted_slice_by_slice() -> None:
     harness = elastic(2, 4)
     harness.push(1, bucket(0), floats(8, 8), weight=3.0)
     for index in range(2):
@@ -178,7 +178,7 @@ def test_weights_are_those_of_who_counted_slice_by_slice() -> None:
 # ── shared memory ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_memory_of_who_has_gone_does_not_count_until_it_is_reduced() -> None:
+def test_memory_of_a_departed_member_does_not_count_until_it_is_reduced() -> None:
     harness = elastic(3, 4)
     mine, theirs, others = floats(2, 2, 2, 2), floats(90, 90, 90, 90), floats(4, 4, 4, 4)
     shared(harness, 1, bucket(0), theirs, 2)
@@ -236,7 +236,7 @@ def test_what_a_process_that_has_ended_gave_to_one_other_arrives() -> None:
     assert values(harness, 0, transfer(0, 1, 0)) == [1, 2, 3, 4]
 
 
-def test_who_leaves_politely_takes_its_memory_along_too() -> None:
+def test_a_member_that_leaves_politely_takes_its_memory_along_too() -> None:
     harness = elastic(2, 2)
     shared(harness, 1, bucket(0), floats(6, 6))
     harness.leave(1)
@@ -271,7 +271,7 @@ def changed(harness: Harness, rank: int, key: ExchangeKey) -> MembershipChangedE
 
 
 @pytest.mark.parametrize("operation", [GATHER, SCATTER])
-def test_what_depends_on_the_world_size_fails_once_at_everybody(operation: Operation) -> None:
+def test_what_depends_on_the_world_size_fails_once_at_all_members(operation: Operation) -> None:
     harness = elastic(3)
     payload = floats(*range(operation.numel))
     harness.receive(SEATS, Push(collective(0), 0, 1.0, True, operation, epoch=1), payload[:1].tobytes())
@@ -287,7 +287,7 @@ def test_what_depends_on_the_world_size_fails_once_at_everybody(operation: Opera
     assert harness.open_exchanges() == 0
 
 
-def test_who_comes_later_hears_of_the_same_membership_whoever_has_gone_meanwhile() -> None:
+def test_a_later_caller_hears_of_the_same_membership_despite_departures() -> None:
     harness = elastic(4)
     harness.lose(1)
     harness.told(0, Membership)
@@ -310,7 +310,7 @@ def test_and_goes_with_the_new_membership() -> None:
     assert values(harness, 0, collective(0)) == values(harness, 2, collective(0)) == [0, 2]
 
 
-def test_each_chunk_of_a_reduce_scatter_goes_to_who_has_that_rank_now() -> None:
+def test_each_chunk_of_a_reduce_scatter_goes_to_the_present_owner_of_that_rank() -> None:
     harness = elastic(3)
     harness.lose(0)
     scatter = Operation(Kind.REDUCE_SCATTER, Op.SUM, FLOAT32, 2)
@@ -323,7 +323,7 @@ def test_each_chunk_of_a_reduce_scatter_goes_to_who_has_that_rank_now() -> None:
     assert present == {1: [0], 2: [1]}
 
 
-def test_chunks_that_are_being_reduced_when_somebody_goes_reach_whom_they_were_for() -> None:
+def test_chunks_under_reduction_at_a_departure_reach_the_members_they_were_for() -> None:
     harness = elastic(3, lazy=True)
     for rank in range(3):
         for index in range(3):
@@ -350,7 +350,7 @@ def test_one_that_was_begun_by_a_membership_that_has_ended_fails_before_it_is_cu
     assert harness.silent(0), "its tail is dropped"
 
 
-def test_a_broadcast_from_the_dead_fails_at_everybody_and_one_that_it_had_given_does_not() -> None:
+def test_a_broadcast_from_the_dead_fails_at_all_and_one_that_it_had_given_does_not() -> None:
     harness = elastic(3)
     from_1 = Operation(Kind.BROADCAST, Op.NONE, FLOAT32, 2, 1)
     harness.push(1, collective(0), floats(7, 7), operation=from_1)
@@ -388,7 +388,7 @@ def test_a_transfer_with_the_dead_fails_with_its_name() -> None:
 # ── time, plans, and what halts ───────────────────────────────────────────────────────────────────────
 
 
-def test_who_does_not_come_to_a_bucket_in_time_is_left_out_and_the_others_go_on() -> None:
+def test_a_member_too_late_for_a_bucket_is_left_out_and_the_others_go_on() -> None:
     harness = elastic(3, 2)
     for rank in (0, 2):
         harness.push(rank, bucket(0), floats(rank, rank))
@@ -414,7 +414,7 @@ def test_a_collective_that_waits_too_long_fails_alone() -> None:
     assert len(harness.group()["members"]) == 2
 
 
-def test_nobody_is_left_out_for_what_only_the_dead_had_begun() -> None:
+def test_no_member_is_left_out_for_what_only_the_dead_had_begun() -> None:
     harness = elastic(3, 2)
     harness.push(1, bucket(0), floats(30, 30))
     harness.lose(1)
@@ -478,7 +478,7 @@ def test_bytes_that_say_nothing_cost_their_sender_its_place_and_the_others_nothi
     assert harness.group()["state"] == "active"
 
 
-def test_after_somebody_went_messages_speak_of_present_ranks() -> None:
+def test_after_a_departure_messages_use_present_ranks() -> None:
     harness = elastic(3, 2)
     harness.lose(0)
     harness.told(1, Membership)

@@ -130,7 +130,7 @@ def test_the_timeout_of_a_group_is_the_longest_that_a_member_asked_for() -> None
 # ── who is refused, and why ───────────────────────────────────────────────────────────────────────────
 
 
-def test_a_rank_that_is_taken_is_refused_with_the_name_of_who_has_it() -> None:
+def test_a_rank_that_is_taken_is_refused_with_the_name_of_its_owner() -> None:
     harness = Harness()
     harness.join(1, "first", rank=0, world=2)
     harness.now = 3.0
@@ -171,7 +171,7 @@ def test_a_world_size_that_is_not_the_coordinators_is_refused() -> None:
     assert "'a' wants a world size of 3, the coordinator was started with 2" in str(error)
 
 
-def test_when_nobody_said_the_world_size_the_error_says_how_to() -> None:
+def test_without_a_world_size_the_error_says_how_to_give_it() -> None:
     harness = Harness()
     harness.join(1, "a")
 
@@ -213,7 +213,7 @@ def test_a_complete_group_is_closed_to_others_and_says_in_which_round_it_is() ->
     assert "when these have left: 'w0' (rank 0), 'w1' (rank 1)" in str(error)
 
 
-def test_a_broken_group_says_why_it_broke_to_whoever_wants_in() -> None:
+def test_a_broken_group_says_why_it_broke_to_applicants() -> None:
     harness = Harness()
     harness.assemble(2)
     harness.lose(1, "heartbeats stopped")
@@ -251,7 +251,7 @@ def test_whatever_names_are_let_in_a_welcome_that_carries_them_fits_into_a_heade
     assert len(encode(welcome(harness, 0))) > world * len(name)
 
 
-def test_names_that_are_too_long_are_refused_before_anybody_has_to_hear_them() -> None:
+def test_names_that_are_too_long_are_refused_before_any_member_has_to_hear_them() -> None:
     harness = Harness()
     harness.join(1, "ü" * MAX_NAME_BYTES, world=2)
     harness.join(2, group="g" * (MAX_NAME_BYTES + 1), world=2)
@@ -415,7 +415,7 @@ def test_several_plans_that_differ_from_most_are_all_told() -> None:
         assert f"'w{rank}' (rank {rank}) has b0 ({size}, " in str(harness.failure(rank, Scope.PROPOSAL))
 
 
-def test_who_did_not_propose_in_time_is_named_to_those_who_did() -> None:
+def test_members_that_did_not_propose_in_time_are_named_to_those_that_did() -> None:
     harness = Harness()
     harness.assemble(3)
     harness.propose(1, plan_of(4))
@@ -478,7 +478,7 @@ def test_another_plan_can_be_agreed_on_between_rounds_and_rounds_count_on() -> N
         (None, WorkerLostError, "'w1' (rank 1) was lost and is needed to go on: connection reset"),
     ],
 )
-def test_proposers_hear_who_is_gone(leave: Leave | None, kind: type[WorkerLeftError], says: str) -> None:
+def test_proposers_hear_which_member_is_gone(leave: Leave | None, kind: type[WorkerLeftError], says: str) -> None:
     harness = Harness()
     harness.assemble(3)
     harness.propose(0, plan_of(4))
@@ -518,7 +518,7 @@ def test_a_loss_says_after_which_round() -> None:
     assert "was lost after round 2 and is needed" in str(harness.failure(0, key=bucket(3)))
 
 
-def test_who_leaves_is_told_that_it_was_heard_and_who_is_lost_is_not() -> None:
+def test_a_member_that_leaves_is_answered_and_a_lost_one_is_not() -> None:
     harness = Harness()
     harness.assemble(3)
 
@@ -526,7 +526,7 @@ def test_who_leaves_is_told_that_it_was_heard_and_who_is_lost_is_not() -> None:
     assert not any(isinstance(c, Send) and c.connection == SEATS + 1 for c in harness.lose(1))
 
 
-def test_who_is_gone_is_gone_only_once() -> None:
+def test_a_member_departs_only_once() -> None:
     harness = Harness()
     harness.assemble(2)
     harness.leave(0)
@@ -581,7 +581,7 @@ STRANGE: list[tuple[Message, tuple[bytes, ...]]] = [
 
 
 @pytest.mark.parametrize(("message", "payloads"), STRANGE, ids=lambda value: type(value).__name__)
-def test_what_a_stranger_may_not_say_costs_its_connection_and_nobody_elses(
+def test_what_a_stranger_may_not_say_costs_its_own_connection_only(
     message: Message, payloads: tuple[bytes, ...]
 ) -> None:
     harness = Harness()

@@ -91,7 +91,7 @@ def answers(cluster: Crashing) -> dict[tuple[ExchangeKey, int], dict[int, Outcom
 
 @given(worlds, sizes, programs, fuses, seeds)
 @settings(max_examples=examples(50))
-def test_a_coordinator_that_is_lost_at_any_point_costs_nobody_anything(
+def test_a_coordinator_that_is_lost_at_any_point_costs_no_member_anything(
     world: int, buckets: list[int], program: list[Step], crashes: list[int], seed: int
 ) -> None:
     nothing_was_lost(run(world, buckets, program, crashes, seed), world)
@@ -119,7 +119,7 @@ def nothing_was_lost(cluster: Crashing, world: int) -> None:
 
 @given(worlds, sizes, rounds, fuses, seeds, happenings, st.lists(st.integers(-1, 3), max_size=4))
 @settings(max_examples=examples(75))
-def test_whoever_dies_or_is_cut_off_those_who_are_left_hold_the_same_and_lose_no_round(
+def test_after_deaths_and_cuts_the_remaining_members_hold_the_same_and_lose_no_round(
     world: int,
     buckets: list[int],
     program: list[Step],
@@ -210,7 +210,7 @@ def waited_for_the_dead(cluster: Crashing, error: GradServerError) -> bool:
 
 @given(worlds, sizes, rounds, seeds, st.dictionaries(st.integers(0, 80), seats, max_size=6), st.booleans())
 @settings(max_examples=examples(40))
-def test_connections_that_break_cost_nobody_anything(
+def test_connections_that_break_cost_no_member_anything(
     world: int, buckets: list[int], program: list[Step], seed: int, breaks: dict[int, int], noticed: bool
 ) -> None:
     what = "breaks" if noticed else "breaks unnoticed"

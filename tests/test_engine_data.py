@@ -68,7 +68,7 @@ def four_byte_slices() -> Iterator[None]:
 # ── buckets ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_mean_of_a_bucket_goes_to_everybody_when_the_last_has_come() -> None:
+def test_the_mean_of_a_bucket_goes_to_all_when_the_last_has_come() -> None:
     harness = group_of(3, 2)
 
     harness.push(2, bucket(0), floats(6, 0))
@@ -103,7 +103,7 @@ def test_an_absent_contribution_is_zeros_and_counts() -> None:
 
 
 @pytest.mark.parametrize(("weight", "total"), [(1.0, 2.0), (0.0, 0.0)])
-def test_when_nobody_gives_anything_the_result_is_empty_and_needs_no_reduction(weight: float, total: float) -> None:
+def test_without_contributions_the_result_is_empty_and_needs_no_reduction(weight: float, total: float) -> None:
     harness = group_of(2, 2, lazy=True)
     for rank in range(2):
         harness.push(rank, bucket(0), None, weight=weight)
@@ -152,7 +152,7 @@ def test_several_buckets_and_collectives_may_be_open_in_any_order() -> None:
     assert harness.open_exchanges() == 2
 
 
-def test_the_first_of_those_who_count_is_what_everybody_gets() -> None:
+def test_all_get_the_first_contribution_that_counts() -> None:
     harness = Harness(lazy=True)
     harness.assemble(3, Plan((Bucket("stats", BY_NAME["int64"], (Component("n", (1,)),), Op.FIRST),)))
     for rank in (2, 1, 0):
@@ -162,7 +162,7 @@ def test_the_first_of_those_who_count_is_what_everybody_gets() -> None:
     assert [(c.rank, c.payload) for c in reduce.contributions] == [(1, b"\1" * 8)]
 
 
-def test_the_first_is_the_first_that_gives_data_and_without_any_nobody_gets_any() -> None:
+def test_the_first_is_the_first_that_gives_data_and_without_any_none_gets_any() -> None:
     harness = Harness()
     harness.assemble(3, Plan((Bucket("stats", BY_NAME["int64"], (Component("n", (1,)),), Op.FIRST),)))
     for rank, data in enumerate((None, bytes([1]) * 8, bytes([2]) * 8)):
@@ -204,7 +204,7 @@ def test_the_ledger_forgets_old_rounds() -> None:
 # ── other operations ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_broadcast_passes_the_roots_bytes_to_everybody_else() -> None:
+def test_a_broadcast_passes_the_roots_bytes_to_all_others() -> None:
     harness = group_of(3)
     broadcast = operation(Kind.BROADCAST, 2, root=1)
     payload = floats(1, math.nan).tobytes()
@@ -219,7 +219,7 @@ def test_a_broadcast_passes_the_roots_bytes_to_everybody_else() -> None:
     assert harness.results(1) == {(collective(0), 0): (Result(collective(0), 0, 3.0, False), ())}
 
 
-def test_whoever_gave_bytes_that_pass_through_is_answered_last() -> None:
+def test_the_giver_of_bytes_that_pass_through_is_answered_last() -> None:
     harness = group_of(3)
     broadcast = operation(Kind.BROADCAST, 1, root=0)
     harness.push(0, collective(0), floats(1), operation=broadcast)
@@ -258,7 +258,7 @@ def test_a_reduce_scatter_gives_each_slice_to_the_rank_that_it_belongs_to() -> N
         }
 
 
-def test_a_barrier_lets_everybody_go_when_all_are_there() -> None:
+def test_a_barrier_lets_all_go_when_all_are_there() -> None:
     harness = group_of(3)
     for rank in (1, 0):
         harness.push(rank, collective(0), operation=BARRIER)
@@ -269,7 +269,7 @@ def test_a_barrier_lets_everybody_go_when_all_are_there() -> None:
         assert harness.results(rank) == {(collective(0), 0): (Result(collective(0), 0, 3.0, False), ())}
 
 
-def test_a_transfer_goes_from_one_to_the_other_and_concerns_nobody_else() -> None:
+def test_a_transfer_goes_from_one_to_the_other_and_concerns_no_third() -> None:
     harness = group_of(4)
     send = operation(Kind.TRANSFER, 2)
     harness.push(1, transfer(0, 3, 1), None, operation=send)
@@ -440,7 +440,7 @@ VIOLATIONS: dict[str, tuple[Violation, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)
-def test_a_violation_costs_its_senders_connection_and_the_others_hear_whose_it_was(name: str) -> None:
+def test_a_violation_costs_its_senders_connection_and_the_others_hear_the_name(name: str) -> None:
     (key, payload, index, what), kind, says = VIOLATIONS[name]
     harness = group_of(3, 1)
     harness.push(1, key, payload, index=index, operation=what)
@@ -488,7 +488,7 @@ def test_a_slice_behind_the_last_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("four_byte_slices")
-def test_somebody_elses_transfer_cannot_be_joined_in_the_middle() -> None:
+def test_a_transfer_of_others_cannot_be_joined_in_the_middle() -> None:
     harness = group_of(3)
     harness.push(0, transfer(0, 0, 1), floats(1), operation=operation(Kind.TRANSFER, 2))
     harness.push(2, transfer(0, 0, 1), floats(1), index=1)
@@ -498,7 +498,7 @@ def test_somebody_elses_transfer_cannot_be_joined_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", None])
-def test_who_has_nothing_to_give_cannot_slip_in_bytes_among_those_of_others(payload: bytes | None) -> None:
+def test_a_member_with_nothing_to_give_cannot_slip_in_bytes(payload: bytes | None) -> None:
     harness = group_of(3)
     broadcast = operation(Kind.BROADCAST, 1, root=1)
     harness.push(0, collective(0), payload, operation=broadcast)
@@ -592,7 +592,7 @@ def test_a_contribution_of_some_slices_is_not_a_contribution() -> None:
     assert isinstance(harness.failure(1, key=bucket(0)), WorkerLostError)
 
 
-def test_a_result_that_is_being_reduced_when_somebody_goes_still_reaches_the_others() -> None:
+def test_a_result_under_reduction_at_a_departure_still_reaches_the_others() -> None:
     harness = group_of(3, 1, lazy=True)
     for rank in range(3):
         harness.push(rank, bucket(0), floats(rank))
@@ -771,7 +771,7 @@ def test_a_reduction_for_a_group_that_formed_again_or_is_gone_is_dropped() -> No
     assert harness.array(0)[0] == 5
 
 
-def test_a_reduction_that_nobody_asked_for_is_dropped() -> None:
+def test_an_unasked_reduction_is_dropped() -> None:
     harness = group_of(2, 1)
     harness.push(0, bucket(0), floats(1))
 
@@ -789,7 +789,7 @@ def test_a_reduction_that_nobody_asked_for_is_dropped() -> None:
 # ── deadlines ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_bucket_that_waits_too_long_names_who_is_missing_the_bucket_and_the_round() -> None:
+def test_a_bucket_that_waits_too_long_names_missing_members_bucket_and_round() -> None:
     harness = group_of(4, 1, 1)
     harness.push(2, bucket(0, 1), floats(1))
     harness.now += 1
@@ -832,7 +832,7 @@ def test_a_collective_that_waits_too_long_fails_alone() -> None:
     assert harness.array(0)[0] == 1
 
 
-def test_a_transfer_that_nobody_takes_fails_alone() -> None:
+def test_a_transfer_that_is_not_taken_fails_alone() -> None:
     harness = group_of(3)
     harness.push(0, transfer(0, 0, 2, tag=4), floats(1), operation=operation(Kind.TRANSFER, 1))
     harness.wait(TIMEOUT)
@@ -859,7 +859,7 @@ def test_every_slice_gives_an_exchange_more_time() -> None:
     assert error.missing == ("'w1' (rank 1)",), "who stopped in the middle is missing"
 
 
-def test_when_it_is_not_a_worker_who_is_late_the_error_says_so() -> None:
+def test_the_error_says_so_when_it_is_not_a_worker_that_is_late() -> None:
     harness = group_of(2, 1, lazy=True)
     for rank in range(2):
         harness.push(rank, bucket(0), floats(1))
@@ -873,7 +873,7 @@ def test_when_it_is_not_a_worker_who_is_late_the_error_says_so() -> None:
 
 
 @pytest.mark.usefixtures("four_byte_slices")
-def test_when_everybody_stopped_in_the_middle_everybody_is_missing() -> None:
+def test_when_all_stopped_in_the_middle_all_are_missing() -> None:
     harness = group_of(2, 2)
     for rank in range(2):
         harness.push(rank, bucket(0), floats(1))
@@ -913,7 +913,7 @@ def test_the_deadline_of_an_exchange_that_ended_leads_to_nothing() -> None:
 # ── asking who is missing ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_whoever_asks_is_told_who_is_missing() -> None:
+def test_missing_members_are_named_on_request() -> None:
     harness = group_of(4, 1)
     for rank in (3, 1):
         harness.push(rank, bucket(0), floats(1))
@@ -922,7 +922,7 @@ def test_whoever_asks_is_told_who_is_missing() -> None:
     assert harness.only([1], Missing) == [Missing(bucket(0), ("'w0' (rank 0)", "'w2' (rank 2)"))]
 
 
-def test_nobody_is_missing_from_what_is_not_open() -> None:
+def test_no_member_is_missing_from_what_is_not_open() -> None:
     harness = group_of(2, 1)
     harness.receive(SEATS, Inquire(bucket(5)))
 

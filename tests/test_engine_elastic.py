@@ -69,7 +69,7 @@ def test_it_begins_at_once_with_its_maximum() -> None:
     assert len(welcomes(driven, 0, 1)) == 2
 
 
-def test_it_begins_at_once_with_as_many_as_all_who_came_ask_for() -> None:
+def test_it_begins_at_once_with_as_many_as_all_applicants_ask_for() -> None:
     driven = harness(1, 8)
     for index in range(3):
         assert driven.silent(0)
@@ -78,7 +78,7 @@ def test_it_begins_at_once_with_as_many_as_all_who_came_ask_for() -> None:
     assert len(welcomes(driven, 0, 1, 2)) == 3
 
 
-def test_a_world_size_is_a_wish_that_nobody_waits_for_longer_than_for_others() -> None:
+def test_a_wished_world_size_is_waited_for_no_longer_than_others() -> None:
     driven = harness(2, 8)
     for index in range(2):
         driven.join(SEATS + index, world=5)
@@ -87,7 +87,7 @@ def test_a_world_size_is_a_wish_that_nobody_waits_for_longer_than_for_others() -
     assert len(welcomes(driven, 0, 1)) == 2
 
 
-def test_who_has_less_patience_than_gathering_takes_is_in_it_all_the_same() -> None:
+def test_an_applicant_with_less_patience_than_gathering_takes_is_in_it_all_the_same() -> None:
     driven = harness(1, 8, gather=30.0)
     driven.join(SEATS, timeout=3.0)
     driven.wait(3.0)
@@ -109,7 +109,7 @@ def test_gathering_ends_when_too_few_are_left_and_begins_anew() -> None:
     assert len(welcomes(driven, 0, 2)) == 2
 
 
-def test_who_is_left_alone_waits_on() -> None:
+def test_an_applicant_that_is_left_alone_waits_on() -> None:
     driven = harness()
     for index in range(2):
         driven.join(SEATS + index)
@@ -139,7 +139,7 @@ def test_a_world_size_that_can_never_be_is_refused(world: int) -> None:
     assert str(error) == f"'w' wants a world size of {world}, group 'default' has 2 to 4"
 
 
-def test_too_few_who_came_are_told_how_many_are_missing() -> None:
+def test_too_few_applicants_are_told_how_many_are_missing() -> None:
     driven = harness(3, MAX_WORLD_SIZE)
     driven.join(SEATS, "w")
     driven.wait(TIMEOUT)
@@ -167,7 +167,7 @@ def test_other_groups_of_the_same_coordinator_are_fixed() -> None:
 
 
 @pytest.mark.parametrize("politely", [False, True])
-def test_the_others_hear_at_once_who_has_gone_and_that_they_go_on(politely: bool) -> None:
+def test_the_others_hear_at_once_of_a_departure_and_that_they_go_on(politely: bool) -> None:
     driven = active(1, 3, 4)
     if politely:
         driven.leave(1)
@@ -196,7 +196,7 @@ def test_two_departures_are_two_epochs_and_one_step_for_members() -> None:
     assert driven.told(1, RoundDone) == [RoundDone(0, 3)]
 
 
-def test_an_error_that_somebody_left_with_is_the_reason() -> None:
+def test_the_error_that_a_member_left_with_is_the_reason() -> None:
     driven = active(1, 2, 4)
     driven.receive(SEATS + 1, Leave("it raised RuntimeError: out of memory", failed=True))
 
@@ -207,7 +207,7 @@ def test_an_error_that_somebody_left_with_is_the_reason() -> None:
     )
 
 
-def test_a_plan_that_waited_for_who_has_gone_is_settled() -> None:
+def test_a_plan_that_waited_for_a_departed_member_is_settled() -> None:
     driven = active(1, 3)
     plan = plan_of(4)
     for rank in (0, 2):
@@ -315,7 +315,7 @@ def test_a_pause_ends_at_the_groups_deadline_with_an_error_that_says_how_many_ar
     driven.assemble(2)
 
 
-def test_who_leaves_a_pause_ends_it() -> None:
+def test_a_member_that_leaves_a_pause_ends_it() -> None:
     driven = paused()
     driven.lose(0)
 
@@ -352,7 +352,7 @@ def test_a_report_that_comes_when_its_group_has_ended_is_of_no_use() -> None:
     driven.assemble(2)
 
 
-def test_who_waits_for_a_seat_and_freezes_is_told_that_it_was_given_up() -> None:
+def test_a_frozen_worker_in_the_queue_is_told_that_it_was_given_up() -> None:
     driven = harness(1, 1)
     driven.join(SEATS, "a")
     driven.join(SEATS + 1, "b")
@@ -432,11 +432,11 @@ def test_workers_of_one_name_are_numbered_when_a_group_begins_and_the_log_says_w
         (["ü" * 64] * 2, ["ü" * 64, "ü" * 61 + "-2"]),
     ],
 )
-def test_a_number_is_one_that_nobody_has(names: list[str], become: list[str]) -> None:
+def test_a_number_is_one_that_no_worker_has(names: list[str], become: list[str]) -> None:
     assert numbered(names) == become
 
 
-def test_whoever_had_a_number_gets_its_own_seat_again_though_it_asks_by_the_name_of_others() -> None:
+def test_a_numbered_worker_gets_its_own_seat_again_under_the_shared_name() -> None:
     driven = called_the_same()
     driven.inbox.clear()
     driven.agree(plan_of(4), 3)

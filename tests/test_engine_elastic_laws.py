@@ -56,7 +56,7 @@ def answers(cluster: Cluster) -> dict[tuple[ExchangeKey, int], dict[int, tuple[O
 
 @given(st.integers(1, 5), sizes, programs, departures, seeds)
 @settings(max_examples=examples(120))
-def test_everybody_who_is_left_comes_to_the_end_with_the_same_bytes_the_exact_mean_of_those_who_counted(
+def test_all_remaining_members_end_with_equal_bytes_the_exact_mean_of_those_that_counted(
     world: int, buckets: list[int], program: list[Step], goes: Departures, seed: int
 ) -> None:
     cluster = run(world, buckets, program, goes, seed)
@@ -72,7 +72,7 @@ def test_everybody_who_is_left_comes_to_the_end_with_the_same_bytes_the_exact_me
 
 
 @given(st.integers(1, 5), sizes, programs, departures, seeds)
-def test_only_what_cannot_go_on_fails_and_for_everybody_alike(
+def test_only_what_cannot_go_on_fails_and_for_all_alike(
     world: int, buckets: list[int], program: list[Step], goes: Departures, seed: int
 ) -> None:
     cluster = run(world, buckets, program, goes, seed)
@@ -97,7 +97,7 @@ def test_only_what_cannot_go_on_fails_and_for_everybody_alike(
 
 
 @given(st.integers(1, 5), sizes, programs, departures, seeds)
-def test_ranks_and_epochs_change_at_the_same_boundary_for_everybody(
+def test_ranks_and_epochs_change_at_the_same_boundary_for_all(
     world: int, buckets: list[int], program: list[Step], goes: Departures, seed: int
 ) -> None:
     cluster = run(world, buckets, program, goes, seed)
@@ -112,7 +112,7 @@ def test_ranks_and_epochs_change_at_the_same_boundary_for_everybody(
 
 
 @given(st.integers(1, 5), sizes, st.integers(1, 4), departures, seeds)
-def test_no_round_is_lost_and_the_ledger_knows_who_counted_where(
+def test_no_round_is_lost_and_the_ledger_knows_where_each_member_counted(
     world: int, buckets: list[int], rounds: int, goes: Departures, seed: int
 ) -> None:
     cluster = run(world, buckets, [Step()] * rounds, goes, seed)
@@ -158,7 +158,7 @@ def test_nothing_is_left_behind(
 
 
 @given(st.integers(1, 4), sizes, st.integers(1, 3), seeds, seeds, seeds)
-def test_an_elastic_group_that_nobody_leaves_gives_the_bits_of_a_fixed_one(
+def test_an_elastic_group_without_departures_gives_the_bits_of_a_fixed_one(
     world: int, buckets: list[int], rounds: int, one: int, other: int, salt: int
 ) -> None:
     scenario = Scenario(world, tuple(buckets), rounds, (), (), salt)

@@ -69,7 +69,7 @@ def _both(one: object, other: object) -> None:
 
 @given(st.integers(1, 4), sizes, programs, events, seeds)
 @settings(max_examples=examples(100))
-def test_whoever_comes_and_goes_all_get_the_same_bytes_the_exact_mean_of_those_who_counted(
+def test_after_joins_and_departures_all_get_equal_bytes_the_exact_mean_of_those_that_counted(
     world: int, buckets: list[int], program: list[Step], happens: Events, seed: int
 ) -> None:
     cluster = run(world, buckets, program, happens, seed)
@@ -105,7 +105,7 @@ def test_only_departures_make_anything_fail(
 
 
 @given(st.integers(1, 4), sizes, programs, events, seeds)
-def test_ranks_are_dense_and_change_at_the_same_boundary_for_everybody(
+def test_ranks_are_dense_and_change_at_the_same_boundary_for_all(
     world: int, buckets: list[int], program: list[Step], happens: Events, seed: int
 ) -> None:
     cluster = run(world, buckets, program, happens, seed)
@@ -131,7 +131,7 @@ def test_ranks_are_dense_and_change_at_the_same_boundary_for_everybody(
 
 
 @given(st.integers(1, 4), sizes, st.integers(2, 6), events, seeds)
-def test_no_round_is_lost_and_the_ledger_knows_who_counted(
+def test_no_round_is_lost_and_the_ledger_knows_what_counted(
     world: int, buckets: list[int], rounds: int, happens: Events, seed: int
 ) -> None:
     cluster = run(world, buckets, [Step()] * rounds, happens, seed)
@@ -155,7 +155,7 @@ def test_no_round_is_lost_and_the_ledger_knows_who_counted(
 @example(2, [9, 9], [N, N, A, N, N, N, N], [(75, "join", 0), (75, "join", 0), (95, "leave", 1)], 232)
 @example(2, [9, 9], [N, N, A, N, N, N, N], [(18, "join", 0), (61, "join", 0), (95, "leave", 1)], 232)
 @given(st.integers(1, 4), sizes, programs, events, seeds)
-def test_nobody_who_wants_in_waits_for_ever_and_nothing_is_left_behind(
+def test_no_learner_waits_for_ever_and_nothing_is_left_behind(
     world: int, buckets: list[int], program: list[Step], happens: Events, seed: int
 ) -> None:
     cluster = run(world, buckets, program, happens, seed)

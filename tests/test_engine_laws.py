@@ -389,7 +389,7 @@ def expected(scenario: Scenario, key: ExchangeKey, index: int, receiver: int) ->
 
 
 @given(scenarios(), seeds)
-def test_everybody_gets_the_same_bytes_and_they_are_the_exact_mean(scenario: Scenario, seed: int) -> None:
+def test_all_get_the_same_bytes_and_they_are_the_exact_mean(scenario: Scenario, seed: int) -> None:
     cluster = Cluster(scenario, seed)
     cluster.run()
 
@@ -485,7 +485,7 @@ def violate(cluster: Cluster, rank: int, violation: Violation) -> None:
 
 
 @given(scenarios(least_world=2), seeds, st.integers(0, 120), st.booleans(), st.data())
-def test_when_somebody_goes_nobody_waits_and_what_was_complete_counts(
+def test_after_a_departure_no_worker_waits_and_what_was_complete_counts(
     scenario: Scenario, seed: int, step: int, politely: bool, data: st.DataObject
 ) -> None:
     gone = data.draw(st.integers(0, scenario.world - 1))
@@ -504,7 +504,7 @@ def test_when_somebody_goes_nobody_waits_and_what_was_complete_counts(
 
 
 @given(scenarios(least_world=3), seeds, st.lists(st.tuples(st.integers(0, 4), st.integers(0, 80)), max_size=5))
-def test_when_several_go_everybody_who_is_left_hears_of_one_of_them(
+def test_when_several_go_all_remaining_workers_hear_of_one_of_them(
     scenario: Scenario, seed: int, goes: list[tuple[int, int]]
 ) -> None:
     cluster = Cluster(scenario, seed)
@@ -523,7 +523,7 @@ def test_when_several_go_everybody_who_is_left_hears_of_one_of_them(
 
 
 @given(scenarios(least_world=2), seeds, st.sets(st.integers(0, 4), min_size=1, max_size=3), st.integers(0, 80))
-def test_every_wait_for_somebody_who_stopped_ends_with_an_error_that_names_them(
+def test_every_wait_for_a_stopped_worker_ends_with_an_error_that_names_it(
     scenario: Scenario, seed: int, stopped: set[int], step: int
 ) -> None:
     stopped &= set(range(scenario.world))
@@ -569,7 +569,7 @@ def run_with_deadlines(cluster: Cluster) -> int:
 
 
 @given(scenarios(least_world=2), seeds, st.integers(0, 60), st.data())
-def test_whoever_stopped_hears_of_it_when_it_goes_on(
+def test_a_stopped_worker_hears_of_it_when_it_goes_on(
     scenario: Scenario, seed: int, step: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, scenario.world - 1))
@@ -592,7 +592,7 @@ def test_whoever_stopped_hears_of_it_when_it_goes_on(
 
 
 @given(scenarios(least_world=2), seeds, st.data())
-def test_after_a_non_finite_contribution_nobody_gets_anything_any_more(
+def test_after_a_non_finite_contribution_no_worker_gets_anything_any_more(
     scenario: Scenario, seed: int, data: st.DataObject
 ) -> None:
     number = data.draw(st.integers(0, scenario.rounds - 1))

@@ -81,7 +81,7 @@ def entered(world: int = 2) -> tuple[Joinable, Welcome]:
     return group, welcome
 
 
-def test_who_contributes_is_a_member_for_a_coordinator_that_comes_back() -> None:
+def test_a_contributor_is_a_member_for_a_coordinator_that_comes_back() -> None:
     group, welcome = entered()
     for seat in (0, 1, 2):
         group.harness.push(seat, bucket(2), ONE)
@@ -109,7 +109,7 @@ def test_behind_a_round_with_a_new_member_a_coordinator_that_comes_back_says_the
     assert group.harness.engine.control.groups["default"].told == (2, 2)
 
 
-def test_all_hear_of_who_came_in_without_them_hearing_of_it() -> None:
+def test_all_hear_of_a_member_that_came_in_without_their_hearing() -> None:
     group, welcome = entered()
     group.harness.restart()
 
@@ -151,7 +151,7 @@ def test_a_seat_that_a_coordinator_does_not_know_is_left_out() -> None:
     assert "this worker, in seat 2, came back to group 'default' when the others had gone on without it" in str(error)
 
 
-def test_a_seat_is_not_that_of_whoever_had_it_before() -> None:
+def test_a_seat_is_not_its_former_members() -> None:
     group = Joinable(3)
     group.harness.lose(2)
     group.harness.wait(1.0)
@@ -199,7 +199,7 @@ def test_members_are_asked_what_they_hold_behind_all_results_that_they_are_sent(
     assert group.told(1, SEATS) == [Standing(2, 2)]
 
 
-def test_books_that_are_opened_make_a_member_of_who_contributes() -> None:
+def test_a_recovery_makes_a_member_of_a_contributor() -> None:
     group, _ = entered()
     group.told(2, SEATS)
 
@@ -226,7 +226,7 @@ def test_a_joiner_that_does_not_contribute_is_gone_with_its_connection() -> None
     assert group.harness.group()["joining"] == []
 
 
-def test_who_can_send_its_state_says_so_when_it_comes_back() -> None:
+def test_a_member_that_can_send_its_state_says_so_when_it_comes_back() -> None:
     group = Joinable()
     group.harness.restart()
     group.join(2, "spot")  # while no member has returned, it waits
@@ -258,7 +258,7 @@ def test_an_epoch_that_was_not_written_down_is_never_used_again() -> None:
     assert [type(message) for message in group.come_back(1, group.tokens[1])] == [Resumed, Membership]
 
 
-def test_a_group_with_too_few_left_lets_in_all_who_wait_at_once() -> None:
+def test_a_group_with_too_few_left_lets_in_all_waiting_workers_at_once() -> None:
     group = Joinable(4, minimum=4)
     for rank in (1, 2, 3):
         group.harness.leave(rank)
@@ -274,7 +274,7 @@ def test_a_group_with_too_few_left_lets_in_all_who_wait_at_once() -> None:
 
 
 @pytest.mark.parametrize("restarts", [1, 2])
-def test_what_members_called_before_somebody_came_does_not_wait_for_him_after_a_restart(restarts: int) -> None:
+def test_what_members_called_before_a_learner_came_does_not_wait_for_it_after_a_restart(restarts: int) -> None:
     group, welcome = entered()
     tokens = [*group.tokens, welcome.token]
     for _ in range(restarts):
@@ -294,7 +294,7 @@ def test_what_members_called_before_somebody_came_does_not_wait_for_him_after_a_
     assert not any(isinstance(message, Result) for message in group.told(2))
 
 
-def test_what_members_call_again_behind_the_round_before_he_came_is_theirs_alone() -> None:
+def test_what_members_call_again_after_the_round_before_it_came_is_theirs_alone() -> None:
     """Test that they learn of it in the recovery, while it waits in its first round for them to begin it."""
     group, welcome = entered()
     tokens = [*group.tokens, welcome.token]

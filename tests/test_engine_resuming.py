@@ -92,7 +92,7 @@ def test_a_member_that_comes_back_is_known_by_its_token_alone() -> None:
     assert group.state() == "recovering"
 
 
-def test_a_group_that_nobody_has_or_that_is_not_durable_is_named() -> None:
+def test_a_group_that_does_not_exist_or_is_not_durable_is_named() -> None:
     harness = Fused({"default": POLICY})
     harness.receive(SEATS, Resume("default", 0, "token", 1, ""))
 
@@ -102,7 +102,7 @@ def test_a_group_that_nobody_has_or_that_is_not_durable_is_named() -> None:
     assert "no durable group 'default'" in error.message
 
 
-def test_somebody_whom_the_others_went_on_without_is_left_out_and_told_so() -> None:
+def test_a_member_that_the_others_went_on_without_is_left_out_and_told_so() -> None:
     group = Group(3)
     group.harness.lose(2)
     group.harness.wait(POLICY.dead_after)
@@ -115,7 +115,7 @@ def test_somebody_whom_the_others_went_on_without_is_left_out_and_told_so() -> N
     assert "w2' (was rank 2), came back to group 'default' when the others had gone on" in error.message
 
 
-def test_somebody_who_is_away_for_a_moment_keeps_its_place_and_the_others_hear_of_it_when_he_is_back() -> None:
+def test_a_member_away_for_a_moment_keeps_its_place_and_the_others_hear_when_it_is_back() -> None:
     group = Group()
     group.harness.lose(1)
     group.harness.wait(POLICY.dead_after / 4)
@@ -142,7 +142,7 @@ def busy_group() -> tuple[Group, str]:
     return group, presence
 
 
-def test_who_is_busy_is_waited_for_when_the_others_are_back() -> None:
+def test_a_busy_member_is_waited_for_when_the_others_are_back() -> None:
     group, _ = busy_group()
     commands = group.harness.wait(POLICY.missing)
     assert [command.text for command in commands if isinstance(command, Log)] == [
@@ -160,7 +160,7 @@ def test_who_is_busy_is_waited_for_when_the_others_are_back() -> None:
     assert len(group.harness.group()["members"]) == 3
 
 
-def test_who_is_busy_for_longer_than_the_timeout_is_left_out() -> None:
+def test_a_member_that_is_busy_for_longer_than_the_timeout_is_left_out() -> None:
     group, _ = busy_group()
     group.hold(0, 0)
     group.hold(1, 0)
@@ -175,7 +175,7 @@ def test_who_is_busy_for_longer_than_the_timeout_is_left_out() -> None:
     assert [member["name"] for member in group.harness.group()["members"]] == ["w0", "w1"]
 
 
-def test_who_was_busy_and_is_heard_of_no_more_is_left_out_at_once() -> None:
+def test_a_busy_member_without_further_signs_is_left_out_at_once() -> None:
     group, presence = busy_group()
     group.harness.wait(POLICY.missing)
     group.harness.running.remove(presence)
@@ -185,7 +185,7 @@ def test_who_was_busy_and_is_heard_of_no_more_is_left_out_at_once() -> None:
     assert [member["name"] for member in group.harness.group()["members"]] == ["w0", "w1"]
 
 
-def test_who_is_busy_is_waited_for_when_its_connection_broke() -> None:
+def test_a_busy_member_is_waited_for_when_its_connection_broke() -> None:
     group = Group(3)
     group.harness.running.add(beacon_id(group.welcomes[2].token))
     group.harness.lose(2)
@@ -199,7 +199,7 @@ def test_who_is_busy_is_waited_for_when_its_connection_broke() -> None:
     assert len(group.harness.group()["members"]) == 2
 
 
-def test_what_some_hold_and_others_lack_is_handed_on_before_anybody_goes_on() -> None:
+def test_what_some_hold_and_others_lack_is_handed_on_before_any_goes_on() -> None:
     group = Group()
     group.harness.restart()
     group.resume(0)
@@ -228,7 +228,7 @@ def test_what_some_hold_and_others_lack_is_handed_on_before_anybody_goes_on() ->
         ((State.CHANGED, State.LACKING), MembershipChangedError),
     ],
 )
-def test_who_lacks_what_has_failed_calls_it_again_if_the_others_do(
+def test_a_member_that_lacks_what_has_failed_calls_it_again_if_the_others_do(
     states: tuple[State, State], error: type[GradServerError]
 ) -> None:
     group, key = Group(3), collective(0)
@@ -244,7 +244,7 @@ def test_who_lacks_what_has_failed_calls_it_again_if_the_others_do(
     assert sum(isinstance(message, Failure) for message in group.told(1)) == (states[1] is State.LACKING)
 
 
-def test_what_is_handed_on_comes_in_order_so_that_what_anybody_holds_is_a_prefix() -> None:
+def test_what_is_handed_on_comes_in_order_so_that_each_holds_a_prefix() -> None:
     with small_slices(16):
         group = Group(3, plan_of(12))
         group.harness.restart()
@@ -288,7 +288,7 @@ def rounds(group: Group) -> list[RoundRecord]:
     return [record.record for record in group.harness.records if isinstance(record, Round)]
 
 
-def test_who_counted_and_has_died_with_the_coordinator_stands_in_the_record() -> None:
+def test_a_contributor_that_died_with_the_coordinator_stands_in_the_record() -> None:
     group = Group(3, plan_of(4))
     group.harness.restart()
     for rank in (0, 1):
@@ -301,7 +301,7 @@ def test_who_counted_and_has_died_with_the_coordinator_stands_in_the_record() ->
     assert (record.weights, record.cut) == ((1.0, 0.5, 2.0), ((2, 0, 1),))
 
 
-def test_who_counted_in_a_seat_that_the_coordinator_does_not_know_stands_in_the_record() -> None:
+def test_a_contributor_in_an_unknown_seat_stands_in_the_record() -> None:
     group = Group(2, plan_of(4))
     group.harness.restart()
     for rank in (0, 1):
@@ -330,7 +330,7 @@ def counted_and_gone() -> Group:
     return group
 
 
-def test_collectives_are_cut_among_those_who_are_there_also_when_nobody_remembers_who_has_gone() -> None:
+def test_collectives_are_cut_among_present_members_also_when_the_departed_are_forgotten() -> None:
     """Test that no record names w0, which had the lowest seat, once a round is over: three seats, two members."""
     group = Group(3, plan_of(4))
     group.harness.feed(Disconnected(SEATS, "it died", ended=True))
@@ -356,7 +356,7 @@ def test_collectives_are_cut_among_those_who_are_there_also_when_nobody_remember
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_a_call_of_a_membership_that_has_ended_fails_for_all_whoever_comes_first(first: int) -> None:
+def test_a_call_of_a_membership_that_has_ended_fails_for_all_in_any_order(first: int) -> None:
     """Test with one that has heard of the latest departure and one that has not, also if both say the same."""
     group = Group(4, plan_of(4))
     group.harness.feed(Disconnected(SEATS, "it died", ended=True))
@@ -372,7 +372,7 @@ def test_a_call_of_a_membership_that_has_ended_fails_for_all_whoever_comes_first
     assert [(type(error), getattr(error, "epoch", 0)) for error in errors] == [(MembershipChangedError, 3)] * 2
 
 
-def test_who_counted_and_was_forgotten_is_no_surprise_when_a_connection_breaks_later() -> None:
+def test_a_forgotten_contributor_is_no_surprise_when_a_connection_breaks_later() -> None:
     group = counted_and_gone()
 
     group.harness.feed(Disconnected(BACK, "connection reset"))
@@ -432,7 +432,7 @@ def test_settled_slices_and_those_that_are_made_anew_add_up() -> None:
         assert record.cut == ((1, 0, 2), (1, 1, 1), (2, 0, 2), (2, 1, 1))
 
 
-def test_who_counted_is_known_of_what_was_handed_on_before_its_holder_died() -> None:
+def test_contributors_are_known_of_what_was_handed_on_before_its_holder_died() -> None:
     with small_slices(16):
         group = Group(3, plan_of(8))
         group.harness.restart()
@@ -454,7 +454,7 @@ def test_who_counted_is_known_of_what_was_handed_on_before_its_holder_died() -> 
         assert (record.weights, record.cut) == (weights, ((0, 0, 1),))
 
 
-def test_a_round_that_was_made_again_without_somebody_is_written_down_again() -> None:
+def test_a_round_that_was_made_again_without_a_member_is_written_again() -> None:
     group = Group(3, plan_of(4))
     for rank in range(3):
         group.harness.push(rank, bucket(0), ONE)
@@ -470,7 +470,7 @@ def test_a_round_that_was_made_again_without_somebody_is_written_down_again() ->
     assert [record.weights for record in rounds(group)] == [(1.0, 1.0, 1.0), (1.0, 1.0, 0.0)]
 
 
-def test_whoever_has_not_heard_that_a_round_is_over_hears_it_then() -> None:
+def test_a_member_that_has_not_heard_the_end_of_a_round_hears_it_then() -> None:
     group = Group()
     group.harness.restart()
     group.resume(0)
@@ -510,7 +510,7 @@ def test_a_round_that_was_written_down_and_not_told_is_over_with_the_membership_
     assert done == RoundDone(0, 4)
 
 
-def test_who_lacks_what_nobody_keeps_any_more_is_left_out() -> None:
+def test_a_member_that_lacks_what_none_keeps_any_more_is_left_out() -> None:
     group = Group(3)
     group.harness.restart()
     for rank in range(3):
@@ -572,7 +572,7 @@ def test_a_plan_that_was_agreed_on_and_not_told_is_told() -> None:
     assert group.told(0) == [Resumed(2, 2), Agreed(PLAN.hash, 0)]
 
 
-def test_memberships_that_somebody_may_not_have_heard_of_are_said_again() -> None:
+def test_memberships_that_a_member_may_not_have_heard_of_are_said_again() -> None:
     group = Group(3)
     group.harness.leave(2)
     group.harness.restart()
@@ -622,7 +622,7 @@ def test_a_departure_that_was_never_written_down_is_found_out_and_epochs_do_not_
     ]
 
 
-def test_who_joined_when_nothing_could_be_written_down_has_to_join_again_and_the_others_go_on() -> None:
+def test_a_learner_of_an_unwritten_time_has_to_join_again_and_the_others_go_on() -> None:
     group = Group()
     group.harness.restart()
     group.harness.receive(BACK + 2, Resume("default", 2, "its token", 2, PLAN.hash))
@@ -639,7 +639,7 @@ def test_who_joined_when_nothing_could_be_written_down_has_to_join_again_and_the
     assert group.harness.group()["epoch"] > 2
 
 
-def test_a_group_to_which_nobody_comes_back_ends() -> None:
+def test_a_group_to_which_no_member_comes_back_ends() -> None:
     group = Group()
     group.harness.restart()
     assert group.state() == "suspended"
@@ -653,7 +653,7 @@ def test_a_group_to_which_nobody_comes_back_ends() -> None:
     assert group.harness.engine.control.groups == {}, "that was written down, too"
 
 
-def test_in_a_pause_nobody_waits_for_workers_while_nobody_is_there() -> None:
+def test_in_a_pause_the_wait_for_workers_stops_while_no_member_is_there() -> None:
     """Test that the last one has as long to return as any, and then the group's timeout for others to come."""
     policy = Policy(2, 3)
     assert policy.reconnect > TIMEOUT
@@ -676,7 +676,7 @@ def test_in_a_pause_nobody_waits_for_workers_while_nobody_is_there() -> None:
     assert "waited 10 s for workers after round 0" in group.refusal(0).message
 
 
-def test_those_who_are_back_do_not_wait_long_for_the_others() -> None:
+def test_members_that_are_back_do_not_wait_long_for_the_others() -> None:
     group = Group(3)
     group.harness.restart()
     group.resume(0)
@@ -692,7 +692,7 @@ def test_those_who_are_back_do_not_wait_long_for_the_others() -> None:
     assert news.reason.startswith("'w2' (rank 2) was lost in round 0 (its connection broke, and it did not come back)")
 
 
-def test_who_comes_back_and_then_says_nothing_is_left_out() -> None:
+def test_a_member_that_comes_back_and_then_says_nothing_is_left_out() -> None:
     group = Group()
     group.harness.restart()
     group.resume(0)
@@ -727,7 +727,7 @@ def test_a_group_that_was_halted_stays_so() -> None:
         [Span(State.HELD, bucket(3)._replace(stream=2, source=0, target=2), 0, 1)],
     ],
 )
-def test_what_nobody_can_hold_costs_its_sender_the_connection(spans: list[Span]) -> None:
+def test_an_impossible_inventory_costs_its_sender_the_connection(spans: list[Span]) -> None:
     group = Group(3)
     group.harness.restart()
     for rank in range(3):
@@ -743,7 +743,7 @@ def test_what_nobody_can_hold_costs_its_sender_the_connection(spans: list[Span])
     ]
 
 
-def test_what_nobody_asked_for_is_refused_or_passed_over() -> None:
+def test_what_was_not_asked_for_is_refused_or_passed_over() -> None:
     group = Group()
     group.harness.receive(SEATS, Holding(MAX_COUNTER, 0, 1.0), b"")
     assert isinstance(group.harness.refusal(SEATS), ProtocolError)

@@ -93,7 +93,7 @@ def told(harness: ShardedHarness, connection: int) -> GradServerError:
 # ── attending ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_who_attends_before_the_coordinators_word_has_come_waits_for_it() -> None:
+def test_a_worker_that_attends_before_the_coordinators_word_waits_for_it() -> None:
     harness = opened()
     harness.attend(1, 0)
     assert [type(m) for m, _ in harness.sent(0)] == [Welcome]
@@ -105,7 +105,7 @@ def test_who_attends_before_the_coordinators_word_has_come_waits_for_it() -> Non
     assert [type(m) for m, _ in harness.sent(1)] == [Welcome, Attended]
 
 
-def test_who_waits_too_long_is_refused() -> None:
+def test_a_worker_that_waits_too_long_is_refused() -> None:
     harness = opened()
     harness.attend(1, 0)
     harness.sent(0)
@@ -141,7 +141,7 @@ def test_not_too_many_wait() -> None:
     assert 998 not in harness.inbox
 
 
-def test_nobody_attends_what_is_over() -> None:
+def test_no_worker_attends_what_is_over() -> None:
     harness = ShardedHarness()
     harness.assemble(2)
     attend = Attend("default", 1, 0, harness.welcomes[0].token)
@@ -201,7 +201,7 @@ def test_breaking_the_protocol_at_a_shard_costs_the_membership(how: str) -> None
     assert f"'w0' (rank 0) was lost and is needed to go on: {why}" in harness.group()["broken"]
 
 
-def test_who_left_in_peace_is_not_reported() -> None:
+def test_a_worker_that_left_in_peace_is_not_reported() -> None:
     harness = ShardedHarness()
     harness.assemble(2)
     harness.receive_at(1, SEATS, Leave("done"))

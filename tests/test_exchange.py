@@ -119,7 +119,7 @@ def test_a_barrier_is_one_slice_without_bytes() -> None:
 
 
 @given(st.integers(0, 5), st.integers(0, 5))
-def test_who_gives_and_who_gets(rank: int, owner: int) -> None:
+def test_givers_and_getters(rank: int, owner: int) -> None:
     key = ExchangeKey(Stream.TRANSFER, 0, 0, 1, 4)
 
     def of(kind: Kind, root: int = -1) -> tuple[bool, bool]:

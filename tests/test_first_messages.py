@@ -41,7 +41,7 @@ WORLD = 3
 
 
 @pytest.mark.parametrize("kind", [Join, BePresent, Welcome, Ping])
-def test_who_joins_does_so_whatever_is_lost_of_its_first_messages(kind: type[Message]) -> None:
+def test_a_worker_joins_whatever_is_lost_of_its_first_messages(kind: type[Message]) -> None:
     upwards = kind in (Join, Ping)
     loser = Loser(upwards, kind)
     with Daemon("--workers", "1") as daemon, relay(daemon.url, loser) as through:
@@ -51,7 +51,7 @@ def test_who_joins_does_so_whatever_is_lost_of_its_first_messages(kind: type[Mes
 
 
 @pytest.mark.parametrize("kind", [Join, BePresent])
-def test_others_wait_for_whoever_has_to_join_again(kind: type[Message]) -> None:
+def test_others_wait_for_a_worker_that_has_to_join_again(kind: type[Message]) -> None:
     """Test a first connection that still has its rank."""
     loser = Loser(kind is Join, kind)
     with Daemon("--workers", "2") as daemon, relay(daemon.url, loser) as through:
@@ -71,7 +71,7 @@ def test_a_refusal_that_was_lost_is_heard_the_next_time() -> None:
 
 
 @pytest.mark.parametrize("judge", [twice, swapped], ids=["twice", "swapped"])
-def test_nobody_joins_twice(judge: Judge) -> None:
+def test_no_worker_joins_twice(judge: Judge) -> None:
     with Daemon("--workers", "2") as daemon, relay(daemon.url, judge) as through, ExitStack() as stack:
 
         def join(rank: int) -> Worker:
@@ -106,7 +106,9 @@ def test_a_data_shard_notices_soon_that_an_order_was_lost() -> None:
 
 
 @pytest.mark.parametrize("kind", [Attend, BePresent, Attended])
-def test_who_cannot_come_to_a_data_shard_hears_soon_why(kind: type[Message], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_reach_a_data_shard_hears_soon_why(
+    kind: type[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Test that it is a member already then, so another connection would not help."""
     loser = Loser(kind is Attend, kind)
     with Daemon("--allow-shards") as daemon, Shard(daemon.url) as shard, relay(shard.url, loser) as through:
@@ -161,7 +163,7 @@ def test_a_member_comes_back_whatever_is_lost_of_its_first_messages(
 
 
 @pytest.mark.parametrize("judge", [twice, swapped], ids=["twice", "swapped"])
-def test_what_comes_twice_or_in_another_order_harms_nobody_who_comes_back(judge: Judge, tmp_path: Path) -> None:
+def test_what_comes_twice_or_in_another_order_harms_no_member_that_comes_back(judge: Judge, tmp_path: Path) -> None:
     with Daemon("--workers", f"{WORLD}:{WORLD}", "--dead-after", "30", "--state-dir", str(tmp_path)) as daemon:
         assert trained(daemon, Breaker(judge)) == {undisturbed(12, "fp32")}
 

@@ -163,7 +163,7 @@ def test_a_new_job_and_one_that_is_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_who_is_told_to_stop_leaves_and_the_others_are_told(tmp_path: Path, rank: int) -> None:
+def test_a_worker_that_is_told_to_stop_leaves_and_the_others_are_told(tmp_path: Path, rank: int) -> None:
     told = outcomes(3, tmp_path, after=stopping(3, rank))
     assert isinstance(told[rank], SystemExit)
     assert told[rank].code == 0
@@ -177,7 +177,7 @@ def test_who_is_told_to_stop_leaves_and_the_others_are_told(tmp_path: Path, rank
     assert latest(tmp_path)["round"] == 4
 
 
-def test_an_elastic_group_goes_on_without_who_is_told_to_stop(tmp_path: Path) -> None:
+def test_an_elastic_group_goes_on_without_a_worker_that_is_told_to_stop(tmp_path: Path) -> None:
     def work(worker: Worker) -> Any:
         try:
             return train(worker, tmp_path, after=stopping(3, 0) if worker.name == "worker-0" else lambda _: None)
@@ -484,7 +484,7 @@ def test_no_room_is_a_warning_and_training_goes_on(
     assert latest(tmp_path)["round"] == ROUNDS
 
 
-def test_a_save_that_fails_fails_at_everybody_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_a_save_that_fails_fails_at_all_and_the_job_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     def work(worker: Worker) -> None:

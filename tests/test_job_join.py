@@ -125,7 +125,7 @@ def stages(cluster: LocalCluster) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_worlds_grow_and_shrink_and_everybody_has_the_same_bits_after_every_round(dtype: torch.dtype) -> None:
+def test_worlds_grow_and_shrink_and_all_have_the_same_bits_after_every_round(dtype: torch.dtype) -> None:
     run = Run(dtype)
     run.at = {
         2: joined(run.cluster),
@@ -145,7 +145,7 @@ def test_worlds_grow_and_shrink_and_everybody_has_the_same_bits_after_every_roun
     assert [len(news.names) for news in run.changes["worker-0"]] == [2, 4, 3, 4]
 
 
-def test_who_comes_back_has_its_rank_again() -> None:
+def test_a_worker_that_comes_back_has_its_rank_again() -> None:
     run = Run()
 
     run.at = {
@@ -173,7 +173,7 @@ def test_a_joiner_and_a_death_at_the_same_boundary() -> None:
     assert places == {"worker-0": (0, 2), "worker-2": (1, 2)}
 
 
-def test_who_would_be_one_too_many_waits_and_is_told_why() -> None:
+def test_a_worker_too_many_waits_and_is_told_why() -> None:
     with LocalCluster(2, elastic=(1, 2), timeout=0.5) as cluster:
         with pytest.raises(JoinTimeoutError, match=r"has 2 workers, 'worker-0' \(rank 0\), 'worker-1' \(rank 1\), and"):
             cluster.add()
@@ -183,7 +183,7 @@ def test_who_would_be_one_too_many_waits_and_is_told_why() -> None:
         assert adding.result().rank == 1
 
 
-def test_a_group_without_jobs_takes_nobody_in_when_it_trains() -> None:
+def test_a_group_without_jobs_takes_no_worker_in_when_it_trains() -> None:
     with LocalCluster(1, elastic=(1, 4), timeout=5.0) as cluster:
         (worker,) = cluster.workers
         worker.agree(simple_plan([("b", 3)], FLOAT32))
@@ -193,7 +193,7 @@ def test_a_group_without_jobs_takes_nobody_in_when_it_trains() -> None:
             cluster.add()
 
 
-def test_who_has_joined_and_does_not_enter_can_do_nothing() -> None:
+def test_a_learner_that_does_not_enter_can_do_nothing() -> None:
     with LocalCluster(1, elastic=(1, 4), timeout=5.0) as cluster:
         plan = simple_plan([("b", 3)], FLOAT32)
         cluster.workers[0].serve_state(dict)
@@ -212,7 +212,7 @@ def test_who_has_joined_and_does_not_enter_can_do_nothing() -> None:
             joiner.send(np.zeros(3), 0)
 
 
-def test_who_joins_with_another_model_hears_of_it_before_anything_is_sent() -> None:
+def test_a_learner_with_another_model_hears_of_it_before_anything_is_sent() -> None:
     with LocalCluster(1, elastic=(1, 4), timeout=5.0) as cluster:
         cluster.workers[0].agree(simple_plan([("b", 3)], FLOAT32))
         joiner = cluster.add()
@@ -221,7 +221,7 @@ def test_who_joins_with_another_model_hears_of_it_before_anything_is_sent() -> N
         assert joiner.agree(simple_plan([("b", 3)], FLOAT32)) is not None
 
 
-def test_who_joins_before_there_is_a_plan_hears_of_it_when_there_is() -> None:
+def test_a_learner_before_there_is_a_plan_hears_of_it_when_there_is() -> None:
     with LocalCluster(1, elastic=(1, 4), timeout=5.0) as cluster:
         plan = simple_plan([("b", 3)], FLOAT32)
         agreeing = Task(cluster.add().agree, plan)
@@ -230,7 +230,7 @@ def test_who_joins_before_there_is_a_plan_hears_of_it_when_there_is() -> None:
         assert agreeing.result() == plan
 
 
-def test_who_joins_a_group_that_ends_no_round_is_told_after_its_timeout() -> None:
+def test_a_learner_in_a_group_that_ends_no_round_is_told_after_its_timeout() -> None:
     with LocalCluster(1, elastic=(1, 4), timeout=0.3) as cluster:
         plan = simple_plan([("b", 3)], FLOAT32)
         cluster.workers[0].serve_state(dict)
@@ -285,7 +285,7 @@ def decaying(worker: Worker, decays: Callable[[Worker, Job], bool], rounds: int)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_who_joins_and_has_other_weights_behind_its_first_round_is_refused_and_the_others_go_on(
+def test_a_newcomer_with_other_weights_after_its_first_round_is_refused_and_the_others_go_on(
     world: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Test with one other: there is no majority, so the newcomer is wrong."""
@@ -318,7 +318,7 @@ def test_who_joins_and_has_other_weights_behind_its_first_round_is_refused_and_t
     assert any(reason in message for message in caplog.messages)
 
 
-def test_nobody_is_asked_for_weights_when_nobody_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weights_are_asked_for_when_no_worker_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alike, "digest_of", None)
     with LocalCluster(3, elastic=(1, 4), timeout=20.0) as cluster:
 
@@ -369,7 +369,7 @@ def test_a_member_that_cannot_send_its_state_is_not_asked_again(caplog: pytest.L
         )
 
 
-def test_who_joins_goes_on_in_the_present_epoch_and_later_ones_are_dealt_among_all() -> None:
+def test_a_learner_goes_on_in_the_present_epoch_and_later_ones_are_dealt_among_all() -> None:
     dataset = TensorDataset(torch.arange(24).float().reshape(-1, 1))
     used: dict[int, list[list[int]]] = {}
     with LocalCluster(2, elastic=(1, 4), timeout=10.0, backlog=0) as cluster:
@@ -474,7 +474,7 @@ MEANWHILE = 6
 """Rounds that are over while a joiner loads its state."""
 
 
-def test_the_others_go_on_while_somebody_joins_and_it_does_their_rounds_when_it_has_the_state() -> None:
+def test_the_others_go_on_while_a_worker_joins_and_it_does_their_rounds_when_it_has_the_state() -> None:
     gate = Gate()
     seen: dict[int, dict[str, list[Tensor]]] = {}
     entered: dict[str, int] = {}
@@ -521,7 +521,7 @@ def test_the_others_go_on_while_somebody_joins_and_it_does_their_rounds_when_it_
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_who_joins_a_group_with_a_quorum_can_be_late_from_its_first_round_on(
+def test_a_learner_in_a_group_with_a_quorum_can_be_late_from_its_first_round_on(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test that it stops before that round, which the others close without it, and three more.
@@ -587,7 +587,7 @@ class Phased(nn.Module):
         return result
 
 
-def test_who_joins_gets_buffers_that_are_in_no_state() -> None:
+def test_a_learner_gets_buffers_that_are_in_no_state() -> None:
     """Test also one that changed long before, and is not sent any more."""
     phases: dict[int, set[float]] = {}
     with LocalCluster(1, elastic=(1, 2), timeout=20.0, backlog=0) as cluster:

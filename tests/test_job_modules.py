@@ -89,7 +89,7 @@ def state_of(job: Job) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_who_has_no_batches_does_what_the_others_do(world: int) -> None:
+def test_a_worker_without_batches_does_what_the_others_do(world: int) -> None:
     runs = on(world, train)
     assert all(same(run[0], runs[0][0]) for run in runs)
     assert len({run[1] for run in runs}) == 1
@@ -121,7 +121,7 @@ def test_the_others_go_on_when_a_worker_dies() -> None:
 
 
 @pytest.mark.parametrize("at", [2, 3, 4, 5])
-def test_who_joins_comes_to_the_top_of_the_loop_first(at: int) -> None:
+def test_a_learner_comes_to_the_top_of_the_loop_first(at: int) -> None:
     """Test a join after any update: also where the generator's gradients are there and are not applied."""
     entered: list[int] = []
 

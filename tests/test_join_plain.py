@@ -135,7 +135,7 @@ def test_rounds_without_gradients_end_in_a_group_of_fixed_size_too() -> None:
         assert cluster.run(work) == [[3, 2], [3, 2]]
 
 
-def test_who_joins_where_no_round_ever_ends_hears_of_it() -> None:
+def test_a_learner_where_no_round_ever_ends_hears_of_it() -> None:
     with LocalCluster(1, elastic=(1, 2), timeout=0.3) as cluster:
         worker = cluster.add()
         with pytest.raises(DeadlineError, match=r"waited 0.3 s for the members of group 'local' to agree on a plan"):

@@ -87,7 +87,7 @@ def test_processes_join_and_leave_and_all_have_the_same_bits(fleet: Fleet) -> No
 
 
 @over("shm")
-def test_a_joiner_killed_in_the_midst_of_its_state_costs_nobody_a_round(fleet: Fleet) -> None:
+def test_a_learner_killed_in_the_middle_of_its_state_costs_no_round(fleet: Fleet) -> None:
     shape = {"rounds": 10, "ballast": 3 * MIB_OF_FLOATS}
     founder = fleet.start("box-0", hold=[2], world=1, **shape)
     founder.expect("round 2 ", STARTED_WITHIN)
@@ -128,7 +128,7 @@ def test_a_donor_killed_in_the_midst_of_its_state_is_followed_by_another_one(fle
 
 
 @over("shm")
-def test_who_comes_back_by_its_name_has_its_rank_again(fleet: Fleet) -> None:
+def test_a_worker_that_comes_back_by_its_name_has_its_rank_again(fleet: Fleet) -> None:
     founders = [fleet.start(f"box-{rank}", rank=rank, rounds=14, hold=[3, 6], world=3) for rank in range(3)]
     for founder in founders:
         founder.expect("round 3 ", STARTED_WITHIN)

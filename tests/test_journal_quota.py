@@ -111,7 +111,7 @@ def test_without_a_limit_nothing_is_counted() -> None:
 # ── what is refused ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_who_founds_and_leaves_and_founds_again_is_refused_and_nobody_else() -> None:
+def test_a_worker_that_founds_and_leaves_and_founds_again_is_refused_and_no_other() -> None:
     there = harness()
     assert found_and_leave(there, SEATS + 1, "abuser") is None
     assert found_and_leave(there, SEATS + 2, "abuser") is None
@@ -143,7 +143,7 @@ def come_and_go(there: Harness, number: int) -> GradServerError | None:
     return None
 
 
-def test_who_joins_and_leaves_again_and_again_is_refused_and_the_members_go_on() -> None:
+def test_a_worker_that_joins_and_leaves_again_and_again_is_refused_and_the_members_go_on() -> None:
     there = harness({"default": Policy(1, 4)}, quota=8 * KIB)
     there.assemble(1, plan_of(2))
     there.receive(SEATS, Serve())

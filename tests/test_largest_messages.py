@@ -194,7 +194,7 @@ def test_names_may_be_as_long_as_their_limit_in_groups_of_hundreds() -> None:
     assert len(longest_name(MAX_WORLD_SIZE)) >= 48
 
 
-def test_whoever_joins_later_has_a_name_that_leaves_room_for_as_many_as_may_come() -> None:
+def test_a_later_worker_has_a_name_that_leaves_room_for_as_many_as_may_come() -> None:
     driven = Harness({"default": Policy(1, MAX_WORLD_SIZE)})
     driven.join(SEATS, "first", world=1)
     driven.join(SEATS + 1, LONG)
@@ -219,7 +219,7 @@ def enter(driven: Harness, connections: Sequence[int]) -> None:
         driven.receive(SEATS + connection, Enter())
 
 
-def test_as_many_as_there_can_be_come_back_at_once_and_everybody_is_told() -> None:
+def test_as_many_as_there_can_be_come_back_at_once_and_all_are_told() -> None:
     world = 46
     driven = Harness({"default": Policy(world, 64)})
     for rank in range(world):
@@ -244,7 +244,7 @@ def test_as_many_as_there_can_be_come_back_at_once_and_everybody_is_told() -> No
     assert not driven.closed
 
 
-def test_what_everybody_used_of_all_data_there_is_can_be_written_in_one_record() -> None:
+def test_what_all_members_used_of_all_data_can_be_written_in_one_record() -> None:
     used = tuple(
         Committed(f"data {data}", 0, seat, False, ((seat, seat + 1),))
         for data in range(MAX_DATA)

@@ -86,7 +86,7 @@ def test_a_slow_worker_is_not_waited_for_and_what_it_gave_counts_later_or_never(
     assert ("is added to what it gives next" in chronic) == (late == "keep")
 
 
-def test_a_late_worker_that_dies_is_missed_by_nobody() -> None:
+def test_a_late_worker_that_dies_is_not_missed() -> None:
     others_are_ahead = threading.Event()
 
     def work(worker: Worker) -> list[float] | None:
@@ -110,7 +110,7 @@ def test_a_late_worker_that_dies_is_missed_by_nobody() -> None:
 
 
 @pytest.mark.parametrize("late", ["keep", "drop"])
-def test_a_late_gradient_that_is_not_finite_reaches_nobody(late: str) -> None:
+def test_a_late_gradient_that_is_not_finite_reaches_no_worker(late: str) -> None:
     others_are_ahead, it_has_come = threading.Event(), threading.Event()
 
     def work(worker: Worker) -> float | str:
@@ -137,7 +137,7 @@ def test_a_late_gradient_that_is_not_finite_reaches_nobody(late: str) -> None:
     assert results[0] == "worker-3 1" if late == "keep" else isinstance(results[0], float)
 
 
-def test_a_halt_reaches_who_is_late_in_the_round_in_which_it_was() -> None:
+def test_a_halt_reaches_a_late_worker_in_the_round_in_which_it_was() -> None:
     others_are_ahead = threading.Event()
 
     def work(worker: Worker) -> str:

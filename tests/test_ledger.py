@@ -90,7 +90,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("options", [(), ("--shards", "2")], ids=["alone", "shards"])
 @pytest.mark.parametrize("channel", ["shm", "tcp"])
-def test_digests_are_those_of_the_gradients_and_of_what_everybody_got(
+def test_digests_are_those_of_the_gradients_and_of_the_results(
     tmp_path: Path, channel: str, options: Sequence[str]
 ) -> None:
     with Daemon("--state-dir", str(tmp_path), *options) as daemon:
@@ -175,7 +175,7 @@ def test_what_is_lost_or_halts_is_in_the_ledger_with_its_reason(tmp_path: Path) 
     assert "left" in left[1]
 
 
-def test_nothing_is_hashed_if_nobody_wants_it(tmp_path: Path) -> None:
+def test_nothing_is_hashed_unless_asked_for(tmp_path: Path) -> None:
     with Daemon("--state-dir", str(tmp_path), "--ledger-hashes", "off") as daemon:
         with joined(daemon.url, 3) as workers:
             together(workers, train)
@@ -197,7 +197,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, li
     return status, out.splitlines(), err.splitlines()
 
 
-def test_it_says_who_contributed_and_who_was_waited_for_and_why(
+def test_it_says_which_workers_contributed_and_were_waited_for_and_why(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, out, err = run(capsys, trained)
@@ -351,7 +351,7 @@ def test_rounds_are_said_to_be_of_the_epoch_in_which_they_were(
     assert "group 'g', epochs 1 to 3:" in run(capsys, tmp_path, "--from", 0)[1]
 
 
-def test_who_sends_slowly_is_told_from_who_begins_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slow_sender_is_told_from_a_late_beginner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, range(3))
     _, out, _ = run(capsys, tmp_path, "--from", 0)
     assert all("sent slowly" in line for line in out[2:])

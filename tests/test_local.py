@@ -175,7 +175,7 @@ def test_error_that_is_raised_is_the_cause_and_not_a_consequence(guilty: int) ->
         cluster.run(work)
 
 
-def test_others_are_told_whose_error_it_was() -> None:
+def test_others_are_told_which_worker_failed() -> None:
     told: dict[int, BaseException] = {}
 
     def work(worker: Worker) -> None:
@@ -196,7 +196,7 @@ def test_others_are_told_whose_error_it_was() -> None:
     )
 
 
-def test_late_worker_is_told_who_was_lost_first_and_not_who_left_therefore() -> None:
+def test_late_worker_is_told_of_the_first_loss_and_not_of_leaves_because_of_it() -> None:
     with LocalCluster(3) as cluster:
         zero, one, two = cluster.workers
         one.abort("out of memory")

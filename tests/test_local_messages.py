@@ -195,7 +195,7 @@ def test_a_reader_that_is_slow_gets_all_of_it_even_when_it_was_forgotten(host: H
     assert host.ends == []
 
 
-def test_what_somebody_said_counts_though_he_never_read(host: Host) -> None:
+def test_what_a_worker_said_counts_though_it_never_read(host: Host) -> None:
     with talking(host) as talker:
         line = host.lines[WORKER]
         while not line.stream.queued:
@@ -225,7 +225,7 @@ def test_what_is_no_message_ends_the_line_and_is_reported(host: Host) -> None:
     assert len(host.messages) == 1
 
 
-def test_a_token_of_nobody_begins_no_talk(host: Host) -> None:
+def test_an_unknown_token_begins_no_talk(host: Host) -> None:
     with Hostile(host) as hostile:
         hostile.say(Talk("somebody's"))
         answer = hostile.hear()

@@ -73,7 +73,7 @@ def at(url: str, world_size: int, wire: str, fn: Callable[..., Any], *args: Any,
 
 
 @pytest.mark.parametrize("wire", CODECS)
-def test_everybody_gets_the_same_bytes_over_every_channel(wire: str) -> None:
+def test_all_get_the_same_bytes_over_every_channel(wire: str) -> None:
     memory = on(3, wire, rounds, 3)
     with coordinator() as server:
         tcp = at(server.url, 3, wire, rounds, 3)
@@ -152,7 +152,7 @@ def test_members_that_disagree_about_the_wire_are_told() -> None:
 
 
 @pytest.mark.parametrize("wire", CODECS)
-def test_what_is_not_finite_halts_everybody_and_names_the_worker(wire: str) -> None:
+def test_what_is_not_finite_halts_all_and_names_the_worker(wire: str) -> None:
     def work(worker: Worker) -> NonFiniteError:
         worker.agree(PLAN)
         values = gradient(worker.rank)
@@ -199,7 +199,7 @@ def test_bytes_that_say_nothing_are_their_senders_fault() -> None:
     assert outcome.rank == 3
 
 
-def test_mean_that_overflows_blames_nobody() -> None:
+def test_mean_that_overflows_blames_no_worker() -> None:
     codec = codec_of("bf16")
     largest = np.full(4, np.finfo(np.float32).max, np.float32)
     payload = bytes(codec.encode(largest, None, 0))

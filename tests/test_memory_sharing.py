@@ -343,7 +343,7 @@ def test_what_was_lent_is_touched_only_when_it_is_offered_and_safe(host: Host) -
         ("unsealed", "same", "not sealed against shrinking"),
     ],
 )
-def test_lending_gets_nobody_past_a_check(host: Host, lent: str, offered: str, what: str) -> None:
+def test_lending_passes_no_check(host: Host, lent: str, offered: str, what: str) -> None:
     one = memfd(seals=0) if lent == "unsealed" else memfd(allocated=lent != "holes")
     other = memfd()
     fcntl.fcntl(other, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
@@ -671,7 +671,7 @@ def test_pages_cannot_be_taken_away_from_the_coordinator(host: Host) -> None:
     os.close(descriptor)
 
 
-def test_flood_of_connections_keeps_nobody_out(host: Host) -> None:
+def test_flood_of_connections_keeps_no_worker_out(host: Host) -> None:
     before = descriptors()
     with ExitStack() as stack:
         flood = [stack.enter_context(Hostile(host)) for _ in range(3 * MAX_STRANGERS)]
@@ -833,7 +833,7 @@ def test_ordinary_memory_after_the_coordinator_died(caplog: pytest.LogCaptureFix
     assert len(lines) == 1
 
 
-def test_whoever_has_left_has_its_memory_for_itself() -> None:
+def test_a_worker_that_has_left_has_its_memory_for_itself() -> None:
     with coordinator() as server:
         worker = connect(server.url, 0, 1)
         array = worker.empty(LARGE, np.uint8)
@@ -940,7 +940,7 @@ def test_stranger_is_told_once_where_to_share_and_pays_for_a_wrong_place() -> No
         (0, 2, False),
     ],
 )
-def test_stranger_whose_place_is_odd_or_too_short_harms_nobody(offset: int, slices: int, fits: bool) -> None:
+def test_stranger_with_an_odd_or_too_short_place_harms_no_worker(offset: int, slices: int, fits: bool) -> None:
     operation = operation_of(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, 1000)
     with coordinator() as server, Stranger(server.url) as stranger:
         joining = Task(connect, server.url, 0, 2, timeout=5.0)

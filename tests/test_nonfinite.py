@@ -209,7 +209,7 @@ def test_a_policy_that_is_none_is_refused() -> None:
         LocalCluster(1, nonfinite="ignore")  # type: ignore[arg-type]
 
 
-def test_the_log_and_the_status_say_whose_it_was(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_and_the_status_name_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     def work(worker: Worker) -> None:
         worker.agree(PLAN)
         for _ in range(3):
@@ -228,7 +228,7 @@ def test_the_log_and_the_status_say_whose_it_was(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_ledger_says_whose_it_was_and_the_policy_outlives_the_coordinator(policy: str, tmp_path: Path) -> None:
+def test_the_ledger_names_the_worker_and_the_policy_outlives_the_coordinator(policy: str, tmp_path: Path) -> None:
     def rounds(worker: Worker, poison: dict[int, list[int]]) -> Round:
         return Round(worker, poison)
 

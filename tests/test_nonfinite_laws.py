@@ -217,7 +217,7 @@ programs = st.lists(st.just(Step()), min_size=1, max_size=4)
 
 
 @given(st.integers(2, 4), sizes, programs, seeds, st.sampled_from(SIFTING), st.integers(0, 60), st.integers(0, 3))
-def test_a_death_changes_nothing_for_those_who_are_left(
+def test_a_death_changes_nothing_for_the_remaining_members(
     world: int, buckets: list[int], program: list[Step], seed: int, policy: OnNonFinite, step: int, seat: int
 ) -> None:
     cluster = ElasticCluster(world, buckets, program, seed, partial(give, seed, False), nonfinite=policy)
@@ -293,7 +293,7 @@ def check_counts(cluster: Crashing) -> None:
 
 @given(worlds, sizes, programs, fuses, seeds, st.sampled_from(SIFTING), happenings)
 @settings(max_examples=examples(40))
-def test_whoever_dies_beside_it_those_who_are_left_hold_the_same(
+def test_after_deaths_beside_it_the_remaining_members_hold_the_same(
     world: int,
     buckets: list[int],
     program: list[Step],

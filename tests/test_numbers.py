@@ -128,7 +128,7 @@ def test_the_first_message_of_a_stranger_may_come_second() -> None:
     assert said(strangers.admit(WHO).take(of(3), 0.0)) == [3]
 
 
-def test_whoever_has_gone_is_nobody_any_more_whatever_comes_again() -> None:
+def test_a_lost_peer_is_unknown_whatever_comes_again() -> None:
     strangers = Strangers()
     strangers.take(WHO, of(1), 0.0)
     strangers.part(WHO)
@@ -139,7 +139,7 @@ def test_whoever_has_gone_is_nobody_any_more_whatever_comes_again() -> None:
     assert strangers.is_past(WHO)
 
 
-def test_what_somebody_was_told_when_he_was_given_up_is_told_again() -> None:
+def test_what_a_peer_was_told_when_it_was_given_up_is_told_again() -> None:
     strangers, told = Strangers(), Failure.of(LeftOutError("the others went on"), Scope.CONNECTION)
     strangers.part(WHO, told)
     strangers.part(WHO)

@@ -91,7 +91,7 @@ def test_a_quorum_follows_from_how_many_are_there(lateness: Lateness, present: i
     assert lateness.needed(present) == needed
 
 
-def test_what_people_say_of_those_who_are_late() -> None:
+def test_options_for_late_members() -> None:
     assert lateness_of() is None
     assert lateness_of(3) == Lateness(quorum=3)
     assert lateness_of("75%", grace=2.0, late="drop") == Lateness(percent=75.0, grace=2.0, keeps=False)
@@ -110,7 +110,7 @@ def test_what_people_say_of_those_who_are_late() -> None:
         ({"quorum": 2, "late": "later"}, "to keep or to drop, not 'later'"),
     ],
 )
-def test_what_people_cannot_say(said: dict[str, int | str], error: str) -> None:
+def test_impossible_options(said: dict[str, int | str], error: str) -> None:
     with pytest.raises(InvalidArgumentError, match=error):
         lateness_of(**said)  # type: ignore[arg-type]
 
@@ -134,7 +134,7 @@ def warnings(harness: Harness) -> list[str]:
     return [log.text for log in harness.logs if log.warning]
 
 
-def test_who_is_late_is_named_once_a_round_and_not_every_round() -> None:
+def test_a_late_member_is_named_once_a_round_and_not_every_round() -> None:
     harness = Harness({"default": Policy(1, 8)})
     harness.assemble(4, plan_of(1))
     rounds(harness, 0, 12)
@@ -155,7 +155,7 @@ def test_who_is_late_is_named_once_a_round_and_not_every_round() -> None:
     assert harness.only([0], Result)[-1].over
 
 
-def test_nobody_is_late_in_a_fixed_group() -> None:
+def test_no_member_is_late_in_a_fixed_group() -> None:
     harness = Harness({"default": 4})
     harness.assemble(4, plan_of(1))
     rounds(harness, 0, 12)

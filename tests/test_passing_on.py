@@ -168,7 +168,7 @@ def test_uneven_parts_are_not_filled_up() -> None:
         assert cast(Any, cluster.snapshot())["groups"]["local"]["bytes_in"] < 3_010_000
 
 
-def test_lists_that_do_not_fit_together_are_told_to_everybody(three: list[Worker]) -> None:
+def test_lists_that_do_not_fit_together_are_reported_to_all(three: list[Worker]) -> None:
     def work(worker: Worker) -> None:
         worker.all_to_all([np.zeros((2, 3 if worker.rank == 1 else 4), np.float32)] * 3)
 
@@ -335,7 +335,7 @@ MISMATCHES: dict[str, tuple[Callable[[Worker], object], str]] = {
 
 
 @pytest.mark.parametrize("what", MISMATCHES)
-def test_calls_that_are_not_the_same_everywhere_are_told_to_everybody(three: list[Worker], what: str) -> None:
+def test_calls_that_are_not_the_same_everywhere_are_reported_to_all(three: list[Worker], what: str) -> None:
     call, message = MISMATCHES[what]
     for error in errors(CollectiveMismatchError, three, call):
         assert message in error.message
@@ -375,7 +375,7 @@ def test_in_an_elastic_group_a_death_is_told_once_and_the_call_can_be_repeated(w
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_in_a_fixed_group_the_others_are_told_who_left(gather: Gather, what: str) -> None:
+def test_in_a_fixed_group_the_others_are_told_which_worker_left(gather: Gather, what: str) -> None:
     call = CALLS[what]
     workers = gather(3)
 

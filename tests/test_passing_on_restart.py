@@ -64,7 +64,7 @@ CALLS: list[Callable[[Worker, int], bool]] = [gathered, scattered, exchanged, to
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that the collector closes
 @pytest.mark.parametrize("channel", ["tcp", "shm"])
-def test_every_call_is_right_or_lost_and_nobody_waits(channel: str, tmp_path: Path) -> None:
+def test_every_call_is_right_or_lost_and_no_worker_waits(channel: str, tmp_path: Path) -> None:
     """Test a call of which one has the result and another has not: it cannot be repeated, and the error says so."""
     enough, calls, lost = threading.Event(), [0] * WORLD, [0] * WORLD
 

@@ -252,7 +252,7 @@ def test_what_a_dead_worker_gave_in_part_is_used_up_and_marked(positions: Positi
 
 @pytest.mark.parametrize("told", ["before", "meanwhile", "afterwards"])
 @pytest.mark.parametrize("keep", [True, False])
-def test_who_is_late_keeps_it_or_gives_it_back(positions: Positions, keep: bool, told: str) -> None:
+def test_a_late_member_keeps_it_or_gives_it_back(positions: Positions, keep: bool, told: str) -> None:
     """Test it saying what it used before the round closes without it, or before it is over, or later."""
     use = positions.use("data")
     use.claim(0, 1, 0, 4)
@@ -283,7 +283,7 @@ def test_an_epoch_begins_when_the_one_before_is_used_up(positions: Positions) ->
     assert use.claim(0, 2, 0, 5).ranges == (), "of an epoch that is over"
 
 
-def test_nobody_uses_what_is_not_his(positions: Positions) -> None:
+def test_no_member_uses_what_is_not_its_own(positions: Positions) -> None:
     positions.use("data").claim(0, 1, 0, 4)
     with pytest.raises(MalformedMessageError, match="says that it used 4 to 4 of data 'data', and does not hold"):
         positions.used("data", 0, 0, 0, ((2, 5),), 0)
@@ -318,7 +318,7 @@ def test_members_must_use_the_same_data(positions: Positions) -> None:
         positions.register("one more", ORDER, 0, (), "'b'")
 
 
-def test_members_go_on_from_the_same_place_until_somebody_has_gone_on() -> None:
+def test_members_go_on_from_the_same_place_until_one_has_gone_on() -> None:
     positions, order = Positions(), Order(10, 17, True)
     use = positions.register("data", order, 3, ((0, 2), (5, 6)), "'a' (rank 0)")
     assert positions.register("data", order, 3, ((0, 2), (5, 6)), "'b'") is use

@@ -139,13 +139,13 @@ def run(
 
 @given(courses(nothing))
 @settings(max_examples=examples(40))
-def test_a_coordinator_that_is_lost_while_somebody_becomes_a_member_costs_nobody_anything(course: Course) -> None:
+def test_a_coordinator_that_is_lost_during_a_promotion_costs_no_member_anything(course: Course) -> None:
     nobody_was_left_out(run(course))
 
 
 @given(courses(losses), st.sampled_from(RATES))
 @settings(max_examples=examples(20))
-def test_a_data_shard_that_is_lost_while_somebody_becomes_a_member_costs_nobody_anything(
+def test_a_data_shard_that_is_lost_during_a_promotion_costs_no_member_anything(
     course: Course, rates: tuple[float, ...]
 ) -> None:
     nobody_was_left_out(run(course, rates))
@@ -163,7 +163,7 @@ def who_joins_mixes_no_sections_in_run(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [22])
-def test_who_contributed_is_a_member_also_if_nothing_is_written_behind_the_round(seed: int) -> None:
+def test_a_contributor_is_a_member_also_if_nothing_is_written_after_the_round(seed: int) -> None:
     promotions_cost_nothing_in_run(seed)
 
 
@@ -194,7 +194,7 @@ def those_left_have_the_same(cluster: Joinable) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)  # it computes all that time, and others may beside it
 @pytest.mark.parametrize("part", range(4))
-def test_thousands_of_promotions_cost_nobody_anything(part: int) -> None:
+def test_thousands_of_promotions_cost_no_member_anything(part: int) -> None:
     for seed in range(300 * part, 300 * (part + 1)):
         promotions_cost_nothing_in_run(seed)
         who_joins_mixes_no_sections_in_run(seed)

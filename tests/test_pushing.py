@@ -135,7 +135,7 @@ def test_contribution_counts_by_its_weight_and_absent_data_as_zeros(gather: Gath
     assert together(workers, work) == [(14.0, 5.0)] * 4
 
 
-def test_bucket_that_nobody_has_is_zeros(gather: Gather) -> None:
+def test_bucket_that_no_worker_has_is_zeros(gather: Gather) -> None:
     workers = agreed(gather, 2, 3)
 
     def work(worker: Worker) -> tuple[list[float], bool, float]:
@@ -276,7 +276,7 @@ def test_plan_that_differs_is_refused_with_the_first_difference(gather: Gather, 
     assert together(workers, exchange, 1.0) == [[1.0]] * 3
 
 
-def test_waiting_for_the_plan_names_who_is_missing(gather: Gather) -> None:
+def test_waiting_for_the_plan_names_missing_workers(gather: Gather) -> None:
     zero, one, two = gather(3, timeout=0.3)
 
     for error in errors(DeadlineError, [zero, two], lambda worker: worker.agree(plan_of(1))):

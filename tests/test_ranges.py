@@ -43,7 +43,7 @@ def rounds(worker: Worker, data: DataRanges, after: Callable[[np.ndarray[Any, An
         after(indices)
 
 
-def test_each_sample_is_used_once_in_each_epoch_however_fast_who_is() -> None:
+def test_each_sample_is_used_once_in_each_epoch_at_any_speeds() -> None:
     used: list[tuple[int, int]] = []
 
     def work(worker: Worker) -> None:
@@ -69,7 +69,7 @@ def test_the_order_is_that_of_the_seed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whoever_is_killed_the_others_use_what_it_left(seed: int) -> None:
+def test_the_others_use_what_a_killed_worker_left(seed: int) -> None:
     """Test kills between two rounds, with batches claimed ahead, or before its first push of one."""
     used: Counter[int] = Counter()
     lock = threading.Lock()
@@ -227,7 +227,7 @@ def test_a_process_that_is_killed_leaves_what_it_has_not_used_to_the_others(shar
     assert partly <= {1}
 
 
-def test_a_coordinator_that_is_killed_and_comes_back_knows_whose_data_is_whose(tmp_path: Path) -> None:
+def test_a_coordinator_that_is_killed_and_comes_back_knows_each_workers_data(tmp_path: Path) -> None:
     options = "--workers", "1:3", "--gather", "60", "--state-dir", str(tmp_path)
     with ExitStack() as stack:
         coordinator = stack.enter_context(Daemon(*options))
@@ -267,7 +267,7 @@ def of_ledger(directory: Path) -> tuple[Counter[int], set[int]]:
 # ── what cannot be ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_members_that_use_other_data_are_told_who_uses_what() -> None:
+def test_members_that_use_other_data_are_told_of_both() -> None:
     def work(worker: Worker) -> str:
         worker.agree(PLAN)
         if worker.rank == 1:

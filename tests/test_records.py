@@ -255,7 +255,7 @@ def test_a_plan_is_written_down_once_when_all_shards_know_it() -> None:
     assert [record for record in written if isinstance(record, Plan)] == [Plan("default", 1, 0, plan)]
 
 
-def test_a_round_is_written_down_with_who_came_when_and_who_was_left_out() -> None:
+def test_a_round_is_written_with_arrivals_and_cuts() -> None:
     harness = Harness()
     harness.assemble(2, plan_of(3, 2))
     harness.now = 1.0
@@ -269,7 +269,7 @@ def test_a_round_is_written_down_with_who_came_when_and_who_was_left_out() -> No
     assert [command for command in commands if isinstance(command, Record)] == [Record(Round("default", 1, record))]
 
 
-def test_a_halt_is_written_down_before_anybody_is_told() -> None:
+def test_a_halt_is_written_before_any_member_is_told() -> None:
     harness = Harness()
     harness.assemble(2, plan_of(2))
     harness.push(0, bucket(0), floats(1, float("nan")))
@@ -284,7 +284,7 @@ def test_a_halt_is_written_down_before_anybody_is_told() -> None:
     assert "'w0' (rank 0) contributed nan" in record.record.reason
 
 
-def test_who_is_lost_or_leaves_is_written_down_first_and_the_last_one_closes_the_group() -> None:
+def test_a_loss_or_leave_is_written_first_and_the_last_one_closes_the_group() -> None:
     harness = Harness()
     harness.assemble(3, plan_of(2))
     harness.push(0, bucket(0), floats(1, 1))
@@ -316,7 +316,7 @@ def test_groups_end_with_their_coordinator() -> None:
     assert names(commands) == ["Closed"]
 
 
-def test_nothing_is_written_down_of_those_who_did_not_come_together() -> None:
+def test_nothing_is_written_of_a_group_that_did_not_begin() -> None:
     harness = Harness()
     commands = harness.join(100, "w0", rank=0, world=2)
     commands += harness.wait(1000.0)

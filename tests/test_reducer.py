@@ -261,7 +261,7 @@ def test_infinities_that_cancel_are_found() -> None:
     assert blamed(arrays) == NonFinite(0, 0, "Inf")
 
 
-def test_mean_that_overflows_blames_nobody() -> None:
+def test_mean_that_overflows_blames_no_worker() -> None:
     largest = np.full(3, np.finfo(np.float32).max)
 
     assert blamed([largest, largest]) == NonFinite(-1, 0, "Inf")

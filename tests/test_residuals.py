@@ -75,7 +75,7 @@ def test_it_is_known_whether_something_was_kept_and_what_is_over_is_deleted(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_said_and_disturbs_nobody(
+def test_a_full_disk_is_reported_and_disturbs_no_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:

@@ -236,7 +236,7 @@ def restarted(stack: ExitStack, daemon: Daemon, directory: Path) -> Daemon:
     return stack.enter_context(Daemon("--workers", f"2:{WORLD}", "--state-dir", str(directory)))
 
 
-def test_a_second_coordinator_is_told_whose_directory_it_is(tmp_path: Path) -> None:
+def test_a_second_coordinator_is_told_of_the_directorys_owner(tmp_path: Path) -> None:
     with Daemon("--workers", "1:2", "--state-dir", str(tmp_path)) as first:
         second = Program("-m", "gradserver", "serve", "--bind", "tcp://127.0.0.1:0", "--state-dir", str(tmp_path))
         with second:

@@ -207,7 +207,7 @@ def test_results_are_kept_until_those_of_the_next_round_and_said_once_more(scene
     assert scene.now.payloads == [last]
 
 
-def test_who_counted_is_said_of_each_slice(scene: Scene) -> None:
+def test_contributors_are_named_for_each_slice(scene: Scene) -> None:
     scene.worker.push(0, scene.data[0])
     scene.pushes((LONG, 0), (LONG, 1), (LONG, 2))
     scene.answer(LONG, 0, 7.0, weights=(1.0, 0.0, 2.0))
@@ -248,7 +248,7 @@ def test_a_result_that_comes_before_its_bucket_is_begun_waits_for_it(scene: Scen
     wait_until(lambda: scene.data[0][NUMEL] == 2.0, "its result is there")
 
 
-def test_collectives_say_who_they_are_again_and_their_results_are_held(scene: Scene) -> None:
+def test_collectives_are_named_again_and_their_results_are_held(scene: Scene) -> None:
     operation = operation_of(Kind.ALL_REDUCE, Op.SUM, FLOAT32, NUMEL + 1)
     tensor = np.ones(NUMEL + 1, np.float32).view(np.uint8)
     handle = scene.worker._session.collective(operation, tensor, tensor, background=True)  # of a group of one
@@ -267,7 +267,7 @@ def test_collectives_say_who_they_are_again_and_their_results_are_held(scene: Sc
     assert spans == [Span(State.HELD, key, 0, 1, (), SLICE_BYTES), Span(State.HELD, key, 1, 2, (), 4)]
 
 
-def test_the_root_of_a_broadcast_keeps_what_it_gave_for_those_who_lack_it(scene: Scene) -> None:
+def test_the_root_of_a_broadcast_keeps_what_it_gave_for_those_that_lack_it(scene: Scene) -> None:
     key, given = ExchangeKey(Stream.COLLECTIVE, 0), np.full(5, 3.5, np.float32)
     operation = operation_of(Kind.BROADCAST, Op.NONE, FLOAT32, 5, 0)
     handle = scene.worker._session.collective(operation, given.view(np.uint8), None, background=True)
@@ -284,7 +284,7 @@ def test_the_root_of_a_broadcast_keeps_what_it_gave_for_those_who_lack_it(scene:
     assert scene.now.payloads == [np.full(5, 3.5, np.float32).tobytes()]
 
 
-def test_who_is_told_a_slice_of_which_only_others_get_bytes_can_say_that_it_is_answered(scene: Scene) -> None:
+def test_a_member_without_bytes_of_a_slice_can_say_that_it_is_answered(scene: Scene) -> None:
     """Another connection breaks during a recovery, and the coordinator asks this member and not the root."""
     key, given = ExchangeKey(Stream.COLLECTIVE, 0), np.ones(NUMEL + 1, np.float32)
     operation = operation_of(Kind.GATHER, Op.NONE, FLOAT32, NUMEL + 1, 1)
@@ -414,7 +414,7 @@ def test_time_without_a_coordinator_is_not_counted(scene: Scene) -> None:
     assert waiting.error(DeadlineError).missing == ("w9",)
 
 
-def test_who_was_left_out_is_told_so_everywhere(scene: Scene) -> None:
+def test_a_member_that_was_left_out_is_told_so_everywhere(scene: Scene) -> None:
     handle = scene.worker.push(1, scene.data[1])
     scene.now.die()
     scene.now = scene._stack.enter_context(Scripted(scene.now.url))

@@ -13,7 +13,7 @@ def join(rank: int) -> Join:
 
 
 @given(st.integers(1, 8), st.data())
-def test_ranks_are_dense_and_who_leaves_does_not_change_the_order_of_the_others(
+def test_ranks_are_dense_and_a_departure_does_not_change_the_order_of_the_others(
     count: int, data: st.DataObject
 ) -> None:
     seats = Seats(f"w{seat}" for seat in range(count))
@@ -26,7 +26,7 @@ def test_ranks_are_dense_and_who_leaves_does_not_change_the_order_of_the_others(
         seats.depart(seat)
 
 
-def test_who_has_departed_is_spoken_of_with_its_last_rank() -> None:
+def test_a_departed_member_is_named_with_its_last_rank() -> None:
     seats = Seats(["a", "b", "c"])
 
     seats.depart(0)
@@ -39,9 +39,9 @@ def test_what_is_no_seat_is_its_own_rank() -> None:
     assert [Seats(["a"]).rank(number) for number in (-1, 1, 1023)] == [-1, 1, 1023]
 
 
-def test_who_asks_for_a_rank_sits_in_that_order_and_the_others_fill_the_gaps_as_they_came() -> None:
+def test_workers_that_ask_for_ranks_sit_in_that_order_and_the_others_fill_the_gaps() -> None:
     assert in_order([join(-1), join(3), join(0), join(-1)], 4) == {0: 2, 1: 0, 2: 3, 3: 1}
 
 
-def test_ranks_that_nobody_took_are_left_to_who_comes_later() -> None:
+def test_free_ranks_are_left_to_later_workers() -> None:
     assert in_order([join(7), join(-1), join(2)], 8) == {0: 1, 2: 2, 7: 0}

@@ -87,7 +87,7 @@ def test_a_coordinator_that_is_lost_at_any_point_costs_no_section_anything(
 
 @given(worlds, modules, rounds, fuses, seeds, ends, happenings, along)
 @settings(max_examples=examples(60))
-def test_whoever_dies_or_is_cut_off_those_who_are_left_are_in_the_same_section(
+def test_after_deaths_and_cuts_the_remaining_members_are_in_the_same_section(
     world: int,
     modules: list[list[int]],
     program: list[Step],
@@ -146,7 +146,7 @@ def test_a_data_shard_that_is_lost_at_any_point_costs_no_section_anything(
 @example(2, [[1, 1], [13], [3, 1]], [_THIRD, _REDUCED], 986, (1.0, 1.0, 1.0), {}, [38, 0, 1], {151: 0}, [88])
 @example(2, [[1, 1], [13], [3, 1]], [_THIRD, _REDUCED], 986, (1.0, 1.0, 1.0), {81: 0}, [38], {}, [84])
 @settings(max_examples=examples(6))
-def test_who_joins_takes_part_in_the_section_that_the_others_exchange(
+def test_a_learner_takes_part_in_the_section_that_the_others_exchange(
     world: int,
     modules: list[list[int]],
     program: list[Step],
@@ -197,7 +197,7 @@ def no_sections_are_mixed_in_run(seed: int) -> None:
     each_is_one_section(spread)
 
 
-def test_who_is_behind_lacks_nothing_at_a_shard_that_has_no_part_of_the_section() -> None:
+def test_a_member_behind_lacks_nothing_at_a_shard_without_a_part_of_the_section() -> None:
     """Test one that has heard the end of the round, and one that has not; the coordinator alone has what they hold."""
     cluster = sharded(Sharded, 2, [[3], [1]], [Step(section=1)], 0, (1.0, 1.0, 1.0), {0: 0}, [], {}, {})
     cluster.run()

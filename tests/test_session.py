@@ -305,7 +305,7 @@ def test_results_may_come_in_any_order(session: Session) -> None:
     assert (handle.weight, handle.present) == (3.0, True)
 
 
-def test_result_that_nobody_contributed_to_is_zeros(session: Session) -> None:
+def test_result_without_contributions_is_zeros(session: Session) -> None:
     data = memory(0.5)
     handle = all_reduce(session, data)
 
@@ -567,7 +567,7 @@ def test_nothing_is_sent_after_goodbye(session: Session, tape: Tape) -> None:
     assert isinstance(tape.take()[-1], Leave)
 
 
-def test_goodbye_that_nobody_hears_is_not_waited_for_long(session: Session, tape: Tape) -> None:
+def test_goodbye_without_an_answer_is_not_waited_for_long(session: Session, tape: Tape) -> None:
     tape.hears = False
     begun = time.monotonic()
 
@@ -609,7 +609,7 @@ def test_closing_fails_what_is_open_and_what_comes_later(session: Session) -> No
 # ── waiting ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_wait_that_runs_out_asks_who_is_missing_and_can_be_repeated(session: Session, tape: Tape) -> None:
+def test_wait_that_runs_out_asks_for_missing_workers_and_can_be_repeated(session: Session, tape: Tape) -> None:
     data = memory(0.1)
     handle = all_reduce(session, data)
     task = Task(handle.wait, 0.01)

@@ -115,7 +115,7 @@ def test_on_a_new_connection_what_is_open_is_said_and_asked_again(session: Sessi
     assert later.sent == [], "that round is over"
 
 
-def test_who_waits_for_an_answer_is_told_why_there_is_none(session: Session, tape: Tape) -> None:
+def test_a_wait_for_an_answer_ends_with_the_reason_for_its_absence(session: Session, tape: Tape) -> None:
     asked = session.claims.ask(CLAIM)
     with pytest.raises(DeadlineError, match="has not said within 0.01 s what there is of data 'data'"):
         asked.wait(0.01)

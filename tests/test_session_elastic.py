@@ -108,7 +108,7 @@ def test_a_membership_that_was_told_of_is_not_in_force_before_the_round_is_over(
     assert told == [NEWS]
 
 
-def test_the_end_of_a_round_may_come_before_anybody_waits_for_it(session: Session, tape: Tape) -> None:
+def test_the_end_of_a_round_may_come_before_any_wait_for_it(session: Session, tape: Tape) -> None:
     one_round(session, tape)
     session.receive(NEWS, ())
     session.receive(RoundDone(0, 7), ())
@@ -138,7 +138,7 @@ def test_the_end_of_a_round_may_overtake_the_membership_that_it_brings(
     assert session.round == 1
 
 
-def test_who_comes_with_a_round_is_there_behind_it(session: Session, tape: Tape) -> None:
+def test_a_member_that_comes_with_a_round_is_there_after_it(session: Session, tape: Tape) -> None:
     """Test a membership in force before: a collective after the round before is called again in it."""
     came = Membership(8, (1, 2, 3), ("w1", "w2", "spot"), "'w0' was lost, 'spot' joined in round 1", True, (3,), 1)
     session.receive(came, ())
@@ -179,7 +179,7 @@ def test_a_round_that_does_not_end_says_so_and_can_be_waited_for_again(session: 
     assert session.round == 1
 
 
-def test_who_waits_for_the_end_of_a_round_hears_of_a_lost_connection(session: Session, tape: Tape) -> None:
+def test_a_wait_for_the_end_of_a_round_hears_of_a_lost_connection(session: Session, tape: Tape) -> None:
     one_round(session, tape)
     finishing = Task(session.finish_round, None)
     assert not finishing.ended(0.02)
@@ -224,7 +224,7 @@ def test_a_shard_that_speaks_of_a_membership_first_is_waited_with_until_it_was_t
     assert place(session) == AFTER
 
 
-def test_who_joins_takes_the_state_from_another_when_the_first_one_does_not_send_it(tape: Tape) -> None:
+def test_a_learner_takes_the_state_from_another_when_the_first_one_does_not_send_it(tape: Tape) -> None:
     """Test that it waits for no deadline, whether it asked for a part before it heard of that or asks after it."""
     session = joined_session(tape, seats=(0, 1, 2), joins=True)
     first, second = Transfer(1, 0, 1), Transfer(2, 2, 1)

@@ -192,7 +192,7 @@ def test_nothing_is_written_to_memory_of_what_has_failed(session: Session) -> No
     assert (data == 7).all()
 
 
-def test_whoever_waits_is_told_when_nothing_is_written_to_his_memory_any_more(session: Session, tape: Shards) -> None:
+def test_a_wait_ends_when_nothing_is_written_to_the_workers_memory_any_more(session: Session, tape: Shards) -> None:
     data = memory(3)
     tape.places[data.ctypes.data] = Place(0, 4096)
     handle = all_reduce(session, data)
@@ -206,7 +206,7 @@ def test_whoever_waits_is_told_when_nothing_is_written_to_his_memory_any_more(se
         handle.wait()
 
 
-def test_that_somebody_has_gone_on_is_told_only_if_nobody_knows_why(session: Session) -> None:
+def test_an_abandoned_exchange_is_reported_only_if_no_shard_knows_why(session: Session) -> None:
     handle = all_reduce(session, memory(3))
     fail(session, 1, collective(0), AbandonedError("'w0' (rank 0) went on"))
     assert not handle.done()
@@ -227,7 +227,7 @@ def test_that_somebody_has_gone_on_is_told_only_if_nobody_knows_why(session: Ses
         handle.wait()
 
 
-def test_who_is_missing_is_asked_where_the_answer_is_due(session: Session, tape: Shards) -> None:
+def test_missing_workers_are_asked_for_where_the_answer_is_due(session: Session, tape: Shards) -> None:
     handle = all_reduce(session, memory(3))
     answer(session, 0, collective(0), 0, bytes(SLICE_BYTES))
     tape.sent.clear()

@@ -405,7 +405,7 @@ def test_with_next_to_no_credit_all_is_exchanged_all_the_same(
 
 
 @given(scenarios(least_world=2), seeds, many_rates, st.integers(0, 120), st.booleans(), st.data())
-def test_when_a_worker_goes_nobody_waits_and_outcomes_are_alike(
+def test_when_a_worker_goes_none_waits_and_outcomes_are_alike(
     scenario: Scenario, seed: int, rates: tuple[float, ...], step: int, politely: bool, data: st.DataObject
 ) -> None:
     gone = data.draw(st.integers(0, scenario.world - 1))
@@ -474,7 +474,7 @@ def test_when_a_shard_goes_everything_that_is_open_elsewhere_fails_with_its_url(
 
 
 @given(scenarios(least_world=2), seeds, many_rates, st.integers(0, 60), st.data())
-def test_every_wait_for_somebody_who_stopped_ends_with_an_error_that_names_him(
+def test_every_wait_for_a_stopped_worker_ends_with_an_error_that_names_it(
     scenario: Scenario, seed: int, rates: tuple[float, ...], step: int, data: st.DataObject
 ) -> None:
     stopped = data.draw(st.integers(0, scenario.world - 1))

@@ -256,7 +256,7 @@ def ends(programs: Sequence[Program], since: float) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-def test_everybody_is_told_of_a_shard_that_ends(number: signal.Signals) -> None:
+def test_all_are_told_of_a_shard_that_ends(number: signal.Signals) -> None:
     with shards("", "") as (coordinator, (one, other)), ExitStack() as stack:
         workers = exchanging(stack, coordinator.url, 3)
         since = time.monotonic()
@@ -384,7 +384,7 @@ def pair() -> Iterator[tuple[Daemon, Shard]]:
         yield coordinator, shard
 
 
-def test_a_wrong_token_or_a_second_one_is_refused_and_costs_nobody_else_anything(pair: tuple[Daemon, Shard]) -> None:
+def test_a_wrong_token_or_a_second_one_is_refused_and_costs_the_others_nothing(pair: tuple[Daemon, Shard]) -> None:
     coordinator, shard = pair
     with joined(coordinator.url, 2, group="good") as workers:
         epoch, token = workers[0].epoch, workers[0]._session.membership.token
@@ -444,7 +444,7 @@ def test_an_offer_of_nonsense_is_refused(
     assert len(pair[0].snapshot()["shards"]) == 2
 
 
-def test_a_shard_that_nobody_allowed_is_refused_and_those_that_the_coordinator_starts_are_taken() -> None:
+def test_a_shard_that_is_not_allowed_is_refused_and_those_that_the_coordinator_starts_are_taken() -> None:
     with Daemon("--shards", "2", "--quiet") as coordinator:
         with Stranger(coordinator.url) as stranger:
             stranger.send(Enlist("tcp://10.0.0.9:1", None, "guessed"))
@@ -515,7 +515,7 @@ def test_joining_a_shard_or_what_is_no_coordinator_is_told(pair: tuple[Daemon, S
         assert "this side speaks version 9" in complaint("--join", url)
 
 
-def test_joining_where_nobody_is_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_without_a_coordinator_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon, "_JOINING_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"

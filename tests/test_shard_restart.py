@@ -106,7 +106,7 @@ def test_the_coordinator_starts_a_shard_in_the_place_of_one_whose_host_is_gone(t
         go_on(group)
 
 
-def test_a_shard_that_nobody_used_takes_the_place_of_one_that_is_killed(tmp_path: Path) -> None:
+def test_an_unused_shard_takes_the_place_of_one_that_is_killed(tmp_path: Path) -> None:
     with held(tmp_path, "tcp") as (group, shard), Shard(group.daemon.url) as spare:
         assert group.daemon.group()["state"] == "active"
         shard.send_signal(signal.SIGKILL)

@@ -67,7 +67,7 @@ def plan_losses(cluster: Sharded, kills: dict[int, int], crashes: list[int], bre
 @given(worlds, sizes, programs, seeds, many_rates, kills, fuses, breaks)
 @example(1, [1], [N, A, A, N, N], 9134, (3.0, 0.5, 1.0), {}, [7], {})  # a shard without a slice says late that it is up
 @settings(max_examples=examples(30))
-def test_a_shard_or_a_coordinator_that_is_lost_at_any_point_costs_nobody_anything(
+def test_a_shard_or_a_coordinator_that_is_lost_at_any_point_costs_no_member_anything(
     world: int,
     buckets: list[int],
     program: list[Step],
@@ -214,7 +214,7 @@ def boundaries_are_the_same_for_all(cluster: Joinable) -> None:
 
 @given(worlds, sizes, long_programs, seeds, many_rates, kills, fuses, breaks, joins)
 @settings(max_examples=examples(8))
-def test_whoever_joins_while_shards_and_coordinators_are_lost_costs_nobody_anything(
+def test_joins_while_shards_and_coordinators_are_lost_cost_no_member_anything(
     world: int,
     buckets: list[int],
     program: list[Step],
@@ -228,7 +228,7 @@ def test_whoever_joins_while_shards_and_coordinators_are_lost_costs_nobody_anyth
     nobody_was_left_out(run_and_join(world, buckets, program, seed, rates, kills, crashes, breaks, joins))
 
 
-def test_who_joins_hears_of_no_membership_in_which_it_was_not() -> None:
+def test_a_learner_hears_of_no_membership_in_which_it_was_not() -> None:
     """Test one that is a member before all shards have heeded that another one is."""
     program = [Step(Kind.ALL_REDUCE, 7), Step(), Step(), Step(), Step(), Step(), Step(), Step()]
     nobody_was_left_out(run_and_join(3, [4], program, 120, (1.0, 1.0, 1.0), {}, [], {189: 0, 240: 0}, [172, 81, 76]))
@@ -256,7 +256,7 @@ def let_in(cluster: Sharded) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("first", ["the books", "the joiner"])
-def test_who_joins_is_not_asked_what_it_holds(first: str) -> None:
+def test_a_learner_is_not_asked_what_it_holds(first: str) -> None:
     cluster = Sharded(2, [8], [Step()], 0, (1.0, 1.0, 1.0))
     lines: list[int] = []
     if first == "the joiner":

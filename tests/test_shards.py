@@ -237,7 +237,7 @@ def test_empty_buckets_are_nobodys() -> None:
         ((0.0, 0.0), (1.0, 1.0)),
     ],
 )
-def test_who_says_no_rate_counts_as_the_others_do_in_the_mean(
+def test_a_shard_without_a_rate_counts_as_the_mean_of_the_others(
     stated: tuple[float | None, ...], meant: tuple[float, ...]
 ) -> None:
     assert comparable(stated) == meant

@@ -580,7 +580,7 @@ def test_a_disk_that_takes_long_to_fail_is_tried_less_often(tmp_path: Path, monk
     assert 4 <= len(attempts) <= 7
 
 
-def test_a_disk_that_is_full_at_the_start_does_not_keep_anybody_from_training(
+def test_a_disk_that_is_full_at_the_start_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(monkeypatch)

@@ -258,7 +258,7 @@ def test_with_too_few_to_train_they_wait_as_long_as_the_state_comes() -> None:
     assert SEATS + LEARNER not in driven.closed
 
 
-def test_the_log_says_who_waits_for_whom() -> None:
+def test_the_log_names_both_sides_of_a_wait() -> None:
     driven = Training()
     driven.begin()
 
@@ -270,7 +270,7 @@ def test_the_log_says_who_waits_for_whom() -> None:
 
 
 @pytest.mark.parametrize("politely", [True, False])
-def test_who_listens_and_has_all_of_the_state_needs_its_donor_no_more(politely: bool) -> None:
+def test_a_listener_with_all_of_the_state_needs_its_donor_no_more(politely: bool) -> None:
     driven = Training()
     driven.enter(waits=False)
     (told,) = driven.train()
@@ -289,7 +289,7 @@ def test_who_listens_and_has_all_of_the_state_needs_its_donor_no_more(politely: 
     assert [m.transfers for m in heard if isinstance(m, RoundDone)] == [()], "it gets the state anew"
 
 
-def test_who_listens_and_lacks_some_of_the_state_gets_that_of_another_member() -> None:
+def test_a_listener_that_lacks_some_of_the_state_gets_that_of_another_member() -> None:
     driven = Training()
     driven.enter(waits=False)
     (told,) = driven.train()
@@ -308,7 +308,7 @@ def test_who_listens_and_lacks_some_of_the_state_gets_that_of_another_member() -
 
 
 @pytest.mark.parametrize("expected", [False, True])
-def test_a_state_for_whoever_had_that_seat_before_goes_nowhere(expected: bool) -> None:
+def test_a_state_for_the_seats_former_worker_goes_nowhere(expected: bool) -> None:
     """Test a worker in the same seat that is to get another one, too."""
     driven = Training()
     told = driven.begin()
@@ -328,7 +328,7 @@ def test_a_state_for_whoever_had_that_seat_before_goes_nowhere(expected: bool) -
     assert driven.engine.data.groups["default"].outstanding[told.donor, Pool.SENDS] == 0
 
 
-def test_a_state_of_whoever_had_that_seat_before_is_not_waited_for() -> None:
+def test_a_state_of_the_seats_former_worker_is_not_waited_for() -> None:
     driven = Training()
     driven.enter(waits=False)
     (told,) = driven.train()

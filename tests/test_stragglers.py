@@ -131,7 +131,7 @@ def counted(cluster: LateCluster) -> Counter[tuple[int, int, int, int]]:
 
 @given(courses())
 @settings(max_examples=examples(60), deadline=None)
-def test_everybody_comes_to_the_end_with_the_same_bytes_which_are_the_exact_mean_of_what_counted(
+def test_all_end_with_the_same_bytes_which_are_the_exact_mean_of_what_counted(
     course: Course,
 ) -> None:
     cluster = run(course)

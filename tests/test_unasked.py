@@ -84,7 +84,7 @@ def results(harness: Harness, rank: int) -> dict[tuple[int, int, int], tuple[Res
 # ── what the data half sends ──────────────────────────────────────────────────────────────────────────
 
 
-def test_who_listens_gets_the_results_of_all_buckets_from_its_round_on_as_everybody_does() -> None:
+def test_a_listener_gets_the_results_of_all_buckets_from_its_round_on_as_all_do() -> None:
     harness = observed(6, first=1)
 
     for number in range(3):
@@ -96,7 +96,7 @@ def test_who_listens_gets_the_results_of_all_buckets_from_its_round_on_as_everyb
     assert results(harness, 1) == everybody
 
 
-def test_a_collective_is_nothing_to_who_listens() -> None:
+def test_a_collective_is_nothing_to_a_listener() -> None:
     harness = observed(6)
     for rank in (0, 1):
         harness.push(rank, collective(0), floats(1, 2), operation=all_reduce(2))
@@ -104,7 +104,7 @@ def test_a_collective_is_nothing_to_who_listens() -> None:
     assert results(harness, OBSERVER) == {}
 
 
-def test_who_has_pushed_gets_one_result_whether_it_listens_or_not() -> None:
+def test_a_member_that_has_pushed_gets_one_result_whether_it_listens_or_not() -> None:
     harness = observed(6)
     harness.engine.data.groups["default"].listening[1] = 0
 
@@ -114,7 +114,7 @@ def test_who_has_pushed_gets_one_result_whether_it_listens_or_not() -> None:
     assert harness.engine.data.groups["default"].unread[1] == 0
 
 
-def test_to_who_listens_results_travel_slice_by_slice_also_if_the_others_share_memory() -> None:
+def test_results_travel_slice_by_slice_to_a_listener_also_if_the_others_share_memory() -> None:
     harness = observed(5)
     memories: list[Array] = [floats(1, 2, 3, 4, 5), floats(3, 4, 5, 6, 7)]
     for rank, there in enumerate(memories):
@@ -137,7 +137,7 @@ def test_zeros_are_told_and_not_sent() -> None:
     assert results(harness, OBSERVER) == {(0, 0, 0): (Result(bucket(0), 0, 2.0, False), None)}
 
 
-def test_a_result_says_who_did_not_count_in_it() -> None:
+def test_a_result_names_members_that_did_not_count_in_it() -> None:
     harness = Harness({"default": Policy(1, 8)})
     harness.assemble(3, plan_of(4))
     harness.push(1, bucket(0), floats(1, 1))
@@ -153,7 +153,7 @@ def test_a_result_says_who_did_not_count_in_it() -> None:
 # ── what is unread is bounded ─────────────────────────────────────────────────────────────────────────
 
 
-def test_who_reads_too_little_is_behind_and_left_out_and_the_others_go_on() -> None:
+def test_a_listener_that_reads_too_little_is_left_out_and_the_others_go_on() -> None:
     harness = observed(6, backlog=4 * SLICE)
     one_round(harness, 0)
     assert harness.engine.data.groups["default"].unread[OBSERVER] == 3 * SLICE
@@ -184,7 +184,7 @@ def test_what_was_read_makes_room() -> None:
     assert harness.engine.data.groups["default"].unread[OBSERVER] == 0
 
 
-def test_nobody_can_have_read_more_than_was_sent() -> None:
+def test_no_listener_can_have_read_more_than_was_sent() -> None:
     harness = observed(6, backlog=4 * SLICE)
     harness.receive(SEATS + OBSERVER, Taken(1 << 40))
     one_round(harness, 0)
@@ -199,7 +199,7 @@ def test_a_stranger_has_nothing_to_read() -> None:
     assert isinstance(harness.refusal(7), UnexpectedMessageError)
 
 
-def test_who_departs_listens_no_more() -> None:
+def test_a_departed_member_listens_no_more() -> None:
     harness = observed(6)
     harness.engine.data.groups["default"].listening[1] = 0
     harness.lose(1)
@@ -220,7 +220,7 @@ def test_who_departs_listens_no_more() -> None:
     st.integers(0, 2**20),
 )
 @settings(max_examples=examples(50))
-def test_whoever_listens_gets_the_others_bytes_in_whatever_order_slices_come_and_never_more_than_it_reads(
+def test_a_listener_gets_equal_bytes_in_any_order_of_slices_and_never_more_than_it_reads(
     sizes: list[int], rounds: int, first: int, room: int, seed: int
 ) -> None:
     harness = observed(*sizes, first=first, backlog=room * SLICE)
@@ -252,7 +252,7 @@ def test_whoever_listens_gets_the_others_bytes_in_whatever_order_slices_come_and
 
 
 @pytest.mark.parametrize("backlog", [64 * MIB, SLICE])
-def test_every_shard_sends_its_slices_and_says_so_if_somebody_reads_too_little(backlog: int) -> None:
+def test_every_shard_sends_its_slices_and_reports_a_listener_that_reads_too_little(backlog: int) -> None:
     harness = ShardedHarness({"default": Policy(1, 8, backlog=backlog)})
     with small_shares():
         harness.assemble(3, plan_of(16))
