@@ -12,9 +12,10 @@ from typing import ParamSpec
 
 from gradserver.engine import Engine
 from gradserver.local import Alarm, Inbox
-from gradserver.protocol.channel import Outlet, memory_pair
+from gradserver.protocol.channel import Outlet
 from gradserver.protocol.errors import GradServerError
-from gradserver.runtime import Coordinator
+from gradserver.protocol.in_process import in_process_pair
+from gradserver.runtime import Runtime
 from gradserver.worker import connect as daemons
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import UrlMissingError, Wish
@@ -48,15 +49,15 @@ def train_alone(wish: Wish) -> Worker:
     why = "the world size is 1" if wish.join.world_size else "neither GRADSERVER_URL nor RANK is set"
     log.warning("%r trains alone, without a coordinator: %s", wish.join.name, why)
     alarm = Alarm(lambda: _tick(coordinator))
-    coordinator = Coordinator(Engine({group: 1}), alarm.set)
-    ours, theirs = memory_pair(wish.join.name)
+    coordinator = Runtime(Engine({group: 1}), alarm.set)
+    ours, theirs = in_process_pair(wish.join.name)
     theirs.attach(_Inbox(coordinator, theirs, alarm))
     session = Session(ours, wish.join.timeout)
     session.join(wish.join).wait()
     return Worker(session, wire=wish.wire)
 
 
-def _tick(coordinator: Coordinator) -> float | None:
+def _tick(coordinator: Runtime) -> float | None:
     coordinator.tick()
     return coordinator.next_deadline()
 
@@ -64,7 +65,7 @@ def _tick(coordinator: Coordinator) -> float | None:
 class _Inbox(Inbox):
     """Ends the coordinator when its only worker has left."""
 
-    def __init__(self, coordinator: Coordinator, channel: Outlet, alarm: Alarm) -> None:
+    def __init__(self, coordinator: Runtime, channel: Outlet, alarm: Alarm) -> None:
         super().__init__(coordinator, channel)
         self._alarm = alarm
 

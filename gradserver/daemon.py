@@ -26,7 +26,7 @@ from gradserver.protocol.errors import CoordinatorStoppedError
 from gradserver.protocol.limits import CREDIT_BYTES, JOURNAL_QUOTA_BYTES, MAX_TOKEN, MIB, ROUND_TIMEOUT
 from gradserver.protocol.messages import Enlist
 from gradserver.protocol.url import numeric_url, parse_url
-from gradserver.runtime import Coordinator, Residuals
+from gradserver.runtime import Residuals, Runtime
 from gradserver.transport.liveness import Patience
 from gradserver.transport.server import TcpServer
 
@@ -106,7 +106,7 @@ def serve(
         quota = 0 if ledger is None else ledger.quota
         engine = Engine(worlds, credit, entropy, own, *known, access, round_timeout, nonfinite, quota)
         children = Children(lambda: engine.control.roster.enlisted, access.shard_token)
-        coordinator = Coordinator(engine, journal=journal, residuals=_residuals(journal), hire=children.hire)
+        coordinator = Runtime(engine, journal=journal, residuals=_residuals(journal), hire=children.hire)
         if journal is not None:
             coordinator.restore(journal.restored)
             bind = _same_port(bind, journal.port()) if engine.control.groups else bind
@@ -167,7 +167,7 @@ def serve_shard(
     keep_memory()
     link = Link(primary, _JOINING_SECONDS)
     engine = ShardEngine(primary)
-    coordinator = Coordinator(engine)
+    coordinator = Runtime(engine)
     try:
         server = TcpServer(coordinator, bind or numeric_url(link.local, 0), share_memory, patience)
     except BaseException:
@@ -234,7 +234,7 @@ def _same_port(bind: str, before: int) -> str:
 
 
 @contextmanager
-def _serving(server: TcpServer, coordinator: Coordinator) -> Iterator[None]:
+def _serving(server: TcpServer, coordinator: Runtime) -> Iterator[None]:
     """Prepare the process for serving: it stops on signals, and cleans up behind itself."""
 
     def stop(number: int, _frame: FrameType | None) -> None:

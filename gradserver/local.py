@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self
 from gradserver.engine import Engine
 from gradserver.engine.policy import Policy, lateness_of, on_non_finite
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.channel import Channel, Outlet, memory_pair
+from gradserver.protocol.channel import Channel, Outlet
 from gradserver.protocol.errors import (
     ClosedError,
     GradServerError,
@@ -20,9 +20,10 @@ from gradserver.protocol.errors import (
     InvalidRankError,
     InvalidWorldSizeError,
 )
+from gradserver.protocol.in_process import in_process_pair
 from gradserver.protocol.limits import BACKLOG_BYTES, CREDIT_BYTES
 from gradserver.protocol.messages import Join, Message
-from gradserver.runtime import Coordinator
+from gradserver.runtime import Runtime
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
 from gradserver.worker.session import Session
@@ -95,7 +96,7 @@ class LocalCluster:
         self._release_again = False
         self._alarm = Alarm(self._tick)
         self._engine = Engine({"local": policy or world_size}, credit, nonfinite=on_non_finite(nonfinite))
-        self._coordinator = Coordinator(self._engine, self._alarm.set)
+        self._coordinator = Runtime(self._engine, self._alarm.set)
         wish = 0 if policy is None else world_size
         joined = [self._join(f"worker-{rank}", rank, wish)[0] for rank in range(world_size)]
         self.workers: list[Worker] = [Worker(line.session, wire=wire) for line in joined]
@@ -175,7 +176,7 @@ class LocalCluster:
         self.close()
 
     def _join(self, name: str, rank: int, wish: int) -> tuple[_Line, Handle[None]]:
-        ours, theirs = memory_pair(name)
+        ours, theirs = in_process_pair(name)
         inbox = Inbox(self._coordinator, theirs, self._release)
         theirs.attach(inbox)
         session = Session(ours, self._timeout)
@@ -263,7 +264,7 @@ class _Line(NamedTuple):
 class Inbox:
     """Receiver that hands the messages of one channel to the coordinator."""
 
-    def __init__(self, coordinator: Coordinator, channel: Outlet, then: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, coordinator: Runtime, channel: Outlet, then: Callable[[], None] = lambda: None) -> None:
         self._coordinator, self._then = coordinator, then
         self.connection = coordinator.connect(channel)
 

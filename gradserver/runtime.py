@@ -40,8 +40,8 @@ log = logging.getLogger("gradserver")
 T = TypeVar("T")
 
 
-class Mind(Protocol):
-    """The engine that decides: `gradserver.engine.Engine`, or that of a data shard."""
+class Engine(Protocol):
+    """A coordinator's engine, or a data shard's: `gradserver.engine`."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Handle ``event``, and return the commands that follow."""
@@ -79,14 +79,14 @@ class Residuals(Protocol):
         """Give a reduction its residuals, if they are kept here."""
 
 
-class Coordinator:
+class Runtime:
     """Runtime of a coordinator: feeds events to the engine and carries out its commands.
 
     Safe to call from several threads: the engine runs under a lock, reductions and sends outside of it,
     so that threads of a local cluster reduce in parallel. In the daemon one thread does all of it.
 
     Args:
-        engine: the mind.
+        engine: the engine that decides.
         reducer: executor of reductions.
         on_deadline: called after an event with the time of the next deadline, when that has come nearer.
         journal: store of records, if they are kept. Only for a coordinator that one thread calls.
@@ -96,7 +96,7 @@ class Coordinator:
 
     def __init__(
         self,
-        engine: Mind,
+        engine: Engine,
         on_deadline: Callable[[float], None] | None = None,
         reducer: Reducer | None = None,
         journal: Journal | None = None,

@@ -24,7 +24,7 @@ from gradserver.engine import Engine
 from gradserver.engine.policy import on_non_finite
 from gradserver.local import LocalCluster
 from gradserver.protocol.limits import CREDIT_BYTES
-from gradserver.runtime import Coordinator
+from gradserver.runtime import Runtime
 from gradserver.status import fetch
 from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
@@ -120,7 +120,7 @@ def coordinator(
     nonfinite: str = "halt",
 ) -> Iterator[TcpServer]:
     """Run a coordinator in a thread of the test, on a free port if ``bind`` names none."""
-    server = TcpServer(Coordinator(Engine(worlds or {}, credit, nonfinite=on_non_finite(nonfinite))), bind)
+    server = TcpServer(Runtime(Engine(worlds or {}, credit, nonfinite=on_non_finite(nonfinite))), bind)
     task = Task(server.run)
     try:
         yield server

@@ -57,7 +57,7 @@ from gradserver.protocol.wire import decode, encode
 from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
-from gradserver.worker.greeting import takes_no_workers
+from gradserver.worker.transport.greeting import takes_no_workers
 from tests.cluster import PATIENCE, Daemon, Program, Task, coordinator, joined, wait_until
 from tests.strangers import Stranger, impostor, plain_server, say_plainly, tunnel
 

@@ -70,7 +70,7 @@ from gradserver.protocol.messages import (
 from gradserver.protocol.positions import Claim, Register, Used
 from gradserver.protocol.ranges import pack
 from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
-from gradserver.runtime import Coordinator
+from gradserver.runtime import Runtime
 from tests.crash_harness import Crashing, Durable
 from tests.elastic_harness import Step
 from tests.engine_harness import SEATS, Outcome, bucket, floats, small_slices
@@ -394,7 +394,7 @@ class Line:
 def test_a_member_with_an_unreadable_answer_is_told_and_the_daemon_and_others_go_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    coordinator, lines = Coordinator(Engine({"a": 1, "b": 1})), (Line(), Line())
+    coordinator, lines = Runtime(Engine({"a": 1, "b": 1})), (Line(), Line())
     first, second = (coordinator.connect(line) for line in lines)
     with monkeypatch.context() as patch:
         patch.setattr("gradserver.engine.control.welcome.token_of", lambda *_: "x" * 5000)

@@ -1,4 +1,4 @@
-"""Tests that the in-memory channel keeps what the channel interface promises."""
+"""Tests that the in-process channel keeps what the channel interface promises."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.channel import Channel, MemoryChannel, memory_pair
+from gradserver.protocol.channel import Channel
 from gradserver.protocol.errors import ClosedError, GradServerError, UsageError
+from gradserver.protocol.in_process import InProcessChannel, in_process_pair
 from gradserver.protocol.messages import Leave, Message, Ping, Status
 
 
@@ -28,15 +29,15 @@ class Recorder:
 
 
 @pytest.fixture
-def ends() -> tuple[MemoryChannel, Recorder, MemoryChannel, Recorder]:
-    worker, coordinator = memory_pair("channel of 'w0'")
+def ends() -> tuple[InProcessChannel, Recorder, InProcessChannel, Recorder]:
+    worker, coordinator = in_process_pair("channel of 'w0'")
     at_worker, at_coordinator = Recorder(), Recorder()
     worker.attach(at_worker)
     coordinator.attach(at_coordinator)
     return worker, at_worker, coordinator, at_coordinator
 
 
-Ends = tuple[MemoryChannel, Recorder, MemoryChannel, Recorder]
+Ends = tuple[InProcessChannel, Recorder, InProcessChannel, Recorder]
 
 
 def test_messages_arrive_in_order_and_on_the_other_side_only(ends: Ends) -> None:
@@ -117,7 +118,7 @@ def test_a_receiver_may_close_a_channel_that_is_lost(ends: Ends) -> None:
 
 
 def test_a_message_is_not_dropped_before_a_receiver_is_attached() -> None:
-    worker, _ = memory_pair()
+    worker, _ = in_process_pair()
 
     with pytest.raises(UsageError, match="nobody is attached"):
         worker.send(Ping())
@@ -151,6 +152,6 @@ def test_messages_arrive_without_being_waited_for(ends: Ends) -> None:
 
 
 def test_a_memory_channel_is_a_channel() -> None:
-    end: Channel = memory_pair()[0]
+    end: Channel = in_process_pair()[0]
 
-    assert isinstance(end, MemoryChannel)
+    assert isinstance(end, InProcessChannel)

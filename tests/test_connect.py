@@ -43,7 +43,7 @@ def server() -> Iterator[TcpServer]:
 
 def waiting(server: TcpServer, group: str = "default") -> list[str]:
     """Return the workers that wait for ``group`` to be complete."""
-    groups: Any = server._coordinator.snapshot()["groups"]
+    groups: Any = server._runtime.snapshot()["groups"]
     return [applicant["name"] for applicant in groups.get(group, {"waiting": []})["waiting"]]
 
 
@@ -210,7 +210,7 @@ def test_worker_leaves_neither_thread_nor_descriptor_behind(server: TcpServer) -
     def cycle() -> None:
         with joined(server.url, 2) as workers:
             together(workers, total)
-        wait_until(lambda: not server._coordinator.snapshot()["groups"], "the group is gone")
+        wait_until(lambda: not server._runtime.snapshot()["groups"], "the group is gone")
 
     cycle()
     wait_until(lambda: not server._peers, "the coordinator has hung up")

@@ -26,7 +26,7 @@ from gradserver.protocol.limits import MIN_CREDIT_BYTES
 from gradserver.protocol.messages import HERE, Join, Message, Place, Push
 from gradserver.protocol.plan import Bucket, Component, Plan, simple_plan
 from gradserver.protocol.wire import decode, encode
-from gradserver.runtime import Coordinator
+from gradserver.runtime import Runtime
 from gradserver.status import fetch
 from gradserver.worker.client import Worker
 from gradserver.worker.collectives import ReductionName
@@ -120,7 +120,7 @@ class Network:
 
     def __init__(self, world_size: int, credit: int, chance: random.Random) -> None:
         self._chance = chance
-        self._coordinator = Coordinator(Engine({"group": world_size}, credit))
+        self._coordinator = Runtime(Engine({"group": world_size}, credit))
         self._lines: list[Line] = []
         sessions = [self._join(rank) for rank in range(world_size)]
         self.deliver_all()

@@ -63,7 +63,7 @@ from gradserver.protocol.sharing import (
     decode_packet,
     encode_packet,
 )
-from gradserver.runtime import Coordinator
+from gradserver.runtime import Runtime
 from gradserver.transport.local import MAX_STRANGERS
 from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
@@ -898,7 +898,7 @@ def test_unknown_channel_is_refused() -> None:
 
 
 def test_coordinator_that_shares_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    server = TcpServer(Coordinator(Engine({}, CREDIT_BYTES)), "tcp://127.0.0.1:0", share_memory=False)
+    server = TcpServer(Runtime(Engine({}, CREDIT_BYTES)), "tcp://127.0.0.1:0", share_memory=False)
     task = Task(server.run)
     try:
         with caplog.at_level(logging.INFO, "gradserver"), connect(server.url, 0, 1) as worker:

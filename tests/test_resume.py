@@ -39,9 +39,9 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.plan import Plan, simple_plan
 from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, unpack_spans
-from gradserver.worker import resume
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
+from gradserver.worker.transport import reconnect
 from gradserver.worker.transport.tcp import TcpChannel
 from tests.cluster import TIMEOUT, Task, wait_until
 from tests.scripted import TOKEN, Scripted, joining
@@ -65,7 +65,7 @@ class Scene:
         self.now.agree()
         self.plan = agreeing.result()
         lifeline, resumption = self.worker._session._lifeline, self.worker._session.resumption
-        assert isinstance(lifeline, resume.Lifeline)
+        assert isinstance(lifeline, reconnect.Lifeline)
         assert resumption is not None
         self.lifeline, self.resumption = lifeline, resumption
         self.data = [np.full(bucket.numel, 1.0 + index, np.float32) for index, bucket in enumerate(plan.buckets)]
@@ -388,7 +388,7 @@ def test_a_result_that_is_wrong_on_the_next_connection_too_is_an_error_that_name
 
 
 def test_waiting_is_said_and_has_an_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(resume, "SAY_SO_EVERY", 0.2)
+    monkeypatch.setattr(reconnect, "SAY_SO_EVERY", 0.2)
     with ExitStack() as stack, caplog.at_level(logging.WARNING):
         scene = Scene(stack, reconnect=0.5)
         handle = scene.worker.push(1, scene.data[1])

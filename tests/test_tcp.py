@@ -121,7 +121,7 @@ def test_worker_whose_interpreter_is_busy_is_not_taken_for_dead(start: Start) ->
 
 def test_only_what_is_needed_travels() -> None:
     def traffic(server: TcpServer) -> tuple[int, int]:
-        groups: Any = server._coordinator.snapshot()["groups"]
+        groups: Any = server._runtime.snapshot()["groups"]
         return groups["default"]["bytes_in"], groups["default"]["bytes_out"]
 
     with coordinator() as server, joined(server.url, 3) as workers:

@@ -28,11 +28,11 @@ from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT,
 from gradserver.protocol.messages import Join
 from gradserver.protocol.url import no_coordinator, not_answered
 from gradserver.worker.client import Worker
-from gradserver.worker.farewell import Farewell
-from gradserver.worker.greeting import takes_no_workers
 from gradserver.worker.handle import VERDICT_SECONDS, Handle
-from gradserver.worker.resume import Lifeline
 from gradserver.worker.session import Session, ShardReceiver
+from gradserver.worker.transport.farewell import Farewell
+from gradserver.worker.transport.greeting import takes_no_workers
+from gradserver.worker.transport.reconnect import Lifeline
 from gradserver.worker.transport.tcp import TcpChannel
 
 log = logging.getLogger("gradserver")

@@ -76,7 +76,7 @@ MAX_REASON = 500
 
 
 class Lasting(Channel, Protocol):
-    """The channel of a durable group, which outlives connections: `gradserver.worker.resume.Lifeline`."""
+    """The channel of a durable group, which outlives connections: `gradserver.worker.transport.reconnect.Lifeline`."""
 
     @property
     def resumption(self) -> Resumption:

@@ -52,7 +52,7 @@ from gradserver.protocol.resuming import Held, Holding
 from gradserver.protocol.transport.wakeup import Wakeup
 from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, NOBLOCK_MORE, POLLIN, ZERO_COPY_BYTES
 from gradserver.protocol.wire import decode, encode
-from gradserver.runtime import Coordinator
+from gradserver.runtime import Runtime
 from gradserver.transport.binding import bind_router
 from gradserver.transport.handshake import ROLES, Handshake
 from gradserver.transport.liveness import Liveness, Patience, Verdict
@@ -88,7 +88,7 @@ class TcpServer:
     """Binds a ROUTER socket and runs the loop.
 
     Args:
-        coordinator: who is told what comes in.
+        runtime: gets the messages that come in.
         bind: ``tcp://HOST:PORT``; port 0 picks a free one.
         share_memory: whether workers of this host may share memory instead of sending gradients.
         patience: how long somebody may be away before he counts as gone.
@@ -98,9 +98,9 @@ class TcpServer:
     """
 
     def __init__(
-        self, coordinator: Coordinator, bind: str, share_memory: bool = True, patience: Patience | None = None
+        self, runtime: Runtime, bind: str, share_memory: bool = True, patience: Patience | None = None
     ) -> None:
-        self._coordinator = coordinator
+        self._runtime = runtime
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         try:
@@ -112,7 +112,7 @@ class TcpServer:
         self._wakeup = Wakeup()
         self._stopping: str | None = None
         self._calls: deque[Callable[[], None]] = deque()
-        coordinator.run_in(self.look)
+        runtime.run_in(self.look)
         self._encoded: tuple[Message | None, bytes] = (None, b"")
         self._unsure = True
         """Whether the router may have something that its descriptor does not signal any more."""
@@ -206,7 +206,7 @@ class TcpServer:
                     self._unsure = True
                 elif self._unix is not None:
                     self._unix.ready(descriptor, events)
-        self._coordinator.stop(self._stopping)
+        self._runtime.stop(self._stopping)
 
     def close(self) -> None:
         """Let go of the port. What was said to workers has a second to leave."""
@@ -219,7 +219,7 @@ class TcpServer:
         self._wakeup.close()
 
     def _next_timer(self) -> float | None:
-        due = [at for at in (self._coordinator.next_deadline(), self._monitor.due) if at is not None]
+        due = [at for at in (self._runtime.next_deadline(), self._monitor.due) if at is not None]
         if self._connections:
             due.append(self._connections.due)
         if self._link is not None:
@@ -231,9 +231,9 @@ class TcpServer:
 
     def _run_timers(self) -> None:
         now = time.monotonic()
-        deadline = self._coordinator.next_deadline()
+        deadline = self._runtime.next_deadline()
         if deadline is not None and deadline <= now:
-            self._coordinator.tick()
+            self._runtime.tick()
         if self._monitor.take_due(now):
             self._probe()
         if self._connections.due <= now:
@@ -298,7 +298,7 @@ class TcpServer:
         self.route(identity, encode(told))
         self.forget(identity, told)
         if peer is not None:
-            self._coordinator.lost(peer.connection, error.message)
+            self._runtime.lost(peer.connection, error.message)
 
     def _take(self, identity: bytes, frames: Sequence[Buffer]) -> None:
         """Take one message that is due."""
@@ -309,7 +309,7 @@ class TcpServer:
             if peer is None:
                 self._handshake.turn_away(identity, error)
             else:
-                self._coordinator.garbled(peer.connection, error)
+                self._runtime.garbled(peer.connection, error)
             return
         if type(message) is StatusRequest:
             if peer is None or self._may_go_on(peer, _STATUS_COST):
@@ -325,12 +325,12 @@ class TcpServer:
         if role is None:
             return
         peer = self._peers[identity] = Peer(self, identity, self._strangers.admit(identity))
-        peer.connection = self._coordinator.connect(peer)
+        peer.connection = self._runtime.connect(peer)
         if peer.tell(self._liveness.invite(peer, message, *role.beacon)):
             peer.traffic = self._connections.admit(identity)
         else:
             self.suspect()
-        self._coordinator.receive(peer.connection, message, payloads)
+        self._runtime.receive(peer.connection, message, payloads)
 
     def _take_from(self, peer: Peer, message: Message, payloads: Sequence[Buffer]) -> None:
         """Pass on what a worker says; a place in memory that it shares becomes that memory."""
@@ -339,9 +339,9 @@ class TcpServer:
                 try:
                     payloads = self._views(peer.identity, message.place, message.target)
                 except MalformedMessageError as error:
-                    self._coordinator.garbled(peer.connection, error)
+                    self._runtime.garbled(peer.connection, error)
                     return
-            self._coordinator.receive(peer.connection, message, payloads)
+            self._runtime.receive(peer.connection, message, payloads)
             return
         if type(message) not in _WEIGHED and not self._may_go_on(peer):
             return
@@ -357,14 +357,14 @@ class TcpServer:
             return
         if type(message) is Leave and self._unix is not None:
             self._unix.unshare(peer.identity)  # before the answer: whoever has left has its memory for itself
-        self._coordinator.receive(peer.connection, message, payloads)
+        self._runtime.receive(peer.connection, message, payloads)
 
     def _may_go_on(self, peer: Peer, messages: int = 1) -> bool:
         """Whether a member may say one more message that takes no credit; else it is thrown out."""
         if peer.may_say_more(messages):
             return True
         text = f"more than {MEMBERS_RATE:g} messages a second that take no credit"
-        self._coordinator.garbled(peer.connection, LimitExceededError(text))
+        self._runtime.garbled(peer.connection, LimitExceededError(text))
         return False
 
     def _current_status(self) -> bytes:
@@ -374,7 +374,7 @@ class TcpServer:
             shown: dict[str, object] = {"url": self.url}
             if self._unix is not None:
                 shown["shared_memory"] = {"segments": self._unix.segments, "bytes": self._unix.nbytes}
-            self._status = json.dumps(shown | self._coordinator.snapshot()).encode()
+            self._status = json.dumps(shown | self._runtime.snapshot()).encode()
             self._status_due = time.monotonic() + _STATUS_PAUSE * (time.thread_time() - began)
         return self._status
 
@@ -450,7 +450,7 @@ class TcpServer:
         """What came in is no message."""
         self.hung_up(identity)
         if (peer := self._peers.get(identity)) is not None:
-            self._coordinator.garbled(peer.connection, error)
+            self._runtime.garbled(peer.connection, error)
 
     def hung_up(self, identity: bytes) -> None:
         """A line has ended. If its worker is still alive, messages go through its connection again."""
@@ -471,7 +471,7 @@ class TcpServer:
     def _weigh(self, now: float) -> None:
         """Disconnect whoever costs too much; members are lost with that."""
         self._monitor.notice()
-        allowance = self._coordinator.allowance()
+        allowance = self._runtime.allowance()
         for traffic, why in self._connections.look(now, allowance, not self._unsure):
             for peer in [peer for peer in self._peers.values() if peer.traffic is traffic]:
                 self._lose(Verdict(peer, why))
@@ -499,7 +499,7 @@ class TcpServer:
         if self._peers.get(peer.identity) is not peer:
             return
         if silent:
-            self._coordinator.silent(peer.connection, reason)
+            self._runtime.silent(peer.connection, reason)
         else:
             self.forget(peer.identity)
-            self._coordinator.lost(peer.connection, reason, ended)
+            self._runtime.lost(peer.connection, reason, ended)

@@ -35,7 +35,7 @@ from gradserver.protocol.transport.dealer import PING_SECONDS, Dealer
 from gradserver.protocol.transport.reach import RETRY_SECONDS, wait_for_listener
 from gradserver.protocol.url import is_everywhere, not_answered, numeric_url, parse_url
 from gradserver.protocol.wire import decode, encode
-from gradserver.runtime import Coordinator
+from gradserver.runtime import Runtime
 
 log = logging.getLogger("gradserver")
 
@@ -64,7 +64,7 @@ class Link:
         """True if this process ends when the link breaks."""
         self._address, self.local, self.on_this_host = wait_for_listener(primary, timeout)
         self._beacon: zmq.Socket[bytes] | None = None
-        self._coordinator: Coordinator | None = None
+        self._runtime: Runtime | None = None
         self._connection = -1
         self._waiting: deque[Frames] = deque()
         """Messages that are complete and in order."""
@@ -134,13 +134,13 @@ class Link:
         """Descriptors to wait at. They are edge-triggered: call `take_some` before each wait, until nothing is left."""
         return self._dealer.socket_fd, self._dealer.monitor_fd
 
-    def serve(self, coordinator: Coordinator, connection: int) -> None:
-        """Hand every message from now on to ``coordinator``, as one of ``connection``."""
-        self._coordinator, self._connection = coordinator, connection
+    def serve(self, runtime: Runtime, connection: int) -> None:
+        """Hand every message from now on to ``runtime``, as one of ``connection``."""
+        self._runtime, self._connection = runtime, connection
 
     def take_some(self) -> bool:
         """Receive messages, up to a number. Return whether there were none. Sets ``failure`` when the link breaks."""
-        assert self._coordinator is not None
+        assert self._runtime is not None
         for taken in range(_BATCH):
             if self.failure is not None:
                 return True
@@ -152,7 +152,7 @@ class Link:
                     case Failure() as failure, _:
                         self._break(failure.exception())
                     case message, payloads:
-                        self._coordinator.receive(self._connection, message, payloads)
+                        self._runtime.receive(self._connection, message, payloads)
             except (ProtocolError, ConnectionLostError) as error:
                 self._break(error)
                 return True
