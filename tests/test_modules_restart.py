@@ -51,7 +51,7 @@ def test_no_bit_depends_on_a_coordinator_that_is_killed(channel: str, wire: str,
 
 
 def test_a_round_is_adopted_of_which_nothing_is_made_anew(tmp_path: Path) -> None:
-    """One worker stands still when all else have the results of a round, and the coordinator is killed then."""
+    """Test one worker that stands still when all others have the round's results, and a coordinator killed then."""
     held = 3
     assert TURNS[held] != TURNS[held - 1]
     with ExitStack() as stack:

@@ -151,7 +151,7 @@ class Model:
         self.round += 1
 
     def restart(self, restated: bool) -> None:
-        """Control is made anew from what was written, or from a file that restates it; who is there says it again."""
+        """Make control anew from the records, or a file that restates them. Present members repeat what they said."""
         read, books = [decode(*encode(record)) for record in self.written], JournalState()
         for record in read:
             books.apply(Dated(0.0, record))
