@@ -1,4 +1,4 @@
-"""What a module has agreed on with its replicas: some buckets of the group's plan, and rounds of its own."""
+"""The agreement of a module with its replicas: some buckets of the group's plan, and rounds of its own."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from gradserver.protocol.plan import Plan
 
 
 class Owner(Protocol):
-    """The session, as far as an agreement needs it."""
+    """The part of a session that an agreement needs."""
 
     @property
     def generation(self) -> int:
-        """How often a plan has taken the place of all others."""
+        """Number of times that a plan has replaced all others."""
 
     def finish_round(self, timeout: float | None, parts: range | None = None) -> None:
         """Wait for the results of ``parts``, and open the next round."""
 
 
 class Agreement:
-    """One module's part of what a group exchanges. `Worker.agree_beside` makes it.
+    """One module's part of a group's exchange. `Worker.agree_beside` makes it.
 
-    It lasts for as long as somebody keeps it: when all workers have let go of theirs, the next agreement may take its
+    It lasts for as long as it is referenced. When all workers have dropped theirs, the next agreement may take its
     place in the plan.
 
     Attributes:
@@ -42,7 +42,7 @@ class Agreement:
         return range(self.first, self.first + len(self.plan.buckets))
 
     def check(self) -> None:
-        """Raise UsageError if the group goes by a plan that this agreement has no part in."""
+        """Raise UsageError if the group's plan has no part for this agreement any more."""
         if self._session.generation != self._generation:
             raise UsageError(
                 "the worker agreed on a plan in place of all others after this module was wrapped: Worker.agree does "

@@ -1,4 +1,4 @@
-"""The time that counts for deadlines: it stands still while a coordinator is not there, or opens its books."""
+"""The time that counts for deadlines: it stands still without a coordinator, and during a recovery."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class Clock:
-    """Shows seconds, of which only differences mean something. Safe to share."""
+    """A clock in seconds, for differences only. Any thread may use it."""
 
     def __init__(self) -> None:
         self._changes = threading.Condition()
@@ -17,23 +17,23 @@ class Clock:
 
     @property
     def runs(self) -> bool:
-        """Whether it does."""
+        """True if it runs."""
         return self._since is None
 
     @property
     def seconds(self) -> float:
-        """What it shows."""
+        """The seconds that it shows."""
         with self._changes:
             return (time.monotonic() if self._since is None else self._since) - self._stood_still
 
     def stop(self) -> None:
-        """Stand still."""
+        """Stop."""
         with self._changes:
             if self._since is None and not self._runs_on:
                 self._since = time.monotonic()
 
     def go(self) -> None:
-        """Go on."""
+        """Run on."""
         with self._changes:
             if self._since is not None:
                 self._stood_still += time.monotonic() - self._since
@@ -41,12 +41,12 @@ class Clock:
                 self._changes.notify_all()
 
     def run_on(self) -> None:
-        """Go on, and stop no more."""
+        """Run on, and stop no more."""
         self.go()
         with self._changes:
             self._runs_on = True
 
     def wait(self, timeout: float) -> bool:
-        """Wait until it runs, for ``timeout`` seconds at most; whether it does."""
+        """Wait until it runs, for ``timeout`` seconds at most. Return whether it does."""
         with self._changes:
             return self._changes.wait_for(lambda: self._since is None, timeout)

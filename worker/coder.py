@@ -1,4 +1,4 @@
-"""Encodes what a lossy exchange contributes, slice by slice, and decodes what comes back."""
+"""The encoding of what a lossy exchange contributes, slice by slice, and the decoding of what comes back."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _free: deque[Bytes] = deque(maxlen=64)
 
 
 class Coder:
-    """One exchange's.
+    """The coder of one exchange.
 
     Args:
-        key: which exchange.
-        layout: how it is cut; its codec is the one.
+        key: the exchange.
+        layout: how it is cut, with its codec.
         source: float32, as bytes: what is contributed; None for zeros.
         destination: float32, as bytes: where results go. May be ``source``.
-        feedback: what earlier encodings of this bucket lost, to be made up for; None if nobody keeps count.
-        sifts: whether a slice that is not finite does not count; then what is owed to it stays owed.
+        feedback: what earlier encodings of this bucket lost, to be made up for; None without feedback.
+        sifts: whether a slice that is not finite does not count; then its residual stays.
     """
 
     __slots__ = ("_destination", "_feedback", "_key", "_layout", "_rooms", "_sifts", "_source")
@@ -46,10 +46,10 @@ class Coder:
         self._feedback = feedback
         self._sifts = sifts
         self._rooms: dict[int, Bytes] = {}
-        """Where contributions without a result lie."""
+        """Contributions without a result."""
 
     def encode(self, index: int) -> Buffer:
-        """The contribution to slice ``index``: once, though it may be sent again, as what is lost is owed once."""
+        """Return the contribution to slice ``index``, encoded once even if sent again: what is lost is owed once."""
         if (sent := self._rooms.get(index)) is not None:
             return sent.data
         assert self._source is not None
@@ -62,7 +62,7 @@ class Coder:
         return self._feedback.encode(codec, start, stop, values, room, seed, _scratch())
 
     def given(self, index: int) -> Bytes:
-        """What was contributed to slice ``index``, as it would have been read; what was not yet, as it is."""
+        """Return the contribution to slice ``index`` as its receiver decodes it; before encoding, as it is."""
         assert self._source is not None
         start, stop = self._layout.span(index)
         if (room := self._rooms.get(index)) is None:
@@ -75,7 +75,7 @@ class Coder:
         """Put the result of slice ``index`` where it belongs; None stands for zeros."""
         start, stop = self._layout.span(index)
         values = self._destination[start:stop]
-        if (room := self._rooms.pop(index, None)) is not None:  # who was answered has been read
+        if (room := self._rooms.pop(index, None)) is not None:  # a contribution with an answer has been read
             _free.append(room)
         if payload is None:
             values[:] = 0
@@ -85,12 +85,12 @@ class Coder:
 
 
 def _room(nbytes: int) -> Bytes:
-    """Memory for a payload, where possible an earlier one's: of new memory every 4 KiB cost a page fault."""
+    """Return memory for a payload, if possible an earlier one's: of new memory every 4 KiB cost a page fault."""
     try:
         room = _free.pop()
     except IndexError:
         return np.empty(nbytes, np.uint8)
-    return room if room.size == nbytes else np.empty(nbytes, np.uint8)  # others are those of slices at an end
+    return room if room.size == nbytes else np.empty(nbytes, np.uint8)  # others are of slices at an end
 
 
 def _scratch() -> Scratch:

@@ -1,4 +1,4 @@
-"""A member that sends its state to who joins: a copy of it, in parts, while it goes on training.
+"""A member that sends its state to learners: a copy of it, in parts, while it goes on training.
 
 The state of a transfer is that at one boundary between two rounds. `Donor.give` is called there: by `gradserver.Job`
 when it has stepped, and at the latest before anything of the next round begins.
@@ -36,29 +36,29 @@ HEAD: Final = struct.Struct("<QQ")
 TAIL: Final = struct.Struct("<Q")
 PART_BYTES: Final = 1 * MIB
 IN_FLIGHT: Final = 2
-"""Parts that are under way: gradients wait behind no more."""
+"""Parts that are under way at most: gradients wait behind no more."""
 _MAX_REASON: Final = 500
 
 
 class Sender(Protocol):
-    """What sends for a donor: a member's session."""
+    """The sending side of a donor: a member's session."""
 
     @property
     def round(self) -> int:
         """The round that is open or next."""
 
     def tell(self, message: Message) -> None:
-        """Say something to the coordinator."""
+        """Send a message to the coordinator."""
 
     def state_part(self, transfer: Transfer, index: int, memory: Bytes) -> Handle:
         """Send part ``index`` of a state."""
 
 
 class Donor:
-    """What one member has to send, and when.
+    """The states that one member has to send.
 
     Attributes:
-        due: what it was asked for, and has yet to begin with: the round behind which, and the transfer.
+        due: requests that it has yet to begin with: the round after which, and the transfer.
     """
 
     def __init__(self, session: Sender) -> None:
@@ -66,25 +66,25 @@ class Donor:
         self._session = session
         self._snapshot: Callable[[], Tree] | None = None
         self._under_way: set[int] = set()
-        """Numbers of transfers whose parts are being sent."""
+        """Numbers of transfers with parts that are being sent."""
 
     def serve(self, snapshot: Callable[[], Tree]) -> None:
-        """Say that this member can send what ``snapshot`` returns."""
+        """Declare that this member can send what ``snapshot`` returns."""
         first, self._snapshot = self._snapshot is None, snapshot
         if first:
             self._session.tell(Serve())
 
     @property
     def serves(self) -> bool:
-        """Whether it has said so."""
+        """True if it has declared so."""
         return self._snapshot is not None
 
     def asked(self, done: RoundDone, seat: int) -> None:
-        """The coordinator has told what is to be sent at a boundary."""
+        """Take the coordinator's request for a state at a boundary."""
         self.due += [(done.round, transfer) for transfer in done.transfers if transfer.donor == seat]
 
     def give(self) -> None:
-        """The state is that at the present boundary: copy it, if it is asked for, and begin to send it."""
+        """Copy the state at the present boundary, if it is asked for, and begin to send it."""
         here = self._session.round - 1
         asked = [one for one in self.due if one[0] <= here]
         self.due = [one for one in self.due if one[0] > here]
@@ -96,17 +96,17 @@ class Donor:
             self._give(transfers)
 
     def forget(self) -> None:
-        """Whoever was to have a state begins anew, and nobody takes what is under way. With the session's lock held."""
+        """Drop all transfers: their receivers begin anew. With the session's lock held."""
         self.due.clear()
         self._under_way.clear()
 
     def check(self, transfer: Transfer) -> None:
-        """Raise WorkerLostError if nobody takes that state any more. With the session's lock held."""
+        """Raise WorkerLostError if that state has no receiver any more. With the session's lock held."""
         if transfer.number not in self._under_way:
             raise nobody_takes_it()
 
     def _give(self, transfers: list[Transfer]) -> None:
-        """To several at once, if so many wait: of the same copy."""
+        """Send one copy to all learners that wait."""
         reason, packed = "it has never said what its state is", None
         if self._snapshot is not None:
             try:
@@ -142,12 +142,12 @@ class Donor:
 
 
 def nobody_takes_it() -> WorkerLostError:
-    """What ends the sending of a state when books are opened."""
+    """Return the error that ends the sending of a state in a recovery."""
     return WorkerLostError("whoever was to have this worker's state has to join anew")
 
 
 def parts(packed: Packed) -> Iterator[Bytes]:
-    """All that is sent, in order."""
+    """Yield all that is sent, in order."""
     head = HEAD.pack(len(packed.manifest), packed.nbytes - len(packed.manifest))
     yield np.frombuffer(head, np.uint8)
     total = at = 0
@@ -159,7 +159,7 @@ def parts(packed: Packed) -> Iterator[Bytes]:
 
 
 def _windows(buffers: list[Bytes]) -> Iterator[Bytes]:
-    """All bytes, in pieces of `PART_BYTES`: where they lie in one buffer, without a copy."""
+    """Yield all bytes, in pieces of `PART_BYTES`: where they lie in one buffer, without a copy."""
     begun: list[Bytes] = []
     room = PART_BYTES
     for buffer in buffers:

@@ -1,4 +1,4 @@
-"""How a worker that joins gets the state of a member, and comes in: `gradserver.worker.donor` says what comes."""
+"""The learner's side of a join: it gets a member's state (`gradserver.worker.donor`), and enters."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ log = logging.getLogger("gradserver")
 
 
 class _Part(NamedTuple):
-    """One that is under way into ``memory``."""
+    """A part under way into ``memory``."""
 
     handle: Handle
     memory: Bytes
 
 
 def enter(session: Session, install: Callable[[Tree], object], waits: bool) -> int:
-    """Get the state from a member, and come in; the first round that this worker contributes to."""
+    """Get the state from a member, and enter. Return the first round that this worker contributes to."""
     if session.stage is not Stage.JOINING:
         raise UsageError(f"this worker {session.stage.value}: only who joins a group that trains already can enter it")
     if session.plan is None:
@@ -66,7 +66,7 @@ def _name_of(session: Session, seat: int) -> str:
 
 
 def receive(session: Session, transfer: Transfer) -> tuple[Tree, int]:
-    """The state that comes in ``transfer``, in memory of its own, and its size.
+    """Return the state that comes in ``transfer``, in memory of its own, and its size.
 
     Raises:
         MalformedMessageError: what came is no state.
@@ -90,24 +90,24 @@ class _Incoming:
         self._transfer = transfer
         self._index = 0
         self._unasked = 0
-        """Bytes that no part was asked for yet."""
+        """Bytes for which no part was requested yet."""
         self._under_way: deque[_Part] = deque()
         self._here: Bytes = np.empty(0, np.uint8)
         self._left = self._at = self._digest = 0
 
     def single(self, nbytes: int) -> bytes:
-        """A part by itself."""
+        """Return a part by itself."""
         self._ask(nbytes)
         part = self._under_way.popleft()
         part.handle.wait()
         return part.memory.tobytes()
 
     def expect(self, nbytes: int) -> None:
-        """So many bytes follow, in parts."""
+        """Expect so many bytes more, in parts."""
         self._left = self._unasked = nbytes
 
     def take(self, nbytes: int) -> Bytes:
-        """The next ``nbytes``."""
+        """Return the next ``nbytes``."""
         if nbytes > self._left:
             raise MalformedMessageError(f"a state of which {self._left} bytes are left, and {nbytes} should be")
         self._left -= nbytes
@@ -123,7 +123,7 @@ class _Incoming:
         return memory
 
     def end(self) -> None:
-        """All of it has come: compare it with its digest."""
+        """Compare the whole with its digest."""
         if self._left:
             raise MalformedMessageError(f"a state of which {self._left} bytes are left when it is whole")
         (expected,) = TAIL.unpack(self.single(TAIL.size))

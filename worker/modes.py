@@ -1,4 +1,4 @@
-"""Compares the workers' modes where eval mode exchanges no gradients: no worker shall wait in vain for another.
+"""The comparison of workers' modes where eval mode exchanges no gradients, so that no worker waits in vain.
 
 Each backward outside of `no_sync` then takes part in one small collective, in training mode beside the gradients.
 
@@ -25,7 +25,7 @@ _MAX_NAMED = 16
 
 
 class Mode(IntEnum):
-    """What a worker does in a backward."""
+    """The mode of a worker in a backward."""
 
     ABSENT = 0
     OUT_OF_DATA = 1
@@ -34,7 +34,7 @@ class Mode(IntEnum):
 
 
 class Modes:
-    """Compares the modes of one wrapped module's backwards.
+    """The modes of one wrapped module's backwards.
 
     Args:
         worker: the worker.
@@ -47,8 +47,8 @@ class Modes:
         self._told: Handle | None = None
 
     def say(self, mode: Mode) -> None:
-        """Begin to compare. What was said for a backward that failed afterwards still holds."""
-        # A worker that joins takes part in collectives after its first round, and a straggler is waited for by none.
+        """Begin to compare. A mode that was said for a backward that failed afterwards still holds."""
+        # A learner takes part in collectives after its first round, and no worker waits for a straggler.
         membership = self._worker._session.membership
         if not self._compares or self._told is not None:
             return
@@ -59,7 +59,7 @@ class Modes:
         self._told = self._worker.all_reduce(modes, op="max", async_op=True)
 
     def heed(self) -> bool:
-        """Wait for what the others say; whether some are in eval mode.
+        """Wait for the others' modes. Return whether some are in eval mode.
 
         Raises:
             DisagreementError: the workers are in different modes.
@@ -82,7 +82,7 @@ class Modes:
         self.heed()
 
     def pass_eval(self) -> None:
-        """This worker has no batches left: take part until no other is in eval mode."""
+        """Take part without batches until no other worker is in eval mode."""
         self.say(Mode.OUT_OF_DATA)
         while self.heed():
             self.say(Mode.OUT_OF_DATA)

@@ -39,7 +39,7 @@ def epoch_permutation(length: int, seed: int, epoch: int) -> Indices:
 
 
 def key_half(value: int, name: str) -> int:
-    """``value`` as a half of the generator's key; InvalidArgumentError, which calls it ``name``, if it is none."""
+    """Return ``value`` as a half of the generator's key; InvalidArgumentError with ``name`` if it is none."""
     number = whole_number(value, name)
     if number.bit_length() > _KEY_BITS:
         raise InvalidArgumentError(f"{name} must be below 2**{_KEY_BITS}, not {number}")
@@ -47,7 +47,7 @@ def key_half(value: int, name: str) -> int:
 
 
 def length_of(dataset_or_length: Any) -> int:
-    """How many samples there are; InvalidArgumentError if that cannot be known."""
+    """Return how many samples there are; InvalidArgumentError if that cannot be known."""
     what = type(dataset_or_length).__name__
     if isinstance(dataset_or_length, str | bytes):
         raise InvalidArgumentError(f"need a data set or its length, not the {what} {dataset_or_length!r}")

@@ -1,7 +1,7 @@
-"""Objects that only pickle can carry: the one place that unpickles, for those who say ``allow_pickle=True``.
+"""Objects that only pickle can carry: the one place that unpickles, for callers with ``allow_pickle=True``.
 
 Unpickling runs whatever code the bytes name. It happens in workers only, never in a coordinator; in a collective of
-objects only, never in what gradserver says by itself; and only where the caller has allowed it.
+objects only, never in gradserver's own messages; and only where the caller has allowed it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gradserver.protocol.errors import InvalidArgumentError, MalformedMessageErr
 
 
 def to_pickle(value: object) -> bytes:
-    """``value`` as bytes. InvalidArgumentError if it cannot be pickled."""
+    """Pickle ``value``. InvalidArgumentError if that is not possible."""
     try:
         return pickle.dumps(value, protocol=5)
     except Exception as error:  # whatever the object's own methods raise
@@ -21,7 +21,7 @@ def to_pickle(value: object) -> bytes:
 
 
 def from_pickle(data: bytes) -> Any:
-    """The object that these bytes make, by running what they name. MalformedMessageError if they make none."""
+    """Return the object that these bytes make, by running what they name. MalformedMessageError if they make none."""
     try:
         return pickle.loads(data)
     except Exception as error:  # as above

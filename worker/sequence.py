@@ -1,11 +1,11 @@
-"""Whose turn it is to exchange, where one worker trains several modules: the same on all workers.
+"""The turns of several modules on one worker: the order of their exchanges, the same on all workers.
 
 A backward that goes through several modules, as a generator's does through its discriminator, makes one round of each,
 and rounds are matched by their order. That must not depend on which thread of autograd comes first. So:
 
 - a module by itself pushes each bucket as soon as backward has completed it;
-- of several, the one does so that was wrapped first among those that are *armed*: their forward has run since their
-  last exchange. It is the same one on all workers, whatever this backward reaches;
+- of several, the first wrapped among the *armed* ones does so: their forward has run since their last exchange. It is
+  the same one on all workers, whatever this backward reaches;
 - the others collect what comes, and exchange it when that one is done, in the order in which they were wrapped.
 """
 
@@ -28,13 +28,13 @@ class Member(Protocol):
 
     @property
     def begun(self) -> bool:
-        """Whether the present backward has reached it."""
+        """True if the present backward has reached it."""
 
     def end(self) -> None:
         """Do what is due at the end of backward."""
 
     def fail(self) -> None:
-        """A backward ended with an error; if this has not ended before."""
+        """Handle a backward that ended with an error, if this has not ended before."""
 
 
 class Sequence:
@@ -43,32 +43,32 @@ class Sequence:
     def __init__(self) -> None:
         self._members: list[weakref.ref[Member]] = []
         self.is_shared = False
-        """Whether there were ever several at once."""
+        """True if there were ever several at once."""
 
     @classmethod
     def of(cls, worker: Worker) -> Sequence:
-        """That of ``worker``."""
+        """Return the sequence of ``worker``."""
         return _of_worker.setdefault(worker, cls())
 
     def add(self, member: Member) -> None:
-        """One more was wrapped."""
+        """Add a module that was wrapped."""
         self._members = [one for one in self._members if one() is not None]
         self._members.append(weakref.ref(member))
         self.is_shared = self.is_shared or len(self._members) > 1
 
     @property
     def members(self) -> list[Member]:
-        """Those that are still there."""
+        """The modules that still exist."""
         return [member for one in self._members if (member := one()) is not None]
 
     def may_push(self, member: Member) -> bool:
-        """Whether ``member`` pushes while backward is under way."""
+        """Return whether ``member`` pushes while backward is under way."""
         if not self.is_shared:
             return True
         return next((one for one in self.members if one.armed and one.syncs), None) is member
 
     def end(self) -> None:
-        """The end of a backward, at all modules that it has reached."""
+        """End a backward at all modules that it has reached."""
         reached = sorted((member for member in self.members if member.begun), key=lambda member: not member.leads)
         try:
             for member in reached:

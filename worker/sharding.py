@@ -1,7 +1,7 @@
-"""Which batches belong to which worker: rank r of n takes r, r + n, r + 2n and so on.
+"""The batches of each worker: rank r of n takes r, r + n, r + 2n and so on.
 
 Interleaving keeps shards disjoint and complete without any message between workers, and lets their sizes differ by at
-most one. Nothing is padded: a worker whose shard is shorter, or empty, simply has fewer batches.
+most one. Nothing is padded: a worker with a shorter or empty shard simply has fewer batches.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from gradserver.protocol.errors import InvalidArgumentError, InvalidRankError, I
 def whole_number(
     value: object, name: str, least: int = 0, error: type[InvalidArgumentError] = InvalidArgumentError
 ) -> int:
-    """``value`` as an int of at least ``least``, else ``error`` saying what ``name`` was.
+    """Return ``value`` as an int of at least ``least``, else raise ``error`` with ``name``.
 
-    Takes whatever stands for an integer (numpy's, too). Neither a string such as ``"2"``, which is
-    what an environment variable gives, nor a bool is one.
+    It takes whatever stands for an integer (numpy's, too). Neither a string such as ``"2"``, as in an environment
+    variable, nor a bool is one.
     """
     try:
         number = None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]  # the check
@@ -31,10 +31,10 @@ def whole_number(
 
 
 def check_rank(rank: int, world_size: int) -> tuple[int, int]:
-    """Both as plain ints, when ``0 <= rank < world_size``.
+    """Return both as plain ints, when ``0 <= rank < world_size``.
 
-    Raises InvalidWorldSizeError when ``world_size`` is not a positive integer, and InvalidRankError
-    when ``rank`` is not one of ``0 … world_size - 1``.
+    Raises InvalidWorldSizeError when ``world_size`` is not a positive integer, and InvalidRankError when ``rank`` is
+    not one of ``0 … world_size - 1``.
     """
     world_size = whole_number(world_size, "world_size", least=1, error=InvalidWorldSizeError)
     rank = whole_number(rank, "rank", error=InvalidRankError)

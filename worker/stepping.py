@@ -1,7 +1,7 @@
-"""Sees which optimizers step the parameters of a module, in a block of code.
+"""The optimizers that step the parameters of a module, in a block of code.
 
 Torch calls one list of hooks for all optimizers of the process. Other threads iterate over it at any time, so it
-changes once only, when this module is imported. What is noted belongs to the thread whose block it is.
+changes once only, when this module is imported. Each thread has its own blocks and notes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Stepper: TypeAlias = Callable[[], object] | Optimizer
 
 
 class _Blocks(threading.local):
-    """Those that this thread is in: the ids of a module's parameters, and the optimizers that have stepped any."""
+    """The blocks that this thread is in: the ids of a module's parameters, and the optimizers that have stepped any."""
 
     def __init__(self) -> None:
         self.open: list[tuple[frozenset[int], list[Stepper]]] = []

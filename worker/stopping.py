@@ -1,4 +1,4 @@
-"""SIGTERM, as machines that are taken away send it: jobs are told to stop, and go on until they can."""
+"""The handling of SIGTERM, which spot machines send before they stop: jobs continue until they can stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Stoppable(Protocol):
     """A job."""
 
     def stop(self) -> None:
-        """Come to an end as soon as it can be."""
+        """Stop as soon as possible."""
 
 
 _jobs: weakref.WeakSet[Stoppable] = weakref.WeakSet()
@@ -21,10 +21,10 @@ _process = os.getpid()
 
 
 def stop_on_sigterm(job: Stoppable) -> None:
-    """Have ``job.stop()`` called on SIGTERM, for as long as somebody else holds the job.
+    """Call ``job.stop()`` on SIGTERM, for as long as the job is referenced.
 
-    A handler that is there already stays, and so does what is there if this is not the main thread, which alone can
-    change it. A second SIGTERM ends the process at once.
+    An existing handler stays. In a thread other than the main one, which cannot change handlers, nothing changes. A
+    second SIGTERM ends the process at once.
     """
     global _process
     _jobs.add(job)

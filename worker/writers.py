@@ -1,4 +1,4 @@
-"""Where contributions and results of collectives lie, if that is not the tensor's own memory, as it is."""
+"""The places of collectives' contributions and results, where these are not the tensor's own memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
 
 class Columns:
-    """What SCATTER and ALL_TO_ALL are given: of each slice the portions of all ranks, one behind the other.
+    """The contribution to SCATTER and ALL_TO_ALL: of each slice the portions of all ranks, one behind the other.
 
     Args:
         rows: one for each rank.
@@ -26,28 +26,28 @@ class Columns:
         self._rows, self._layout = rows, layout
 
     def part(self, index: int) -> Bytes:
-        """What is given to slice ``index``."""
+        """Return the contribution to slice ``index``."""
         size = self._layout.itemsize // len(self._rows)
         start, stop = self._layout.span(index)
         return self._rows[:, start * size : stop * size].reshape(-1)
 
 
 class Frames:
-    """One part, or one for each rank, of an operation whose parts differ in length (`gradserver.protocol.frames`)."""
+    """One part, or one for each rank, of an operation with uneven parts (`gradserver.protocol.frames`)."""
 
     def __init__(self, whole: Sequence[Buffer], step: int, count: int) -> None:
         self.slices = [np.frombuffer(piece, np.uint8) for piece in slices_of(whole, step, count)]
 
     def part(self, index: int) -> Bytes:
-        """What is given to slice ``index``."""
+        """Return the contribution to slice ``index``."""
         return self.slices[index]
 
 
 class FromFrames:
-    """Takes the results of such an operation: of each slice the next bytes of every part.
+    """The receiver of such an operation's results: of each slice the next bytes of every part.
 
     Args:
-        count: how many parts come: one from each who gives.
+        count: how many parts come: one from each rank that gives.
     """
 
     def __init__(self, count: int) -> None:
@@ -61,13 +61,13 @@ class FromFrames:
             self._found[start] = [bytes(part) for part in parts(payload, self._count)]
 
     def parts(self) -> list[bytes]:
-        """Every part, whole."""
+        """Return every part, whole."""
         slices = [self._found[start] for start in sorted(self._found)]
         return [b"".join(pieces) for pieces in zip(*slices, strict=True)] if slices else [b""] * self._count
 
 
 def into_rows(rows: Rows) -> Writer:
-    """A slice of an all_gather holds that slice of every rank, one behind the other."""
+    """Write an all_gather: each slice holds that slice of every rank, one behind the other."""
 
     def write(start: int, stop: int, payload: Buffer | None) -> None:
         if payload is not None:
@@ -77,7 +77,7 @@ def into_rows(rows: Rows) -> Writer:
 
 
 def into_part(part: Bytes, offset: int) -> Writer:
-    """Slices of this rank's chunk go where they lie in the chunk; those of others are not for us."""
+    """Write the slices of this rank's chunk where they lie in the chunk; others are not for us."""
 
     def write_own(start: int, stop: int, payload: Buffer | None) -> None:
         if offset <= start < offset + part.size:
@@ -88,7 +88,7 @@ def into_part(part: Bytes, offset: int) -> Writer:
 
 
 def into_columns(rows: Rows) -> Writer:
-    """A slice of an all_to_all holds those bytes of every row."""
+    """Write an all_to_all: each slice holds those bytes of every row."""
 
     def write_columns(start: int, stop: int, payload: Buffer | None) -> None:
         first, last = start // len(rows), stop // len(rows)
@@ -100,7 +100,7 @@ def into_columns(rows: Rows) -> Writer:
 
 
 def into_portion(part: Bytes, world_size: int) -> Writer:
-    """A slice of a scatter is those bytes of this rank's part."""
+    """Write a scatter: each slice is those bytes of this rank's part."""
 
     def write_portion(start: int, stop: int, payload: Buffer | None) -> None:
         part[start // world_size : stop // world_size] = 0 if payload is None else np.frombuffer(payload, np.uint8)

@@ -1,4 +1,4 @@
-"""Why a connection broke, if the coordinator lives: what a member hears who cannot come back.
+"""The reason for a broken connection of a member that cannot return, if the coordinator lives.
 
 A member of an elastic group that is not durable is out as soon as its connection breaks. What it was told, if anything,
 may have been lost with that connection, as when it froze: libzmq's heartbeats then close the connection at either end.
@@ -21,11 +21,11 @@ from gradserver.worker.session import Session
 from gradserver.worker.transport.tcp import TcpChannel
 
 _ASK_SECONDS: Final = 1.0
-"""How long to connect may take, and how long the answer."""
+"""Seconds that connecting may take, and as many for the answer."""
 
 
 class Farewell:
-    """Hands to ``session`` what the coordinator says; when the connection breaks, also whether this worker is out."""
+    """A receiver that hands messages to ``session``, and after a break also whether this worker is out."""
 
     def __init__(self, session: Session, url: str) -> None:
         self.receive = session.receive
@@ -33,14 +33,14 @@ class Farewell:
         self._url = url
 
     def lost(self, error: GradServerError) -> None:
-        """The connection broke."""
+        """Handle the broken connection."""
         if isinstance(error, ConnectionLostError):
             error = left_out(self._url, self._session.membership) or error
         self._session.lost(error)
 
 
 def left_out(url: str, welcome: Welcome) -> LeftOutError | None:
-    """That a group goes on without who got this ``welcome``. None if its coordinator does not say so."""
+    """Return the error that a group goes on without the worker of ``welcome``; None without an answer that says so."""
     with suppress(GradServerError, OSError):
         reach(url, _ASK_SECONDS)
         channel = TcpChannel(url, _ASK_SECONDS)
@@ -59,7 +59,7 @@ def left_out(url: str, welcome: Welcome) -> LeftOutError | None:
 
 
 class _Listener:
-    """Hears the one message that matters."""
+    """A receiver of the one message that matters."""
 
     def __init__(self, answer: Handle) -> None:
         self._answer = answer

@@ -1,8 +1,8 @@
-"""What kind of ZeroMQ socket listens somewhere.
+"""The kind of a listening ZeroMQ socket.
 
-A socket of a kind that takes no workers closes a connection as soon as it has heard of which kind ours is, and what it
-has said of itself may be lost with that: libzmq then sees a connection that broke, as any other may. Here the other
-side has to say its kind first.
+A socket of a kind that takes no workers closes a connection as soon as it has heard of our kind. What it has said of
+itself may be lost with that: libzmq then sees a connection that broke, as any other may. Here the other side has to say
+its kind first.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Final
 from gradserver.protocol.url import parse_target
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-"""ZMTP 3.0: the signature, the version, the mechanism, and that this side is no server."""
+"""The greeting of ZMTP 3.0: the signature, the version, the mechanism, and that this side is no server."""
 _COMMAND: Final = 4
-"""What a short frame begins with that is a command. Its length follows, in one byte."""
+"""The first byte of a short frame with a command. Its length follows, in one byte."""
 _KIND: Final = re.compile(rb"\x0bSocket-Type\0\0\0[\x03-\x06]([A-Z]+)", re.IGNORECASE)
 _TAKES_WORKERS: Final = (b"ROUTER", b"REP", b"DEALER")
 """The kinds that a DEALER may be connected to."""
 
 
 def takes_no_workers(url: str, timeout: float) -> bool:
-    """Ask, for ``timeout`` seconds at most, whether a ZeroMQ socket listens at ``url`` that takes no workers.
+    """Return whether a ZeroMQ socket at ``url`` takes no workers, after ``timeout`` seconds at most.
 
     False also if that cannot be found out.
     """
@@ -42,7 +42,7 @@ def takes_no_workers(url: str, timeout: float) -> bool:
 
 
 def _read(connection: socket.socket, count: int, until: float) -> bytes:
-    """So many bytes; OSError if they do not come."""
+    """Read so many bytes. OSError if they do not come."""
     data = b""
     while len(data) < count:
         connection.settimeout(max(until - time.monotonic(), 0.001))
