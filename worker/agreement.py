@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from gradserver.protocol.errors import UsageError
 from gradserver.protocol.plan import Plan
+from gradserver.worker.member.plans import Plans
 
-
-class Owner(Protocol):
-    """The part of a session that an agreement needs."""
-
-    @property
-    def generation(self) -> int:
-        """Number of times that a plan has replaced all others."""
-
-    def finish_round(self, timeout: float | None, parts: range | None = None) -> None:
-        """Wait for the results of ``parts``, and open the next round."""
+Finish = Callable[[float | None, range | None], None]
+"""Finishes a round of some buckets: `gradserver.worker.boundaries.Boundaries.finish_round`."""
 
 
 class Agreement:
@@ -31,10 +24,11 @@ class Agreement:
         first: the number of its first bucket there.
     """
 
-    def __init__(self, session: Owner, plan: Plan, number: int, first: int) -> None:
+    def __init__(self, finish_round: Finish, plans: Plans, plan: Plan, number: int, first: int) -> None:
         self.plan, self.number, self.first = plan, number, first
-        self._session = session
-        self._generation = session.generation
+        self._finish_round = finish_round
+        self._plans = plans
+        self._generation = plans.generation
 
     @property
     def parts(self) -> range:
@@ -43,7 +37,7 @@ class Agreement:
 
     def check(self) -> None:
         """Raise UsageError if the group's plan has no part for this agreement any more."""
-        if self._session.generation != self._generation:
+        if self._plans.generation != self._generation:
             raise UsageError(
                 "the worker agreed on a plan in place of all others after this module was wrapped: Worker.agree does "
                 "that, Worker.agree_beside does not"
@@ -51,4 +45,4 @@ class Agreement:
 
     def finish(self, timeout: float | None) -> None:
         """Wait for the results of every bucket, and open the next round. See `Worker.finish_round`."""
-        self._session.finish_round(timeout, self.parts)
+        self._finish_round(timeout, self.parts)

@@ -81,7 +81,7 @@ class Boundaries:
         member = self._member
         plan = member.rounds.plan
         assert plan is not None
-        member.rounds.open = plan.section_of(part).parts
+        member.rounds.begin(part)
         if plan.is_shared and member.identity.stage is not Stage.OBSERVING:
             self._turns.begins(plan, part)
         self._claims.begin_round(member.rounds.number, len(member.exchanges.shards) > 1)
@@ -109,7 +109,8 @@ class Boundaries:
                 return
         warning = rounds.note_not_finite() if member.identity.sifts else None
         with traffic.mutex:
-            member.effects.add(warning)
+            if warning is not None:
+                member.effects.add(warning)
             is_kept = member.finish_round(is_elastic)
             effects = member.effects.take() if member.effects.pending else None
         if effects is not None:

@@ -52,7 +52,7 @@ def enter(session: Session, install: Callable[[Tree], object], waits: bool) -> i
             continue
         arrival = Arrival(_name_of(session, transfer.donor), nbytes, time.monotonic() - began)
         log.info("the state of %r came: %.1f MB in %.2f s", arrival.donor, nbytes / 1e6, arrival.seconds)
-        session.learner.arrival = arrival
+        session.learner.arrived(arrival)
         if not transfer.waits and session.observe(transfer, partial(install, tree)):
             return session.round
         if transfer.waits:

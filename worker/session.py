@@ -12,22 +12,13 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
-from gradserver.protocol.errors import (
-    ClosedError,
-    CoordinatorStoppedError,
-    DeadlineError,
-    GradServerError,
-    MalformedMessageError,
-    UsageError,
-)
-from gradserver.protocol.limits import MAX_LIST
+from gradserver.protocol.errors import ClosedError, CoordinatorStoppedError, DeadlineError, GradServerError, UsageError
 from gradserver.protocol.messages import (
     Agreed,
     Attend,
@@ -40,14 +31,13 @@ from gradserver.protocol.messages import (
     Message,
     Missing,
     Opened,
-    Propose,
     Result,
     RoundDone,
     Scope,
     Transfer,
     Welcome,
 )
-from gradserver.protocol.plan import Plan, Section, decode_plan
+from gradserver.protocol.plan import Plan, Section
 from gradserver.protocol.positions import Claimed, Located
 from gradserver.protocol.resuming import Fetch, Resumed, Standing
 from gradserver.worker.agreement import Agreement
@@ -98,14 +88,6 @@ class Lasting(Channel, Protocol):
         """The membership is over."""
 
 
-class Proposal(NamedTuple):
-    """What the others have yet to agree with, and how it was said."""
-
-    plan: Plan
-    handle: Handle
-    message: Propose
-
-
 class Session:
     """A worker's membership of one group, over one channel: each event goes to the part that it is for.
 
@@ -118,7 +100,6 @@ class Session:
         turns: what it says and asks of whose rounds are.
         claims: what it asks and tells of data.
         resumption: how it outlives connections; None unless the group is durable.
-        generation: how often a plan has taken the place of all others.
     """
 
     def __init__(self, channel: Channel, timeout: float) -> None:
@@ -128,15 +109,11 @@ class Session:
         self.donor, self.turns, self.claims = Donor(self), Turns(self), Claims(self)
         self.boundaries = Boundaries(self.traffic, self.claims, self.turns, self.donor)
         self.resumption: Resumption | None = None
-        self.generation = 0
         self._joining: Handle | None = None
         self._attending: dict[int, Handle] = {}
         self._visited: list[int] = []
         """Shards that know of us, or will."""
         self._leaving: dict[int, Handle] = {}
-        self._proposal: Proposal | None = None
-        self._agreements: dict[int, Callable[[], Agreement | None]] = {}
-        """By the number of the section; those that nobody keeps are None."""
         self._lifeline: Lasting | None = None
         self._disowned: UsageError | None = None
         """What to raise in a forked child, whose parent's all this is."""
@@ -213,51 +190,42 @@ class Session:
             section: Section = handle.wait(timeout)
         finally:
             if not handle._open:
-                self._proposal = None
-        agreement = Agreement(self, plan, section.number, section.first)
-        self._agreements[section.number] = weakref.ref(agreement) if beside else lambda: agreement
+                self.member.plans.withdraw()
+        agreement = Agreement(self.finish_round, self.member.plans, plan, section.number, section.first)
+        self.member.plans.keep(section.number, weakref.ref(agreement) if beside else lambda: agreement)
         return agreement
 
     def endure(self, lifeline: Lasting) -> None:
         """From now on ``lifeline`` is the channel, and sees to it that this membership outlives connections."""
         self._lifeline, self.resumption = lifeline, lifeline.resumption
-        self.traffic.channel = lifeline
+        self.traffic.endure(lifeline)
         self.member.exchanges.endure(lifeline, Slots(lifeline, lifeline.region), self.resumption.inventory)
 
     def propose_again(self, channel: Channel) -> None:
         """Say on a new connection what the others have yet to agree with, and what is asked and told of data."""
         with self.traffic.mutex:
-            proposal = self._proposal
-        if proposal is not None and proposal.handle._open:
+            proposal = self.member.plans.open
+        if proposal is not None:
             channel.send(proposal.message, (proposal.plan.encoded,))
         self.turns.say_again(channel)
         self.claims.say_again(channel)
 
     def _propose(self, plan: Plan, beside: bool = False) -> Handle:
+        plans = self.member.plans
         with self.traffic.mutex:
             self.check_open()
-            self.member.check_can_propose()
-            if self._proposal is not None:
-                if self._proposal.plan == plan:
-                    return self._proposal.handle
-                raise UsageError("this worker waits for the others to agree on another plan")
-            message, payload = Propose(plan.hash, self.round), plan.encoded  # refuses a plan that is too large to go
-            if beside and self.plan is not None:
-                message = replace(message, beside=self.plan.hash, dropped=self._dropped())
-            handle = Handle(self.timeout, self.traffic.channel, None, _not_agreed)
-            self._proposal = Proposal(plan, handle, message)
+            if (waiting := plans.check(plan)) is not None:
+                assert isinstance(waiting, Handle)
+                return waiting
+            payload = plan.encoded  # refuses a plan that is too large to go
+            handle = self.new_handle(_not_agreed)
+            message = plans.propose(plan, beside, handle).message
         try:
             self.traffic.channel.send(message, (payload,))
         except GradServerError:
-            self._proposal = None
+            plans.withdraw()
             raise
         return handle
-
-    def _dropped(self) -> tuple[int, ...]:
-        """Sections of the plan whose agreement nobody has any more. With the lock held."""
-        here = () if self.plan is None else self.plan.each
-        gone = (one.number for one in here if one.number in self._agreements and self._agreements[one.number]() is None)
-        return tuple(gone)[:MAX_LIST]
 
     def close(self, reason: str, failed: bool = False) -> None:
         """Leave the group; whatever is open fails with ClosedError. ``failed``: because of an error."""
@@ -334,8 +302,7 @@ class Session:
                 self._take_failure(message)
             case Welcome():
                 with self.traffic.mutex:
-                    self.member.welcomed(message)
-                    self.traffic.timeout = message.timeout or self.traffic.timeout
+                    self.traffic.welcomed(message)
                     joining, self._joining = self._joining, None
                 if joining is not None:
                     joining._complete()
@@ -344,18 +311,11 @@ class Session:
             case Membership():
                 self._take_membership(message)
             case RoundDone():
-                with self.traffic.mutex:
-                    self.member.round_done(message)
-                    self.donor.asked(message, self.member.identity.member_id)
-                    effects = self.member.effects.take()
-                self.traffic.carry_out(effects)
+                self.traffic.hand(self._round_done, message)
             case Entered(number):
-                with self.traffic.mutex:
-                    self.member.entered(number)
-                    effects = self.member.effects.take()
-                self.traffic.carry_out(effects)
+                self.traffic.hand(self.member.entered, number)
             case Agreed():
-                self._take_agreed(message, payloads)
+                self.traffic.hand(self.member.agreed, message, payloads)
             case Opened():
                 with self.traffic.mutex:
                     followers = self.turns.opened(message)
@@ -419,11 +379,12 @@ class Session:
         """Whether connections go to ``shards``, or are yet to, if that ``answers`` a Resume. Else all are made anew."""
         return self._lifeline is None or self._lifeline.goes_on_with(tuple(shards), answers)
 
+    def _round_done(self, done: RoundDone) -> None:
+        self.member.round_done(done)
+        self.donor.asked(done, self.member.identity.member_id)
+
     def _take_membership(self, news: Membership) -> None:
-        with self.traffic.mutex:
-            self.member.membership_told(news)
-            effects = self.member.effects.take()
-        self.traffic.carry_out(effects)
+        self.traffic.hand(self.member.membership_told, news)
         if news.seats[0] == self.member.identity.member_id:  # one of them is to say it
             level = logging.WARNING if news.lost else logging.INFO
             log.log(level, "group %r: %s", self.membership.group, news.reason)
@@ -439,8 +400,7 @@ class Session:
                 if failure.key is not None:
                     self.traffic.take_failure(failure.key, error, shard)
             case Scope.PROPOSAL:
-                if self._proposal is not None:
-                    self._proposal.handle._complete(error)
+                self.traffic.hand(self.member.proposal_failed, error)
             case Scope.DATA:
                 self.claims.failed(str(failure.fields.get("data")), error)
             case Scope.CONNECTION if self._lifeline is not None and isinstance(error, CoordinatorStoppedError):
@@ -448,30 +408,10 @@ class Session:
             case Scope.CONNECTION:
                 self.lost(error)
 
-    def _take_agreed(self, agreed: Agreed, payloads: Sequence[Buffer]) -> None:
-        with self.traffic.mutex:
-            if self._proposal is None or not self._proposal.handle._open:
-                return
-            proposed, handle, message = self._proposal
-            plan = decode_plan(memoryview(payloads[0])) if payloads else proposed
-            section = plan.section(agreed.section)
-            if section is None or agreed.hash != proposed.hash or plan.alone(section) != proposed:
-                raise MalformedMessageError(f"section {agreed.section} was agreed on, and is not what was proposed")
-            kept = set[int]()
-            if message.beside and self.plan is not None:
-                kept = {one.number for one in self.plan.each if plan.section(one.number) is not None}
-            else:
-                self.generation += 1
-            self._agreements = {number: one for number, one in self._agreements.items() if number in kept}
-            self.member.agreed(plan, {part for number in kept for part in plan.parts_of(number)}, agreed.round)
-            handle._value = section
-        handle._complete()
-
     def _fail_everything(self, error: GradServerError) -> None:
         with self.traffic.mutex:
             handles: list[Waiter] = [*self.traffic.give_up(), *self._attending.values()]
             handles += [self._joining] if self._joining is not None else []
-            handles += [self._proposal.handle] if self._proposal is not None else []
             handles += self.turns.give_up()
             handles += self._leaving.values()
             handles += self.claims.give_up()

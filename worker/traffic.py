@@ -6,25 +6,22 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol
 
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.dtypes import UINT8
-from gradserver.protocol.errors import (
-    ClosedError,
-    DeadlineError,
-    GradServerError,
-    MalformedMessageError,
-)
+from gradserver.protocol.errors import ClosedError, DeadlineError, GradServerError, MalformedMessageError
 from gradserver.protocol.exchange import STATE_TAG, ExchangeKey, Kind, Op, Operation, Stream, operation_of
-from gradserver.protocol.messages import Inquire, Message, Missing, Result, Transfer
+from gradserver.protocol.messages import Inquire, Message, Missing, Result, Transfer, Welcome
 from gradserver.worker.handle import VERDICT_SECONDS, Handle
 from gradserver.worker.interrupts import uninterrupted
 from gradserver.worker.member.effects import Complete, Effect, Lose, Tell
 from gradserver.worker.member.exchange import Destination, Exchange, Source
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.waiter import Waiter
+
+P = ParamSpec("P")
 
 log = logging.getLogger("gradserver")
 
@@ -76,6 +73,22 @@ class Traffic:
         """In a forked child: locks may be held by threads that the child does not have."""
         self.closed = error
         self.mutex, self.pumping = threading.Lock(), threading.Lock()
+
+    def endure(self, channel: Channel) -> None:
+        """Go by ``channel`` from now on."""
+        self.channel = channel
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """Begin with what the coordinator says when it lets this worker in. With the mutex held."""
+        self.member.welcomed(welcome)
+        self.timeout = welcome.timeout or self.timeout
+
+    def hand(self, event: Callable[P, object], *arguments: P.args, **more: P.kwargs) -> None:
+        """Hand an event to a part of the member, and carry out what follows."""
+        with self.mutex:
+            event(*arguments, **more)
+            effects = self.member.effects.take()
+        self.carry_out(effects)
 
     # ── what callers want ─────────────────────────────────────────────────────────────────────────────
 
@@ -175,6 +188,8 @@ class Traffic:
         """Do what the member wants done. Without the mutex."""
         for effect in effects:
             if type(effect) is Complete:
+                if effect.value is not None:
+                    effect.waiter._value = effect.value
                 effect.waiter._complete(effect.error)
             elif type(effect) is Tell:
                 with suppress(ClosedError, ConnectionError):
@@ -195,7 +210,8 @@ class Traffic:
         while self._pump_again and self.pumping.acquire(blocking=False):
             try:
                 self._pump_again = False
-                while exchanges.may_send:
+                shards = exchanges.shards
+                while shards[0].queue.waiting or len(shards) > 1:
                     with self.mutex:
                         push = exchanges.next_push()
                     if push is None:
@@ -222,7 +238,10 @@ class Traffic:
     def settle(self, result: Result, payload: Buffer | None, shard: int) -> None:
         """Give a result that was here already to what has begun now."""
         with self.mutex:
-            exchange = self.member.exchanges.settling(result, shard)
+            there = self.member.exchanges.shards[shard]
+            exchange = there.exchanges.get(result.key)
+            if exchange is not None:
+                exchange = self.member.exchanges.settling(exchange, result, there)
         if exchange is not None:
             self._write(exchange, result, payload, shard)
 

@@ -15,6 +15,8 @@ class Complete(NamedTuple):
 
     waiter: Waiter
     error: GradServerError | None = None
+    value: object = None
+    """The waiter's value, where that is known only now."""
 
 
 class Tell(NamedTuple):
@@ -50,18 +52,17 @@ class Effects:
     def __init__(self) -> None:
         self.pending: list[Effect] = []
 
-    def complete(self, waiter: Waiter, error: GradServerError | None = None) -> None:
+    def complete(self, waiter: Waiter, error: GradServerError | None = None, value: object = None) -> None:
         """Have the caller of ``waiter`` go on."""
-        self.pending.append(Complete(waiter, error))
+        self.pending.append(Complete(waiter, error, value))
 
     def complete_all(self, waiters: Iterable[Waiter]) -> None:
         """Have the callers of ``waiters`` go on."""
         self.pending += [Complete(waiter) for waiter in waiters]
 
-    def add(self, effect: Effect | None) -> None:
-        """Have ``effect`` carried out, if there is one."""
-        if effect is not None:
-            self.pending.append(effect)
+    def add(self, effect: Effect) -> None:
+        """Have ``effect`` carried out."""
+        self.pending.append(effect)
 
     def take(self) -> list[Effect]:
         """Hand over what is to be carried out."""

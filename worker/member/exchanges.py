@@ -15,11 +15,7 @@ import numpy as np
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.codecs import Feedback
-from gradserver.protocol.errors import (
-    AbandonedError,
-    GradServerError,
-    MembershipChangedError,
-)
+from gradserver.protocol.errors import AbandonedError, GradServerError, MembershipChangedError
 from gradserver.protocol.exchange import (
     STATE_TAG,
     WORLD_BOUND,
@@ -204,11 +200,6 @@ class Exchanges:
 
     # ── sending, as credit allows ─────────────────────────────────────────────────────────────────────
 
-    @property
-    def may_send(self) -> bool:
-        """Whether `next_push` may have something to give."""
-        return self.shards[0].queue.waiting > 0 or len(self.shards) > 1
-
     def next_push(self) -> tuple[Push, Sequence[Buffer], int] | None:
         """Give the next push that credit allows, and its shard; None if there is none."""
         turn, shards = self._turn, self.shards
@@ -271,15 +262,13 @@ class Exchanges:
         """Return true if what this worker gave to the slices of ``result`` does not count."""
         return bool(result.without) and lacks(result, self._identity.member_id)
 
-    def settling(self, result: Result, shard: int) -> Exchange | None:
-        """Give the exchange that a result is to be written to, before `settled`; None if it is nobody's."""
-        there = self.shards[shard]
-        exchange, stop = there.exchanges.get(result.key), result.slice + result.slices
+    def settling(self, exchange: Exchange, result: Result, there: ShardTraffic) -> Exchange | None:
+        """Give ``exchange`` if a result is to be written to it, before `settled`; None if it is not its."""
         may_be_early = there.held or bool(self._identity.membership.seats)
-        if exchange is None or not exchange.takes(result.slice, stop, may_be_early):
+        if not exchange.takes(result.slice, result.slice + result.slices, may_be_early):
             return None
-        if self.lacks_us(result):
-            self._stragglers.late = result.key.number
+        if result.without and self.lacks_us(result):
+            self._stragglers.note_late(result.key.number)
             self._send_no_more()
         return exchange
 
@@ -298,8 +287,7 @@ class Exchanges:
         if self.inventory is not None:
             self.inventory.answered(exchange, result, payload, there.held)
         there.queue.answered(exchange, result.slice, result.slice + result.slices)
-        waiter.present |= result.present
-        waiter.weight = max(waiter.weight, result.weight)  # slices differ where somebody died in between
+        exchange.note(result)
         if result.nonfinite:
             self._identity.note_not_finite(waiter, result)
         if exchange.done:

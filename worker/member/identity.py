@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gradserver.protocol.errors import MalformedMessageError, UsageError
 from gradserver.protocol.messages import Membership, Result, Welcome
 from gradserver.worker.member.learner import Stage
@@ -44,6 +46,19 @@ class Identity:
         self.welcome = welcome
         self.sifts = welcome.nonfinite in ("leave-out", "skip")
         self.stage = Stage.JOINING if welcome.joins else Stage.MEMBER
+
+    def go_on_as(self, stage: Stage) -> None:
+        """Be at another stage from now on."""
+        self.stage = stage
+
+    def adopt(self, news: Membership, epoch: int) -> set[int]:
+        """Go by ``news`` from now on, as a member. Return ids of members that this worker did not know before."""
+        before = self.membership
+        new = set(news.seats).difference(() if self.stage is Stage.ENTERED else before.seats)
+        rank = news.seats.index(before.seats[before.rank])
+        self.welcome = replace(before, rank=rank, epoch=epoch, names=news.names, seats=news.seats)
+        self.stage = Stage.MEMBER
+        return new
 
     def check(self, news: Membership) -> None:
         """Raise MalformedMessageError if ``news`` cannot be a membership of this worker."""

@@ -71,8 +71,7 @@ class Inventory:
                 continue
             exchange.write(result, payload)
             exchange.settle(index, index + 1)
-            exchange.handle.present |= result.present
-            exchange.handle.weight = max(exchange.handle.weight, result.weight)
+            exchange.note(result)
             if result.nonfinite:
                 self._identity.note_not_finite(exchange.handle, result)
         if exchange.answered:

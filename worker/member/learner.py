@@ -21,7 +21,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from gradserver.protocol.messages import RoundDone, Transfer
+from gradserver.protocol.messages import Ready, RoundDone, Transfer
 from gradserver.worker.member.waiter import Waiter
 
 
@@ -81,6 +81,20 @@ class Learner:
     def wait(self, handle: Waiter) -> None:
         """Have ``handle`` done when there is any news."""
         self._waiting = handle
+
+    def fall_behind(self) -> None:
+        """Note that more results have come than there is room for."""
+        self.behind = True
+
+    def say_ready(self) -> Ready:
+        """Give what says that this worker has caught up; it is said once."""
+        assert self.transfer is not None
+        self.ready = True
+        return Ready(self.transfer.number)
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Note how this worker got its state."""
+        self.arrival = arrival
 
     def give_up(self) -> list[Waiter]:
         """Who waits."""

@@ -5,29 +5,21 @@ Each method takes one event, and leaves what follows from it in `Member.effects`
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Sequence
 
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
-from gradserver.protocol.errors import (
-    OutOfStepError,
-    WorkerLostError,
-)
-from gradserver.protocol.exchange import (
-    ExchangeKey,
-    Operation,
-    Stream,
-)
+from gradserver.protocol.errors import GradServerError, WorkerLostError
+from gradserver.protocol.exchange import ExchangeKey, Operation, Stream
 from gradserver.protocol.limits import MAX_TEXT, SLICE_BYTES
-from gradserver.protocol.messages import Leave, Membership, Ready, Result, RoundDone, Transfer, Welcome
-from gradserver.protocol.plan import Plan
+from gradserver.protocol.messages import Agreed, Leave, Membership, Ready, Result, RoundDone, Transfer, Welcome
 from gradserver.worker.member.effects import Effects, Lose, Tell
 from gradserver.worker.member.exchange import NO_SLICES, Exchange
 from gradserver.worker.member.exchanges import NOT_SENT, Exchanges, MakeCoder
 from gradserver.worker.member.identity import Identity, check_welcome
 from gradserver.worker.member.learner import Learner, Stage
-from gradserver.worker.member.rounds import NO_BUCKETS, Rounds
+from gradserver.worker.member.plans import Plans
+from gradserver.worker.member.rounds import Rounds
 from gradserver.worker.member.sendqueue import ShardTraffic
 from gradserver.worker.member.stragglers import Stragglers, overrun
 from gradserver.worker.member.waiter import Waiter
@@ -44,6 +36,7 @@ class Member:
         effects: what is to be carried out.
         identity: its place in the group.
         rounds: the round that it is in.
+        plans: what it has proposed.
         learner: what a worker that joins was told.
         stragglers: results that come before their bucket, and gradients that come after it.
         exchanges: what it has under way.
@@ -53,6 +46,7 @@ class Member:
         self.effects = Effects()
         self.identity = Identity()
         self.rounds = Rounds(self.identity)
+        self.plans = Plans(self.rounds)
         self.learner = Learner()
         self.stragglers = Stragglers(self.identity, self.rounds)
         what = self.effects, self.identity, self.rounds, self.stragglers
@@ -86,24 +80,27 @@ class Member:
         """Take note of the first round to which this worker contributes."""
         self.effects.complete_all(self.learner.entered(number))
 
-    def agreed(self, plan: Plan, kept: Collection[int], first: int) -> None:
-        """Go by ``plan`` from round ``first`` on. Buckets ``kept`` were there before."""
-        if first != self.rounds.number:
+    def agreed(self, message: Agreed, payloads: Sequence[Buffer]) -> None:
+        """Go by the plan that the coordinator says is agreed on, if this member waits for one."""
+        settled = self.plans.agreed(message, payloads)
+        if settled is None:
+            return
+        if message.round != self.rounds.number:
             self.exchanges.forget_collectives()
-        self.rounds.go_by(plan, first)
-        self.exchanges.agreed(plan, kept)
+        self.rounds.go_by(settled.plan, message.round)
+        self.exchanges.agreed(settled.plan, settled.kept)
+        self.effects.complete(settled.waiter, value=settled.section)
+
+    def proposal_failed(self, error: GradServerError) -> None:
+        """Take the coordinator's word that the plan that this member has proposed is not agreed on."""
+        if (proposal := self.plans.open) is not None:
+            self.effects.complete(proposal.waiter, error)
 
     def adopt(self, epoch: int, ended: int) -> Membership | None:
         """Go by the membership ``epoch`` from now on, behind round ``ended``; give it if it is a new one."""
-        identity = self.identity
-        news, welcome = self.rounds.announced.take(epoch, ended), identity.membership
-        if news is None:
-            return None
-        rank = news.seats.index(welcome.seats[welcome.rank])
-        new = set(news.seats).difference(() if identity.stage is Stage.ENTERED else welcome.seats)
-        identity.welcome = replace(welcome, rank=rank, epoch=epoch, names=news.names, seats=news.seats)
-        identity.stage = Stage.MEMBER
-        self.exchanges.adopt(news, new)
+        news = self.rounds.announced.take(epoch, ended)
+        if news is not None:
+            self.exchanges.adopt(news, self.identity.adopt(news, epoch))
         return news
 
     # ── a learner ─────────────────────────────────────────────────────────────────────────────────────
@@ -117,7 +114,8 @@ class Member:
         """Give the next transfer after number ``seen``, or the first round to contribute to; None if there is none."""
         transfer, number = self.learner.transfer, self.learner.round
         if number is not None and transfer is not None:
-            self.identity.stage, self.rounds.number = Stage.ENTERED, number
+            self.identity.go_on_as(Stage.ENTERED)
+            self.rounds.go_on_from(number)
             return transfer, number
         if transfer is not None and transfer.number > seen:
             return transfer, None
@@ -129,7 +127,8 @@ class Member:
 
     def observe(self) -> None:
         """Begin with the state that is here, while the others go on."""
-        self.identity.stage, self.rounds.number = Stage.OBSERVING, self.learner.begins
+        self.identity.go_on_as(Stage.OBSERVING)
+        self.rounds.go_on_from(self.learner.begins)
         self.stragglers.backlog.forget(self.rounds.number)
 
     @property
@@ -142,8 +141,7 @@ class Member:
         learner = self.learner
         if self.identity.stage is not Stage.OBSERVING or learner.ready or learner.transfer is None or self.has_next:
             return None
-        learner.ready = True
-        return Ready(learner.transfer.number)
+        return learner.say_ready()
 
     # ── rounds ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -161,9 +159,9 @@ class Member:
             raise identity.not_yet("exchange gradients")
         if identity.stage is Stage.OBSERVING:
             if first is not None and self.rounds.number >= first:
-                identity.stage = Stage.ENTERED
+                identity.go_on_as(Stage.ENTERED)
             else:
-                self.stragglers.late = self.rounds.number  # so nothing of it is sent
+                self.stragglers.note_late(self.rounds.number)  # so nothing of it is sent
 
     def push(
         self, key: ExchangeKey, operation: Operation, data: Bytes, weight: float, present: bool, waiter: Waiter
@@ -171,7 +169,7 @@ class Member:
         """Begin a bucket. Give results that have come before, each with its shard, which are to be settled."""
         rounds, stragglers, index = self.rounds, self.stragglers, key.part
         if stragglers.failures and (failure := stragglers.failures.get(key.number)) is not None:
-            rounds.pushed[index] = waiter
+            rounds.take(index, waiter, weight)
             self.effects.complete(waiter, failure)
             return []
         heavier = NO_SLICES
@@ -183,7 +181,7 @@ class Member:
         source = data if present and weight > 0 else None
         feedback = self.exchanges.feedback_of(index, operation) if source is not None and operation.is_lossy else None
         self.exchanges.begin(key, operation, source, data, weight, waiter, feedback, heavier)
-        rounds.pushed[index], rounds.weight = waiter, weight
+        rounds.take(index, waiter, weight)
         if not (came := stragglers.came(key)):
             return []
         return [(result, payload, self.exchanges.shard_of(result)) for result, payload in came]
@@ -202,13 +200,11 @@ class Member:
 
     def finish_round(self, is_elastic: bool) -> bool:
         """Go on to the next round. Return true if this worker was late, and what it gave counts in a later one."""
-        rounds, stragglers = self.rounds, self.stragglers
-        rounds.pushed.clear()
-        rounds.open = NO_BUCKETS
-        is_kept, warning = stragglers.finish()
-        self.effects.add(warning)
-        rounds.number += 1
-        stragglers.backlog.forget(rounds.number)
+        is_kept, warning = self.stragglers.finish()
+        if warning is not None:
+            self.effects.add(warning)
+        self.rounds.finish()
+        self.stragglers.backlog.forget(self.rounds.number)
         if is_elastic:
             self.exchanges.forget_collectives()
         return is_kept
@@ -226,7 +222,7 @@ class Member:
             return None
         if not there.held and (result.slice + result.slices > exchange.sent or self.exchanges.lacks_us(result)):
             self.exchanges.read_unasked(payload, shard)
-        return self.exchanges.settling(result, shard)
+        return self.exchanges.settling(exchange, result, there)
 
     def _heard_early(self, result: Result, payload: Buffer | None, there: ShardTraffic) -> None:
         """Take the result of what has not begun."""
@@ -243,7 +239,7 @@ class Member:
         """There is no room for a result of round ``number``."""
         identity, rounds = self.identity, self.rounds
         if identity.stage is Stage.JOINING:
-            self.learner.behind = True
+            self.learner.fall_behind()
             if rounds.plan is not None:
                 self.exchanges.expect(rounds.plan)  # what has come is of no use, and takes room
             return
@@ -264,14 +260,11 @@ class Member:
 
     def give_up(self) -> list[Waiter]:
         """Forget all that is under way, and give what waits for it."""
-        return [*self.exchanges.give_up(), *self.rounds.announced.give_up(), *self.learner.give_up()]
+        proposal = self.plans.open
+        waiting = [] if proposal is None else [proposal.waiter]
+        return [*self.exchanges.give_up(), *self.rounds.announced.give_up(), *self.learner.give_up(), *waiting]
 
     def check_state(self, transfer: Transfer) -> None:
         """Raise WorkerLostError if this learner is to take another state than that of ``transfer``."""
         if self.learner.transfer is not None and self.learner.transfer.number > transfer.number:
             raise WorkerLostError(NOT_SENT)
-
-    def check_can_propose(self) -> None:
-        """Raise OutOfStepError if a round is open: a new plan has to wait."""
-        if self.rounds.pushed:
-            raise OutOfStepError(f"round {self.rounds.number} is not finished: a new plan has to wait until it is")

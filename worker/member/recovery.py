@@ -48,7 +48,7 @@ class Recovery:
     def suspend(self) -> None:
         """Push nothing, until it is known what counts."""
         for shard in self._member.exchanges.shards:
-            shard.held = True
+            shard.hold()
 
     def resume(self, serves: bool) -> Resume:
         """Begin on a new connection; give what is said first there. ``serves`` if this member can send its state."""
@@ -62,7 +62,7 @@ class Recovery:
     def hold(self, shard: ShardTraffic) -> None:
         """Push nothing to ``shard``, or to none if it is the primary: what was pushed and is unanswered is void."""
         if shard.number > 0:
-            shard.held = True
+            shard.hold()
         else:
             self.suspend()
 
@@ -117,11 +117,8 @@ class Recovery:
             inventory.regions.forget()
         for exchange in [exchange for exchange in shard.exchanges.values() if exchange.dropped]:
             exchanges.void(exchange)
-        left = list(shard.exchanges.values())
-        for exchange in left:
-            self.again += exchange.rewind()
-        shard.queue.rewind(left)
-        shard.held = False
+        self.again += sum(exchange.rewind() for exchange in shard.exchanges.values())
+        shard.release()
         if any(other.held for other in exchanges.shards):
             return False
         inventory.retained.said()

@@ -53,6 +53,25 @@ class Rounds:
                 f"finish the round before pushing it again"
             )
 
+    def begin(self, index: int) -> None:
+        """Begin the round with bucket ``index``: it exchanges those of its section."""
+        assert self.plan is not None
+        self.open = self.plan.section_of(index).parts
+
+    def take(self, index: int, waiter: Waiter, weight: float) -> None:
+        """Note that bucket ``index`` was pushed."""
+        self.pushed[index], self.weight = waiter, weight
+
+    def finish(self) -> None:
+        """Go on to the next round."""
+        self.pushed.clear()
+        self.open = NO_BUCKETS
+        self.number += 1
+
+    def go_on_from(self, number: int) -> None:
+        """Be in round ``number`` from now on."""
+        self.number = number
+
     def missing(self, parts: range) -> list[str]:
         """List keys of buckets that have to be pushed before the round can be finished."""
         assert self.plan is not None

@@ -119,6 +119,15 @@ class ShardTraffic:
         self.exchanges: dict[ExchangeKey, Exchange] = {}
         self.queue = SendQueue()
 
+    def hold(self) -> None:
+        """Push nothing, until `release`."""
+        self.held = True
+
+    def release(self) -> None:
+        """Push what has no result, from the beginning."""
+        self.queue.rewind(list(self.exchanges.values()))
+        self.held = False
+
     def add(self, exchange: Exchange, is_over: bool = False) -> None:
         """``exchange`` has begun; if it ``is_over``, nothing of it is to be sent."""
         self.exchanges[exchange.key] = exchange

@@ -111,6 +111,10 @@ class Stragglers:
         """Return true if nothing that is sent for ``key`` would count any more."""
         return key.stream == Stream.BUCKET and key.number == self.late
 
+    def note_late(self, number: int) -> None:
+        """Note that something that this worker gives to round ``number`` does not count."""
+        self.late = number
+
     def keeps(self, exchange: Exchange) -> bool:
         """Return true if what this worker gave to ``exchange`` is to count later where it does not now."""
         if self._identity.stage is Stage.OBSERVING:  # it was not to count
