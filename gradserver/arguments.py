@@ -39,6 +39,11 @@ def number(kind: Callable[[str], N], low: N, high: N, what: str = "", limits: st
     return parse
 
 
+def seconds(low: float, high: float) -> Callable[[str], float]:
+    """Make a parser of numbers of seconds."""
+    return number(float, low, high, "a number of seconds", "{:g} to {:g}")
+
+
 def workers(text: str) -> int | Policy:
     """Parse the size of a group: N, or MIN:MAX or MIN: of an elastic one."""
     from gradserver.engine.policy import Policy

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradserver
-from gradserver.arguments import ANY, names, number, quorum, size, sync, workers_of
+from gradserver.arguments import ANY, names, number, quorum, seconds, size, sync, workers_of
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError
 from gradserver.protocol.limits import (
     JOURNAL_QUOTA_BYTES,
@@ -132,7 +132,7 @@ def _add_groups(parser: argparse._ArgumentGroup) -> None:
     )
     parser.add_argument(
         "--gather",
-        type=number(float, 0, 3600, "a number of seconds", "{:g} to {:g}"),
+        type=seconds(0, 3600),
         metavar="S",
         help="seconds that an elastic group waits for more than MIN workers before it begins (default 2)",
     )
@@ -159,7 +159,7 @@ def _add_lateness(parser: argparse._ArgumentGroup) -> None:
     )
     parser.add_argument(
         "--grace",
-        type=number(float, 0, 3600, "a number of seconds", "{:g} to {:g}"),
+        type=seconds(0, 3600),
         metavar="S",
         help="with --quorum: shortest grace period of stragglers, in seconds (default 0.5)",
     )
@@ -184,7 +184,7 @@ def _add_lateness(parser: argparse._ArgumentGroup) -> None:
     )
     parser.add_argument(
         "--state-timeout",
-        type=number(float, 1, 86_400, "a number of seconds", "{:g} to {:g}"),
+        type=seconds(1, 86_400),
         metavar="S",
         help="seconds that an elastic group waits at most while a learner receives the state from its donor; for the "
         "first byte it waits eight times as long (default 120)",
@@ -199,17 +199,16 @@ def _add_lateness(parser: argparse._ArgumentGroup) -> None:
 
 
 def _add_silence(parser: argparse._ArgumentGroup) -> None:
-    seconds = number(float, 0.5, 3600, "a number of seconds", "{:g} to {:g}")
     parser.add_argument(
         "--dead-after",
-        type=seconds,
+        type=seconds(0.5, 3600),
         default=1.0,
         metavar="S",
         help="seconds after which a worker whose connection broke is lost (default 1)",
     )
     parser.add_argument(
         "--frozen-after",
-        type=seconds,
+        type=seconds(0.5, 3600),
         default=3.0,
         metavar="S",
         help="seconds of silence after which a worker is lost, as it is frozen or unreachable; a worker that computes "
@@ -217,7 +216,7 @@ def _add_silence(parser: argparse._ArgumentGroup) -> None:
     )
     parser.add_argument(
         "--round-timeout",
-        type=number(float, 0.5, MAX_TIMEOUT, "a number of seconds", "{:g} to {:g}"),
+        type=seconds(0.5, MAX_TIMEOUT),
         metavar="S",
         help="seconds that a group waits for a worker that is alive but busy with validation, compilation or a "
         f"checkpoint (default {ROUND_TIMEOUT:g})",
@@ -246,7 +245,7 @@ def _add_shards(parser: argparse._ArgumentGroup) -> None:
     )
     parser.add_argument(
         "--reconnect",
-        type=number(float, 0, 3600, "a number of seconds", "{:g} to {:g}"),
+        type=seconds(0, 3600),
         metavar="S",
         help="with --join: seconds to wait until a lost coordinator with --state-dir has been started again "
         "(default 60)",
@@ -311,7 +310,7 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one snapshot as JSON")
     parser.add_argument(
         "--interval",
-        type=number(float, 0.05, 3600, "a number of seconds"),
+        type=seconds(0.05, 3600),
         default=1.0,
         metavar="S",
         help="seconds over which rates are measured (default 1)",

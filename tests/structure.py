@@ -27,7 +27,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDERS: Final = {"gradserver": "gradserver", "protocol": "gradserver.protocol", "worker": "gradserver.worker"}
 """Folders of the source, and the package that each is."""
 DOCUMENTS: Final = ("README.md", "docs/**/*.md")
-TOOLS: Final = ("bench", "chaos", "demo")
+TOOLS: Final = ("bench", "chaos", "demo", "common")
 """Parts of the product that try it out."""
 
 ENGINE: Final = "gradserver.engine."
@@ -546,7 +546,7 @@ FIGURES: Final = {
     "English": (
         Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 496, 0),
         Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 46, 0),
-        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 308, 0),
+        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 306, 0),
     ),
 }
 

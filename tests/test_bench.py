@@ -20,15 +20,17 @@ from typing import Any
 import pytest
 
 from gradserver import cli
-from gradserver.bench import arguments as parse, codec_suite, netns, suites
+from gradserver.bench import arguments as parse, codec_suite, suites
 from gradserver.bench.contenders import wrong
 from gradserver.bench.fleet import Fleet, Needs
 from gradserver.bench.member import mean_pattern, pattern
 from gradserver.bench.plot import save_plot
 from gradserver.bench.processes import Processes
 from gradserver.bench.report import Row, Table, conclusion
-from gradserver.bench.spec import BenchError, Case, Contender, Link, Seat
+from gradserver.bench.spec import Case, Contender, Link, Seat
 from gradserver.bench.stats import Stats, figures, size_name
+from gradserver.common import netns
+from gradserver.common.processes import RunError
 from gradserver.protocol.codecs import codec_of
 from gradserver.protocol.codecs.dense import Int8
 
@@ -82,7 +84,7 @@ def needs_hosts() -> None:
         try:
             with netns.links(2, 1e9, 1e9):
                 pass
-        except BenchError as error:
+        except RunError as error:
             reason = str(error)
     if reason is not None:
         pytest.skip(reason)
@@ -215,7 +217,7 @@ def test_hosts_speak_tcp_with_the_congestion_control_that_was_asked_for() -> Non
             command = [*hosts.worker_prefix(0), sys.executable, "-c", _SPOKEN, hosts.worker_address(1)]
             spoken = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         assert spoken == name
-    with pytest.raises(BenchError, match="route change"), netns.links(2, 1e9, 1e9, "nonesuch"):
+    with pytest.raises(RunError, match="route change"), netns.links(2, 1e9, 1e9, "nonesuch"):
         pass
 
 
@@ -357,7 +359,7 @@ def test_a_process_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> No
     with Processes(tmp_path) as processes:
         good = processes.start("worker 0", "-c", "import time; time.sleep(60)")
         bad = processes.start("worker 1", "-c", "import sys; sys.exit('the disk is full')")
-        with pytest.raises(BenchError, match="worker 1 ended with status 1\nits last output:\n  | the disk is full"):
+        with pytest.raises(RunError, match="worker 1 ended with status 1\nits last output:\n  | the disk is full"):
             processes.lines([good, bad], 30)
     assert good.process.returncode == -signal.SIGTERM
 
@@ -367,14 +369,14 @@ def test_an_error_that_one_reports_is_not_waited_for_by_others(tmp_path: Path) -
     with Processes(tmp_path) as processes:
         silent = processes.start("worker 0", "-c", "import time; time.sleep(60)")
         bad = processes.start("worker 1", "-c", report)
-        with pytest.raises(BenchError, match="^worker 1: ValueError: no$"):
+        with pytest.raises(RunError, match="^worker 1: ValueError: no$"):
             processes.answers([silent, bad], 30)
 
 
 def test_silence_is_an_error(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         silent = processes.start("worker 0", "-c", "import time; time.sleep(60)")
-        with pytest.raises(BenchError, match="nothing was heard from worker 0 for 0 s"):
+        with pytest.raises(RunError, match="nothing was heard from worker 0 for 0 s"):
             processes.lines([silent], 0.1)
 
 

@@ -23,14 +23,15 @@ import pytest
 import torch
 
 from gradserver import demo
+from gradserver.common.processes import RunError
+from gradserver.common.screen import Screen, duration, harmless
 from gradserver.demo import runner
 from gradserver.demo.corpus import Corpus, CorpusError, read_source
 from gradserver.demo.lives import Account, ChurnVerdict, Life, churned, judge_churn
 from gradserver.demo.model import GPT, state_sha256
 from gradserver.demo.outcome import GlobalStep, Result, distances, judge
-from gradserver.demo.processes import ProcessError, Processes
+from gradserver.demo.processes import Processes
 from gradserver.demo.reports import Done, Joined, Ready, Report, Round, Step, TooLate, from_line, to_line
-from gradserver.demo.screen import Screen, duration, harmless
 from gradserver.demo.settings import TOLERANCE, Settings
 from gradserver.demo.train import mean_loss, train
 
@@ -255,7 +256,7 @@ def test_defaults() -> None:
         (["--batch", "many"], "argument --batch: 'many' is not a whole number"),
         (["--seed", "1.5"], "argument --seed: '1.5' is not a whole number"),
         (["--wire", "int4"], "argument --wire: there is no codec 'int4'; there are fp32, bf16, fp16, int8, topk"),
-        (["--churn", "0"], "argument --churn: 0 is out of range: a number of seconds is 0.1 to 3600.0"),
+        (["--churn", "0"], "argument --churn: 0 is out of range: a number of seconds is 0.1 to 3600"),
         (["--wire", "topk:1"], "argument --wire: topk:1 takes more bytes than fp32"),
     ],
 )
@@ -475,9 +476,9 @@ def test_a_killed_process_is_no_error_and_one_that_waits_can_be_told_to_go(tmp_p
         assert processes.next_line(30) == (victim, "up")
         processes.kill(victim)
         assert processes.next_line(30) == (victim, None)
-        waiting = processes.start("waiting", "-c", "print(input())", waits=True)
+        waiting = processes.start("waiting", "-c", "print(input())")
         assert processes.line_within(0.1) is None
-        processes.go(waiting)
+        waiting.say("go")
         assert processes.next_line(30) == (waiting, "go")
 
 
@@ -635,7 +636,7 @@ def test_a_crash_is_reported_with_its_last_words_and_ends_the_others(tmp_path: P
         patient = processes.start("patient", "-c", "import time; time.sleep(600)")
         unlucky = processes.start("worker 3", "-c", "print('hello'); raise RuntimeError('out of ideas')")
         assert processes.next_line(30) == (unlucky, "hello")
-        with pytest.raises(ProcessError) as caught:
+        with pytest.raises(RunError) as caught:
             processes.next_line(30)
     text = str(caught.value)
     assert text.startswith("worker 3 ended with status 1\nits last output:\n")
@@ -649,12 +650,12 @@ def test_silence_has_an_end_and_names_the_silent_process(tmp_path: Path) -> None
     with Processes(tmp_path) as processes:
         for rank in range(2):
             processes.start(f"worker {rank}", "-c", "import time; time.sleep(600)")
-        with pytest.raises(ProcessError, match="nothing was heard from worker 0, worker 1 for 0 s"):
+        with pytest.raises(RunError, match="nothing was heard from worker 0, worker 1 for 0 s"):
             processes.next_line(0.2)
 
 
 def test_what_does_not_want_to_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradserver.processes.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("gradserver.common.processes.STOP_SECONDS", 0.2)
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from gradserver.bench.report import Row
 from gradserver.bench.session import Session
-from gradserver.bench.spec import FLOAT_BYTES, BenchError
+from gradserver.bench.spec import FLOAT_BYTES
 from gradserver.bench.stats import Stats, size_name
+from gradserver.common.processes import RunError
 from gradserver.daemon import keep_memory
 from gradserver.engine.events import Broken, Contribution, NonFinite, Reduce, Sifted, Undecodable
 from gradserver.lossy import Owed
@@ -86,7 +87,7 @@ class Exchange:
             )
             outcome = reduce(command)
             if outcome is None or isinstance(outcome, NonFinite | Sifted | Undecodable | Broken | tuple):
-                raise BenchError(f"{self.codec.name}: the reduction failed: {outcome}")
+                raise RunError(f"{self.codec.name}: the reduction failed: {outcome}")
             answers.append(outcome)
         return answers
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -128,9 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"gradserver bench: {reason}", file=sys.stderr)
         return 2
     from gradserver.bench import session as sessions
-    from gradserver.bench.spec import BenchError
-    from gradserver.demo.screen import Screen
-    from gradserver.processes import ended_by_signals
+    from gradserver.common.processes import RunError, ended_by_signals
+    from gradserver.common.screen import Screen, discard_output
 
     screen = None if arguments.json else Screen(sys.stdout)
     with tempfile.TemporaryDirectory(prefix="gradserver-bench-") as folder:
@@ -156,9 +154,9 @@ def run(arguments: argparse.Namespace) -> int:
                 if screen is not None:
                     screen.line(f"The picture is {arguments.plot}")
         except BrokenPipeError:  # standard output was closed, as behind `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_output()
             return 1
-        except (BenchError, OSError) as error:
+        except (RunError, OSError) as error:
             session.interrupted()
             print(f"gradserver bench: {error}", file=sys.stderr)
             return 1
@@ -196,7 +194,7 @@ def _why_not(arguments: argparse.Namespace) -> str | None:
     if getattr(arguments, "congestion", None) and not arguments.rate:
         return "--congestion requires --rate: it applies to emulated links"
     if getattr(arguments, "rate", None):
-        from gradserver.bench import netns
+        from gradserver.common import netns
 
         if (reason := netns.why_not()) is not None:
             return reason

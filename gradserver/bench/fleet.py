@@ -11,14 +11,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from gradserver.bench.places import Here, Place
-from gradserver.bench.processes import Child, Processes
-from gradserver.bench.spec import BenchError, Case, Contender, Link, Seat
+from gradserver.bench.processes import Processes, ask
+from gradserver.bench.spec import Case, Contender, Link, Seat
 from gradserver.bench.stats import Stats
+from gradserver.common.processes import Child, listening_url
 
 TIMEOUT = 120.0  # seconds that a worker waits for the others
 SILENCE = TIMEOUT + 30.0  # time to wait for workers: their own deadline is earlier, as its error says more
 MOST_IN_A_ROW = 1000
-_LISTENING = "listening on "
 _PORT = 7411
 
 
@@ -61,7 +61,7 @@ class Fleet:
         try:
             self._start()
         except BaseException:
-            self._processes.stop()
+            self._processes.close()
             raise
 
     def measure(
@@ -75,7 +75,7 @@ class Fleet:
         progress("setting up")
         for child in self._everybody():
             names = [one.name for one in case.contenders if child in self._of(one)]
-            child.tell({"do": "prepare", "case": case.to_dict(), "names": names})
+            ask(child, {"do": "prepare", "case": case.to_dict(), "names": names})
         self._processes.answers(self._everybody(), SILENCE)
         in_a_row: dict[str, int] = {}
         wrong = dict.fromkeys((one.name for one in case.contenders), 0)
@@ -106,7 +106,7 @@ class Fleet:
             if error is None:
                 self._end()
         finally:
-            self._processes.stop()
+            self._processes.close()
 
     # ── start and end ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -141,10 +141,10 @@ class Fleet:
                 needs.ring,
                 TIMEOUT,
             )
-            self._members[-1].tell({"do": "seat", "seat": asdict(seat)})
+            ask(self._members[-1], {"do": "seat", "seat": asdict(seat)})
         if needs.threads:
             self._threads = self._processes.start("threads", "-m", "gradserver.bench.worker_main")
-            self._threads.tell({"do": "seat", "seat": asdict(Seat(0, self.workers, timeout=TIMEOUT))})
+            ask(self._threads, {"do": "seat", "seat": asdict(Seat(0, self.workers, timeout=TIMEOUT))})
         ports = [answer["port"] for answer in self._processes.answers(self._everybody(), SILENCE)]
         addresses = [(place.worker_address(rank), ports[rank]) for rank in range(self.workers)]
         self._ask(self._everybody(), {"do": "join", "addresses": addresses})
@@ -167,14 +167,12 @@ class Fleet:
     def _serve(self, name: str, arguments: Sequence[str], prefix: Sequence[str]) -> str:
         child = self._processes.start(name, "-m", "gradserver", *arguments, prefix=prefix)
         (line,) = self._processes.lines([child], SILENCE)
-        if not line.startswith(_LISTENING):
-            raise BenchError(f"the {name} printed {line!r} instead of its address")
-        return line.removeprefix(_LISTENING).strip()
+        return listening_url(child, line)
 
     def _end(self) -> None:
         """Let all processes end in order, so that nothing of theirs stays behind."""
         for child in self._everybody():
-            child.tell({"do": "end"})
+            ask(child, {"do": "end"})
         for child in self._everybody():
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(5.0)
@@ -205,5 +203,5 @@ class Fleet:
 
     def _ask(self, children: Sequence[Child], request: dict[str, Any]) -> list[dict[str, Any]]:
         for child in children:
-            child.tell(request)
+            ask(child, request)
         return self._processes.answers(children, SILENCE)

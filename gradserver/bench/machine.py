@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import gradserver
+from gradserver.common.processes import available_cores
 
 
 def describe() -> dict[str, Any]:
     """Describe this machine, as plain values."""
     return {
         "cpu": _cpu(),
-        "cores": cores(),
+        "cores": available_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
         "load_before": round(os.getloadavg()[0], 2),
@@ -32,11 +33,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "missing"
     return found
-
-
-def cores() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu() -> str:

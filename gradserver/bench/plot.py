@@ -7,30 +7,26 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from gradserver.bench.report import Row
 from gradserver.bench.stats import Stats, size_name
+from gradserver.common.picture import GREY, OURS, REFERENCE, finish, new_figure
 
-_OURS = ("#f2a03d", "#c2410c", "#7c2d12", "#d97706", "#92400e", "#fbbf24")
-_PEER, _LIMIT, _GREY = "#1f3a5f", "#6b7280", "#6b7280"
+_COLOURS = (OURS, "#c2410c", "#7c2d12", "#d97706", "#92400e", "#fbbf24")
 
 
 def save_plot(path: Path, suite: str, rows: Sequence[Row]) -> None:
     """Write the picture to `path` as a PNG."""
     panels = list(dict.fromkeys((row.op, row.workers) for row in rows))
-    # A Figure made without pyplot draws into memory (Agg): no display is needed, and no state is left behind.
-    figure = Figure(figsize=(max(6.5, 5.2 * len(panels)), 4.6), layout="constrained")
+    figure = new_figure(max(6.5, 5.2 * len(panels)), 4.6)
     figure.suptitle(f"gradserver bench {suite}", x=0.01, ha="left", fontsize=13, fontweight="bold")
-    for axes, (op, workers) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    parts = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (op, workers) in zip(parts, panels, strict=True):
         mine = [row for row in rows if (row.op, row.workers) == (op, workers)]
         {"all_reduce": _draw_sizes, "codec": _draw_codecs}.get(op, _draw_bars)(axes, mine)
-        axes.set_title(f"{op}, {workers} workers", loc="left", fontsize=10, color=_GREY)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(f"{op}, {workers} workers", loc="left", fontsize=10, color=GREY)
         axes.set_axisbelow(True)
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.tick_params(colors=_GREY)
-    figure.savefig(path, dpi=130, format="png")
+    finish(path, figure, parts)
 
 
 def _draw_sizes(axes: Axes, rows: Sequence[Row]) -> None:
@@ -41,13 +37,11 @@ def _draw_sizes(axes: Axes, rows: Sequence[Row]) -> None:
         _line(axes, mine, lambda row: row.time, colour, f"gradserver: {label}", 2.2)
     for peer in dict.fromkeys(row.peer for row in rows if row.peer_time):
         mine = _one_each(row for row in rows if row.peer == peer)
-        _line(axes, mine, lambda row: row.peer_time, _PEER, peer, 1.4)
+        _line(axes, mine, lambda row: row.peer_time, REFERENCE, peer, 1.4)
     limited = _one_each(row for row in rows if row.limit_seconds is not None and row.wire == rows[0].wire)
     if limited:
         sizes, seconds = [row.nbytes for row in limited], [row.limit_seconds or 0.0 for row in limited]
-        axes.plot(
-            sizes, seconds, color=_LIMIT, linewidth=1.2, linestyle=(0, (4, 3)), label=f"limit: {limited[0].limit}"
-        )
+        axes.plot(sizes, seconds, color=GREY, linewidth=1.2, linestyle=(0, (4, 3)), label=f"limit: {limited[0].limit}")
     sizes = sorted({row.nbytes for row in rows})
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -61,7 +55,7 @@ def _draw_sizes(axes: Axes, rows: Sequence[Row]) -> None:
 def _draw_bars(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw a bar for each row, whose darker part is computing."""
     names = [f"{row.variant}\n{row.wire}" for row in rows]
-    colours = [_OURS[0] if row.variant == "gradserver" else _PEER for row in rows]
+    colours = [OURS if row.variant == "gradserver" else REFERENCE for row in rows]
     places = range(len(rows))
     axes.bar(places, [row.time.median for row in rows], color=colours, width=0.6)
     compute = [row.more.get("compute_s", 0.0) for row in rows]
@@ -78,9 +72,9 @@ def _draw_codecs(axes: Axes, rows: Sequence[Row]) -> None:
     for number, (what, taken) in enumerate(seconds.items()):
         places = [place + 0.27 * (number - 1) for place in range(len(rows))]
         bandwidths = [row.nbytes / one / 1e9 for row, one in zip(rows, taken, strict=True)]
-        axes.bar(places, bandwidths, width=0.25, color=_OURS[number], label=what)
+        axes.bar(places, bandwidths, width=0.25, color=_COLOURS[number], label=what)
     copies = [row.nbytes / (row.limit_seconds or math.inf) / 1e9 for row in rows]
-    axes.plot(range(len(rows)), copies, color=_LIMIT, linestyle=(0, (4, 3)), linewidth=1.2, label="memcpy")
+    axes.plot(range(len(rows)), copies, color=GREY, linestyle=(0, (4, 3)), linewidth=1.2, label="memcpy")
     axes.set_xticks(range(len(rows)), [f"{row.wire}\n{size_name(row.nbytes)}" for row in rows], fontsize=8)
     axes.set_ylabel("GB/s of fp32")
     axes.legend(frameon=False, fontsize=8)
@@ -105,4 +99,4 @@ def _one_each(rows: Iterable[Row]) -> list[Row]:
 
 
 def _cycle(count: int) -> list[str]:
-    return [_OURS[i % len(_OURS)] for i in range(count)]
+    return [_COLOURS[i % len(_COLOURS)] for i in range(count)]

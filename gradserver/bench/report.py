@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradserver.bench.stats import Stats, figures, microseconds, milliseconds
+from gradserver.bench.stats import Stats, counted, figures, microseconds, milliseconds
 
 
 @dataclass(frozen=True)
@@ -230,14 +230,14 @@ def conclusion(rows: Sequence[Row]) -> str:
     wrong = sum(row.wrong + row.peer_wrong for row in rows)
     if wrong:
         bad = sum(row.wrong + row.peer_wrong > 0 for row in rows)
-        return f"WRONG: {wrong:,} values in {bad} of {_counted(len(rows), 'row')}."
+        return f"WRONG: {wrong:,} values in {bad} of {counted(len(rows), 'row')}."
     said = []
     ours = [row for row in rows if row.peer_time is not None]
     ratios = [row.ratio for row in ours if row.ratio is not None]
     if ratios:
         ahead = sum(ratio > 1 for ratio in ratios)
         span = _span(f"{min(ratios):.2f}", f"{max(ratios):.2f}")
-        rows_compared = _counted(len(ratios), "row")
+        rows_compared = counted(len(ratios), "row")
         said.append(f"gradserver was faster than gloo in {ahead} of {rows_compared} (gloo took {span} times as long)")
     # For a few bytes, a limit of bandwidth is out of reach.
     bound = [row for row in ours if row.limit not in BANDWIDTHS or row.nbytes >= LARGE_BYTES]
@@ -267,7 +267,3 @@ def _error(error: float) -> str:
 
 def _span(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -15,8 +15,8 @@ from gradserver.bench.fleet import Fleet, Measured, Needs
 from gradserver.bench.places import Place
 from gradserver.bench.report import NOTES, Row, Table, conclusion
 from gradserver.bench.spec import Case
-from gradserver.bench.stats import size_name
-from gradserver.demo.screen import BOLD, CYAN, DIM, GREEN, RED, Screen
+from gradserver.bench.stats import counted, size_name
+from gradserver.common.screen import BOLD, CYAN, DIM, GREEN, RED, Screen
 
 _WIDTH = 110  # of running text
 
@@ -47,7 +47,7 @@ class Session:
         self._screen.line(self._screen.style(f"gradserver bench {self.suite}", BOLD))
         self._screen.line()
         memory = f"{here['memory_bytes'] / 2**30:.0f} GiB"
-        self._note(f"{here['cpu']}, {_counted(here['cores'], 'core')}, {memory}, {here['system']}")
+        self._note(f"{here['cpu']}, {counted(here['cores'], 'core')}, {memory}, {here['system']}")
         self._note(", ".join(f"{name} {version}" for name, version in versions.items()))
         if here["load_before"] > here["cores"] / 2:
             busy = f"the load is {here['load_before']:g}: other programs use the cores, so expect wide quartiles"
@@ -134,7 +134,3 @@ class Session:
         """Show the progress, until other output replaces it."""
         if self._screen is not None:
             self._screen.live(f"  {text}")
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

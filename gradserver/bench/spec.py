@@ -10,10 +10,6 @@ WIRES = {"fp32": 4, "bf16": 2, "int8": 1}
 """Bytes of an element on the wire, by the name of the wire."""
 
 
-class BenchError(Exception):
-    """The run cannot continue. The text is for people and says what to do, perhaps in several lines."""
-
-
 @dataclass(frozen=True, slots=True)
 class Link:
     """Membership that a worker process opens: a wire format, and the channel by name ("" is the default)."""

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from gradserver.bench import netns
 from gradserver.bench.fleet import Fleet, Measured, Needs
 from gradserver.bench.places import Place
 from gradserver.bench.report import Row
 from gradserver.bench.session import Session
 from gradserver.bench.spec import FLOAT_BYTES, WIRES, Case, Contender, Link
 from gradserver.bench.stats import Stats
+from gradserver.common import netns
 
 _VARIANTS = {
     "buckets": ("all_reduce", {"memory": "buckets"}),

@@ -13,7 +13,6 @@ Takes requests on standard input and answers on standard output, one line of JSO
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import traceback
@@ -26,6 +25,7 @@ import torch
 from gradserver.bench.contenders import KINDS, Contestant
 from gradserver.bench.member import Member
 from gradserver.bench.spec import Case, Seat
+from gradserver.common.processes import reserve_stdout
 
 
 class Process:
@@ -75,7 +75,7 @@ class Process:
 
 def main() -> int:
     """Answer requests until it is told to end, or its parent has ended."""
-    answers = _take_stdout()
+    answer = reserve_stdout()
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, _leave)
     process = Process()
@@ -84,12 +84,12 @@ def main() -> int:
         if request["do"] == "end":
             break
         try:
-            answer = process.answer(request)
+            done = process.answer(request)
         except Exception as error:  # any error: the parent shows it and ends the run
             traceback.print_exc()
-            answers({"error": f"{type(error).__name__}: {error}"})
+            answer(json.dumps({"error": f"{type(error).__name__}: {error}"}))
             return 1
-        answers(answer)
+        answer(json.dumps(done))
     process.close()
     return 0
 
@@ -105,17 +105,6 @@ def _kind(name: str) -> Callable[..., Contestant]:
 def _leave(_number: int, _frame: FrameType | None) -> None:
     """Exit in order, which releases memberships and shared memory."""
     sys.exit(1)
-
-
-def _take_stdout() -> Callable[[dict[str, Any]], None]:
-    """Reserve standard output for answers: all other output of this process goes to standard error."""
-    stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
-    def answer(message: dict[str, Any]) -> None:
-        print(json.dumps(message), file=stream, flush=True)
-
-    return answer
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradserver.arguments import number
+from gradserver.arguments import number, seconds
 from gradserver.chaos.schedule import DEFAULT, SPECS, Event, Schedule, Way, draw
 from gradserver.protocol.limits import MAX_SHARDS
 
 if TYPE_CHECKING:
-    from gradserver.bench.netns import Lab
     from gradserver.chaos.fleet import Fleet
     from gradserver.chaos.report import Uses
     from gradserver.chaos.view import View
+    from gradserver.common.netns import Lab
 
 _LINK_RATE = 1.25e9
 """Rate of the emulated hosts' links, in bytes a second: as fast as possible."""
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=number(float, 10, 1e6, "", "{:g} to {:g}"),
+        type=seconds(10, 1e6),
         default=60.0,
         metavar="S",
         help="length of the run (default 60)",
@@ -63,20 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--events", type=_kinds, metavar="KIND,…", help="kinds of events to draw from")
     parser.add_argument(
         "--every",
-        type=number(float, 0.05, 3600, "", "{:g} to {:g}"),
+        type=seconds(0.05, 3600),
         default=0.3,
         metavar="S",
         help="mean time between two events, in seconds (default 0.3)",
     )
     parser.add_argument(
         "--coordinator-kill",
-        type=number(float, 1, 1e6, "", "{:g} to {:g}"),
+        type=seconds(1, 1e6),
         metavar="S",
         help="also kill the coordinator every S seconds",
     )
     parser.add_argument(
         "--apart",
-        type=number(float, 0, 3600, "", "{:g} to {:g}"),
+        type=seconds(0, 3600),
         default=0.0,
         metavar="S",
         help="minimum time between two events that make all workers wait (freeze, partition, coordinator, shard), in "
@@ -87,14 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--pace",
-        type=number(float, 0, 60, "", "{:g} to {:g}"),
+        type=seconds(0, 60),
         default=0.05,
         metavar="S",
         help="time that a worker computes in each round, in seconds (default 0.05)",
     )
     parser.add_argument(
         "--stall",
-        type=number(float, 0.5, 3600, "", "{:g} to {:g}"),
+        type=seconds(0.5, 3600),
         default=15.0,
         metavar="S",
         help="a longer time without a finished round is a fault, in seconds (default 15)",
@@ -119,8 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run chaos. Return 0 if no fault was found, 1 if one was found, 2 if the run could not begin."""
-    from gradserver.chaos.fleet import FleetError
-    from gradserver.processes import ended_by_signals
+    from gradserver.common.processes import RunError, ended_by_signals
 
     if arguments.events is None:
         kinds = (*DEFAULT, "shard") if arguments.shards > 1 else DEFAULT
@@ -146,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with ended_by_signals():
             passed = _run(arguments, folder)
-    except FleetError as error:
+    except RunError as error:
         print(f"gradserver chaos: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -163,7 +162,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
     from gradserver.chaos import report
     from gradserver.chaos.fleet import Fleet
     from gradserver.chaos.view import View
-    from gradserver.demo.screen import Screen
+    from gradserver.common.screen import Screen
 
     names = ways_of(arguments.workers, arguments.events)
     minimum = max(1, arguments.workers // 2)
@@ -268,7 +267,7 @@ class _FaultFoundError(Exception):
 
 
 def _why_no_hosts(kinds: list[str]) -> str | None:
-    from gradserver.bench import netns
+    from gradserver.common import netns
 
     lacking = [kind for kind in kinds if kind in _NEEDS_WIRES]
     if lacking:
@@ -277,7 +276,7 @@ def _why_no_hosts(kinds: list[str]) -> str | None:
 
 
 def _hosts(ways: dict[str, Way]) -> AbstractContextManager[Lab]:
-    from gradserver.bench.netns import links
+    from gradserver.common.netns import links
 
     return links(sum(way is Way.WIRE for way in ways.values()), _LINK_RATE, _LINK_RATE)
 

@@ -6,22 +6,19 @@ import heapq
 import itertools
 import json
 import os
-import selectors
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from gradserver.bench.netns import Lab
-from gradserver.bench.processes import Child, single_threaded
 from gradserver.chaos.evidence import HEARD, LEDGER
 from gradserver.chaos.program import Settings
 from gradserver.chaos.schedule import Way
-from gradserver.processes import Family
+from gradserver.common.netns import Lab
+from gradserver.common.processes import Child, Family, RunError, listening_url, single_threaded
 
 SILENCE: Final = 60.0
 """Seconds in which a started process must print its first line."""
@@ -53,7 +50,7 @@ _BEGINS_ANEW: Final = frozenset({"LeftOutError", "ConnectionLostError", "Coordin
 """Errors that a joining worker may get when the coordinator is lost, or a recovery begins for another one."""
 
 
-class Fleet(Family[Child]):
+class Fleet(Family):
     """Coordinator, workers, and the relays between them. Leaving the context ends every process.
 
     Attributes:
@@ -75,14 +72,12 @@ class Fleet(Family[Child]):
         pace: float,
         lab: Lab | None = None,
     ) -> None:
-        super().__init__(folder)
+        super().__init__(folder, single_threaded())
         self.lab = lab
         self.hosts = {name: host for host, name in enumerate(n for n, way in ways.items() if way is Way.WIRE)}
         """Hosts of the workers in a lab that can be disconnected; all others are on the coordinator's."""
         self._seed, self._ways, self._pace, self._shards = seed, ways, pace, shards
         self._sizes = f"{minimum}:{len(ways) + 2}"
-        self._environment = single_threaded()
-        self._selector = selectors.DefaultSelector()
         self._heard = (folder / HEARD).open("wb", buffering=0)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
@@ -129,14 +124,14 @@ class Fleet(Family[Child]):
             self.run_until(time.monotonic() + 0.1)
             if time.monotonic() > deadline or self.faults:
                 lacking = ", ".join(sorted(self._ways.keys() - self._inside))
-                raise FleetError(f"{lacking} did not come in; the logs are in {self.folder}\n" + "\n".join(self.faults))
+                raise RunError(f"{lacking} did not come in; the logs are in {self.folder}\n" + "\n".join(self.faults))
 
     def _start_coordinator(self, address: str) -> None:
         options = ["--workers", self._sizes, "--shards", str(self._shards), "--state-dir", str(self.folder / LEDGER)]
         child = self._start("coordinator", *COORDINATOR, "serve", "--bind", f"tcp://{address}", *options)
         if address == self._address:
             return  # at the address of before: no process has to be told, and none waits for it
-        self._url = self._first_line(child).removeprefix("listening on ")
+        self._url = listening_url(child, self._first_line(child))
         self._address = self._url.removeprefix("tcp://")
 
     def start_worker(self, name: str, world: int = 0) -> None:
@@ -148,16 +143,12 @@ class Fleet(Family[Child]):
         self._start(name, "-m", "gradserver.chaos.program", settings.to_json())
 
     def _start(self, name: str, *arguments: str) -> Child:
-        log = self.log_of(f"{name} {next(self._number)}")
         prefix: list[str] = []
         if self.lab is not None:
             host = self.hosts.get(name)
             prefix = self.lab.coordinator_prefix() if host is None else self.lab.worker_prefix(host)
-        child = Child(name, arguments, self._environment, log, prefix, last=signal.SIGKILL)
-        self.children.append(child)
-        self._by_name[name] = child
-        assert child.process.stdout is not None
-        self._selector.register(child.process.stdout, selectors.EVENT_READ, child)
+        log = f"{name} {next(self._number)}"
+        child = self._by_name[name] = self.start(name, *arguments, prefix=prefix, last=signal.SIGKILL, log=log)
         return child
 
     def _first_line(self, child: Child) -> str:
@@ -165,7 +156,7 @@ class Fleet(Family[Child]):
         while not child.lines:
             self._hear(0.1)
             if child.ended or time.monotonic() > deadline:
-                raise FleetError(f"{self.autopsy(child)}\nthe logs are in {self.folder}")
+                raise RunError(f"{self.autopsy(child)}\nthe logs are in {self.folder}")
         return child.lines[0]
 
     # ── living ────────────────────────────────────────────────────────────────────────────────────────────
@@ -201,9 +192,7 @@ class Fleet(Family[Child]):
         return found
 
     def _hear(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
-            child: Child = key.data
-            child.read()
+        for child in self.hear(seconds):
             child.lines = [line for line in child.lines if line != DONE and not self._is_hit(line)]
             if self._is_worker(child):
                 for line in child.lines:
@@ -254,8 +243,6 @@ class Fleet(Family[Child]):
                 self._inside.discard(name)
 
     def _bury(self, child: Child) -> None:
-        assert child.process.stdout is not None
-        self._selector.unregister(child.process.stdout)
         child.process.wait()
         child.hang_up()
         self.children.remove(child)
@@ -320,11 +307,7 @@ class Fleet(Family[Child]):
         """Send a line to a process."""
         child = self._by_name[name]
         if child in self.children:
-            stream = child.process.stdin
-            assert stream is not None
-            with suppress(BrokenPipeError):  # it has just ended, which shows elsewhere
-                stream.write(line.encode() + b"\n")
-                stream.flush()
+            child.say(line)
 
     # ── judging, and the end ────────────────────────────────────────────────────────────────────────────────
 
@@ -375,25 +358,17 @@ class Fleet(Family[Child]):
             waiting(self._progress)
         if not self._judge.lines or "rounds" not in (found := json.loads(self._judge.lines[-1])):
             words = "\n".join(self._judge.last_words(12))
-            raise FleetError(f"the oracle {self._judge.fate()}:\n{words}")
+            raise RunError(f"the oracle {self._judge.fate()}:\n{words}")
         verdict: dict[str, Any] = found
         return verdict
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End all processes, stopped ones included."""
         for child in self.children:
             if child.name != "coordinator":
                 child.process.kill()
-        children = list(self.children)
-        super().stop()
-        for child in children:
-            child.hang_up()
-        self._selector.close()
+        super().close()
         self._heard.close()
-
-
-class FleetError(Exception):
-    """The run could not begin. The text is for people."""
 
 
 def _use_of(pid: int) -> Use:

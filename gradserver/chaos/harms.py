@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from gradserver.bench.processes import Child
 from gradserver.chaos.fleet import Fleet
 from gradserver.chaos.schedule import SPECS, Event
+from gradserver.common.processes import Child
 
 _THROTTLED: Final = 2_000_000
 """Rate of a throttled connection, in bytes a second."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradserver.chaos.fleet import Fleet
 from gradserver.chaos.schedule import Event, Schedule, Way
-from gradserver.demo.screen import BOLD, CYAN, DIM, GREEN, RED, Screen
+from gradserver.common.screen import BOLD, CYAN, DIM, GREEN, RED, Screen
 from gradserver.tables import table
 
 _STATUS_SECONDS = 10.0

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from gradserver.arguments import codec, number
+from gradserver.arguments import codec, number, seconds
 
 _NEEDS = ("torch", "matplotlib")
 _STEPS, _QUICK_STEPS = 200, 40
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--churn",
-        type=number(float, 0.1, 3600.0, "a number of seconds"),
+        type=seconds(0.1, 3600.0),
         default=0.0,
         metavar="SECONDS",
         help="kill a worker (SIGKILL) every SECONDS seconds, and let another one join in its place",

@@ -8,15 +8,15 @@ import random
 import time
 from pathlib import Path
 
+from gradserver.common.processes import Child, RunError
 from gradserver.demo.churn_view import ChurnTable, ChurnView
 from gradserver.demo.lives import Churned, Life, churned, judge_churn
 from gradserver.demo.outcome import Result
-from gradserver.demo.processes import ProcessError, Processes
+from gradserver.demo.processes import Processes
 from gradserver.demo.reports import Done, Joined, Ready, Round, TooLate, from_line
 from gradserver.demo.runner import SILENCE_SECONDS, Demo
 from gradserver.demo.settings import Settings
 from gradserver.demo.view import View
-from gradserver.processes import Child
 
 _PAUSE = 0.5
 """Share of the time between two kills after which another worker joins."""
@@ -111,7 +111,7 @@ class _Run:
             self._hear(SILENCE_SECONDS)
         self._table = ChurnTable(self._view)
         for child in founders:
-            self._processes.go(child)
+            child.say("go")
         heard = time.monotonic()
         while not self._over():
             now = time.monotonic()
@@ -129,7 +129,7 @@ class _Run:
         threads = max(1, self._view.cores // self._settings.workers)
         arguments = ["--settings", self._settings.to_json(), "--threads", str(threads), "--url", self._url]
         arguments += ["--name", name, "--save", str(self._out / "model.pt"), *(["--founds"] if founds else [])]
-        child = self._processes.start(f"worker {name}", "-m", "gradserver.demo.churn_worker", *arguments, waits=True)
+        child = self._processes.start(f"worker {name}", "-m", "gradserver.demo.churn_worker", *arguments)
         self._lives[child] = Life(name, founds)
         return child
 
@@ -144,7 +144,7 @@ class _Run:
             self._kill(now)
         if self._join_at is not None and self._join_at <= now and self._spare in self._ready:
             assert self._spare is not None
-            self._processes.go(self._spare)
+            self._spare.say("go")
             self._join_at = None
         return min((at for at in (self._kill_at, self._join_at) if at is not None and at > now), default=None)
 
@@ -169,23 +169,23 @@ class _Run:
         life = self._lives.get(child)
         if life is None:
             if line is None:
-                raise ProcessError(f"the {child.name} ended during the training; its log is {child.log}")
+                raise RunError(f"the {child.name} ended during the training; its log is {child.log}")
         elif line is not None:
             self._take(child, life, line)
         elif life.killed is None and life.done is None and life.late is None:
-            raise ProcessError(f"{child.name} ended without a result; its log is {child.log}")
+            raise RunError(f"{child.name} ended without a result; its log is {child.log}")
         return True
 
     def _take(self, child: Child, life: Life, line: str) -> None:
         try:
             report = from_line(line)
         except ValueError as error:
-            raise ProcessError(f"{child.name}: {error}") from error
+            raise RunError(f"{child.name}: {error}") from error
         match report:
             case Ready():
                 self._ready[child] = report
                 if len({one.corpus_sha256 for one in self._ready.values()}) > 1:
-                    raise ProcessError(f"{child.name} read a different text: was Python updated meanwhile?")
+                    raise RunError(f"{child.name} read a different text: was Python updated meanwhile?")
             case Joined():
                 life.joined = report
                 self._has_joined(child, life)
@@ -196,7 +196,7 @@ class _Run:
             case Done():
                 life.done = report
             case _:
-                raise ProcessError(f"{child.name} sent an unexpected {type(report).__name__}")
+                raise RunError(f"{child.name} sent an unexpected {type(report).__name__}")
 
     def _has_joined(self, child: Child, life: Life) -> None:
         assert self._table is not None
@@ -220,4 +220,4 @@ class _Run:
         for life in self._lives.values():
             late = life.late
             if late is not None and self._used < self._settings.samples and late.at < time.monotonic() - _ORDER_SECONDS:
-                raise ProcessError(f"worker {life.name} could not join: {late.reason}")
+                raise RunError(f"worker {life.name} could not join: {late.reason}")

@@ -7,9 +7,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from gradserver.common.picture import OURS, REFERENCE, finish
 from gradserver.demo.lives import Churned
 from gradserver.demo.outcome import Result
-from gradserver.demo.plot import GROUP, REFERENCE, finish, label_losses, new_figure
+from gradserver.demo.plot import label_losses, two_parts
 from gradserver.demo.settings import Settings
 
 _DEATH, _ENTRY = "#b91c1c", "#15803d"
@@ -17,7 +18,7 @@ _DEATH, _ENTRY = "#b91c1c", "#15803d"
 
 def save_churn_plot(path: Path, settings: Settings, group: Churned, reference: Result) -> None:
     """Write the picture to `path` as a PNG."""
-    figure, upper, lower = new_figure()
+    figure, upper, lower = two_parts()
     _draw_losses(upper, settings, group, reference)
     _draw_workers(lower, settings, group)
     finish(path, figure, (upper, lower))
@@ -26,7 +27,7 @@ def save_churn_plot(path: Path, settings: Settings, group: Churned, reference: R
 def _draw_losses(axes: Axes, settings: Settings, group: Churned, reference: Result) -> None:
     rounds = [one for one in group.rounds if one.samples]
     label = f"{settings.workers} workers, {group.count(joined=False)} killed, {group.count(joined=True)} joined"
-    axes.plot([one.used for one in rounds], [one.loss for one in rounds], color=GROUP, linewidth=4.5, label=label)
+    axes.plot([one.used for one in rounds], [one.loss for one in rounds], color=OURS, linewidth=4.5, label=label)
     used = [(step.step + 1) * settings.global_batch for step in reference.steps]
     axes.plot(used, reference.losses, color=REFERENCE, linewidth=1.3, label="undisturbed")
     _mark(axes, group)
@@ -35,7 +36,7 @@ def _draw_losses(axes: Axes, settings: Settings, group: Churned, reference: Resu
 
 def _draw_workers(axes: Axes, settings: Settings, group: Churned) -> None:
     used = [one.used for one in group.rounds]
-    axes.step(used, [one.workers for one in group.rounds], where="post", color=GROUP, linewidth=2)
+    axes.step(used, [one.workers for one in group.rounds], where="post", color=OURS, linewidth=2)
     _mark(axes, group)
     for text, colour, joined in (("killed", _DEATH, False), ("joined", _ENTRY, True)):
         at = [event.used for event in group.events if event.joined == joined]

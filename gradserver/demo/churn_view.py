@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from gradserver.common.screen import DIM, GREEN, RED
 from gradserver.demo.lives import Churned, ChurnVerdict, Life
 from gradserver.demo.outcome import Result
 from gradserver.demo.reports import Round
-from gradserver.demo.screen import DIM, GREEN, RED
 from gradserver.demo.settings import CHURN_TOLERANCE, FINAL, VOCABULARY
 from gradserver.demo.view import Fact, View
 

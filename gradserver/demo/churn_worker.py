@@ -6,7 +6,6 @@ input, so that the parent chooses the time at which it joins. It prints its repo
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from gradserver.demo.model import GPT
 from gradserver.demo.reports import Joined, Ready, Report, Round, TooLate
 from gradserver.demo.settings import Settings
 from gradserver.demo.train import make_optimizer, mean_loss
-from gradserver.demo.worker import assess, take_stdout
+from gradserver.demo.worker import assess, parser_of, prepare
 from gradserver.protocol.ranges import count
 
 Sample = tuple[Tensor, Tensor, int]
@@ -31,9 +30,7 @@ Sample = tuple[Tensor, Tensor, int]
 
 def main() -> int:
     """Train with the settings of the arguments."""
-    parser = argparse.ArgumentParser(prog="gradserver.demo.churn_worker")
-    parser.add_argument("--settings", type=Settings.from_json, required=True, help="as Settings.to_json writes")
-    parser.add_argument("--threads", type=int, required=True, help="threads that torch may use in training")
+    parser = parser_of("gradserver.demo.churn_worker")
     parser.add_argument("--url", required=True, help="the coordinator")
     parser.add_argument("--name", required=True, help="name of this worker")
     parser.add_argument("--founds", action="store_true", help="whether the group begins with it")
@@ -41,10 +38,7 @@ def main() -> int:
     arguments = parser.parse_args()
     settings: Settings = arguments.settings
 
-    tell = take_stdout()
-    torch.set_num_threads(arguments.threads)
-    corpus = Corpus.standard_library(settings.context, settings.seed)
-    model = GPT(settings)
+    tell, corpus, model = prepare(settings, arguments.threads)
     optimizer = make_optimizer(model)  # torch loads modules for the first one, which takes seconds
     tell(Ready(len(corpus.text), corpus.sha256))
     if not sys.stdin.readline():

@@ -3,49 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from gradserver.common.picture import GREY, OURS, REFERENCE, finish, new_figure
 from gradserver.demo.outcome import Result, distances
 from gradserver.demo.settings import TOLERANCE, Settings
 
-GROUP, REFERENCE, GREY = "#f2a03d", "#1f3a5f", "#6b7280"
 _NORM = "#9db4d0"
 _FLOOR = 3e-9
 
 
 def save_plot(path: Path, settings: Settings, group: Result, reference: Result) -> None:
     """Write the picture to `path` as a PNG."""
-    figure, upper, lower = new_figure()
+    figure, upper, lower = two_parts()
     _draw_losses(upper, settings, group, reference)
     _draw_distances(lower, settings, group, reference)
     finish(path, figure, (upper, lower))
 
 
-def new_figure() -> tuple[Figure, Axes, Axes]:
+def two_parts() -> tuple[Figure, Axes, Axes]:
     """Make a figure with an upper and a lower part, which share the x axis."""
-    # A Figure made without pyplot draws into memory (Agg): no display is needed, and no state is left behind.
-    figure = Figure(figsize=(9, 6.2), layout="constrained")
+    figure = new_figure(9, 6.2)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.15])
     return figure, upper, lower
-
-
-def finish(path: Path, figure: Figure, parts: Sequence[Axes]) -> None:
-    """Style the parts, and write the figure."""
-    for axes in parts:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.tick_params(colors=GREY)
-    figure.savefig(path, dpi=130, format="png")
 
 
 def _draw_losses(axes: Axes, settings: Settings, group: Result, reference: Result) -> None:
     steps = range(1, settings.steps + 1)
     many = f"{settings.crew}, {settings.wire}," if settings.is_lossy else settings.crew
-    axes.plot(steps, group.losses, color=GROUP, linewidth=4.5, label=f"{many} through the coordinator")
+    axes.plot(steps, group.losses, color=OURS, linewidth=4.5, label=f"{many} through the coordinator")
     label = f"one process, batch {settings.global_batch}"
     axes.plot(steps, reference.losses, color=REFERENCE, linewidth=1.3, label=label)
     axes.axhline(group.validation_loss, color=GREY, linewidth=1, linestyle=(0, (4, 3)))

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import csv
-import os
 import sys
 from pathlib import Path
 
+from gradserver.common.processes import Child, RunError, available_cores, ended_by_signals, listening_url
+from gradserver.common.screen import RED, Screen, discard_output
 from gradserver.demo.outcome import GlobalStep, Result, judge
-from gradserver.demo.processes import ProcessError, Processes
+from gradserver.demo.processes import Processes
 from gradserver.demo.reports import Done, Ready, Step, from_line
-from gradserver.demo.screen import RED, Screen
 from gradserver.demo.settings import Settings
 from gradserver.demo.view import Table, View
-from gradserver.processes import Child, ended_by_signals
 
 SILENCE_SECONDS = 120.0  # longer than any one step takes, and than importing torch from a slow disk
-_LISTENING = "listening on "
 
 
 def run_demo(settings: Settings, out: Path, kind: type[Demo]) -> int:
@@ -30,11 +28,11 @@ def run_demo(settings: Settings, out: Path, kind: type[Demo]) -> int:
             return kind(settings, out, view, processes).run()
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # standard output was closed, as behind `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_output()
             return 1
         print(f"gradserver demo: {error}", file=sys.stderr)
         return 2
-    except ProcessError as error:
+    except RunError as error:
         screen.line()
         screen.line(f"{screen.style('FAIL', RED)}  {error}")
         return 1
@@ -95,12 +93,10 @@ class Demo:
         """Start the daemon for a group of so many workers, and return its URL."""
         arguments = ["serve", "--bind", "tcp://127.0.0.1:0", "--workers", workers, *options]
         coordinator = self.processes.start("coordinator", "-m", "gradserver", *arguments)
-        while True:
-            _, line = self.processes.next_line(SILENCE_SECONDS)
-            if line is None:
-                raise ProcessError(f"the coordinator ended before it was ready; its log is {coordinator.log}")
-            if line.startswith(_LISTENING):
-                return line.removeprefix(_LISTENING).strip()
+        _, line = self.processes.next_line(SILENCE_SECONDS)
+        if line is None:
+            raise RunError(f"the coordinator ended before it was ready; its log is {coordinator.log}")
+        return listening_url(coordinator, line)
 
     def start_trainer(self, name: str, threads: int, *arguments: str) -> Child:
         """Start one training process."""
@@ -153,16 +149,16 @@ class _Progress:
         """Take a line that `child` printed. Return a step if this line completes it."""
         if child not in self._children:
             if line is None:
-                raise ProcessError(f"the {child.name} ended during the training; its log is {child.log}")
+                raise RunError(f"the {child.name} ended during the training; its log is {child.log}")
             return None
         if line is None:
             if child not in self._done:
-                raise ProcessError(f"{child.name} ended without a result; its log is {child.log}")
+                raise RunError(f"{child.name} ended without a result; its log is {child.log}")
             return None
         try:
             report = from_line(line)
         except ValueError as error:
-            raise ProcessError(f"{child.name}: {error}") from error
+            raise RunError(f"{child.name}: {error}") from error
         if isinstance(report, Step):
             return self._join(child, report)
         if isinstance(report, Done):
@@ -170,7 +166,7 @@ class _Progress:
         elif isinstance(report, Ready):
             self._ready[child] = report
             if len({one.corpus_sha256 for one in self._ready.values()}) > 1:
-                raise ProcessError(f"{child.name} read a different text: was Python updated meanwhile?")
+                raise RunError(f"{child.name} read a different text: was Python updated meanwhile?")
         return None
 
     def _join(self, child: Child, part: Step) -> GlobalStep | None:
@@ -186,10 +182,3 @@ class _Progress:
     def result(self) -> Result:
         """Return the complete run."""
         return Result(self._steps, [self._done[child] for child in self._children])
-
-
-def available_cores() -> int:
-    """Count the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradserver.common.screen import BOLD, CYAN, DIM, GREEN, RED, WIDTH, Screen, duration, harmless
 from gradserver.demo.outcome import Gap, GlobalStep, Result, Verdict, distances
-from gradserver.demo.screen import BOLD, CYAN, DIM, GREEN, RED, WIDTH, Screen, duration, harmless
 from gradserver.demo.settings import PROMPT, TOLERANCE, VOCABULARY, Settings
 
 _ROWS = 10  # rows of a table; the steps between them appear in the live line only

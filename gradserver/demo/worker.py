@@ -6,7 +6,6 @@ The runner starts it as ``python -m gradserver.demo.worker``. It prints its repo
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 import gradserver
+from gradserver.common.processes import reserve_stdout
 from gradserver.demo.corpus import Corpus
 from gradserver.demo.model import GPT, state_sha256
 from gradserver.demo.reports import Done, Ready, Report, Step, to_line
@@ -23,19 +23,14 @@ from gradserver.demo.train import train, validation_loss
 
 def main() -> int:
     """Train with the settings of the arguments."""
-    parser = argparse.ArgumentParser(prog="gradserver.demo.worker")
-    parser.add_argument("--settings", type=Settings.from_json, required=True, help="as Settings.to_json writes")
-    parser.add_argument("--threads", type=int, required=True, help="threads that torch may use in training")
+    parser = parser_of("gradserver.demo.worker")
     parser.add_argument("--url", help="the coordinator; without it this process trains on all rows, alone")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--save", type=Path, help="file for the trained weights")
     arguments = parser.parse_args()
     settings: Settings = arguments.settings
 
-    tell = take_stdout()
-    torch.set_num_threads(arguments.threads)
-    corpus = Corpus.standard_library(settings.context, settings.seed)
-    model = GPT(settings)
+    tell, corpus, model = prepare(settings, arguments.threads)
     tell(Ready(len(corpus.text), corpus.sha256))
     if arguments.url is None:
         steps = train(model, corpus, settings, range(settings.global_batch))
@@ -70,15 +65,19 @@ def assess(model: GPT, corpus: Corpus, settings: Settings, rank: int, *, sample:
     return Done(digest, loss, continuation.decode("utf-8", "replace"))
 
 
-def take_stdout() -> Callable[[Report], None]:
-    """Reserve standard output for reports: all other output of this process goes to standard error."""
-    reports = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+def parser_of(program: str) -> argparse.ArgumentParser:
+    """Make a parser of the arguments that all training processes have."""
+    parser = argparse.ArgumentParser(prog=program)
+    parser.add_argument("--settings", type=Settings.from_json, required=True, help="as Settings.to_json writes")
+    parser.add_argument("--threads", type=int, required=True, help="threads that torch may use in training")
+    return parser
 
-    def tell(report: Report) -> None:
-        print(to_line(report), file=reports, flush=True)
 
-    return tell
+def prepare(settings: Settings, threads: int) -> tuple[Callable[[Report], None], Corpus, GPT]:
+    """Reserve standard output for reports. Return a function that sends one, the text, and a new model."""
+    say = reserve_stdout()
+    torch.set_num_threads(threads)
+    return lambda report: say(to_line(report)), Corpus.standard_library(settings.context, settings.seed), GPT(settings)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gradserver.bench.processes import uninterrupted
-from gradserver.bench.spec import BenchError
+from gradserver.common.processes import RunError, uninterrupted
 
 PREFIX = "gsb"
 _SECONDS = 30.0  # time limit of one command
@@ -71,7 +70,7 @@ def links(workers: int, rate: float, coordinator_rate: float, congestion: str | 
     """
     reason = why_not()
     if reason is not None:
-        raise BenchError(reason)
+        raise RunError(reason)
     remove_leftovers()
     lab = Lab(workers)
     try:
@@ -108,7 +107,7 @@ def _remove(pids: set[int]) -> None:
     for name in existing():
         match = _NAME.fullmatch(name)
         if match and int(match[1]) in pids:
-            with suppress(BenchError):  # the others are removed all the same
+            with suppress(RunError):  # the others are removed all the same
                 _run("ip", "netns", "delete", name)
 
 
@@ -144,7 +143,7 @@ def _run(*command: str) -> None:
             command, capture_output=True, text=True, timeout=_SECONDS, check=False, start_new_session=True
         )
     except subprocess.TimeoutExpired:
-        raise BenchError(f"`{' '.join(command)}` did not end within {_SECONDS:.0f} s") from None
+        raise RunError(f"`{' '.join(command)}` did not end within {_SECONDS:.0f} s") from None
     if ran.returncode != 0:
         reason = ran.stderr.strip() or f"status {ran.returncode}"
-        raise BenchError(f"`{' '.join(command)}` failed: {reason}")
+        raise RunError(f"`{' '.join(command)}` failed: {reason}")

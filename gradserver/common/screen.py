@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import TextIO
 
@@ -66,6 +67,11 @@ class Screen:
     def _write(self, text: str) -> None:
         self._stream.write(text.encode(self._encoding, "replace").decode(self._encoding))
         self._stream.flush()
+
+
+def discard_output() -> None:
+    """Send standard output to nowhere, as its reader has closed it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def duration(seconds: float) -> str:
