@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -17,6 +18,7 @@ from gradserver.engine.events import (
     CutRound,
     Depart,
     Disconnected,
+    Expect,
     Garbled,
     Halt,
     Halted,
@@ -33,6 +35,8 @@ from gradserver.engine.events import (
     SetPlan,
     Stop,
     Tick,
+    order as order_family,
+    report as report_family,
 )
 from gradserver.engine.orders import decode_order, decode_report, encode_order, encode_report
 from gradserver.engine.policy import Lateness, OnNonFinite
@@ -67,6 +71,7 @@ from gradserver.protocol.messages import (
     Welcome,
 )
 from gradserver.protocol.shards import ALIGNMENT, share_of
+from tests.declarations import built
 from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, collective, floats, plan_of
 from tests.sharded_harness import LINK, LINKS, ShardedHarness, url_of
 
@@ -416,6 +421,44 @@ def test_reports_arrive_as_they_were(report: RemoteReport) -> None:
     epoch, arrived = decode_report(encode_report(5, report), 10.0)
     assert epoch == 5
     assert same(arrived, report)
+
+
+KNOWN = st.sampled_from([((0.0, 2.5), 1, 2), ((1.0, 0.0, 3.0), 2, 1)])
+"""Rates of shards, the place of one, and the number of members."""
+
+
+def opening(known: tuple[tuple[float, ...], int, int]) -> st.SearchStrategy[OpenGroup]:
+    """Return orders to open a group whose rates, shard, seats and tokens fit together."""
+    rates, shard, members = known
+    seats = st.lists(st.builds(Seat, st.just(-1), st.text(max_size=9)), min_size=members, max_size=members).map(tuple)
+    tokens = st.just(("t" * 32,) * members)
+    return built(OpenGroup, rates=st.just(rates), shard=st.just(shard), seats=seats, tokens=tokens)
+
+
+def with_transfers(order: Expect) -> st.SearchStrategy[Expect]:
+    """Return the order with a transfer for each seat, or none."""
+    return st.sampled_from([(), tuple(range(len(order.seats)))]).map(lambda numbers: replace(order, transfers=numbers))
+
+
+TOGETHER: dict[type[RemoteOrder], st.SearchStrategy[Any]] = {
+    OpenGroup: KNOWN.flatmap(opening),
+    Expect: built(Expect).flatmap(with_transfers),
+}
+"""Orders of which some fields must fit together."""
+MADE_ORDERS = st.one_of([TOGETHER[kind] if kind in TOGETHER else built(kind) for kind in order_family.kinds.values()])
+MADE_REPORTS = st.one_of([built(kind) for kind in report_family.kinds.values()])
+
+
+@given(MADE_ORDERS)
+def test_every_order_arrives_as_it_was(order: RemoteOrder) -> None:
+    assert same(decode_order(encode_order(order)), order)
+
+
+@given(MADE_REPORTS, st.integers(0, MAX_COUNTER))
+def test_every_report_arrives_as_it_was(report: RemoteReport, epoch: int) -> None:
+    arrived = decode_report(encode_report(epoch, report), 10.0)
+    assert arrived[0] == epoch
+    assert same(arrived[1], report)
 
 
 def understood(data: bytes) -> None:

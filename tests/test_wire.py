@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.dtypes import BY_CODE, FLOAT32
+from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import (
     LimitExceededError,
     MalformedMessageError,
@@ -24,20 +24,13 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
 from gradserver.protocol.limits import (
     KIB,
-    MAX_CLAIMED,
     MAX_COUNTER,
     MAX_DECODING_BYTES,
     MAX_FRAME_BYTES,
     MAX_HEADER_BYTES,
     MAX_LIST,
-    MAX_NAME_BYTES,
     MAX_NUMEL,
-    MAX_RATE,
-    MAX_SEED,
-    MAX_SHARDS,
-    MAX_SLICES,
     MAX_TEXT,
-    MAX_TIMEOUT,
     MAX_WORLD_SIZE,
     MIB,
     PROTOCOL_VERSION,
@@ -88,6 +81,7 @@ from gradserver.protocol.messages import (
 from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.resuming import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
 from gradserver.protocol.wire import decode, encode
+from tests.declarations import ALL_MESSAGES
 
 PREFIX = b"GS" + bytes([PROTOCOL_VERSION])
 KEY = ExchangeKey(Stream.BUCKET, 3, 7)
@@ -95,190 +89,7 @@ OPERATION = Operation(Kind.BROADCAST, Op.NONE, FLOAT32, 5, 1)
 
 # ── every message there can be, the edges of the limits included ──────────────────────────────────────
 
-places = st.builds(Place, st.integers(0, MAX_COUNTER), st.integers(0, MAX_COUNTER))
-slices = st.integers(1, MAX_SLICES)
-just_one = st.just(1)
-names = st.text(max_size=20) | st.just("ü" * MAX_TEXT)
-ranks = st.integers(-1, MAX_WORLD_SIZE - 1)
-epochs = st.just(0) | st.integers(0, MAX_COUNTER)
-counters = st.integers(0, 99) | st.integers(0, MAX_COUNTER) | st.just(MAX_COUNTER)
-claimed = st.integers(0, 99) | st.just(MAX_CLAIMED)
-weights = st.floats(0, 1e30) | st.sampled_from([0.0, 1.0, 5e-324, 1e30])
-keys = st.builds(ExchangeKey, st.sampled_from([int(s) for s in Stream]), counters, counters, ranks, ranks)
-operations = st.builds(
-    Operation,
-    st.sampled_from(Kind),
-    st.sampled_from(Op),
-    st.sampled_from(list(BY_CODE.values())),
-    st.integers(0, MAX_NUMEL),
-    ranks,
-)
-rates = st.lists(st.floats(0, MAX_RATE), max_size=MAX_SHARDS).map(tuple)
-short_lists = st.lists(st.text(max_size=20), max_size=5).map(tuple) | st.just(("worker",) * MAX_LIST)
-seats = st.lists(st.integers(0, MAX_WORLD_SIZE - 1), max_size=8).map(tuple)
-over = st.booleans()
-some_seats = st.just(()) | seats
-totals = st.floats(0, 1e33)
-columns = st.just(()) | st.lists(weights, max_size=8).map(tuple) | st.just((1.0,) * MAX_WORLD_SIZE)
-a_seat = st.integers(0, MAX_WORLD_SIZE - 1)
-transfers = st.lists(st.builds(Transfer, counters, a_seat, a_seat, st.booleans()), max_size=4).map(tuple)
-fields = st.dictionaries(
-    st.text(max_size=10), st.text(max_size=20) | st.integers(-(2**63), 2**63 - 1) | short_lists, max_size=5
-)
-names_of_data = st.text(max_size=20) | st.just("d" * MAX_NAME_BYTES)
-seeds = st.integers(0, 99) | st.just(MAX_SEED)
-none: st.SearchStrategy[list[bytes]] = st.just([])
-nowhere = st.none()
-one = st.lists(st.binary(max_size=40), min_size=1, max_size=1)
-
-frames_of: list[st.SearchStrategy[tuple[Message, list[bytes]]]] = [
-    st.tuples(message, payloads)
-    for message, payloads in [
-        (st.builds(Failure, st.sampled_from(Scope), names, names, fields, st.none() | keys), none),
-        (st.builds(Join, names, names, ranks, st.integers(0, MAX_WORLD_SIZE), st.floats(0, MAX_TIMEOUT)), none),
-        (st.builds(Welcome, names, ranks, counters, counters, short_lists), none),
-        (st.builds(Welcome, names, ranks, counters, counters, short_lists, short_lists, rates, names), none),
-        (
-            st.builds(
-                Welcome,
-                *(names, ranks, counters, counters, short_lists, short_lists, rates, names, seats),
-                *(st.booleans(), counters, counters, st.booleans(), names),
-            ),
-            none,
-        ),
-        (
-            st.builds(
-                Welcome,
-                *(names, ranks, counters, counters, short_lists, short_lists, rates, names, seats),
-                *(st.booleans(), counters),
-            ),
-            none,
-        ),
-        (st.builds(Membership, counters, seats, short_lists, names, st.booleans()), none),
-        (st.builds(RoundDone, counters, counters, transfers), none),
-        (st.builds(Serve), none),
-        (st.builds(Enter, counters, st.booleans()), none),
-        (st.builds(Ready, counters), none),
-        (st.builds(Entered, counters), none),
-        (st.builds(StateFailed, counters, names), none),
-        (st.builds(Propose, names, claimed), one),
-        (st.builds(Agreed, names, counters), none),
-        (
-            st.builds(
-                Push,
-                keys,
-                counters,
-                weights,
-                st.just(True),
-                st.none() | operations,
-                just_one,
-                st.none(),
-                epochs,
-                nowhere,
-            ),
-            one,
-        ),
-        (
-            st.builds(
-                Push,
-                keys,
-                counters,
-                weights,
-                st.just(False),
-                st.none() | operations,
-                just_one,
-                st.none(),
-                epochs,
-                nowhere,
-            ),
-            none,
-        ),
-        (
-            st.builds(
-                Result,
-                keys,
-                counters,
-                totals,
-                st.just(True),
-                just_one,
-                st.just(False),
-                over,
-                some_seats,
-                columns,
-                some_seats,
-            ),
-            one,
-        ),
-        (
-            st.builds(
-                Result,
-                keys,
-                counters,
-                totals,
-                st.just(False),
-                just_one,
-                st.just(False),
-                over,
-                seats,
-                columns,
-                some_seats,
-            ),
-            none,
-        ),
-        (
-            st.builds(
-                Push, keys, counters, weights, st.booleans(), st.none() | operations, slices, places, epochs, nowhere
-            ),
-            none,
-        ),
-        (
-            st.builds(
-                Push, keys, counters, weights, st.booleans(), st.none() | operations, slices, places, epochs, places
-            ),
-            none,
-        ),
-        (st.builds(Resume, names, st.integers(0, MAX_WORLD_SIZE - 1), names, claimed, names, st.booleans()), none),
-        (st.builds(Resumed, counters, counters, st.lists(names, max_size=3).map(tuple)), none),
-        (st.builds(Holding, counters, claimed, weights), one),
-        (st.builds(Fetch, counters, keys, counters), none),
-        (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(True), seats, columns), one),
-        (st.builds(Held, counters, keys, counters, st.floats(0, 1e33), st.just(False), seats, columns), none),
-        (st.builds(Standing, counters, counters), none),
-        (
-            st.builds(
-                Result, keys, counters, totals, st.just(True), slices, st.just(True), over, seats, columns, some_seats
-            ),
-            none,
-        ),
-        (
-            st.builds(
-                Result, keys, counters, totals, st.just(False), slices, over, over, some_seats, columns, some_seats
-            ),
-            none,
-        ),
-        (st.builds(Inquire, keys), none),
-        (st.builds(Taken, counters), none),
-        (st.builds(Missing, keys, short_lists), none),
-        (st.builds(Leave, names, st.booleans()), none),
-        (st.just(Ping()), none),
-        (st.just(StatusRequest()), none),
-        (st.just(Status()), one),
-        (st.just(ShareMemory()), none),
-        (st.builds(MemoryAt, names, names), none),
-        (st.builds(Enlist, names, st.none() | st.floats(0, 1e6)), none),
-        (st.builds(Enlisted, st.integers(1, MAX_COUNTER), st.booleans()), none),
-        (st.just(Ordered()), one),
-        (st.just(Reported()), one),
-        (st.builds(Attend, names, counters, st.integers(-1, MAX_WORLD_SIZE - 1), names), none),
-        (st.just(Attended()), none),
-        (st.builds(Register, names_of_data, st.integers(0, MAX_NUMEL), seeds, st.booleans(), claimed, claimed), one),
-        (st.builds(Located, names_of_data, seeds), one),
-        (st.builds(Claim, names_of_data, counters, claimed, st.integers(0, MAX_NUMEL), claimed), none),
-        (st.builds(Claimed, names_of_data, counters, seeds, st.booleans()), one),
-        (st.builds(Used, names_of_data, claimed, claimed), one),
-    ]
-]
-messages: st.SearchStrategy[tuple[Message, list[bytes]]] = st.one_of(frames_of)
+messages: st.SearchStrategy[tuple[Message, list[bytes]]] = st.one_of(list(ALL_MESSAGES.values()))
 
 SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Failure(Scope.EXCHANGE, "WorkerLostError", "gone", {"rank": 3, "worker": "w3", "more": ("a", "b")}, KEY), []),
