@@ -230,7 +230,7 @@ def test_an_unknown_token_begins_no_talk(host: Host) -> None:
         hostile.say(Talk("somebody's"))
         answer = hostile.hear()
         assert isinstance(answer, Refused)
-        assert "nobody was given" in answer.reason
+        assert "given to no worker" in answer.reason
         assert hostile.hear() is None
     assert not host.lines
 

@@ -1,4 +1,4 @@
-"""Where a daemon listens, and what its socket is like: addresses, limits, and why an address cannot be had."""
+"""The address on which a server listens, and its socket's options."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _KEEPALIVE: Final = {
     zmq.TCP_KEEPALIVE_INTVL: 5,
     zmq.TCP_KEEPALIVE_CNT: 4,
 }
-"""Connections whose host is gone are closed after 30 s, whoever's they are.
+"""Options by which the system closes connections after 30 s whose host is gone.
 
 The system asks, and not libzmq by its heartbeats: whatever comes, an answer to one too, has libzmq wait for the next
-beat of a presence (`.liveness`) before it looks for silence again, so one that froze right behind it went unnoticed.
+beat of a beacon (`.liveness`) before it looks for silence again, so one that froze right behind it went unnoticed.
 """
 
 _RECEIVE_QUEUE: Final = 0
-"""libzmq reads whatever comes; credit bounds what a member has under way.
+"""No limit: libzmq reads whatever comes. Credit bounds what a member has under way.
 
 Where libzmq 4.3 has stopped to read, as a queue is full, and the connection then breaks, a PING among what it had read
 already ends the whole process: "Assertion failed: !_io_error".
 """
 _SEND_QUEUE: Final = 50_000
-"""Replies that may wait for a connection which does not read; credits keep members far below it."""
+"""Replies that may wait for a connection that does not read. Credits keep members far below it."""
 
 
 def bind_router(router: zmq.Socket[bytes], bind: str) -> str:

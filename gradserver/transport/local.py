@@ -1,12 +1,11 @@
-"""The coordinator's local socket, for workers of its own host: memory is handed over there, and messages pass.
+"""The server's local socket, for workers of its own host: memory is handed over there, and messages pass.
 
-The socket's name belongs to a network namespace, so a worker that cannot see this host's processes finds nobody
-there, and stays with TCP. Who may speak here has a token, which the worker gets through its ZeroMQ connection. That
-one stays, and takes over whenever a local connection ends. Who has come here is known by his process (`.pidfd`), so
-that its end is noticed at once, and for certain.
+The socket's name belongs to a network namespace, so a worker that cannot see this host's processes finds nothing
+there, and stays with TCP. A worker shows a token here, which it gets through its ZeroMQ connection. That connection
+stays, and takes over whenever a local one ends. The server knows the worker's process (`.pidfd`), so that its end is
+noticed at once, and for certain.
 
-Whoever is at the other end may be hostile. Nothing here waits: sockets do not block, and only one packet of each is
-taken at a time.
+The other end may be hostile. Nothing here waits: sockets do not block, and only one packet of each is taken at a time.
 """
 
 from __future__ import annotations
@@ -44,42 +43,42 @@ from gradserver.transport.shared_memory import Segments
 log = logging.getLogger("gradserver")
 
 MAX_MAPPINGS: Final = 16_384
-"""Segments of all workers together: a quarter of what Linux lets a process map, the allocator's needs included."""
+"""Limit for the segments of all workers: a quarter of what Linux lets a process map, with the allocator's needs."""
 MAX_STRANGERS: Final = 64
-"""Connections that have yet to show a token. One more, and the oldest has to go."""
+"""Limit for connections that have yet to show a token. One more closes the oldest."""
 _ACCEPTS: Final = 16
-"""Connections accepted before the loop goes on: a flood of them must not stop it."""
+"""Connections accepted at a time: a flood of them must not stop the loop."""
 _BACKLOG: Final = 1024
 _DRAINED: Final = 4096
-"""Packets taken at most from someone who is gone. Linux keeps fewer."""
+"""Packets taken at most from a worker that is gone. Linux keeps fewer."""
 _LINGER_SECONDS: Final = 1.0
 
 
 class Host(Protocol):
-    """Who is told what comes in. Workers are known by the identities with which they were admitted."""
+    """The server that gets what comes in. Workers are known by the identities with which they were admitted."""
 
     def talks(self, identity: bytes, line: Line) -> None:
-        """Messages to this worker shall go through ``line`` from now on."""
+        """Send messages to this worker through ``line`` from now on."""
 
     def heard(self, identity: bytes, frames: Sequence[Buffer]) -> None:
-        """A message came in."""
+        """Take a message."""
 
     def garbled(self, identity: bytes, error: GradServerError) -> None:
-        """Something came in that is no message. The line has been hung up."""
+        """Report bytes that are no message. The line is closed."""
 
     def hung_up(self, identity: bytes) -> None:
-        """The worker has closed its line, or has died."""
+        """Note that the worker has closed its line, or has died."""
 
     def ended(self, identity: bytes) -> None:
-        """The worker's process has ended, and what it said here has been heard."""
+        """Note that the worker's process has ended. All that it sent here has been taken."""
 
 
 class UnixServer:
-    """Takes memory from workers and finds places in it; takes messages, and gives out lines to send others through.
+    """Maps memory of workers, takes their messages, and gives the host lines through which to answer.
 
     Args:
-        poller: of the loop that calls `ready` with those descriptors that are not its own.
-        host: who is told what comes in.
+        poller: poller of the loop, which calls `ready` with descriptors that are not its own.
+        host: gets what comes in.
     """
 
     def __init__(self, poller: select.poll, host: Host) -> None:
@@ -90,10 +89,10 @@ class UnixServer:
         self._connections: dict[int, Line] = {}
         self._strangers: dict[int, Line] = {}
         self._processes: dict[int, Guest] = {}
-        """Guests by descriptors of their processes."""
+        """Workers by descriptors of their processes."""
         self._paused = False
         self.address = ""
-        """Of the socket; empty where there is none, and then nobody can come."""
+        """Address of the socket; empty where there is none."""
         self._listener = self._listen()
 
     def _listen(self) -> socket.socket | None:
@@ -117,7 +116,7 @@ class UnixServer:
     # ── what the server of workers calls ──────────────────────────────────────────────────────────────
 
     def admit(self, identity: bytes) -> tuple[str, str]:
-        """Where ``identity`` may come, and the token it has to show; twice empty if nowhere."""
+        """Return the address for ``identity``, and its token; twice empty if there is no socket."""
         if self._listener is None:
             return "", ""
         if self._paused:
@@ -130,12 +129,12 @@ class UnixServer:
         return self.address, guest.token
 
     def view(self, identity: bytes, place: Place) -> memoryview | None:
-        """The memory from ``place`` to the end of its segment; None if there is no such. Read-only, if that is."""
+        """Return the memory from ``place`` to the end of its segment, read-only if that is; None if there is none."""
         guest = self._guests.get(identity)
         return None if guest is None else guest.segments.view(place)
 
     def unshare(self, identity: bytes) -> None:
-        """Let go of all memory that ``identity`` shared. What is still being read or written of it stays until then."""
+        """Unmap all memory that ``identity`` shared. Memory that is being read or written stays until that is done."""
         guest = self._guests.get(identity)
         if guest is not None:
             guest.segments.clear()
@@ -143,24 +142,24 @@ class UnixServer:
                 self._hang_up(guest.sharing)
 
     def queued(self, identity: bytes) -> int:
-        """Bytes that ``identity`` was sent and has not read."""
+        """Return the bytes that ``identity`` was sent and has not read."""
         guest = self._guests.get(identity)
         return 0 if guest is None or guest.line is None else guest.line.stream.queued_bytes
 
     def cut(self, identity: bytes) -> None:
-        """Hang up on ``identity``, whatever it has not read."""
+        """Close the connection of ``identity``, whatever it has not read."""
         guest = self._guests.get(identity)
         if guest is not None and guest.line is not None:
             self._hang_up(guest.line)
 
     def drain(self, identity: bytes) -> None:
-        """Take what came from ``identity``, who is gone and says no more."""
+        """Take all messages of ``identity``, which is gone."""
         guest = self._guests.get(identity)
         if guest is not None and guest.line is not None:
             self._drain(guest.line)
 
     def lives(self, identity: bytes) -> bool | None:
-        """Whether the process of ``identity`` is there; None if nobody knows."""
+        """Return True if the process of ``identity`` lives; None if that is unknown."""
         guest = self._guests.get(identity)
         if guest is None or (guest.process is None and not guest.ended):
             return None
@@ -169,7 +168,7 @@ class UnixServer:
         return not guest.ended
 
     def forget(self, identity: bytes) -> None:
-        """Let go of all that ``identity`` shared, and hang up when it has read what it was told."""
+        """Unmap all that ``identity`` shared, and close its connection when it has read its messages."""
         self.unshare(identity)
         guest = self._guests.pop(identity, None)
         if guest is None:
@@ -182,7 +181,7 @@ class UnixServer:
                 self._hang_up(guest.line)
 
     def close(self) -> None:
-        """Let go of everything. What was said to workers has a second to leave."""
+        """Close everything. Messages to workers have a second to leave."""
         until = time.monotonic() + _LINGER_SECONDS
         for identity in list(self._guests):
             self.forget(identity)
@@ -198,18 +197,18 @@ class UnixServer:
 
     @property
     def segments(self) -> int:
-        """How many segments are mapped."""
+        """Number of mapped segments."""
         return sum(len(guest.segments) for guest in self._guests.values())
 
     @property
     def nbytes(self) -> int:
-        """How large they are, together."""
+        """Bytes of all segments."""
         return sum(guest.segments.nbytes for guest in self._guests.values())
 
     # ── connections ───────────────────────────────────────────────────────────────────────────────────
 
     def ready(self, descriptor: int, events: int) -> None:
-        """Something happened at ``descriptor``; nothing, if it is unknown: it may be closed by now."""
+        """Handle events at ``descriptor``. An unknown one is ignored: it may be closed by now."""
         line = self._connections.get(descriptor)
         if (guest := self._processes.get(descriptor)) is not None:
             self._part_with(guest, ended=True)
@@ -234,7 +233,7 @@ class UnixServer:
             except ConnectionError:
                 continue
             except OSError as error:  # no descriptors left: poll would report the same again and again
-                log.warning("nobody can share memory for now: %s", error.strerror or error)
+                log.warning("workers cannot share memory for now: %s", error.strerror or error)
                 self._poller.unregister(listener.fileno())
                 self._paused = True
                 return
@@ -247,7 +246,7 @@ class UnixServer:
             self._take(line)  # a worker speaks at once: a flood of strangers behind it cannot push it out
 
     def _hang_up(self, line: Line) -> None:
-        """Close a connection. Memory that came through it stays: messages may be on their way that speak of it."""
+        """Close a connection. Memory that came through it stays: messages that name it may be on their way."""
         if self._connections.get(line.descriptor) is not line:
             return  # it was closed before, and its descriptor may be another's by now
         del self._connections[line.descriptor]
@@ -256,14 +255,14 @@ class UnixServer:
         line.socket.close()
 
     def _watch(self, line: Line, guest: Guest) -> None:
-        """Notice when the process of ``guest`` ends, who has come through ``line``."""
+        """Watch the process of ``guest``, which is at the other end of ``line``."""
         if guest.process is None and (process := process_of(line.socket)) is not None:
             guest.process = process
             self._processes[process] = guest
             self._poller.register(process, select.POLLIN)
 
     def _part_with(self, guest: Guest, ended: bool = False) -> None:
-        """Watch his process no more."""
+        """Watch its process no more."""
         guest.ended = guest.ended or ended
         process, guest.process = guest.process, None
         if process is not None:
@@ -326,10 +325,10 @@ class UnixServer:
         raise UnexpectedMessageError(f"a {type(message).__name__} is not what a worker says here")
 
     def _guest(self, line: Line, token: str) -> Guest:
-        """Whose token that is, if this is his connection."""
+        """Return the worker with this token, if ``line`` is its connection."""
         guest = self._tokens.get(token)
         if guest is None:
-            raise UnexpectedMessageError("a token that nobody was given")
+            raise UnexpectedMessageError("a token that was given to no worker")
         if line.guest is None:
             line.guest = guest
             self._strangers.pop(line.descriptor, None)
@@ -341,7 +340,7 @@ class UnixServer:
     # ── messages ──────────────────────────────────────────────────────────────────────────────────────
 
     def _hear(self, line: Line) -> bool:
-        """Take one packet that is a message, or a part of one. Whether there was one."""
+        """Take one packet, a message or a part of one. Return False if there was none."""
         guest = line.guest
         try:
             frames = line.stream.receive()
@@ -360,24 +359,24 @@ class UnixServer:
         return True
 
     def _drain(self, line: Line) -> None:
-        """Take what came through ``line``."""
+        """Take all messages that came through ``line``."""
         for _ in range(_DRAINED):
             if not self._hear(line):
                 break
 
     def _end(self, line: Line) -> None:
-        """The other side has closed ``line``, or has died; nothing, if that was noticed before."""
+        """Close a ``line`` whose other side has closed it, or has died. Does nothing the second time."""
         if self._connections.get(line.descriptor) is line:
             self._hang_up(line)
             if line.guest is not None:
                 self._host.hung_up(line.guest.identity)
 
     def _flush(self, line: Line) -> None:
-        """Send what is queued for someone who reads again."""
+        """Send what is queued for a worker that reads again."""
         try:
             if not line.stream.flush():
                 return
-        except OSError:  # what it said before it went counts
+        except OSError:  # what it sent before counts
             self._drain(line)
             self._end(line)
             return

@@ -1,4 +1,4 @@
-"""Workers of the coordinator's own host: what there is of each, and one connection of theirs to its local socket."""
+"""Workers of the server's own host: one connection to its local socket, and all that there is of a worker."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gradserver.protocol.transport.local import stream_through
 from gradserver.transport.shared_memory import Segments
 
 MAX_QUEUED: Final = 50_000
-"""Packets that may wait for a worker which does not read; credits keep members far below it."""
+"""Packets that may wait for a worker that does not read. Credits keep members far below it."""
 _FDS_TAKEN: Final = 4
-"""Descriptors taken from a packet, to be closed if they are not exactly one; the kernel closes what is beyond."""
+"""Descriptors taken from a packet, and closed unless there is exactly one. The kernel closes those beyond."""
 
 
 class Guest:
-    """Someone who may come, and what there is of him.
+    """A worker that may connect with its token.
 
-    His connections stay here when they are closed: no token is good for a second one of a kind.
+    Its connections stay here when they are closed: no token is good for a second one of a kind.
     """
 
     def __init__(self, identity: bytes, token: str) -> None:
@@ -30,13 +30,13 @@ class Guest:
         self.token = token
         self.segments = Segments()
         self.sharing: Line | None = None
-        """Where memory is handed over."""
+        """Connection through which memory is handed over."""
         self.line: Line | None = None
-        """Where messages pass."""
+        """Connection through which messages pass."""
         self.process: int | None = None
-        """A descriptor that says when his process has ended; None if nothing can."""
+        """Descriptor that is readable once the process has ended; None if there is no such."""
         self.ended = False
-        """It has."""
+        """True once the process has ended."""
 
 
 class Line:
@@ -47,12 +47,12 @@ class Line:
         self.descriptor = accepted.fileno()
         self.guest: Guest | None = None
         self.talks = False
-        """Whether messages pass here."""
+        """True if messages pass here."""
         self.stream = stream_through(accepted)
         self._poller = poller
 
     def send(self, header: bytes, payloads: Sequence[Buffer]) -> bool:
-        """Send a message; False if nobody is there any more, or reads."""
+        """Send a message; False if the worker is gone, or does not read."""
         waiting = len(self.stream.queued)
         if waiting >= MAX_QUEUED:
             return False
@@ -68,7 +68,7 @@ class Line:
         self.socket.send(encode_packet(message), socket.MSG_NOSIGNAL)
 
     def receive(self) -> tuple[bytes, list[int]]:
-        """One packet and the descriptors that came with it. BlockingIOError if there is none."""
+        """Receive one packet with its descriptors. BlockingIOError if there is none."""
         descriptors = array.array("i")
         packet, ancillary, flags, _ = self.socket.recvmsg(
             MAX_PACKET_BYTES, socket.CMSG_LEN(_FDS_TAKEN * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC

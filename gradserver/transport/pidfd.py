@@ -1,4 +1,4 @@
-"""Whether the process at the other end of a local socket is still there.
+"""Descriptors that show whether the process at the other end of a local socket lives.
 
 Linux gives a descriptor of a process that can be polled as soon as the process has ended: within milliseconds, also
 while children that it forked keep its connections open. And it is certain, as no silence of a connection is.
@@ -13,12 +13,12 @@ import struct
 import sys
 
 _SO_PEERPIDFD = 77
-"""Of Linux 6.5, and not in `socket` yet: of exactly the process that connected, even if it has no number here."""
+"""Option of Linux 6.5, not in `socket` yet: names the very process that connected, even one without a number here."""
 _CREDENTIALS = struct.Struct("3i")
 
 
 def process_of(connection: socket.socket) -> int | None:
-    """A descriptor that polls readable once the process that made this connection has ended; the caller closes it.
+    """Return a descriptor that polls readable once the process at the other end has ended. The caller closes it.
 
     None where the system has no such thing, does not allow it, or does not show us that process: it may belong to a
     container. If the process has ended before, what is found may be None too, and never the end of another that lives.
@@ -38,7 +38,7 @@ def process_of(connection: socket.socket) -> int | None:
 
 
 def has_ended(process: int) -> bool:
-    """Whether the process with this descriptor has."""
+    """Return True if the process with this descriptor has ended."""
     poller = select.poll()
     poller.register(process, select.POLLIN)
     return bool(poller.poll(0))

@@ -1,12 +1,10 @@
-"""The coordinator's end of the tcp channel: one ZeroMQ ROUTER socket, and the daemon's loop.
+"""The server's end of the tcp channel: one ZeroMQ ROUTER socket, and the daemon's loop.
 
-How a lost worker is noticed: libzmq closes the connection of a process that died at once, and that of
-a frozen or cut-off one when its heartbeats stop (they are answered by libzmq's own thread, so a worker
-whose Python is busy is not taken for dead). Either way the socket's monitor says that *a* connection
-closed; which one shows when a Ping can no longer be routed to it.
+libzmq closes the connection of a process that died at once, and the system that of a lost host. The router's monitor
+then says that *a* connection closed. Which one shows when a Ping can no longer be routed to it (`.liveness`).
 
-Workers of the same host may talk through a local socket (`.local`), once they have joined here. That their
-processes have ended is then known from there, within milliseconds and for certain.
+Workers of the same host may talk through a local socket (`.local`) once they have joined here. It shows the end of
+their processes within milliseconds, and for certain.
 """
 
 from __future__ import annotations
@@ -67,21 +65,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradserver")
 
 _BATCH: Final = 64
-"""Messages taken before timers and the monitor are looked at again."""
+"""Messages that are taken between two looks at timers and the monitor."""
 _BATCH_BYTES: Final = 8 * MIB
-"""The same in bytes: large messages take long."""
+"""Bytes of such messages: large ones take long."""
 _LAST_WORDS: Final = 64
-"""Messages of each peer that are read when somebody has gone: others go on to speak meanwhile."""
+"""Messages of each peer that are read when a peer is lost: others send more meanwhile."""
 _FRAMING: Final = 2
 _LONG_FRAMING: Final = 9
 _LONG_FRAME: Final = 256
-"""What ZMTP puts in front of a frame; of one of so many bytes, and more, the second."""
+"""Bytes that ZMTP puts in front of a frame: the second number for frames of `_LONG_FRAME` bytes and more."""
 _WEIGHED: Final = frozenset((Held, Holding, Reported))
-"""Messages that come in numbers and take no credit: of members of a group that recovers, and of data shards."""
+"""Messages that come in large numbers and take no credit: in a recovery, and from data shards."""
 _STATUS_COST: Final = 64
-"""Messages that a member's request for the status counts as."""
+"""Number of messages that a member's request for the status counts as."""
 _STATUS_PAUSE: Final = 5
-"""Times that it took to look, before the next look."""
+"""Pause between two snapshots for the status, in times that the last one took."""
 
 
 class TcpServer:
@@ -90,8 +88,8 @@ class TcpServer:
     Args:
         runtime: gets the messages that come in.
         bind: ``tcp://HOST:PORT``; port 0 picks a free one.
-        share_memory: whether workers of this host may share memory instead of sending gradients.
-        patience: how long somebody may be away before he counts as gone.
+        share_memory: True if workers of this host may share memory instead of sending gradients.
+        patience: how long a peer may be away before it counts as lost.
 
     Raises:
         CoordinatorError: the address cannot be bound; the message says why.
@@ -115,7 +113,7 @@ class TcpServer:
         runtime.run_in(self.look)
         self._encoded: tuple[Message | None, bytes] = (None, b"")
         self._unsure = True
-        """Whether the router may have something that its descriptor does not signal any more."""
+        """True if the router may have messages that its descriptor does not signal any more."""
         self._poller = select.poll()
         self._unix = UnixServer(self._poller, self) if share_memory else None
         self._connections = Connections()
@@ -126,7 +124,7 @@ class TcpServer:
         self._handshake = Handshake(self._connections, self._liveness, self.route)
         self._strangers = self._handshake.strangers
         self._gaps: dict[bytes, Numbers] = {}
-        """Of those from whom something is missing that came before what has come."""
+        """Numbers by identity, of the connections on which a message is missing."""
         self._status, self._status_due = b"", 0.0
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────
@@ -137,27 +135,27 @@ class TcpServer:
         self._wakeup.wake()
 
     def hold(self) -> None:
-        """From now on let nobody join who has not yet: he waits until `release`."""
+        """Let workers that join wait from now on, until `release`."""
         self._handshake.hold()
 
     def release(self) -> None:
-        """Let those join who have waited, and everybody who comes."""
+        """Let those join that have waited, and all that come."""
         for identity, frames in self._handshake.release().items():
             self._take(identity, frames)
 
     def look(self, call: Callable[[], None] = lambda: None) -> None:
-        """Make `run` call this, and look whether its condition holds. Safe to call from signal handlers and threads."""
+        """Make `run` call ``call``, and check its condition. Safe to call from signal handlers and threads."""
         self._calls.append(call)
         self._wakeup.wake()
 
     def tend(self, link: Link) -> None:
-        """Have the loop see to ``link``, too, and end when that breaks; and stop, if it is vital."""
+        """Serve ``link`` in the loop, too. The loop ends when it breaks, and the server stops then if it is vital."""
         self._link = link
         for descriptor in link.descriptors:
             self._poller.register(descriptor, select.POLLIN)
 
     def neglect(self) -> None:
-        """See to the link no more."""
+        """Serve the link no more."""
         if self._link is not None:
             for descriptor in self._link.descriptors:
                 self._poller.unregister(descriptor)
@@ -165,7 +163,7 @@ class TcpServer:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether it is to serve no more."""
+        """True once a stop was requested."""
         return self._stopping is not None
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
@@ -209,7 +207,7 @@ class TcpServer:
         self._runtime.stop(self._stopping)
 
     def close(self) -> None:
-        """Let go of the port. What was said to workers has a second to leave."""
+        """Close the port. Messages to workers have a second to leave."""
         if self._unix is not None:
             self._unix.close()
         self._liveness.close()
@@ -225,7 +223,7 @@ class TcpServer:
         if self._link is not None:
             due.append(self._link.due)
         if self._gaps:
-            self._gaps = {who: numbers for who, numbers in self._gaps.items() if numbers.deadline is not None}
+            self._gaps = {one: numbers for one, numbers in self._gaps.items() if numbers.deadline is not None}
             due += [numbers.deadline for numbers in self._gaps.values() if numbers.deadline is not None]
         return min(due) if due else None
 
@@ -247,7 +245,7 @@ class TcpServer:
     # ── in ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take_some(self) -> bool:
-        """Receive what has come in, up to a number that keeps timers punctual; whether that was all."""
+        """Receive messages, up to a number that keeps timers punctual. Return True if those were all."""
         left = _BATCH_BYTES
         for _ in range(_BATCH):
             self._unsure = False
@@ -260,7 +258,7 @@ class TcpServer:
         return False
 
     def _take_one(self) -> int:
-        """Receive one message; how long it is, in bytes on the wire. Payloads are left where libzmq put them."""
+        """Receive one message, and return its bytes on the wire. Payloads stay where libzmq put them."""
         receive = self._router.recv
         identity = receive(NOBLOCK)
         frames: list[Buffer] = []
@@ -289,7 +287,7 @@ class TcpServer:
         return size
 
     def _break(self, identity: bytes, error: ConnectionLostError) -> None:
-        """Something that was said there is missing: what comes from now on is not looked at."""
+        """Give up a connection on which a message is missing: nothing more is taken from it."""
         peer = self._peers.get(identity)
         if peer is None and not self._strangers.is_past(identity):
             log.info("a stranger's connection is given up: %s", error.message)
@@ -301,7 +299,7 @@ class TcpServer:
             self._runtime.lost(peer.connection, error.message)
 
     def _take(self, identity: bytes, frames: Sequence[Buffer]) -> None:
-        """Take one message that is due."""
+        """Take one message, which is in order."""
         peer = self._peers.get(identity)
         try:
             message, payloads = decode(frames)
@@ -333,7 +331,7 @@ class TcpServer:
         self._runtime.receive(peer.connection, message, payloads)
 
     def _take_from(self, peer: Peer, message: Message, payloads: Sequence[Buffer]) -> None:
-        """Pass on what a worker says; a place in memory that it shares becomes that memory."""
+        """Pass on a message of a peer. A place in memory that it shares becomes that memory."""
         if type(message) is Push:
             if message.place is not None:
                 try:
@@ -356,11 +354,11 @@ class TcpServer:
             self._liveness.beats(peer, message)
             return
         if type(message) is Leave and self._unix is not None:
-            self._unix.unshare(peer.identity)  # before the answer: whoever has left has its memory for itself
+            self._unix.unshare(peer.identity)  # before the answer: a worker that has left has its memory for itself
         self._runtime.receive(peer.connection, message, payloads)
 
     def _may_go_on(self, peer: Peer, messages: int = 1) -> bool:
-        """Whether a member may say one more message that takes no credit; else it is thrown out."""
+        """Count messages that take no credit. Return False for a peer that has sent too many, after its eviction."""
         if peer.may_say_more(messages):
             return True
         text = f"more than {MEMBERS_RATE:g} messages a second that take no credit"
@@ -368,7 +366,7 @@ class TcpServer:
         return False
 
     def _current_status(self) -> bytes:
-        """What the coordinator sees, or saw a moment ago: looking takes a sixth of its time at most."""
+        """Return a snapshot, or a recent one: snapshots take a sixth of the time at most."""
         if time.monotonic() >= self._status_due:
             began = time.thread_time()
             shown: dict[str, object] = {"url": self.url}
@@ -379,7 +377,7 @@ class TcpServer:
         return self._status
 
     def _views(self, identity: bytes, place: Place, target: Place | None) -> list[memoryview]:
-        """The memory in which a contribution lies, and that which the result is written to, if that is another."""
+        """Return the memory of a contribution, and the memory for its result if that is another."""
         views: list[memoryview] = []
         for there in (place,) if target is None else (place, target):
             view = self._unix.view(identity, there) if self._unix is not None else None
@@ -394,13 +392,13 @@ class TcpServer:
     # ── out ───────────────────────────────────────────────────────────────────────────────────────────
 
     def encoded(self, message: Message) -> bytes:
-        """The header of ``message``. A result goes to every member: it is encoded once."""
+        """Return the header of ``message``. A result goes to every member, and is encoded once."""
         if message is not self._encoded[0]:
             self._encoded = (message, encode(message))
         return self._encoded[1]
 
     def route(self, identity: bytes, header: bytes, payloads: Sequence[Buffer] = ()) -> bool:
-        """Send; False if there is no connection to send on any more, or its queue is full."""
+        """Send; False if there is no connection any more, or its queue is full."""
         send = self._router.send
         self._unsure = True
         try:
@@ -418,7 +416,7 @@ class TcpServer:
         return True
 
     def forget(self, identity: bytes, farewell: Failure | None = None) -> None:
-        """Drop a peer, who was told ``farewell``: nothing that still comes from there is taken."""
+        """Drop a peer whose last words were ``farewell``: nothing that still comes from there is taken."""
         if (peer := self._peers.pop(identity, None)) is not None:
             self._liveness.forget(peer)
             self._connections.part(identity, peer.traffic, time.monotonic())
@@ -432,44 +430,44 @@ class TcpServer:
         peer.tell(self._liveness.invite(peer, welcome, *ROLES[Join].beacon))
 
     def is_present(self, presence: str) -> bool:
-        """Whether somebody with this presence is there."""
+        """Return True if the process with this beacon runs."""
         return self._liveness.is_lit(presence.encode())
 
     # ── what the local socket's server calls ──────────────────────────────────────────────────────────
 
     def talks(self, identity: bytes, line: Line) -> None:
-        """Messages to this worker go through ``line`` from now on."""
+        """Send messages to this worker through ``line`` from now on."""
         if (peer := self._peers.get(identity)) is not None:
             peer.line, peer.talked = line, True
 
     def heard(self, identity: bytes, frames: Sequence[Buffer]) -> None:
-        """A message came in."""
+        """Take a message."""
         self._take(identity, frames)
 
     def garbled(self, identity: bytes, error: GradServerError) -> None:
-        """What came in is no message."""
+        """Report bytes that are no message."""
         self.hung_up(identity)
         if (peer := self._peers.get(identity)) is not None:
             self._runtime.garbled(peer.connection, error)
 
     def hung_up(self, identity: bytes) -> None:
-        """A line has ended. If its worker is still alive, messages go through its connection again."""
+        """Note that a line has ended. If its worker lives, messages go through its ZeroMQ connection again."""
         if (peer := self._peers.get(identity)) is not None:
             peer.line = None
             self.suspect()
 
     def ended(self, identity: bytes) -> None:
-        """A worker's process has ended. What it said through its connection may be on its way."""
+        """Lose a worker whose process has ended. Messages on its ZeroMQ connection may be on their way."""
         if (peer := self._peers.get(identity)) is not None:
             if peer.talked:
                 self._lose(self._liveness.ended(peer))
             else:
                 self.suspect()
 
-    # ── who is gone ───────────────────────────────────────────────────────────────────────────────────
+    # ── lost peers ────────────────────────────────────────────────────────────────────────────────────
 
     def _weigh(self, now: float) -> None:
-        """Disconnect whoever costs too much; members are lost with that."""
+        """Disconnect the connections that cost too much. Members are lost with theirs."""
         self._monitor.notice()
         allowance = self._runtime.allowance()
         for traffic, why in self._connections.look(now, allowance, not self._unsure):

@@ -1,10 +1,10 @@
-"""Memory that a worker shares, as the coordinator holds it: checked, mapped, and found again.
+"""The memory that a worker shares, as the server holds it: checked, mapped, and found by place.
 
-A worker hands over memory as a file descriptor (`.local` takes it in, `gradserver.protocol.sharing` has the talk).
+A worker hands over memory as a file descriptor (`.local` takes it in, `gradserver.protocol.sharing` has the messages).
 The memory has no name in any file system: it is gone with the last process that maps it, however that one ended.
 
-Whoever hands it over may be hostile. What could become dangerous later is made impossible before the first byte
-of a segment is read:
+The worker may be hostile. All that could become dangerous later is made impossible before the first byte of a segment
+is read:
 
 - It cannot shrink or grow (the worker's seals), so no access is ever beyond its end: that would be a SIGBUS.
 - Every page of it exists, and can be taken away no more (our seal): a page that is missing would be allocated
@@ -43,7 +43,7 @@ _NEEDED_SEALS: Final = 0x2 | 0x4  # F_SEAL_SHRINK, F_SEAL_GROW
 
 
 class Segments:
-    """What one worker shares."""
+    """The memory that one worker shares."""
 
     def __init__(self) -> None:
         self._mapped: dict[int, memoryview] = {}
@@ -54,11 +54,11 @@ class Segments:
 
     @property
     def nbytes(self) -> int:
-        """How large they are, together."""
+        """Bytes of all segments."""
         return sum(map(len, self._mapped.values()))
 
     def view(self, place: Place) -> memoryview | None:
-        """The memory from ``place`` to the end of its segment; None if there is no such. Read-only, if that is."""
+        """Return the memory from ``place`` to the end of its segment, read-only if that is; None if there is none."""
         segment = self._mapped.get(place.segment)
         if segment is None or not SEGMENT_HEADER_BYTES <= place.offset < len(segment):
             return None
@@ -94,7 +94,7 @@ class Segments:
         return Taken(offer.segment, seen, written)
 
     def _check(self, offer: Offer | Lend, descriptors: list[int]) -> None:
-        """Whether it may be taken, as far as can be said before looking at it."""
+        """Raise if the memory may not be taken, as far as that shows before a look at it."""
         if len(descriptors) != 1:
             raise MalformedMessageError(f"memory goes with one descriptor, got {len(descriptors) or 'none'}")
         if offer.segment in self._mapped:
@@ -103,12 +103,12 @@ class Segments:
             raise LimitExceededError(f"more than {MAX_SEGMENTS} segments of memory")
 
     def release(self, release: Release) -> None:
-        """Let go of a segment. UnexpectedMessageError if there is none of that number."""
+        """Unmap a segment. UnexpectedMessageError if there is none of that number."""
         if self._mapped.pop(release.segment, None) is None:
             raise UnexpectedMessageError(f"segment {release.segment} was released, and never given")
 
     def clear(self) -> None:
-        """Let go of all. What is still being read or written of it stays until then."""
+        """Unmap all segments. Memory that is being read or written stays until that is done."""
         self._mapped.clear()
         self._lent = None
 
@@ -121,7 +121,7 @@ class _Lent:
         self.mapping = mapping
 
     def is_of(self, offer: Offer, descriptor: int) -> bool:
-        """Whether this very memory is offered."""
+        """Return True if ``offer`` is of this very memory."""
         facts = os.fstat(descriptor)
         return self._which == (offer.segment, offer.size, facts.st_dev, facts.st_ino)
 
@@ -146,7 +146,7 @@ def _map(descriptor: int, size: int, access: int = mmap.PROT_READ | mmap.PROT_WR
 
 
 def _secure(descriptor: int, size: int, mapping: mmap.mmap) -> mmap.mmap:
-    """``mapping`` of a descriptor's memory, once it can become dangerous no more.
+    """Return ``mapping`` of a descriptor's memory, sealed so that it can become dangerous no more.
 
     Raises:
         MalformedMessageError: it could.

@@ -1,11 +1,11 @@
-"""What each TCP connection costs, as the kernel counts it, and the end of those that cost too much.
+"""The cost of each TCP connection, as the kernel counts it, and the end of those that cost too much.
 
 libzmq reads whatever comes, puts frames together until a message is whole, and keeps what a peer does not read. None of
 that is bounded by its options: with a bound on what it reads ahead, libzmq 4.3 ends the whole process when a connection
 breaks (`.binding`). So the bounds are kept from outside. The socket's monitor names the descriptor of each connection.
 The kernel knows how many bytes have come there and how many the other side has taken (TCP_INFO), and the server how
-many it was handed and has sent: the differences are what libzmq holds. Whoever is above a limit is disconnected by
-shutdown(2), and libzmq then does what it does about any connection that breaks.
+many it was handed and has sent: the differences are what libzmq holds. A peer above a limit is disconnected by
+shutdown(2), and libzmq then acts as on any connection that breaks.
 
     of          what is limited                                      limit
     ──────────  ───────────────────────────────────────────────────  ─────────────────────────────────────────────────
@@ -55,24 +55,24 @@ MEMBERS_MESSAGES: Final = 8192
 MEMBERS_RATE: Final = 1000.0
 PARTED_MESSAGES: Final = 16_384
 LOOK_SECONDS: Final = 0.05
-"""Between two looks at all connections; more, if a look computes for more than a hundredth of that."""
+"""Pause between two looks at all connections. It is longer if a look computes for more than a hundredth of it."""
 
 _LOOKS_SHARE: Final = 0.01
 _JOINING_BYTES: Final = 8 * KIB
-"""What is said on a connection before it is a member's, and is not counted."""
+"""Bytes on a connection that are not counted, as they come before it is a member's."""
 _HEARTBEAT_BYTES: Final = 16
-"""Beside messages a member's libzmq says so much each second."""
+"""Bytes of libzmq's own that come from a member each second."""
 _PARTING_SECONDS: Final = 30.0
-"""How long whoever is a member no more may take to read what it was sent."""
+"""Time that a former member has to read what it was sent."""
 STRANGERS_KNOWN: Final = 4096
 _TALK_LOOKS: Final = 16
-"""Messages of a stranger between two looks at what it has said."""
+"""Messages of a stranger between two looks at its bytes."""
 _LEAST_MEMORY: Final = 256 * MIB
 _RESERVED: Final = 64
 _COUNT_SECONDS: Final = 5.0
-"""Between two counts of the process's descriptors."""
+"""Pause between two counts of the process's descriptors."""
 _QUEUE_LOOK: Final = 64 * KIB
-"""Above which the kernel is asked how much of that libzmq has not read."""
+"""Bytes above which the kernel is asked how many of them libzmq has not read."""
 _COOKIE: Final = 57  # SO_COOKIE, of Linux 4.6
 _TCP_INFO_BYTES: Final = 136
 _COUNT: Final = struct.Struct("i")
@@ -84,15 +84,15 @@ _CAN_MEASURE: Final = sys.platform == "linux"
 
 
 class Traffic:
-    """One connection, and what passes there.
+    """The traffic of one connection.
 
     Attributes:
-        descriptor: libzmq's own; -1 if there is none any more, or nobody knows it.
-        since: when it was accepted.
-        member: whether it is a member's, or a data shard's.
-        present: whether a member or data shard shows there that it runs.
-        parted: since when it is a member's no more.
-        shut: whether it was disconnected here.
+        descriptor: libzmq's own; -1 if it is closed or unknown.
+        since: time at which it was accepted.
+        member: True if it is a member's, or a data shard's.
+        present: True if it is a member's or data shard's beacon.
+        parted: time since which it is a member's no more.
+        shut: True once it was disconnected here.
         taken: bytes on the wire of a member's messages that were received.
         sent: bytes that were given to libzmq for it.
         untaken: bytes that libzmq had read and that were not received yet, at the last look.
@@ -121,14 +121,14 @@ class Traffic:
                 self.forget()
 
     def forget(self) -> None:
-        """It was closed, or is nothing to us any more."""
+        """Forget the connection: it was closed, or does not matter any more."""
         self.descriptor = -1
         if self._socket is not None:
             self._socket.detach()  # the descriptor is libzmq's
             self._socket = None
 
     def measure(self, now: float) -> bool:
-        """Ask the kernel; whether it could say."""
+        """Ask the kernel for its counts. Return False if it has none."""
         if self._socket is None:
             return False
         try:
@@ -146,7 +146,7 @@ class Traffic:
         return True
 
     def trouble(self, now: float, allowance: int, caught_up: bool) -> str:
-        """Why it is to be shut, by what was measured; empty if it is not.
+        """Return the reason for shutting the connection, by what was measured; empty if there is none.
 
         ``caught_up``: all whole messages that have come were taken.
         """
@@ -165,7 +165,7 @@ class Traffic:
         return f"{_mib(self.untaken)} of one message came, and no end of it" if was_stuck and self._stuck else ""
 
     def shutdown(self, spare: Spare) -> None:
-        """Disconnect it, if it is still there."""
+        """Disconnect the connection, if it is still there."""
         self.shut = True
         if self._socket is None:
             return
@@ -177,7 +177,7 @@ class Traffic:
 
 
 class Spare:
-    """A descriptor kept for the time when there is no other left."""
+    """A descriptor that is kept for the time when no other is left."""
 
     def __init__(self) -> None:
         self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -185,7 +185,7 @@ class Spare:
 
     @contextlib.contextmanager
     def holding(self, descriptor: int) -> Iterator[socket.socket]:
-        """The socket of ``descriptor``, which cannot become another one meanwhile. OSError if there is none."""
+        """Yield the socket of ``descriptor``, which cannot become another one meanwhile. OSError if there is none."""
         os.dup2(descriptor, self._spare, inheritable=False)
         try:
             own = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self._spare)
@@ -197,16 +197,16 @@ class Spare:
             os.dup2(self._nothing, self._spare, inheritable=False)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the descriptor."""
         os.close(self._nothing)
         os.close(self._spare)
 
 
 class Saying:
-    """What comes from an identity that is no member's.
+    """The messages of an identity that is no member's.
 
     Attributes:
-        since: when its first message was taken.
+        since: time at which its first message was taken.
         traffic: its connection, if it is that which has its descriptor now; certain if it can be answered.
     """
 
@@ -216,10 +216,10 @@ class Saying:
         self.traffic, self.since = traffic, since
         self._most, self._said = messages, 0
         self.over = False
-        """It has said too much: what still comes from there is dropped."""
+        """True once the stranger has said too much: all that still comes from it is dropped."""
 
     def one_more(self, now: float) -> bool:
-        """It says one more message; whether it may."""
+        """Count a message. Return False if it is one too many."""
         self._said += 1
         if self._said > self._most + STRANGERS_RATE * (now - self.since):
             return False
@@ -231,25 +231,25 @@ class Connections:
     """All connections of a server.
 
     Args:
-        descriptors: how many the process may have; None for its limit.
+        descriptors: limit for the descriptors of the process; None for its own.
         memory: bytes that all connections together may cost; None for a quarter of the machine's.
     """
 
     def __init__(self, descriptors: int | None = None, memory: int | None = None) -> None:
         self._spare = Spare()
         self._connections: dict[int, Traffic] = {}
-        """By descriptor, the oldest first."""
+        """Connections by descriptor, the oldest first."""
         self._sayings: dict[bytes, Saying] = {}
-        """By identity, the oldest first."""
+        """Messages of strangers by identity, the oldest first."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if descriptors is None else descriptors
         self._descriptors = limit - min(_RESERVED, limit // 4)
         self._others, self._counted = _open_descriptors(), time.monotonic()
-        """Descriptors that are no connections', and when they were counted."""
+        """Number of descriptors that are no connections', and the time of its count."""
         self._ending = 0
-        """Connections that were shut, and have not ended yet."""
+        """Number of connections that were shut, and have not ended yet."""
         self._memory = memory or _machine_memory() // 4
         self.due = 0.0
-        """When to look again."""
+        """Time of the next look."""
         self._warned = -60.0
 
     def __len__(self) -> int:
@@ -258,7 +258,7 @@ class Connections:
     # ── what the monitor says ─────────────────────────────────────────────────────────────────────────
 
     def accepted(self, descriptor: int) -> None:
-        """Somebody has connected. If too few descriptors are left, the oldest stranger has to go, or else this one."""
+        """Note a new connection. If too few descriptors are left, shut the oldest stranger, or else this one."""
         before = self._connections.pop(descriptor, None)
         if before is not None:
             before.forget()
@@ -269,7 +269,7 @@ class Connections:
             self._shut(oldest, "the coordinator has too few descriptors left for one more connection")
 
     def disconnected(self, descriptor: int) -> bool:
-        """A connection has ended. Whether it may have been a member's, or its presence."""
+        """Note the end of a connection. Return True if it may have been a member's, or its beacon."""
         traffic = self._connections.pop(descriptor, None)
         if traffic is None:
             return True
@@ -277,14 +277,14 @@ class Connections:
         traffic.forget()
         return traffic.member or traffic.present
 
-    # ── who they are ──────────────────────────────────────────────────────────────────────────────────
+    # ── members and strangers ─────────────────────────────────────────────────────────────────────────
 
     def stranger(self, identity: bytes) -> Saying | None:
-        """What has come from ``identity`` so far, if it is known."""
+        """Return what has come from a stranger so far; None if it is unknown."""
         return self._sayings.get(identity)
 
     def introduce(self, identity: bytes, descriptor: int, now: float) -> Saying:
-        """A first message has come from ``identity``. The monitor has been heard to its end before."""
+        """Return the record of a new stranger. Take in all that the monitor says before."""
         traffic = self._connections.get(descriptor) or Traffic()
         return self._remember(identity, Saying(traffic, STRANGERS_MESSAGES, now))
 
@@ -295,20 +295,20 @@ class Connections:
         return saying
 
     def admit(self, identity: bytes) -> Traffic:
-        """``identity`` is a member's from now on, or a data shard's, and can be answered. Its connection."""
+        """Return the traffic of ``identity``, which is a member or a data shard from now on, and can be answered."""
         saying = self._sayings.pop(identity, None)
         traffic = Traffic() if saying is None or saying.traffic.member else saying.traffic
         traffic.member = True
         return traffic
 
     def part(self, identity: bytes, traffic: Traffic, now: float) -> None:
-        """It is a member's no more. What it has said may be under way."""
+        """Note that ``identity`` is a member no more. Messages of it may be under way."""
         traffic.member, traffic.parted = False, now
         self._sayings.pop(identity, None)
         self._remember(identity, Saying(traffic, PARTED_MESSAGES, now)).over = traffic.shut
 
     def silence(self, saying: Saying, answers: bool) -> None:
-        """It has said too much. ``answers``: whether it can be answered, so that its connection is known."""
+        """Drop all that still comes from a stranger. ``answers``: it can be answered, so its connection is known."""
         saying.over = True
         if answers and saying.traffic.since <= saying.since:
             self._shut(saying.traffic, "it has said too many messages and has not joined")
@@ -316,12 +316,12 @@ class Connections:
     # ── what they cost ────────────────────────────────────────────────────────────────────────────────
 
     def look(self, now: float, allowance: int, caught_up: bool) -> list[tuple[Traffic, str]]:
-        """Shut connections that cost too much; which members' these were, and why.
+        """Shut connections that cost too much. Return those of members, with the reasons.
 
         Args:
             now: on `time.monotonic`'s scale.
             allowance: bytes that a member may leave unread, or have under way, at most.
-            caught_up: whether all whole messages that have come were taken.
+            caught_up: True if all whole messages that have come were taken.
         """
         began = time.thread_time()  # what other processes take of the processor's time is no cost of a look
         members: list[tuple[Traffic, str]] = []
@@ -359,7 +359,7 @@ class Connections:
             log.log(level, "a connection was closed: %s", why)
 
     def close(self) -> None:
-        """Let go of them all."""
+        """Forget all connections."""
         for traffic in self._connections.values():
             traffic.forget()
         self._connections.clear()
@@ -372,7 +372,7 @@ def _is_strangers(traffic: Traffic) -> bool:
 
 
 def _queued(descriptor: int) -> int:
-    """Bytes that have come and wait in the kernel."""
+    """Return the bytes that have come and wait in the kernel."""
     try:
         (count,) = _COUNT.unpack(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(_COUNT.size)))
     except OSError:  # it was closed
@@ -395,7 +395,7 @@ def _machine_memory() -> int:
 
 
 def unread_text(unread: int, allowance: int) -> str:
-    """Why a member is lost that does not read."""
+    """Return the reason for losing a member that does not read."""
     return f"it has not read {_mib(unread)} that it was sent; {_mib(allowance)} is the limit"
 
 
