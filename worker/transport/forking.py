@@ -1,10 +1,10 @@
-"""What a forked child does not take along: its parent's connections to a coordinator.
+"""Forked children drop their parent's connections to a coordinator.
 
-Processes of a `DataLoader` are forked, and so hold every connection of the worker's open. If that is killed while they
-live, the system closes nothing, and the coordinator would hear of it only when heartbeats stop. Therefore a child
-lets go of them as soon as it exists. The parent's own descriptors are not concerned.
+Processes of a `DataLoader` are forked, and so hold every connection of the worker's open. If the worker is killed while
+they live, the system closes nothing, and the coordinator would notice only when heartbeats stop. Therefore a child
+closes them as soon as it exists. The parent's own descriptors stay open.
 
-Nor does it take along the membership: whatever the child asks of its parent's worker raises UsageError at once.
+Nor does a child inherit the membership: each call on its parent's worker raises UsageError at once.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from gradserver.protocol.url import parse_target
 
 
 class Owned(Protocol):
-    """What belongs to one process: a worker's session."""
+    """An object that belongs to one process: a worker's session."""
 
     def disown(self, owner: int) -> None:
-        """This process is a forked child, and all this is that of its parent, ``owner``."""
+        """Note that this process is a forked child, and the object its parent's, ``owner``."""
 
 
 _owned: weakref.WeakSet[Owned] = weakref.WeakSet()
 """Memberships of this process."""
 _guarded: Counter[tuple[str, int]] = Counter()
-"""Where coordinators are that this process is connected to."""
+"""Number of connections of this process by address."""
 _LOCAL = b"\0" + ADDRESS_PREFIX.encode()
 _LISTS = ("/proc/self/fd", "/dev/fd")
 
 
 def own(membership: Owned) -> None:
-    """Children that this process forks from now on cannot use ``membership``."""
+    """Keep children that this process forks from now on from using ``membership``."""
     _register()
     _owned.add(membership)
 
 
 def guard(address: str) -> None:
-    """Children that this process forks from now on let go of connections to ``address``, and to local sockets."""
+    """Have children that this process forks from now on drop connections to ``address``, and to local sockets."""
     _register()
     _guarded[_target(address)] += 1
 
 
 def unguard(address: str) -> None:
-    """One connection to ``address`` is closed."""
+    """Note that a connection to ``address`` is closed."""
     target = _target(address)
     _guarded[target] -= 1
     if _guarded[target] <= 0:
@@ -78,7 +78,7 @@ def _target(address: str) -> tuple[str, int]:
 
 
 def _let_go() -> None:
-    """In a child: whatever is connected to a coordinator becomes nothing.
+    """Replace, in a child, each connection to a coordinator by nothing.
 
     The descriptors stay taken, since libraries that know their numbers may close them once more.
     """

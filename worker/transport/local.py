@@ -1,4 +1,4 @@
-"""A worker's local sockets to processes of its own host: memory is handed over there, and messages pass."""
+"""A worker's local sockets to processes of its own host, through which it hands over memory and messages."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Partner:
         self.socket = connection
         self.token = token
         self._released: deque[int] = deque()
-        """Segments that it was not told of yet, because its socket is full."""
+        """Released segments that are not announced yet, as the socket is full."""
 
     def ask(self, message: Offer | Lend | Talk, kind: type[A], descriptors: Sequence[int], timeout: float) -> A:
-        """Send ``message`` with descriptors, and give the answer, which must be of this kind."""
+        """Send ``message`` with descriptors, and return the answer, which must be of this ``kind``."""
         self.socket.settimeout(timeout)
         self._send_releases()
         socket.send_fds(self.socket, [encode_packet(message)], descriptors, socket.MSG_NOSIGNAL)
@@ -57,7 +57,7 @@ class Partner:
         return answer
 
     def release(self, number: int) -> None:
-        """Say that a segment is used no more, now or later."""
+        """Announce, now or later, that a segment is used no more."""
         self._released.append(number)
         with contextlib.suppress(OSError):
             self.socket.settimeout(0.0)  # a garbage collector does not wait for a coordinator
@@ -70,11 +70,11 @@ class Partner:
 
 
 class LocalLine:
-    """A connection through which messages pass, both ways and without a thread between.
+    """A connection through which messages pass both ways, without a thread between.
 
     Args:
-        address: the coordinator's local socket, as it said.
-        token: what to show there.
+        address: address of the coordinator's local socket.
+        token: shown there.
         timeout: seconds that the coordinator has for its answer.
 
     Attributes:
@@ -103,7 +103,7 @@ class LocalLine:
 
 
 def connect_all(places: Sequence[tuple[str, str]], timeout: float) -> tuple[list[Partner], list[bool]]:
-    """Connections to those that can be reached, and which these are. Raises what the first one is not reached for."""
+    """Connect to all that can be reached, and return which these are. Raises the first error if there are none."""
     peers: list[Partner] = []
     reached: list[bool] = []
     first: BackendUnavailableError | None = None
@@ -142,7 +142,7 @@ def _connect(address: str, timeout: float) -> socket.socket:
 
 
 def reason_of(error: BaseException) -> str:
-    """What to tell a user about ``error``, in a few words."""
+    """Return what to tell a user about ``error``, in a few words."""
     if isinstance(error, TimeoutError):
         return "the coordinator did not answer in time"
     if isinstance(error, OSError) and error.strerror:

@@ -1,15 +1,15 @@
-"""How a member of a durable group outlives its connections: a channel that is made anew under the session's hands.
+"""The channel of a durable group's member, which outlives its connections: it is made anew under the session.
 
     state     event                                   next      what happens
     ────────  ──────────────────────────────────────  ────────  ─────────────────────────────────────────────────────
     UP        the connection breaks                   DOWN      nothing fails; waits go on, and their clocks stop
-    UP        … of who is about to join               CLOSED    LeftOutError: it has nothing that others may need
+    UP        … of a worker that is about to join     CLOSED    LeftOutError: it has nothing that others may need
     UP        the coordinator says that it stops      DOWN      another one may take its place
     UP        any other Failure of the connection     CLOSED    everything open fails with it
-    UP        what comes cannot be                    DOWN      it may have been made wrong once
+    UP        a message violates the protocol         DOWN      it may have been made wrong once
     any       … again, in the same round              CLOSED    ProtocolError: it would come for ever
-    DOWN      each 50 ms, or 0.4 s                    DOWN      somebody is looked for; each 5 s the log says so
-    DOWN      a connection stands                     RESUMING  Resume, and who this was
+    DOWN      each 50 ms, or 0.4 s                    DOWN      it tries to connect; each 5 s the log says so
+    DOWN      a connection stands                     RESUMING  Resume
     DOWN      patience is over                        CLOSED    ConnectionLostError: how long, and what was tried
     RESUMING  Resumed                                 RESUMING  memory is shared again; Holding
     RESUMING  Standing                                UP        what has no result is sent again
@@ -65,17 +65,17 @@ log = logging.getLogger("gradserver")
 
 RETRY_SECONDS: Final = 0.05
 _MOST_RETRY_SECONDS: Final = 0.4
-"""Where somebody accepts connections who is no coordinator, as a proxy whose coordinator is not there: to find that out
-costs milliseconds of a processor, which a coordinator of the same machine needs to start."""
+"""Longest pause between two attempts where something accepts connections that is no coordinator, as a proxy.
+Each attempt costs milliseconds of a processor, which a coordinator of the same machine needs to start."""
 SAY_SO_EVERY: Final = 5.0
-"""Seconds between two lines of the log that say who is waited for."""
+"""Seconds between two lines of the log during a wait."""
 _LOOK_SECONDS: Final = 0.1
-"""How often somebody looks for what comes in while nobody waits for anything."""
+"""Pause between two looks for messages while no thread waits."""
 _REACH_SECONDS: Final = 1.0
-"""How long an attempt to connect may take."""
+"""Time limit of an attempt to connect."""
 _FAREWELL_SECONDS: Final = 1.0
 _ANSWER_SECONDS: Final = 10.0
-"""How long a coordinator that accepts a connection may take to say that it knows us."""
+"""Time limit for the answer of a coordinator that accepts a connection."""
 
 
 class Lifeline:
@@ -83,7 +83,7 @@ class Lifeline:
 
     Args:
         channel: the connection that stands.
-        session: whose channel this is to be.
+        session: session of this channel.
         patience: seconds for which a lost coordinator is waited for.
 
     Attributes:
@@ -99,22 +99,22 @@ class Lifeline:
         self.resumption = Resumption(session, self._clock, Regions(self.region, self.place_of))
         self._is_up = True
         self._trying: TcpChannel | None = None
-        """A connection through which this worker resumes, until it has."""
+        """Connection through which this worker is resuming; None if it is not."""
         self._introduced = False
-        """It was said there who this is."""
+        """True once Resume was said there."""
         self._failed: GradServerError | None = None
-        """What has become of it, if it broke."""
+        """Error of that connection, if it broke."""
         self._garbled: int | None = None
-        """The round in which something came last that cannot be."""
+        """Last round in which a message violated the protocol."""
         self._enough: Callable[[], bool] = lambda: True
         self._waiting: Counter[int] = Counter()
-        """Threads that wait, by the connection that stood when they began."""
+        """Number of waiting threads, by the generation of the connection on which they began."""
         self._generation = 0
         self._shards = session.membership.shards
-        """Where connections go besides."""
+        """URLs of the data shards."""
         self._closing = False
         self._news = threading.Event()
-        """There is something for our own thread to do."""
+        """Set when the own thread has something to do."""
         self.attach(session)
         self._thread = threading.Thread(target=self._live, name="gradserver-lifeline", daemon=True)
         self._thread.start()
@@ -122,11 +122,11 @@ class Lifeline:
     # ── as any channel ────────────────────────────────────────────────────────────────────────────────
 
     def attach(self, receiver: Receiver) -> None:
-        """From now on what arrives goes to ``receiver``, but for the end of a connection."""
+        """Hand messages that arrive to ``receiver`` from now on, but not the end of a connection."""
         self._channel.attach(Ears(self, self._channel, receiver))
 
     def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0) -> None:
-        """Send, or drop what will be said again when the coordinator is back."""
+        """Send, or drop what will be sent again when the coordinator is back."""
         with self._lock:
             if self._closing:
                 raise ClosedError("this worker is closed")
@@ -140,7 +140,7 @@ class Lifeline:
 
     @uninterrupted
     def wait(self, done: Lock, timeout: float) -> bool:
-        """Wait until ``done`` can be acquired; the time in which there is no coordinator is not counted."""
+        """Wait until ``done`` can be acquired. Time without a coordinator does not count."""
         left, until = timeout, self._clock.seconds + timeout
         while True:
             with self._lock:
@@ -158,12 +158,12 @@ class Lifeline:
             left = max(left, RETRY_SECONDS)
 
     def watch(self, enough: Callable[[], bool]) -> None:
-        """Messages are due that nobody waits for yet: receive them all the same, until ``enough()``."""
+        """Receive messages until ``enough()``, although no thread waits for them yet."""
         self._enough = enough
         self._channel.watch(self._has_enough)
 
     def look(self) -> None:
-        """Receive what has come in, and do not wait for more."""
+        """Receive what has come in, without waiting for more."""
         self._channel.look()
 
     def _has_enough(self) -> bool:
@@ -172,15 +172,15 @@ class Lifeline:
         )
 
     def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
-        """Memory that the coordinator sees too; None if there is none."""
+        """Return memory that the coordinator sees too; None if there is none."""
         return self._channel.empty(nbytes)
 
     def region(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
-        """Memory that the coordinator may write to; None if there is none."""
+        """Return memory that the coordinator may write to; None if there is none."""
         return self._channel.region(nbytes)
 
     def place_of(self, data: npt.NDArray[np.uint8], shard: int = 0) -> Place | None:
-        """Where ``data`` lies in memory that ``shard`` sees too; None if it does not."""
+        """Return the place of ``data`` in memory that ``shard`` sees too; None if it is elsewhere."""
         return self._channel.place_of(data, shard)
 
     def prepare_to_leave(self, patience: float) -> None:
@@ -193,7 +193,7 @@ class Lifeline:
         self._clock.run_on()
 
     def close(self) -> None:
-        """Let go, and look for the coordinator no more."""
+        """Close all connections, and look for the coordinator no more."""
         with self._lock:
             self._closing = True
             channels = [self._channel] if self._trying is None else [self._trying, self._channel]
@@ -207,7 +207,7 @@ class Lifeline:
     # ── while there is no coordinator ─────────────────────────────────────────────────────────────────
 
     def broke(self, channel: TcpChannel, error: GradServerError) -> None:
-        """``channel`` has come to its end."""
+        """Handle the end of ``channel``."""
         session = self._session
         with self._lock:
             if self._closing or session.closed or (channel is not self._trying and not self._is_up):
@@ -233,7 +233,7 @@ class Lifeline:
             session.lost(error)
 
     def _is_garbled_again(self, error: GradServerError) -> bool:
-        """Note what cannot be; whether it is the second in this round, and so would come on each connection."""
+        """Note a violation of the protocol. Return True for the second in a round: it would come on each connection."""
         if not isinstance(error, ProtocolError):
             return False
         last, self._garbled = self._garbled, self._session.round
@@ -247,15 +247,15 @@ class Lifeline:
             channel.put_out_beacon()
 
     def stopped(self, error: CoordinatorStoppedError) -> None:
-        """The coordinator has said that it stops."""
+        """Handle that the coordinator has said that it stops."""
         with self._lock:
             channel = self._trying or self._channel
         self.broke(channel, error)
 
     def _live(self) -> None:
-        """The life of our own thread.
+        """Run in the own thread: reconnect, and look for messages from time to time.
 
-        While nobody waits for anything, as in a long forward pass, nobody reads; then it looks from time to time.
+        While no thread waits for a result, as in a long forward pass, no other one reads.
         """
         while not self._closing and not self._session.closed:
             if self._news.wait(_LOOK_SECONDS):
@@ -266,7 +266,7 @@ class Lifeline:
                 self._come_back()
 
     def _come_back(self) -> None:
-        """Look for the coordinator until it is there again, or patience is over."""
+        """Look for the coordinator until it is back, or the patience is over."""
         session, since, old = self._session, time.monotonic(), self._channel
         tried, said, pause = 0, since, RETRY_SECONDS
         memory, beacon = old.detach_memory(), old.detach_beacon()
@@ -303,14 +303,14 @@ class Lifeline:
 
     @staticmethod
     def _find(url: str) -> None:
-        """Raise why nobody is there."""
+        """Raise CoordinatorUnreachableError if nothing listens at ``url``."""
         try:
             reach(url, _REACH_SECONDS)
         except OSError as error:
             raise CoordinatorUnreachableError(reason_of(error)) from None
 
     def _resume(self, memory: SharedMemory | None, beacon: Beacon | None, since: float) -> None:
-        """Try once: be known to the coordinator again, and hear what stands. Raises why not."""
+        """Try once to resume on a new connection. Raises the reason for which it failed."""
         resumption = self.resumption
         channel = TcpChannel(self._channel.url, _REACH_SECONDS)
         with self._lock:
@@ -320,7 +320,7 @@ class Lifeline:
         channel.attach_beacon(beacon)
         channel.attach(Ears(self, channel, self._session))
         resuming = resumption.resume(channel)
-        self._introduced = True  # and not before: whoever says something else first is a stranger
+        self._introduced = True  # and not before: a connection that says something else first is turned away
         channel.ask()
         self._check_trying()
         resumed: Resumed = resuming.wait(_ANSWER_SECONDS)
@@ -341,7 +341,7 @@ class Lifeline:
             self._generation += 1
         channel.watch(self._has_enough)
         standing = resumption.restate(channel)
-        self._check_trying()  # if it broke before there was a handle, nobody tells the handle
+        self._check_trying()  # if it broke before there was a handle, the handle does not hear of it
         again: int = standing.wait(self._session.timeout + VERDICT_SECONDS)
         with self._lock:
             if self._failed is not None:
@@ -353,15 +353,15 @@ class Lifeline:
         )
 
     def _check_trying(self) -> None:
-        """Raise what has become of the connection through which this worker resumes, if it broke."""
+        """Raise the error of the connection through which this worker is resuming, if it broke."""
         with self._lock:
             if self._failed is not None:
                 raise self._failed
 
     def goes_on_with(self, shards: tuple[str, ...], answers: bool) -> bool:
-        """Whether data shards are where this worker takes them to be, as from now on, if that ``answers`` its Resume.
+        """Return True if this worker is connected to these ``shards``; else all connections are made anew.
 
-        If they are not, all connections are made anew.
+        ``answers``: the list answers this worker's Resume, and is in force from now on.
         """
         with self._lock:
             if answers:
@@ -372,7 +372,7 @@ class Lifeline:
         return right
 
     def _let_go(self) -> None:
-        """Of a connection through which it was not possible to resume."""
+        """Close a connection on which it was not possible to resume."""
         with self._lock:
             channel, self._trying = self._trying, None
         if channel is not None:
@@ -390,7 +390,7 @@ class Lifeline:
 
 
 def _out(session: Session, error: GradServerError) -> LeftOutError:
-    """Who does not contribute yet has nothing that others may need, and begins anew."""
+    """Return the error for a worker that does not contribute yet: it has nothing that others need, and joins anew."""
     welcome = session.membership
     name = welcome.names[welcome.rank]
     what = f"this worker, {name!r}, was about to join group {welcome.group!r}, and has to do so again"
@@ -398,7 +398,7 @@ def _out(session: Session, error: GradServerError) -> LeftOutError:
 
 
 class Ears:
-    """Hands on what one connection says, and keeps its end to the lifeline."""
+    """Hands on the messages of one connection, and reports its end to the lifeline."""
 
     def __init__(self, lifeline: Lifeline, channel: TcpChannel, receiver: Receiver) -> None:
         self.receive = receiver.receive
@@ -406,5 +406,5 @@ class Ears:
         self._channel = channel
 
     def lost(self, error: GradServerError) -> None:
-        """The connection broke."""
+        """Report that the connection broke."""
         self._lifeline.broke(self._channel, error)

@@ -1,8 +1,8 @@
 """A worker's side of the memory that it shares with a coordinator, or several data shards, of the same host.
 
-Memory is handed over in *segments* (`gradserver.protocol.sharing` has the talk). What needs `OWN_SEGMENT_BYTES` or more
-gets one of its own, and the others divide *arenas* among themselves. An array from `SharedMemory.empty` is the only one
-that knows it is special: when it, and everything that views it, is garbage, its memory is shared no more.
+Memory is handed over in *segments* (`gradserver.protocol.sharing` has the messages). An array of `OWN_SEGMENT_BYTES` or
+more gets one of its own, and the others divide *arenas* among themselves. Only an array from `SharedMemory.empty` is
+special: when it, and everything that views it, is garbage, its memory is shared no more.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger("gradserver")
 OWN_SEGMENT_BYTES: Final = 256 * KIB
 ARENA_BYTES: Final = 1 * MIB
 ALIGNMENT: Final = 64
-"""Of what lies in an arena: a cache line, which no two arrays share."""
+"""Alignment of arrays in an arena: a cache line, which no two arrays share."""
 
 _address_of = ctypes.addressof
 _view_of: Any = ctypes.c_char.from_buffer
@@ -57,20 +57,20 @@ class SharedMemory:
     """Memory that both this worker and its coordinator see, or all of several data shards.
 
     Args:
-        address: the coordinator's local socket, as it said.
-        token: what to show there.
+        address: address of the coordinator's local socket.
+        token: shown there.
         timeout: seconds that the coordinator has for any answer.
-        level: of the log line that is written if later no more memory can be shared.
+        level: level of the log line if later no more memory can be shared.
         others: address and token of further data shards, which are to see the same memory if they can be reached.
-        durable: whether it can be shared again with another coordinator. Then only what is asked for as ``writable`` is
-            memory that the coordinator may write to, and that is not shared again: what one coordinator has sealed,
-            another one can map for reading only.
+        durable: True if it can be shared again with another coordinator. Then the coordinator may write only to memory
+            that is asked for as ``writable``. That is not shared again: what one coordinator has sealed, another one
+            can map for reading only.
 
     Attributes:
-        reached: whether each of them sees it, the first one included.
+        reached: True for each that sees the memory, the first one included.
 
     Raises:
-        BackendUnavailableError: nothing can be shared; says why.
+        BackendUnavailableError: nothing can be shared.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class SharedMemory:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._freed: deque[_Block] = deque()
-        """Blocks whose arrays are garbage, until someone who holds the lock sees to them."""
+        """Blocks whose arrays are garbage, until a thread that holds the lock frees them."""
         self._segments: dict[int, _Segment] = {}
         self._index: tuple[list[int], list[_Segment]] = ([], [])
-        """Where segments begin, and which; never changed but replaced, so that it is read without the lock."""
+        """Segments by their first addresses. Never changed but replaced, so that it is read without the lock."""
         self._arenas: list[_Segment] = []
         self._blocks: set[_Block] = set()
         self._offered = 0
         self._trouble: str | None = None
-        """Why no more segments can be shared, since when one could not."""
+        """Reason why no more segments can be shared, once one could not."""
         self._peers, self.reached = connect_all([(address, token), *others], timeout)
         try:
             self._arenas.append(self._share(ARENA_BYTES, writable=not durable))
@@ -105,10 +105,10 @@ class SharedMemory:
             raise BackendUnavailableError(reason_of(error)) from error
 
     def share_again(self, places: Sequence[tuple[str, str]]) -> None:
-        """Share with others what cannot be written to: by address and token, as at first.
+        """Share the memory that cannot be written to with others, by address and token as at first.
 
         Raises:
-            BackendUnavailableError: nothing can be shared; says why.
+            BackendUnavailableError: nothing can be shared.
         """
         with self._lock:
             self._tidy()
@@ -126,7 +126,7 @@ class SharedMemory:
             self._trouble = None
 
     def _forget(self, segment: _Segment) -> None:
-        """Share a segment no more, and do not say so: whoever had it is gone. Arrays stay what they are: memory."""
+        """Share a segment no more, without a word: the process that had it is gone. Arrays stay memory."""
         del self._segments[segment.number]
         self._index_again()
         self._blocks = {block for block in self._blocks if block.segment is not segment}
@@ -140,7 +140,7 @@ class SharedMemory:
     # ── what the channel calls ────────────────────────────────────────────────────────────────────────
 
     def empty(self, nbytes: int, writable: bool = False) -> npt.NDArray[np.uint8] | None:
-        """Uninitialised shared memory; None if there is none to be had, or none is needed.
+        """Return uninitialised shared memory; None if there is none, or none is needed.
 
         ``writable``: the coordinator may write to it. It may write to all, unless this is durable.
         """
@@ -159,7 +159,7 @@ class SharedMemory:
         return array
 
     def place_of(self, data: npt.NDArray[np.uint8]) -> Place | None:
-        """Where ``data``, which is contiguous, lies in shared memory; None unless all of it does."""
+        """Return the place of ``data``, which is contiguous, in shared memory; None unless all of it is there."""
         starts, segments = self._index
         length = data.nbytes
         if not starts or not length:
@@ -180,7 +180,7 @@ class SharedMemory:
         return Place(segment.number, offset)
 
     def close(self) -> None:
-        """Share nothing any more. Arrays that exist stay what they are: memory."""
+        """Share nothing any more. Arrays that exist stay memory."""
         if self._process != os.getpid():
             return
         with self._lock:
@@ -196,7 +196,7 @@ class SharedMemory:
 
     @property
     def segments(self) -> int:
-        """How many segments are shared now."""
+        """Number of segments that are shared now."""
         return len(self._segments)
 
     # ── blocks: what arrays lie in ────────────────────────────────────────────────────────────────────
@@ -224,7 +224,7 @@ class SharedMemory:
         raise BackendUnavailableError(f"{MAX_SEGMENTS} segments are shared already, that is all there may be")
 
     def _array(self, block: _Block, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The array over ``block``, which is free again when the array and all views of it are garbage.
+        """Return the array over ``block``, which is free again when the array and all views of it are garbage.
 
         What views view is the owner: numpy does not look through it for the mapping, because its type is another.
         """
@@ -234,13 +234,13 @@ class SharedMemory:
         return owner.view(np.ndarray)
 
     def _free(self, block: _Block) -> None:
-        """Called by the garbage collector: in any thread, at any line, also at those where it holds the lock."""
+        """Free a block. The garbage collector calls this in any thread, at any line, even where the lock is held."""
         if self._process == os.getpid():
             self._freed.append(block)
             self._tidy_soon()
 
     def _tidy_soon(self) -> None:
-        """See to what was freed, now, or when whoever holds the lock lets go of it."""
+        """Tidy what was freed: now, or when the thread that holds the lock releases it."""
         while self._freed and self._lock.acquire(blocking=False):
             try:
                 self._tidy()
@@ -263,7 +263,7 @@ class SharedMemory:
     # ── segments: what the coordinator knows ──────────────────────────────────────────────────────────
 
     def _share(self, nbytes: int, writable: bool) -> _Segment:
-        """A new segment for ``nbytes`` bytes of data, which the coordinator has mapped too."""
+        """Return a new segment for ``nbytes`` bytes of data, which the coordinator has mapped, too."""
         number, self._offered = self._offered, self._offered + 1
         size = SEGMENT_HEADER_BYTES + nbytes
         segment = _Segment(number, *_allocate(size), size, writable)
@@ -272,14 +272,14 @@ class SharedMemory:
         except BaseException:
             segment.close()
             raise
-        if not self._durable or writable:  # nobody will be offered it again
+        if not self._durable or writable:  # it will not be offered again
             segment.close()
         self._segments[number] = segment
         self._index_again()
         return segment
 
     def _offer(self, segment: _Segment) -> None:
-        """Have the coordinator map ``segment``, and make sure that this is the same memory."""
+        """Have the coordinator map ``segment``, and check that this is the same memory."""
         number, size, mapping, writable = segment.number, segment.size, segment.mapping, segment.writable
         descriptors = [segment.descriptor]
         try:
@@ -293,11 +293,11 @@ class SharedMemory:
                 if not same or (writable and mapping[COORDINATORS_PROOF] != answer.written):
                     raise BackendUnavailableError("what the coordinator sees there is other memory")
         except BaseException as error:
-            self._trouble = self._trouble or reason_of(error)  # the talk has come out of step
+            self._trouble = self._trouble or reason_of(error)  # the messages are out of step
             raise
 
     def _withdraw(self, segment: _Segment) -> None:
-        """Share ``segment`` no more. Its address is forgotten before it is unmapped, and can be another's."""
+        """Share ``segment`` no more. Its address is forgotten before it is unmapped, and may be another's then."""
         del self._segments[segment.number]
         self._index_again()
         segment.close()
@@ -320,7 +320,7 @@ class SharedMemory:
 
 
 class _Owner(np.ndarray[Any, np.dtype[np.uint8]]):
-    """What all views of one block hang on."""
+    """The owner that all views of one block keep alive."""
 
 
 class _Block:
@@ -336,22 +336,22 @@ class _Block:
 
 
 class _Segment:
-    """Memory that is mapped here and there, and which parts of it are free."""
+    """Memory that both sides have mapped, and its free parts."""
 
     def __init__(self, number: int, descriptor: int, mapping: mmap.mmap, size: int, writable: bool) -> None:
         self.number = number
         self.descriptor = descriptor
         self.writable = writable
-        """For the coordinator."""
+        """Descriptor for the coordinator."""
         self.close = weakref.finalize(self, os.close, descriptor)
         self.mapping = mapping
         self.size = size
         self.address = _address_of(_view_of(mapping))
         self._free = [(SEGMENT_HEADER_BYTES, size)]
-        """Sorted, and no two that touch."""
+        """Free parts in order, of which no two touch."""
 
     def carve(self, nbytes: int) -> _Block | None:
-        """A block of ``nbytes`` bytes, rounded up; None if no free part is as large."""
+        """Return a block of ``nbytes`` bytes, rounded up; None if no free part is as large."""
         length = -(-nbytes // ALIGNMENT) * ALIGNMENT
         for index, (start, stop) in enumerate(self._free):
             if stop - start >= length:
@@ -360,7 +360,7 @@ class _Segment:
         return None
 
     def put_back(self, block: _Block) -> None:
-        """``block`` is free again."""
+        """Free ``block``."""
         start, stop = block.start, block.stop
         index = bisect_right(self._free, (start, stop))
         if index < len(self._free) and self._free[index][0] == stop:
@@ -370,12 +370,12 @@ class _Segment:
         insort(self._free, (start, stop))
 
     def is_unused(self) -> bool:
-        """Whether all of it is free."""
+        """Return True if all of it is free."""
         return self._free == [(SEGMENT_HEADER_BYTES, self.size)]
 
 
 def _allocate(size: int) -> tuple[int, mmap.mmap]:
-    """New memory of ``size`` bytes: its descriptor, and where it is mapped.
+    """Return new memory of ``size`` bytes: its descriptor and its mapping.
 
     All of it is allocated at once, because the coordinator trusts in no page that does not exist. The kernel would
     not refuse what it does not have, but kill someone: so we look before.
@@ -400,7 +400,7 @@ def _allocate(size: int) -> tuple[int, mmap.mmap]:
 
 
 def _available() -> int:
-    """Bytes of memory that the system could give."""
+    """Return the bytes of memory that the system could give."""
     with open("/proc/meminfo", "rb") as facts:
         for line in facts:
             if line.startswith(b"MemAvailable:"):

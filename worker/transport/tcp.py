@@ -1,17 +1,17 @@
 """A worker's end of the tcp channel: a ZeroMQ DEALER socket for each data shard, shared by the threads that need it.
 
-A small tensor should be two hops of the network and none between threads. So whoever sends does it in
-his own thread, and whoever waits for a result reads it himself: he becomes the *reader*, if nobody is.
-A thread of our own reads only while results are due that nobody waits for (see `TcpChannel.watch`).
+A small tensor should be two hops of the network and none between threads. So a thread sends by itself, and a thread
+that waits for a result reads by itself: it becomes the *reader*, if there is none. The channel's own thread reads only
+while results are due for which no thread waits (`TcpChannel.watch`).
 
-Sockets are not safe to share, so every call on one is made under a lock. Their file descriptors are
-edge-triggered, and any call can swallow the edge: therefore a reader first takes what there is and then
-waits, and a sender looks whether something came in under his hands, and if so wakes the reader.
+Sockets are not safe to share, so every call on one is made under a lock. Their file descriptors are edge-triggered, and
+any call can swallow the edge. Therefore a reader first takes all messages and then waits. A sender checks whether its
+call has swallowed an edge, and then wakes the reader.
 
 With processes of the same host messages pass through local sockets (`.local`), which signal as long as there is
-something to take. ZeroMQ's connections stay, and say who is alive.
+something to take. ZeroMQ's connections stay, and show which processes are alive.
 
-One reader reads all sockets. When one connection is lost, everything is: nothing goes without any of the shards.
+One reader reads all sockets. When one connection is lost, all are: no round is complete without each shard.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class TcpChannel:
 
     Args:
         url: ``tcp://HOST:PORT``.
-        timeout: seconds to keep trying while nobody listens there.
+        timeout: seconds to keep trying while nothing listens there.
 
     Raises:
         InvalidArgumentError: ``url`` is no URL.
-        CoordinatorUnreachableError: nobody listened there in time.
+        CoordinatorUnreachableError: nothing listened there in time.
     """
 
     def __init__(self, url: str, timeout: float) -> None:
@@ -78,13 +78,13 @@ class TcpChannel:
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._closing = False
-        """Nothing is sent or received any more."""
+        """True once nothing is sent or received any more."""
         self._closed = False
         self._wakeup = Wakeup()
         self._wake = self._wakeup.wake
         self._poller = select.poll()
         self._happened: list[tuple[int, int]] = []
-        """What the poller has said, and was not seen to yet."""
+        """Events of the poller that are not handled yet."""
         self._wake_fd = self._wakeup.descriptor
         self._poller.register(self._wake_fd, select.POLLIN)
         self._monitors: dict[int, Line] = {}
@@ -92,37 +92,37 @@ class TcpChannel:
         self._locals: dict[int, Line] = {}
         """Lines by their local sockets' descriptors."""
         self._edgy: tuple[Line, ...] = tuple(self._lines)
-        """Lines of which to take what there is before waiting."""
+        """Lines whose messages must be taken before a wait."""
         self._listen(self._lines[0])
         self.heard = False
-        """Whether anybody has said a word that a coordinator or a shard would."""
+        """True once a message has come that a coordinator or a shard would send."""
         self._ask_at = time.monotonic() + PING_SECONDS
         self._enough: Callable[[], bool] = lambda: True
         self._bystanders = 0
-        """Threads that wait while another one reads."""
+        """Number of threads that wait while another one reads."""
         self._watched = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._watch, name="gradserver-tcp", daemon=True)
         self._memory: SharedMemory | None = None
         self._memory_at: MemoryAt | None = None
         self._asking: threading.Lock | None = None
-        """Whoever waits to hear where memory can be shared: let go of when that is known, or never will be."""
+        """Lock of the thread that asks where memory can be shared. Released when that is known, or never will be."""
 
     def attach(self, receiver: Receiver) -> None:
-        """What comes in goes to ``receiver``, in the thread of whoever reads."""
+        """Hand messages that come in to ``receiver``, in the thread that reads."""
         self._lines[0].receiver = receiver
         if not self._thread.is_alive():
             self._thread.start()
 
     @property
     def url(self) -> str:
-        """The coordinator's."""
+        """URL of the coordinator."""
         return self._lines[0].url
 
     def add(self, url: str, receiver: Receiver, timeout: float) -> None:
-        """Connect to one more data shard; what comes from there goes to ``receiver``.
+        """Connect to one more data shard, and hand its messages to ``receiver``.
 
         Raises:
-            CoordinatorUnreachableError: nobody listened there in time.
+            CoordinatorUnreachableError: nothing listened there in time.
         """
         url = beside(url, self._lines[0].url)
         address, _, _ = wait_for_listener(url, timeout, f"data shard of {self._lines[0].url}")
@@ -144,7 +144,7 @@ class TcpChannel:
     # ── what shows that this process runs ─────────────────────────────────────────────────────────────
 
     def settle(self, timeout: float) -> None:
-        """Wait until all shards would notice if this process froze, and no longer than ``timeout``."""
+        """Wait until all shards would notice if this process froze, ``timeout`` seconds at most."""
         until = time.monotonic() + timeout
         for line in self._lines:
             if line.beacon is not None:
@@ -168,18 +168,18 @@ class TcpChannel:
     def share_memory(self, timeout: float, durable: bool = False) -> None:
         """Share memory from now on with the coordinator and all data shards that run on this host.
 
-        If it is ``durable``, it can be shared again, with another coordinator: `empty` then is for contributions, which
-        the coordinator cannot write to, and `region` for results.
+        ``durable`` memory can be shared again, with another coordinator. Then `empty` is for contributions, which the
+        coordinator cannot write to, and `region` for results.
 
         Raises:
-            BackendUnavailableError: that cannot be; says why. Everything goes through the connection then.
+            BackendUnavailableError: it cannot be shared. Everything goes through the connection then.
         """
         places = [self._ask_for_memory(line.number, timeout) for line in self._lines]
         level = logging.INFO if self.on_this_host else logging.DEBUG
         self._shares(SharedMemory(*places[0], timeout, level, places[1:], durable), places, timeout)
 
     def share_again(self, memory: SharedMemory, timeout: float) -> None:
-        """Share what was shared through another connection. Errors as of `share_memory`."""
+        """Share memory that was shared through another connection. Errors as of `share_memory`."""
         places = [self._ask_for_memory(line.number, timeout) for line in self._lines]
         memory.share_again(places)
         self._shares(memory, places, timeout)
@@ -192,25 +192,25 @@ class TcpChannel:
                 self._talk(line, LocalLine(*place, timeout))
 
     def detach_memory(self) -> SharedMemory | None:
-        """Memory that was shared through this connection, to be shared through another one."""
+        """Give up the memory that is shared through this connection, and return it for another one."""
         memory, self._memory = self._memory, None
         return memory
 
     def _talk(self, line: Line, local: LocalLine) -> None:
-        """Have messages pass through ``local`` from now on."""
+        """Send and take messages through ``local`` from now on."""
         with self._lock:
             line.local, line.sends_locally = local, True
             self._edgy = tuple(line for line in self._lines if line.local is None)
             self._locals[local.descriptor] = line
             self._poller.register(local.descriptor, select.POLLIN)
-        self._wake()  # whoever reads then looks for the last time without a signal
+        self._wake()  # the reader then looks for the last time without a signal
 
     def _ask_for_memory(self, shard: int, timeout: float) -> tuple[str, str]:
-        """Where a shard takes memory, and what to show there."""
+        """Return the address at which a shard takes memory, and the token for it."""
         self._memory_at = None
         self._asking = asking = threading.Lock()
         asking.acquire()
-        with contextlib.suppress(ClosedError, ConnectionLostError):  # which is the next caller's to hear, and to handle
+        with contextlib.suppress(ClosedError, ConnectionLostError):  # the next caller gets these, and handles them
             self.send(ShareMemory(), (), shard)
         if self._closing or not self.wait(asking, timeout) or self._memory_at is None:
             raise BackendUnavailableError("the coordinator does not say whether it shares memory")
@@ -218,19 +218,19 @@ class TcpChannel:
 
     @property
     def kind(self) -> str:
-        """How gradients reach the coordinator: "shm" or "tcp"."""
+        """Path of gradients to the coordinator: "shm" or "tcp"."""
         return "tcp" if self._memory is None else "shm"
 
     def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
-        """Memory that the coordinator sees too; None if there is none."""
+        """Return memory that the coordinator sees too; None if there is none."""
         return None if self._memory is None else self._memory.empty(nbytes)
 
     def region(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
-        """Memory that the coordinator may write to; None if there is none."""
+        """Return memory that the coordinator may write to; None if there is none."""
         return None if self._memory is None else self._memory.empty(nbytes, writable=True)
 
     def place_of(self, data: npt.NDArray[np.uint8], shard: int = 0) -> Place | None:
-        """Where ``data`` lies in memory that ``shard`` sees too; None if it does not."""
+        """Return the place of ``data`` in memory that ``shard`` sees too; None if it is elsewhere."""
         return self._memory.place_of(data) if self._memory is not None and self._lines[shard].shares else None
 
     def _heard_of_memory(self, answer: MemoryAt | None) -> None:
@@ -242,7 +242,7 @@ class TcpChannel:
     # ── sending ───────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0) -> None:
-        """Send a message, or queue it. Payloads of some size are not copied."""
+        """Send a message, or queue it. Large payloads are not copied."""
         header = encode(message)
         line = self._lines[shard]
         with self._lock:
@@ -265,11 +265,11 @@ class TcpChannel:
             self._wake()
 
     def ask(self, shard: int = 0) -> None:
-        """Ask for a word, which shows whether something was lost before; at once behind the first message."""
+        """Send a Ping, whose answer shows whether a message was lost. It follows the first message at once."""
         self.send(_PING, (), shard)
 
     def _send_locally(self, line: Line, header: bytes, payloads: Sequence[Buffer]) -> bool:
-        """Send through the local socket; False if the other side has closed it. What it said last is yet to be read."""
+        """Send through the local socket; False if the other side has closed it. Its last messages may be unread."""
         local = line.local
         assert local is not None
         waited = len(local.stream.queued)
@@ -285,7 +285,7 @@ class TcpChannel:
 
     @uninterrupted
     def wait(self, done: Lock, timeout: float) -> bool:
-        """Wait until ``done`` can be acquired: by reading, unless another thread does that already."""
+        """Wait until ``done`` can be acquired: read meanwhile, unless another thread does."""
         until = time.monotonic() + timeout
         if self._reading.acquire(blocking=False):
             try:
@@ -299,7 +299,7 @@ class TcpChannel:
             finally:
                 self._reading.release()
             return _acquire(done, until)
-        # Another thread reads. It may leave before our result is there, and then our own thread takes over.
+        # Another thread reads. It may leave before our result is there, and then the channel's own thread takes over.
         with self._lock:
             self._bystanders += 1
         self._watched.release()
@@ -311,13 +311,13 @@ class TcpChannel:
                 self._bystanders -= 1
 
     def watch(self, enough: Callable[[], bool]) -> None:
-        """Have our own thread read, as soon as nobody else does, until ``enough()``."""
+        """Have the channel's own thread read, whenever no other one does, until ``enough()``."""
         self._enough = enough
         self._watched.release()
 
     @uninterrupted
     def look(self) -> None:
-        """Take what has come in, if nobody else reads, and do not wait for more."""
+        """Take what has come in, unless another thread reads, and do not wait for more."""
         if self._reading.acquire(blocking=False):
             try:
                 while not self._closing and self._read(0.0):
@@ -326,7 +326,7 @@ class TcpChannel:
                 self._reading.release()
 
     def _watch(self) -> None:
-        """The life of our own thread."""
+        """Run in the channel's own thread: read when `watch` asks for it."""
         while True:
             self._watched.acquire()
             with self._reading:
@@ -336,15 +336,15 @@ class TcpChannel:
                     return
 
     def _read(self, timeout: float | None) -> bool:
-        """Take one message; if there is none, wait for something to happen. Only for the one reader.
+        """Take one message; if there is none, wait for an event. Only for the one reader.
 
-        Reports a broken connection to the receiver, and then is closing. Whether anything has happened.
+        Returns False if there was no event. Reports a broken connection to the receiver, and is closing then.
         """
         happened = False
         try:
             if self._take_one_of_each(self._edgy):
                 return True
-            if not self._happened:  # else a signal handler has raised before it was seen to
+            if not self._happened:  # else a signal handler has raised before these were handled
                 self._wait(timeout)
             happened = bool(self._happened)
             while self._happened:
@@ -370,9 +370,9 @@ class TcpChannel:
         return happened
 
     def _wait(self, timeout: float | None) -> None:
-        """Wait for something to happen, for a while.
+        """Wait for an event, for a while.
 
-        Now and then say Ping, which is answered: only behind a message that was lost does anything show that it was.
+        Sends a Ping each second, which is answered: that a message was lost shows only by another one behind it.
         """
         now = time.monotonic()
         if now >= self._ask_at:
@@ -402,7 +402,7 @@ class TcpChannel:
         return took
 
     def _take(self, line: Line) -> bool:
-        """Hand one message of ZeroMQ's to its receiver; whether there was any."""
+        """Hand one message of ZeroMQ's to its receiver; False if there was none."""
         frames = self._receive(line)
         if frames is None:
             return False
@@ -411,7 +411,7 @@ class TcpChannel:
         return True
 
     def _take_locally(self, line: Line, events: int = select.POLLIN) -> bool:
-        """Take one packet from a local socket, or send what is queued there; whether there was a packet."""
+        """Take one packet from a local socket, or send what is queued there; False if there was no packet."""
         local = line.local
         if local is None:
             return False
@@ -422,7 +422,7 @@ class TcpChannel:
             frames = local.stream.receive()
         except BlockingIOError:
             return False
-        except (EOFError, OSError):  # it has forgotten us, or is gone: the other connection will tell
+        except (EOFError, OSError):  # the other side has closed it, or is gone: the ZeroMQ connection will tell
             with self._lock:
                 line.local, line.sends_locally = None, False
                 self._edgy = (*self._edgy, line)
@@ -435,7 +435,7 @@ class TcpChannel:
         return True
 
     def _flush(self, line: Line, local: LocalLine) -> None:
-        """Send what is queued; if the other side has closed the socket, what it said last is yet to be read."""
+        """Send what is queued. If the other side has closed the socket, its last messages are yet to be read."""
         with self._lock:
             try:
                 if not local.stream.flush():
@@ -456,7 +456,7 @@ class TcpChannel:
         elif type(message) is BePresent:
             line.light_beacon(message, partial(self.send, shard=line.number))
         elif type(message) is Failure and message.scope is Scope.CONNECTION and message.error == _LOST:
-            raise ConnectionLostError(message.text)  # it is the other side that has noticed it
+            raise ConnectionLostError(message.text)  # the other side has noticed it
         else:
             line.receiver.receive(message, payloads)
 
@@ -478,7 +478,7 @@ class TcpChannel:
         raise error
 
     def give_up(self) -> None:
-        """Close at once: nobody is there who would read what is queued."""
+        """Close at once: no process is there that would read what is queued."""
         for line in self._lines:
             line.gone = True
         self.close()
@@ -486,7 +486,7 @@ class TcpChannel:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """Send what is queued (for a second at most), and let go of everything. May be called twice."""
+        """Send what is queued, for a second at most, and close everything. May be called twice."""
         with self._lock:
             self._closing = True
             closed, self._closed = self._closed, True
@@ -497,7 +497,7 @@ class TcpChannel:
         current = threading.current_thread()
         if self._thread.is_alive() and current is not self._thread:
             self._thread.join()
-        with self._reading:  # whoever still reads has been woken, and leaves
+        with self._reading:  # a thread that still reads has been woken, and leaves
             for line in self._lines:
                 line.put_out_beacon()  # without the lock: it waits for a thread that may be about to send
             with self._lock:
