@@ -27,7 +27,7 @@ class DType:
 
     @property
     def is_floating(self) -> bool:
-        """Whether the type can be averaged: real or complex floating point."""
+        """True if the type can be averaged: real or complex floating point."""
         return self.kind in "fc"
 
 

@@ -76,7 +76,7 @@ def pool_of(key: ExchangeKey, rank: int) -> Pool:
 
 
 class Kind(IntEnum):
-    """What an exchange does with the bytes."""
+    """The treatment of bytes by an exchange."""
 
     ALL_REDUCE = 0
     BROADCAST = 1
@@ -134,7 +134,7 @@ class Operation:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the result can differ, bit by bit, from what was sent."""
+        """True if the result can differ, bit by bit, from what was sent."""
         return self.codec is not EXACT
 
     def __str__(self) -> str:

@@ -14,28 +14,28 @@ worker                                  coordinator
   ◄────────────────────────────────────── Agreed (or Failure)
   Push + slice ──────────────────────────►
   ◄────────────────────────────────────── Result + slice, until every slice of the Push has one
-  ◄────────────────────────────────────── Result + slice, unasked, in an elastic group: to who listens
+  ◄────────────────────────────────────── Result + slice, unasked, in an elastic group: to a listener
   Taken ─────────────────────────────────► so much of that was read
   Register, Claim, Used ─────────────────► data: `gradserver.protocol.positions` has them, and the answers
-  Inquire ───────────────────────────────► "who is missing?", when a wait ran out
+  Inquire ───────────────────────────────► "which members are missing?", when a wait ran out
   ◄────────────────────────────────────── Missing
   Leave ─────────────────────────────────► forgets the worker
   ◄────────────────────────────────────── Leave, the same: all that was said before it was heard
   ◄────────────────────────────────────── BePresent, when it has come: also to a data shard that comes to a coordinator
   Present ───────────────────────────────► a moment later (from a worker)
   ◄────────────────────────────────────── Failure at any time; Ping at any time, not answered
-  Ping ──────────────────────────────────► answered with a Ping, by which shows whether something was lost
-  ◄────────────────────────────────────── Membership, in an elastic group, when somebody departed or came in
+  Ping ──────────────────────────────────► answered with a Ping, which shows whether anything was lost
+  ◄────────────────────────────────────── Membership, in an elastic group, when a member departed or came in
   ◄────────────────────────────────────── RoundDone, in an elastic group, after the last Result of a round
   (Resume, Resumed, Holding, Fetch, Held, Standing, after a connection broke: drawn in `gradserver.protocol.resuming`)
-  Serve ─────────────────────────────────► may ask this member for its state, for a joiner
+  Serve ─────────────────────────────────► may ask this member for its state, for a learner
   StateFailed ───────────────────────────► asks another one
 
-joiner                                  coordinator of an elastic group that has begun
+learner                                 coordinator of an elastic group that has begun
   Join ──────────────────────────────────► waits until there is a seat, and all shards know of it
   ◄────────────────────────────────────── Welcome, which says that it joins; then as above, up to Agreed
   Enter ─────────────────────────────────► waits for the end of a round
-  ◄────────────────────────────────────── RoundDone, which says who sends it the state: in transfers
+  ◄────────────────────────────────────── RoundDone, which names the member that sends it the state: in transfers
   Ready ─────────────────────────────────►
   ◄────────────────────────────────────── Entered: it contributes, and is a member when that round is over
 
@@ -103,13 +103,13 @@ from gradserver.protocol.message_family import MessageKind, Payloads, message, r
 @message(1)
 @dataclass(frozen=True, slots=True)
 class Join(MessageKind):
-    """A worker wants in.
+    """The request of a worker to join.
 
     Attributes:
         group: name of the group.
-        name: what people call this worker.
+        name: name of this worker, for people.
         rank: the rank it must have, or -1 for any that is free.
-        world_size: how many workers the group must have, or 0 for what the coordinator was told.
+        world_size: how many workers the group must have, or 0 for the coordinator's number.
         timeout: seconds that this worker waits for the group to be complete, and for any one exchange.
     """
 
@@ -123,17 +123,17 @@ class Join(MessageKind):
 @message(2)
 @dataclass(frozen=True, slots=True)
 class Welcome(MessageKind):
-    """The group is complete. ``credit`` in bytes; ``names`` by rank.
+    """The answer that the group is complete. ``credit`` in bytes; ``names`` by rank.
 
-    ``shards`` are the URLs of the data shards beside the coordinator itself, ``rates`` compare them (its own is the
-    first), and ``token`` is what this worker shows them. ``seats``, by rank, tell that the group is elastic. A
-    ``durable`` one survives broken connections, and the coordinator, which has begun as often as ``incarnation`` says
-    (`gradserver.protocol.resuming`); the token is then also what a Resume shows.
-    ``founded`` is the epoch by which shards know the group, if that is another one. Who ``joins`` a group that has
-    begun is not a member yet: seats, names and its rank are what they would be if it were. What a member
-    gives ``late`` is to be kept for the next round ("keep"), or forgotten ("drop"); if empty, all are waited for.
-    ``timeout`` is how long an exchange waits for a member that is alive, in seconds.
-    ``nonfinite`` says what becomes of gradients that are not finite: "halt", "leave-out", "skip" or "propagate".
+    ``shards`` are the URLs of the data shards beside the coordinator itself. ``rates`` compare them; the coordinator's
+    own is the first. The worker shows them ``token``. ``seats``, by rank, tell that the group is elastic. A ``durable``
+    one survives broken connections, and the coordinator, which has begun as often as ``incarnation`` says
+    (`gradserver.protocol.resuming`). The worker shows the token in a Resume, too. ``founded`` is the epoch by which
+    shards know the group, if that is another one. A worker that ``joins`` a running group is not a member yet: seats,
+    names and its rank are those it would have as one. A ``late`` contribution is kept for the next round ("keep"), or
+    forgotten ("drop"); if empty, all members are waited for. ``timeout`` is how long an exchange waits for a member
+    that is alive, in seconds. ``nonfinite`` is the policy for gradients that are not finite: "halt", "leave-out",
+    "skip" or "propagate".
     """
 
     group: Text
@@ -192,9 +192,10 @@ class Membership(MessageKind):
 
 
 class Transfer(NamedTuple):
-    """The member with seat ``donor`` sends its state to the one with seat ``joiner``. Each transfer has a number.
+    """The order that the member with seat ``donor`` sends its state to the one with seat ``joiner``, by its number.
 
-    With ``waits`` the next round waits for the joiner; else that is sent the results unasked, until it has caught up.
+    With ``waits`` the next round waits for the learner. Otherwise the learner is sent the results unasked, until it has
+    caught up.
     """
 
     number: Count
@@ -206,7 +207,7 @@ class Transfer(NamedTuple):
 @message(22)
 @dataclass(frozen=True, slots=True)
 class RoundDone(MessageKind):
-    """A round of an elastic group is over at all shards; ``epoch`` is that of the next one.
+    """The end of a round of an elastic group at all shards; ``epoch`` is that of the next one.
 
     ``transfers`` are of the state that members have when they have applied this round.
     """
@@ -219,15 +220,15 @@ class RoundDone(MessageKind):
 @message(35)
 @dataclass(frozen=True, slots=True)
 class Serve(MessageKind):
-    """This member can send its state to joiners."""
+    """The offer of this member to send its state to learners."""
 
 
 @message(36)
 @dataclass(frozen=True, slots=True)
 class Enter(MessageKind):
-    """This joiner goes by the group's plan, and wants the state. Again, if it did not get it in ``transfer``.
+    """The request of this learner for the state, by the group's plan; again, if ``transfer`` did not bring it.
 
-    With ``waits`` the others are to wait for it, since more results come meanwhile than it can keep, for example.
+    With ``waits`` the others are to wait for it, for example since more results come meanwhile than it can keep.
     """
 
     transfer: Count = 0
@@ -237,7 +238,7 @@ class Enter(MessageKind):
 @message(37)
 @dataclass(frozen=True, slots=True)
 class Ready(MessageKind):
-    """This joiner has the state of that transfer, and has applied all rounds since that are over."""
+    """The message that this learner has the state of that transfer, and has applied all rounds since that are over."""
 
     transfer: Count
 
@@ -245,7 +246,7 @@ class Ready(MessageKind):
 @message(38)
 @dataclass(frozen=True, slots=True)
 class Entered(MessageKind):
-    """From ``round`` on this joiner contributes."""
+    """The answer that this learner contributes from ``round`` on."""
 
     round: Count
 
@@ -253,7 +254,7 @@ class Entered(MessageKind):
 @message(39)
 @dataclass(frozen=True, slots=True)
 class StateFailed(MessageKind):
-    """The donor of that transfer cannot send its state."""
+    """The message that the donor of that transfer cannot send its state."""
 
     transfer: Count
     reason: Text
@@ -262,7 +263,7 @@ class StateFailed(MessageKind):
 @message(19)
 @dataclass(frozen=True, slots=True)
 class Attend(MessageKind):
-    """To a data shard: this connection is the one of ``rank`` in that group. ``token`` is from the Welcome.
+    """The message to a data shard that this connection is that of ``rank``. ``token`` is from the Welcome.
 
     In an elastic group ranks are seats here, and ``epoch`` is the first one, or the version of the latest Resumed.
     """
@@ -276,13 +277,13 @@ class Attend(MessageKind):
 @message(20)
 @dataclass(frozen=True, slots=True)
 class Attended(MessageKind):
-    """The shard knows the worker, which may push."""
+    """The answer that the shard knows the worker, which may push."""
 
 
 @message(15)
 @dataclass(frozen=True, slots=True)
 class Enlist(MessageKind):
-    """A data shard offers itself: workers reach it at ``url``; ``rate`` is its link's in Gbit/s, if it was told.
+    """The offer of a data shard: workers reach it at ``url``; ``rate`` is its link's in Gbit/s, if it was told.
 
     ``token`` shows that the coordinator has started it; empty at any other.
     """
@@ -295,7 +296,7 @@ class Enlist(MessageKind):
 @message(16)
 @dataclass(frozen=True, slots=True)
 class Enlisted(MessageKind):
-    """The coordinator takes it, and calls it by ``number``. If it is lost, and ``returns``, it is to be waited for."""
+    """The answer that the coordinator takes the shard as ``number``. ``returns``: wait for it if it is lost."""
 
     number: Annotated[int, Field(integer(1, MAX_COUNTER))]
     returns: Flag = False
@@ -318,8 +319,8 @@ class Reported(MessageKind):
 class Propose(MessageKind):
     """The plan (in the payload) by which this worker wants to exchange from the next round on, ``round``.
 
-    In place of the plan that is in force; or ``beside`` it, whose hash that is, as one more section. Then the worker
-    names the sections that it has ``dropped``: who joins names none, and its plan is that of the group's next section.
+    It replaces the plan in force. Or it stands ``beside`` that, named by its hash, as one more section. Then the worker
+    names the sections that it has ``dropped``. A learner names none: its plan is the group's next section.
     """
 
     hash: Text
@@ -331,7 +332,7 @@ class Propose(MessageKind):
 @message(4, Payloads.optional(MAX_FRAME_BYTES))
 @dataclass(frozen=True, slots=True)
 class Agreed(MessageKind):
-    """Every member proposed this plan; ``round`` is the first one to be exchanged by it.
+    """The answer that every member proposed this plan; ``round`` is the first one to be exchanged by it.
 
     If it is a ``section`` of a plan that has more, the whole plan is the payload.
     """
@@ -344,7 +345,7 @@ class Agreed(MessageKind):
 @message(42)
 @dataclass(frozen=True, slots=True)
 class Opens(MessageKind):
-    """This member is about to exchange ``section`` in ``round``. Said only where a plan has several sections."""
+    """The message that this member is about to exchange ``section`` in ``round``, if a plan has several sections."""
 
     round: Stated
     section: Count
@@ -353,10 +354,10 @@ class Opens(MessageKind):
 @message(43)
 @dataclass(frozen=True, slots=True)
 class Steps(MessageKind):
-    """Before ``round`` this member's job has updated models, or has come to the top of its loop: neither of both.
+    """The message that before ``round`` this member's job has updated models, or is at the top of its loop.
 
-    For the ``index``-th time since the round before. Which ones it has updated, and of which others it has dropped the
-    gradients, are the bits of two numbers.
+    It is the ``index``-th such message since the round before. The bits of two numbers are the models that were
+    updated, and those whose gradients were dropped.
     """
 
     round: Stated
@@ -368,7 +369,7 @@ class Steps(MessageKind):
 @message(44)
 @dataclass(frozen=True, slots=True)
 class Follow(MessageKind):
-    """This member has no data of its own: what do the others do before and in ``round``?
+    """The question of a member without data: what do the others do before and in ``round``?
 
     It has done as many updates as ``index`` says since the round before.
     """
@@ -380,10 +381,10 @@ class Follow(MessageKind):
 @message(45)
 @dataclass(frozen=True, slots=True)
 class Opened(MessageKind):
-    """What the others do: if anything is ``updated``, that comes first, as in `Steps`, or they are at the ``top``.
+    """The answer to a Follow. ``updated`` models come first, as in `Steps`, or the others are at the ``top``.
 
-    Else they exchange ``section``. If all of them follow, which is to say that this has ``ended``, it is the first one,
-    and nobody has any data. ``index`` is that of the Follow which this answers.
+    Otherwise they exchange ``section``. If all of them follow, this has ``ended``: the section is the first one, and no
+    member has any data. ``index`` is that of the Follow.
     """
 
     round: Count
@@ -398,7 +399,7 @@ class Opened(MessageKind):
 @message(13)
 @dataclass(frozen=True, slots=True)
 class ShareMemory(MessageKind):
-    """Where can this worker hand over memory, so that its gradients need not travel?"""
+    """The question where this worker can hand over memory, so that its gradients need not travel."""
 
 
 @message(14)
@@ -411,7 +412,7 @@ class MemoryAt(MessageKind):
 
 
 class Place(NamedTuple):
-    """Where something lies in memory that a worker shares with the coordinator: ``offset`` in bytes."""
+    """The place of an array in memory that a worker shares with the coordinator: ``offset`` in bytes."""
 
     segment: int
     offset: int
@@ -470,16 +471,17 @@ class Push(NamedTuple):
     A contribution either travels as payload, or lies in shared memory. There its result is written too, over it.
 
     Attributes:
-        key: which exchange.
-        slice: which piece of it, in order from 0.
+        key: the exchange.
+        slice: its slice, in order from 0.
         weight: this worker's weight, constant over an exchange; 0 means that it does not count.
         present: whether there is data. Without it the contribution is all zeros (or not called for).
-        operation: what this worker believes the exchange to be; None for buckets, the plan says it.
+        operation: the exchange's operation, as this worker has it; None for buckets, where the plan has it.
         slices: how many. More than one only in shared memory.
         place: where in shared memory the contribution lies (if present) and the result belongs.
-        epoch: on the first slice of what depends on the world size, and of transfers, the membership that its sender
-            goes by; 0 elsewhere, and in groups whose membership is fixed.
-        target: where in shared memory the result belongs, in a durable group: there what is given is kept.
+        epoch: the sender's membership, on the first slice of what depends on the world size, and of transfers; 0
+            elsewhere,
+            and in groups with a fixed membership.
+        target: where in shared memory the result belongs, in a durable group, which keeps what is given.
     """
 
     key: Key
@@ -575,16 +577,16 @@ class Leave(MessageKind):
 @message(10)
 @dataclass(frozen=True, slots=True)
 class Ping(MessageKind):
-    """Sent to see whether the connection still stands; nobody answers it."""
+    """A message that shows whether the connection still stands; it is not answered."""
 
 
 @message(40)
 @dataclass(frozen=True, slots=True)
 class BePresent(MessageKind):
-    """Connect once more, as ``identity``, and let libzmq say there that this process runs.
+    """The request to connect once more, as ``identity``, and to let libzmq show there that this process runs.
 
-    It may say nothing for ``silence`` seconds. No message ever passes there but the first, a Ping. A later BePresent
-    with another identity takes the place of this one.
+    It may be silent for ``silence`` seconds. No message ever passes there but the first, a Ping. A later BePresent with
+    another identity replaces this one.
     """
 
     identity: Token
@@ -594,9 +596,9 @@ class BePresent(MessageKind):
 @message(41)
 @dataclass(frozen=True, slots=True)
 class Present(MessageKind):
-    """That has been done, and libzmq has said there for the first time that this process runs.
+    """The answer that this is done, and that libzmq has shown there for the first time that this process runs.
 
-    From now on it would be noticed if it froze, even while a thread keeps Python's lock.
+    From now on a freeze would be noticed, even while a thread keeps Python's lock.
     """
 
     identity: Token
@@ -615,7 +617,7 @@ class Status(MessageKind):
 
 
 class Scope(IntEnum):
-    """How much a failure takes with it."""
+    """The extent of a failure."""
 
     EXCHANGE = 0
     """One exchange; the group goes on."""
@@ -656,7 +658,7 @@ class Failure(MessageKind):
 
     @classmethod
     def of(cls, error: GradServerError, scope: Scope, key: ExchangeKey | None = None) -> Failure:
-        """The message that carries ``error``."""
+        """Return the message that carries ``error``."""
         fields: dict[str, str | int | tuple[str, ...]] = {}
         for name, value in error.fields.items():
             if isinstance(value, str):
@@ -668,7 +670,7 @@ class Failure(MessageKind):
         return cls(scope, type(error).__name__, error.message[:MAX_TEXT], fields, key)
 
     def exception(self) -> GradServerError:
-        """The error to raise. A class or field that this version does not know becomes the nearest it does."""
+        """Return the error to raise. A class or field that this version does not know becomes the nearest it does."""
         kind = ERRORS.get(self.error, GradServerError)
         known = {name: value for name, value in self.fields.items() if name in kind._FIELDS}
         return kind(self.text, **known)

@@ -164,7 +164,7 @@ class Plan:
 
     @cached_property
     def is_shared(self) -> bool:
-        """Whether several modules are exchanged by it, one in a round."""
+        """True if several modules are exchanged by it, one in a round."""
         return len(self.sections) > 1
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Messages about the use of data: who takes which positions of an epoch's order, and what became of them.
+"""Messages about leases of data: which worker takes which positions of an epoch's order, and uses them.
 
 worker                                  coordinator
   Register + used ───────────────────────► "this is the data that I use": compares
@@ -24,9 +24,9 @@ from gradserver.protocol.ranges import MAX_RANGES_BYTES
 @message(30, Payloads.one(MAX_RANGES_BYTES))
 @dataclass(frozen=True, slots=True)
 class Register(MessageKind):
-    """A worker uses data of this ``length`` in the order that follows from ``seed`` and ``shuffle``.
+    """The message that a worker uses data of this ``length`` in the order of ``seed`` and ``shuffle``.
 
-    ``epoch``, and the used ranges in the payload, are where it goes on; 0 and none if it does not care.
+    ``epoch``, and the used ranges in the payload, are where it continues; 0 and none if it does not care.
     """
 
     name: Name
@@ -40,7 +40,7 @@ class Register(MessageKind):
 @message(31, Payloads.one(MAX_RANGES_BYTES))
 @dataclass(frozen=True, slots=True)
 class Located(MessageKind):
-    """The group is in ``epoch``; ranges used up in it are the payload."""
+    """The answer that the group is in ``epoch``; ranges used up in it are the payload."""
 
     name: Name
     epoch: Seed
@@ -49,9 +49,9 @@ class Located(MessageKind):
 @message(32)
 @dataclass(frozen=True, slots=True)
 class Claim(MessageKind):
-    """A worker wants ``count`` positions of ``epoch``, or with 0 to know whether it is finished.
+    """The request for ``count`` positions of ``epoch``, or with 0 the question whether it is finished.
 
-    ``number`` counts its claims of this data. From ``round`` on it says in each round what it used.
+    ``number`` counts the worker's claims of this data. From ``round`` on it says in each round what it used.
     """
 
     name: Name
@@ -64,7 +64,7 @@ class Claim(MessageKind):
 @message(33, Payloads.one(MAX_RANGES_BYTES))
 @dataclass(frozen=True, slots=True)
 class Claimed(MessageKind):
-    """These ranges are the worker's own: the payload, which may be empty. ``finished``: the epoch is used up."""
+    """The answer that the payload's ranges, perhaps none, are the worker's own. ``finished``: all are used up."""
 
     name: Name
     number: Count
@@ -75,7 +75,7 @@ class Claimed(MessageKind):
 @message(34, Payloads.one(MAX_RANGES_BYTES))
 @dataclass(frozen=True, slots=True)
 class Used(MessageKind):
-    """The ranges in the payload are in this worker's contribution to ``round``. Said before its first push of it."""
+    """The message that the payload's ranges are in this worker's contribution to ``round``. It precedes the pushes."""
 
     name: Name
     epoch: Stated

@@ -1,19 +1,19 @@
-"""What members and a coordinator that has come back tell each other: who holds which results, so that none is lost.
+"""Recovery: members and a coordinator that has come back tell each other which results each holds, so none is lost.
 
-Of a *durable* group (a Welcome says so) every member keeps what it gives until it has the result, and the result until
-nobody present can lack it any more. A coordinator writes decisions down, and no gradients. When it comes back, or when
-one member comes back on a new connection to a coordinator that lives, everybody says what he holds: results that
-somebody has are handed on, the others are made again from the same contributions.
+In a *durable* group (a Welcome says so) every member keeps what it gives until it has the result, and the result until
+no present member can lack it any more. A coordinator writes decisions, and no gradients. It may come back, or one
+member may come back on a new connection to a coordinator that lives. Then every member says what it holds. Results that
+some hold are passed on; the others are made again from the same contributions.
 
 What a member keeps
 ───────────────────
 - of a bucket's slice: what it gives, until its result is there (in shared memory the result goes to `Push.target`);
-  the result, as it came, until the same slice of the next round is answered, or another plan is agreed on. With it, who
-  counted there (``Result.weights``): who has gone since then is known from nothing else;
+  the result, as it came, until the same slice of the next round is answered, or another plan is agreed on. With it, the
+  weights that counted there (``Result.weights``): of departed members nothing else tells;
 - of collectives and transfers: what it gives, until its result is there; results, for as long as the slices of its
-  collectives (of its transfers) that were answered later cost no more than its credit and one slice. Who lacks an
-  earlier one cannot have contributed to these. A broadcast's root and a transfer's source keep a copy of what they
-  gave, as if it were their result.
+  collectives (of its transfers) that were answered later cost no more than its credit and one slice. A member that
+  lacks an earlier one cannot have contributed to these. A broadcast's root and a transfer's source keep a copy of what
+  they gave, as if it were their result.
 
 The conversation, in its order on each connection
 ─────────────────────────────────────────────────
@@ -30,22 +30,22 @@ member                                   coordinator
   Holding + spans ───────────────────────► to each data half; of what came before this Resumed, or with it
   ◄─────────────────────────────────────── Fetch of a slice that it holds and another lacks, any number
   Held + slice ──────────────────────────► in any order
-  ◄─────────────────────────────────────── Result, unasked, of each slice that it lacks and somebody holds: of the
+  ◄─────────────────────────────────────── Result, unasked, of each slice that it lacks and another holds: of the
                                            round that it is in, of collectives, of transfers. As payload, always
   ◄─────────────────────────────────────── RoundDone, if its round is over
-  ◄─────────────────────────────────────── Result, unasked, of each slice of the round after that which somebody holds
+  ◄─────────────────────────────────────── Result, unasked, of each slice of the round after that which one holds
   ◄─────────────────────────────────────── Failure of scope EXCHANGE for what cannot be made again
   ◄─────────────────────────────────────── Standing
   Push … ────────────────────────────────► of all that it has begun, each slice without a result, again, in order
 
-| message   | who to whom          | when                                                                             |
+| message   | from and to          | when                                                                             |
 |-----------|----------------------|----------------------------------------------------------------------------------|
 | Resume    | member → primary     | first on a new connection, instead of Join                                       |
 | Resumed   | primary → member     | the answer; and at any time on a connection that stands. It makes everything     |
 |           |                      | that this member pushed and that is unanswered void. A later one makes an        |
 |           |                      | earlier one void, and what was said because of it                                |
 | Resumed   | data shard → member  | the same ``version``, behind the last that it has sent of what is void now: when |
-|           |                      | it hears that the books are opened, or behind Attended                           |
+|           |                      | it hears of the recovery, or behind Attended                                     |
 | Holding   | member → data half   | once for every Resumed, with its ``version``, of the slices that are that half's:|
 |           |                      | to a shard elsewhere when both it and the primary have said Resumed. What was    |
 |           |                      | sent before the Resumed has been read then                                       |
@@ -53,28 +53,28 @@ member                                   coordinator
 |           |                      | named                                                                            |
 | Held      | member → data half   | once for every Fetch. Which holder is asked is the coordinator's choice          |
 | Standing  | data half → member   | when every member present has said Holding, and has every result that any of     |
-|           |                      | them holds. From then on it is as if nothing had been: what has a result is      |
-|           |                      | settled at all members alike, and is never pushed                                |
+|           |                      | them holds. From then on all is as usual: what has a result is settled at all    |
+|           |                      | members alike, and is never pushed                                               |
 
 Guarantees
 ──────────
 - Between Resumed and Standing no Result comes but what is said above, and each slice once at most. A Result for a slice
   that the member has answered already is an error of the coordinator's.
-- Results of a bucket's slices come in their order, always. So what anybody holds of an open bucket is a prefix, and so
-  is what anybody who has departed counted for.
+- Results of a bucket's slices always come in their order. So what any member holds of an open bucket is a prefix, and
+  so is what a departed member counted for.
 - A member that pushes before Standing is not heard: what it says is dropped.
-- Of a collective or transfer that is not done at a member, slices that were answered without bytes while others get
-  some, and of which it keeps no copy (others' chunks), are LACKING, and are given again; of one that is done there they
-  are OVER: who lacks such a slice, and finds nobody who holds it, gets a ConnectionLostError. Bytes that come for a
-  slice of which a member gets none say that it was answered; if they are fetched from it, its Held has none.
-- Who lacks what has failed at somebody gets a MembershipChangedError where that one did, and else a
-  ConnectionLostError: it is called again by all members, or by none.
+- Of a collective or transfer that is not done at a member, some slices were answered without bytes while others get
+  some. If it keeps no copy of these (others' chunks), they are LACKING, and are given again. Of one that is done there
+  they are OVER: a member that lacks such a slice, without any holder, gets a ConnectionLostError. Bytes for a slice of
+  which a member gets none say that it was answered; if they are fetched from it, its Held has none.
+- A call that has failed at a member gives a MembershipChangedError to those that lack it, if it gave one there, and
+  else a ConnectionLostError. So it is called again by all members, or by none.
 - The first Push of an exchange behind a Standing says all that a first slice says (``operation``, and ``epoch`` where
   the world size matters), whichever slice it is. A Push of several slices contains no settled one.
 - If the connection breaks at any point of it, the member begins again with Resume.
-- The connections to all data shards are one: whoever loses one of them makes all anew, and says Attend to each shard
-  behind Resumed, with its ``version`` for an epoch.
-- All waits end: who does not come back, or does not say Holding, departs, and the others hear of it (Membership).
+- The connections to all data shards are one: a member that loses one of them makes all anew, and says Attend to each
+  shard behind Resumed, with its ``version`` for an epoch.
+- All waits end: a member that does not come back, or does not say Holding, departs. The others hear of it (Membership).
 - A member of an elastic group that is not durable is out when its connection breaks. It says Resume too, to hear that
   from a coordinator that lives: LeftOutError.
 """
@@ -105,7 +105,7 @@ from gradserver.protocol.limits import (
 from gradserver.protocol.message_family import MessageKind, Payloads, message, refuse_payloads
 
 MAX_SPANS_BYTES: Final = MAX_FRAME_BYTES
-"""How much a Holding can say."""
+"""Bytes of a Holding, at most."""
 
 
 @message(23)
@@ -133,12 +133,13 @@ class Resume(MessageKind):
 @message(24)
 @dataclass(frozen=True, slots=True)
 class Resumed(MessageKind):
-    """The books are opened anew: say what you hold, and wait for Standing.
+    """The beginning of a recovery: say what you hold, and wait for Standing.
 
     Attributes:
         incarnation: how often the coordinator has started on its directory.
-        version: how often this group's books were opened; what follows names it.
-        shards: where its data shards are now, as in a Welcome. Whose connections go elsewhere makes all of them anew.
+        version: the number of this recovery, its generation; what follows names it.
+        shards: where its data shards are now, as in a Welcome. A member with connections elsewhere makes all of them
+            anew.
     """
 
     incarnation: Count
@@ -173,7 +174,7 @@ class Holding(MessageKind):
 @message(26)
 @dataclass(frozen=True, slots=True)
 class Fetch(MessageKind):
-    """Say the result of this slice once more."""
+    """The request for the result of this slice once more."""
 
     version: Count
     key: Key
@@ -205,14 +206,14 @@ class Held(MessageKind):
 @message(28)
 @dataclass(frozen=True, slots=True)
 class Standing(MessageKind):
-    """Go on, with ``round``. What has no result is to be pushed (again)."""
+    """The end of a recovery: go on, with ``round``. What has no result is to be pushed (again)."""
 
     version: Count
     round: Count
 
 
 class State(IntEnum):
-    """How a member stands to some slices of an exchange."""
+    """The state of some slices of an exchange at a member."""
 
     LACKING = 0
     """Begun, and without a result. For collectives and transfers; what it lacks of buckets follows from the round."""
@@ -223,14 +224,14 @@ class State(IntEnum):
     FAILED = 3
     """Done with, as it failed. The latest of these, too."""
     CHANGED = 4
-    """The same, and with a MembershipChangedError: whoever gets one calls again, so all do or nobody does."""
+    """The same, and with a MembershipChangedError: if any member calls again, all do."""
 
 
 class Span(NamedTuple):
     """Slices ``first`` up to ``stop`` of an exchange. Those of an exchange do not overlap.
 
-    ``weights`` are those of the slices' Results, if these are held: who counted, by seat. Of collectives and transfers
-    ``nbytes`` is how long each result is: the one that is held (0: it has no bytes), or that is lacking.
+    ``weights`` are those of the slices' Results, if these are held, by seat. Of collectives and transfers ``nbytes`` is
+    the length of each result: the one that is held (0: it has no bytes), or that is lacking.
     """
 
     state: State
@@ -244,15 +245,15 @@ class Span(NamedTuple):
 MAX_OVER: Final = 256
 """Collectives and transfers that a Holding names as `State.OVER`, or `State.FAILED` and `State.CHANGED`."""
 MAX_COLUMNS: Final = 256
-"""Different ``weights`` that a Holding tells. Of slices with others it says nothing: there is one weight for each seat
-and round, so there are as many as somebody departed from what is open, unless buckets are weighed differently."""
+"""Different ``weights`` that a Holding tells. It says nothing of slices with others. There is one weight for each seat
+and round, so there are as many as members departed from what is open, unless buckets are weighed differently."""
 _SHORT: Final = struct.Struct("<H")
 _SPAN: Final = struct.Struct("<BHBQQhhIII")
 _LAST_STREAM: Final = int(max(Stream))
 
 
 def pack_spans(spans: Iterable[Span]) -> bytes:
-    """The payload of a Holding."""
+    """Return the payload of a Holding."""
     columns: dict[tuple[float, ...], int] = {(): 0}
     packed: list[bytes] = []
     for state, key, first, stop, weights, nbytes in spans:
@@ -264,7 +265,7 @@ def pack_spans(spans: Iterable[Span]) -> bytes:
 
 
 def unpack_spans(data: Buffer) -> list[Span]:
-    """What a Holding says; a ProtocolError says why it says nothing."""
+    """Return the content of a Holding. A ProtocolError says what is wrong with bytes that hold none."""
     if len(data) > MAX_SPANS_BYTES:
         raise LimitExceededError(f"{len(data)} bytes of what a member holds, the limit is {MAX_SPANS_BYTES}")
     columns, at = _unpack_columns(data)
@@ -276,7 +277,7 @@ def unpack_spans(data: Buffer) -> list[Span]:
 
 
 def _unpack_columns(data: Buffer) -> tuple[list[tuple[float, ...]], int]:
-    """The table of weights in front of the spans, and where it ends. The first column is the empty one."""
+    """Return the table of weights in front of the spans, and where it ends. The first column is the empty one."""
     columns: list[tuple[float, ...]] = [()]
     count, at = _short(data, 0, MAX_COLUMNS, "columns of weights")
     for _ in range(count):
@@ -293,7 +294,7 @@ def _unpack_columns(data: Buffer) -> tuple[list[tuple[float, ...]], int]:
 
 
 def _short(data: Buffer, at: int, most: int, what: str) -> tuple[int, int]:
-    """How many of something follow, and where."""
+    """Return how many of something follow, and where."""
     if len(data) - at < _SHORT.size:
         raise MalformedMessageError(f"what a member holds ends where the number of {what} was expected")
     (count,) = _SHORT.unpack_from(data, at)

@@ -1,13 +1,12 @@
-"""Which slices are whose: how every exchange is shared among the data shards of a group.
+"""The shares of data shards: how every exchange is divided among the shards of a group.
 
-All who take part compute it by themselves, from what they know alike: the shards' rates, the world size, the
-operation, and for buckets the plan. Each shard has to do with one run of consecutive slices of an exchange, or
-with none.
+All participants compute them by themselves, from what they know alike: the shards' rates, the world size, the
+operation, and for buckets the plan. Each shard has one run of consecutive slices of an exchange, or none.
 
-- What has some size is cut so that each shard gets as much of it as its rate allows. Elementwise operations
-  are cut at elements, so that also a single slice is shared; the others between slices.
-- What is smaller goes whole to one shard: a collective or a transfer to the first one, where it is two hops; a
-  bucket to one that has little to do. Larger buckets are cut so that the whole round comes out even.
+- A large exchange is cut so that each shard gets as much of it as its rate allows. Elementwise operations are cut at
+  elements, so that even a single slice is shared; the others between slices.
+- A small one goes whole to one shard: a collective or a transfer to the first one, where it is two hops; a bucket to
+  one with little load. Larger buckets are cut so that the whole round comes out even.
 
 Results do not depend on it: contributions are combined element by element.
 """
@@ -26,17 +25,18 @@ from gradserver.protocol.limits import KIB
 from gradserver.protocol.plan import VACANT, Plan, Section
 
 SPLIT_BYTES: Final = 256 * KIB
-"""What is smaller goes to one shard: the messages would cost more than the bytes."""
+"""Bytes below which an exchange goes to one shard: the messages would cost more than the bytes."""
 SPLIT_BUCKET_BYTES: Final = (256 * KIB, 128 * KIB, 64 * KIB)
-"""For buckets the same; and what is tried, one after the other, while shards would have unequal work."""
+"""The same for buckets. The next one is tried while shards would have unequal work."""
 EVEN: Final = 1.02
 """The work of the busiest shard over the mean, each by its rate, up to which work counts as equal."""
 ALIGNMENT: Final = 256
-"""Elements: where tensors are cut among shards. As many as share a scale in int8, which must not depend on the cut."""
+"""Elements at which tensors are cut among shards: as many as share a scale in int8, which must not depend on the
+cut."""
 
 
 class Share(NamedTuple):
-    """One exchange: how it is cut, and which slices are whose.
+    """The cut of one exchange, and the shards of its slices.
 
     Attributes:
         layout: the slices.
@@ -47,20 +47,20 @@ class Share(NamedTuple):
     bounds: tuple[int, ...]
 
     def interval(self, shard: int) -> tuple[int, int]:
-        """The first slice of ``shard``, and the one behind its last."""
+        """Return the first slice of ``shard``, and the one behind its last."""
         return self.bounds[shard], self.bounds[shard + 1]
 
     def shard_of(self, index: int) -> int:
-        """The shard that slice ``index`` belongs to."""
+        """Return the shard that slice ``index`` belongs to."""
         return bisect_right(self.bounds, index) - 1
 
     def load(self, shard: int) -> int:
-        """Bytes of one contribution that go to ``shard``."""
+        """Return the bytes of one contribution that go to ``shard``."""
         return self.layout.run_bytes(*self.interval(shard))
 
 
 class Table:
-    """Which slices of a group's exchanges are whose.
+    """The shares of a group's exchanges.
 
     Args:
         world_size: number of participants.
@@ -74,7 +74,7 @@ class Table:
         self._buckets: Sequence[Share] = ()
 
     def set_plan(self, plan: Plan) -> None:
-        """From now on buckets are this plan's. Each section is shared by itself, so no other one changes its shares."""
+        """Take this plan for buckets from now on. A section's shares do not depend on other sections."""
         if not self.rates:
             return
         if not plan.sections:
@@ -89,13 +89,13 @@ class Table:
         self._buckets = buckets
 
     def share(self, key: ExchangeKey, operation: Operation) -> Share:
-        """How the exchange ``key`` is shared. A bucket must be in the plan."""
+        """Return the share of the exchange ``key``. A bucket must be in the plan."""
         if self._buckets and key.stream == Stream.BUCKET:
             return self._buckets[key.part]
         return share_of(operation, self.world_size, self.rates)
 
     def buckets_of(self, plan: Plan, shard: int) -> dict[int, int]:
-        """How many buckets of each section ``shard`` has to do with, by its number; ``plan`` was set."""
+        """Return how many buckets of each section ``shard`` has a part of, by its number; ``plan`` was set."""
         return {section.number: self._buckets_of(plan, section, shard) for section in plan.each}
 
     def _buckets_of(self, plan: Plan, section: Section, shard: int) -> int:
@@ -105,13 +105,13 @@ class Table:
         return sum(share.bounds[shard] < share.bounds[shard + 1] for share in shares)
 
     def busy(self, plan: Plan) -> dict[int, int]:
-        """How many shards have to do with each section, by its number; ``plan`` was set."""
+        """Return how many shards have a part of each section, by its number; ``plan`` was set."""
         shards = range(self.shards)
         return {one.number: sum(self._buckets_of(plan, one, shard) > 0 for shard in shards) for one in plan.each}
 
 
 def comparable(stated: Sequence[float | None]) -> tuple[float, ...]:
-    """Rates that can be compared, from what was stated: who said nothing is as fast as the others are in the mean."""
+    """Return comparable rates of those that were stated: a shard without one is as fast as the mean of the others."""
     known = [rate for rate in stated if rate is not None and rate > 0]
     mean = sum(known) / len(known) if known else 1.0
     rates = tuple(mean if rate is None else rate for rate in stated)
@@ -120,7 +120,7 @@ def comparable(stated: Sequence[float | None]) -> tuple[float, ...]:
 
 @lru_cache(maxsize=4096)
 def share_of(operation: Operation, world_size: int, rates: tuple[float, ...]) -> Share:
-    """How a collective or a transfer is shared among shards of these ``rates``."""
+    """Return the share of a collective or a transfer among shards of these ``rates``."""
     layout = layout_of(operation, world_size)
     if not rates:
         return Share(layout, (0, layout.count))
@@ -132,12 +132,12 @@ def share_of(operation: Operation, world_size: int, rates: tuple[float, ...]) ->
 
 
 def whole(layout: Layout, shard: int, shards: int) -> Share:
-    """All of it belongs to one shard."""
+    """Return the share that gives all of it to one shard."""
     return Share(layout, (0,) * (shard + 1) + (layout.count,) * (shards - shard))
 
 
 def share_plan(plan: Plan, world_size: int, rates: tuple[float, ...]) -> list[Share]:
-    """How each bucket of ``plan`` is shared among shards of these ``rates``."""
+    """Return the share of each bucket of ``plan`` among shards of these ``rates``."""
     shares: list[Share] = []
     for split in SPLIT_BUCKET_BYTES:
         shares = _share_plan(plan, world_size, rates, split)
@@ -147,7 +147,7 @@ def share_plan(plan: Plan, world_size: int, rates: tuple[float, ...]) -> list[Sh
 
 
 def evenness(shares: Sequence[Share], rates: tuple[float, ...]) -> float:
-    """The work of the busiest shard over that of the mean shard, each by its rate. 1 is best."""
+    """Return the work of the busiest shard over that of the mean shard, each by its rate. 1 is best."""
     loads = [sum(share.load(shard) for share in shares) for shard in range(len(rates))]
     total = sum(loads)
     times = [load / rate for load, rate in zip(loads, rates, strict=True) if rate > 0]
@@ -155,7 +155,7 @@ def evenness(shares: Sequence[Share], rates: tuple[float, ...]) -> float:
 
 
 def _share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], split: int) -> list[Share]:
-    """Buckets below ``split`` bytes go whole to who has least to do; the others are cut to make up for that."""
+    """Return shares with buckets below ``split`` bytes whole at the least loaded shard, and the others cut to fit."""
     shares: dict[int, Share] = {}
     loads = [0] * len(rates)
     fast = [shard for shard, rate in enumerate(rates) if rate > 0]
@@ -167,7 +167,7 @@ def _share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], split: in
         shares[part] = whole(layouts[part], least, len(rates))
     fractions = _cumulated(_lacking(loads, rates, sum(sizes.values())))
     owed = [0.0] * len(fractions)
-    """Bytes that each bound lies below where it should, over all buckets so far: so that rounding does not add up."""
+    """Bytes that each bound lies too low, over all buckets so far, so that rounding does not add up."""
     for part, bucket in enumerate(plan.buckets):
         if part in shares:
             continue
@@ -180,9 +180,9 @@ def _share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], split: in
 
 
 def _lacking(loads: Sequence[int], rates: Sequence[float], total: int) -> list[float]:
-    """What each shard can still take of ``total`` bytes, until all have as much as their rates allow."""
+    """Return what each shard can still take of ``total`` bytes, until all have as much as their rates allow."""
     open_to_more = [shard for shard, rate in enumerate(rates) if rate > 0]
-    while True:  # who has too much already is left out, and then others get less
+    while True:  # a shard with too much already is left out, and then others get less
         left = total - sum(loads[shard] for shard in range(len(rates)) if shard not in open_to_more)
         by_rate = sum(rates[shard] for shard in open_to_more)
         lacking = {shard: left * (rates[shard] / by_rate) - loads[shard] for shard in open_to_more}
@@ -195,7 +195,7 @@ def _lacking(loads: Sequence[int], rates: Sequence[float], total: int) -> list[f
 
 
 def _alignment(operation: Operation) -> int:
-    """Sparse codecs choose among the elements of a block: it must be the same one however many shards there are."""
+    """Return the elements of a block that must stay whole: sparse codecs choose among them."""
     return BLOCK if operation.codec.parameter else ALIGNMENT
 
 
@@ -205,12 +205,12 @@ def _cut_elements(operation: Operation, bounds: tuple[int, ...]) -> Share:
 
 
 def _cumulated(parts: Sequence[float]) -> list[float]:
-    """Fractions at which a whole is cut into ``parts``; from 0 to 1."""
+    """Return the fractions at which a whole is cut into ``parts``, from 0 to 1."""
     total = sum(parts)
     return [0.0, *(min(part / total, 1.0) for part in accumulate(parts[:-1])), 1.0]
 
 
 def _round(fractions: Sequence[float], count: int, unit: int) -> tuple[int, ...]:
-    """Where to cut ``count`` things at ``fractions``: at multiples of ``unit``, in order."""
+    """Return where to cut ``count`` things at ``fractions``: at multiples of ``unit``, in order."""
     places = [min(max(int(fraction * count / unit + 0.5) * unit, 0), count) for fraction in fractions]
     return tuple(accumulate([0, *places[1:-1], count], max))

@@ -60,18 +60,19 @@ _PUSH_CODE: Final = bytes([_CODE_OF[Push]])
 _FAILURE_CODE: Final = _CODE_OF[Failure]
 
 UNCHECKED: Final = {Push, Result, RoundDone, Taken, Ping}
-"""Of these there are many in a round, and what is in them was checked where it came from. Tests check them, too."""
+"""Messages that are not checked when they are encoded: there are many in a round, and their content was checked where
+it came from. Tests check them, too."""
 
 
 def encode(message: Message) -> bytes:
-    """The header frame of ``message``. Payloads are frames of their own and travel behind it as they are.
+    """Return the header frame of ``message``. Payloads are frames of their own and travel behind it as they are.
 
     Raises:
         LimitExceededError: it is longer than a header may be.
         MalformedMessageError: `decode` would not take a field of it. Those that are `UNCHECKED` are not looked at.
     """
     values: Sequence[Any]
-    if isinstance(message, Push):  # it and Result leave out their last fields, if these say nothing
+    if isinstance(message, Push):  # it and Result omit their last fields, if these have their defaults
         values = (message.key, message.slice, message.weight, message.present, pack_operation(message.operation))
         if message.target is not None:
             values = (*values, message.slices, message.place, message.epoch, message.target)
@@ -110,7 +111,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frames: Sequence[Buffer]) -> tuple[Message, Sequence[Buffer]]:
-    """The message in ``frames`` and its payloads, which are the very buffers that came in.
+    """Return the message in ``frames`` and its payloads, which are the same buffers that came in.
 
     Raises:
         VersionMismatchError: the header is of another protocol version.
@@ -137,7 +138,7 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, Sequence[Buffer]]:
 
 
 def _read(header: Buffer) -> tuple[Message, Payloads]:
-    """The message in a header, and the payloads that go with it."""
+    """Return the message in a header, and the payloads that go with it."""
     code, values = _unpack(header)
     kind, checks, lengths, payloads = _TABLE[code]
     if len(values) not in lengths:
@@ -226,7 +227,7 @@ def _unpack(header: Buffer) -> tuple[int, list[Any]]:
             max_array_len=MAX_LIST,
             max_map_len=64,
         )
-    except Exception as error:  # msgpack raises a zoo of types, all of them about these bytes
+    except Exception as error:  # msgpack raises errors of many types, all of them about these bytes
         if prefix[2] != PROTOCOL_VERSION:
             raise _other_version(prefix[2]) from None
         raise MalformedMessageError(f"a header that is not msgpack: {str(error)[:120]}") from None

@@ -1,1 +1,1 @@
-"""What both ends of the transport share: the one part of `gradserver.protocol` that does I/O. The engine uses none."""
+"""The common part of both ends' transports: all of `gradserver.protocol` that does I/O. The engine uses none."""
