@@ -9,14 +9,13 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from gradserver.protocol.buffer import Buffer, Bytes
-from gradserver.protocol.channel import Channel
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import IN_PLACE, ExchangeKey, Kind, Layout, Op, Operation, Pool, Stream
 from gradserver.protocol.limits import MAX_SLICES
 from gradserver.protocol.messages import HERE, Place, Push, Result
 from gradserver.worker.member.carryover import Contribution
 from gradserver.worker.member.regions import Regions
-from gradserver.worker.member.slots import SLOT_BYTES, SMALLEST_BYTES, Slot, Slots
+from gradserver.worker.member.slots import SLOT_BYTES, SMALLEST_BYTES, Memory, Slot, Slots
 from gradserver.worker.member.waiter import Waiter
 
 NO_SLICES: Final[Mapping[int, float]] = MappingProxyType({})
@@ -141,7 +140,7 @@ class Exchange:
         destination: Destination | None,
         weight: float,
         handle: Waiter,
-        channel: Channel,
+        channel: Memory,
         slots: Slots,
         coder: Coding | None = None,
         shard: int = 0,

@@ -13,7 +13,6 @@ from typing import Final
 import numpy as np
 
 from gradserver.protocol.buffer import Buffer, Bytes
-from gradserver.protocol.channel import Channel
 from gradserver.protocol.codecs import Feedback
 from gradserver.protocol.errors import AbandonedError, GradServerError, MembershipChangedError
 from gradserver.protocol.exchange import (
@@ -37,7 +36,7 @@ from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.member.rounds import Rounds
 from gradserver.worker.member.sendqueue import ShardTraffic
-from gradserver.worker.member.slots import Slots
+from gradserver.worker.member.slots import Memory, Slots
 from gradserver.worker.member.stragglers import Stragglers, lacks
 from gradserver.worker.member.waiter import Waiter
 
@@ -68,7 +67,7 @@ class Exchanges:
         identity: Identity,
         rounds: Rounds,
         stragglers: Stragglers,
-        channel: Channel,
+        channel: Memory,
         make_coder: MakeCoder,
     ) -> None:
         self.effects = effects
@@ -87,7 +86,7 @@ class Exchanges:
         self._numbers: dict[tuple[int, ...], int] = {}
         """The next number of each sequence of collectives or transfers."""
 
-    def endure(self, channel: Channel, slots: Slots, inventory: Inventory) -> None:
+    def endure(self, channel: Memory, slots: Slots, inventory: Inventory) -> None:
         """Go by ``channel`` from now on, and keep results in ``inventory``."""
         self._channel, self.slots, self.inventory = channel, slots, inventory
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradserver.protocol.buffer import Buffer, Bytes
-from gradserver.protocol.channel import Channel
 from gradserver.protocol.errors import GradServerError, WorkerLostError
 from gradserver.protocol.exchange import ExchangeKey, Operation, Stream
 from gradserver.protocol.limits import MAX_TEXT, SLICE_BYTES
@@ -21,6 +20,7 @@ from gradserver.worker.member.learner import Learner, Stage
 from gradserver.worker.member.plans import Plans
 from gradserver.worker.member.rounds import Rounds
 from gradserver.worker.member.sendqueue import ShardTraffic
+from gradserver.worker.member.slots import Memory
 from gradserver.worker.member.stragglers import Stragglers, overrun
 from gradserver.worker.member.waiter import Waiter
 
@@ -42,7 +42,7 @@ class Member:
         exchanges: what it has under way.
     """
 
-    def __init__(self, channel: Channel, make_coder: MakeCoder) -> None:
+    def __init__(self, channel: Memory, make_coder: MakeCoder) -> None:
         self.effects = Effects()
         self.identity = Identity()
         self.rounds = Rounds(self.identity)

@@ -7,10 +7,9 @@ processors' cache when it is read: then it costs little more than if the tensor 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from gradserver.protocol.buffer import Bytes
-from gradserver.protocol.channel import Channel
 from gradserver.protocol.limits import KIB, MIB
 from gradserver.protocol.messages import Place
 
@@ -18,6 +17,16 @@ SLOT_BYTES: Final = 2 * MIB
 SLOTS: Final = 2
 SMALLEST_BYTES: Final = 32 * KIB
 """What is shorter travels as well as it is copied twice."""
+
+
+class Memory(Protocol):
+    """Memory that the coordinator sees too: a channel gives it."""
+
+    def empty(self, nbytes: int, /) -> Bytes | None:
+        """Give uninitialised memory; None if the coordinator sees none, or only all of it."""
+
+    def place_of(self, data: Bytes, shard: int = 0, /) -> Place | None:
+        """Tell where ``data`` lies in memory that ``shard`` sees too; None if it does not."""
 
 
 class Slot(NamedTuple):
@@ -40,7 +49,7 @@ class Slots:
         allocate: gives memory that the coordinator may write to, if that is not what ``channel`` gives.
     """
 
-    def __init__(self, channel: Channel, allocate: Callable[[int], Bytes | None] | None = None) -> None:
+    def __init__(self, channel: Memory, allocate: Callable[[int], Bytes | None] | None = None) -> None:
         self._channel = channel
         self._allocate = allocate or channel.empty
         self._free: list[Slot] | None = None

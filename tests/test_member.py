@@ -1,0 +1,235 @@
+"""A member alone: events in, effects out, with no lock, thread, channel or clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from gradserver.protocol.buffer import Bytes
+from gradserver.protocol.dtypes import UINT8
+from gradserver.protocol.errors import CollectiveMismatchError, GradServerError, LeftOutError, OutOfStepError
+from gradserver.protocol.exchange import ExchangeKey, Op, Stream
+from gradserver.protocol.limits import SLICE_BYTES
+from gradserver.protocol.messages import Agreed, Leave, Membership, Place, Push, Result, RoundDone, Taken, Welcome
+from gradserver.protocol.plan import Plan, simple_plan
+from gradserver.protocol.resuming import Holding, Span, State, unpack_spans
+from gradserver.worker.coder import Coder
+from gradserver.worker.member.effects import Complete, Lose, Tell
+from gradserver.worker.member.inventory import Inventory
+from gradserver.worker.member.machine import Member
+from gradserver.worker.member.recovery import Recovery
+from gradserver.worker.member.regions import Regions
+from gradserver.worker.member.slots import Slots
+from gradserver.worker.member.waiter import NotFinite
+
+NAMES = ("w0", "w1", "w2")
+ME = 1
+CREDIT = 2 * SLICE_BYTES
+
+
+class NoMemory:
+    """Memory that is shared with nobody."""
+
+    def empty(self, _nbytes: int, /) -> Bytes | None:
+        return None
+
+    def place_of(self, _data: Bytes, _shard: int = 0, /) -> Place | None:
+        return None
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A caller that waits. A member says when it is to go on, and never lets it go on itself."""
+
+    weight: float = 0.0
+    present: bool = False
+    left_alone: tuple[tuple[int, int], ...] = ()
+    not_finite: NotFinite | None = None
+    _open: bool = True
+    _value: object = None
+
+    def _complete(self, _error: GradServerError | None = None) -> None:
+        raise AssertionError("a member completes nothing itself")
+
+
+class Alone:
+    """A member, rank 1 of three, with a plan of one bucket of so many slices."""
+
+    def __init__(self, slices: int = 3, **welcome: object) -> None:
+        self.member = Member(NoMemory(), Coder)
+        self.member.welcomed(Welcome("group", ME, 7, CREDIT, NAMES, **welcome))  # type: ignore[arg-type]
+        self.plan: Plan = simple_plan([("b0", slices * SLICE_BYTES)], UINT8, Op.SUM)
+        proposed = Waiting()
+        self.member.plans.propose(self.plan, False, proposed)
+        self.member.agreed(Agreed(self.plan.hash, 0), ())
+        assert self.member.effects.take() == [Complete(proposed, None, self.plan.each[0])]
+        self.data = np.zeros(slices * SLICE_BYTES, np.uint8)
+
+    def push(self) -> Waiting:
+        member, waiter = self.member, Waiting()
+        if not member.rounds.pushed:
+            member.rounds.begin(0)
+        key = member.enter_round(0)
+        assert member.push(key, self.plan.buckets[0].operation, self.data, 1.0, True, waiter) == []
+        return waiter
+
+    def sends(self) -> list[int]:
+        """Slices that may be sent now."""
+        found = []
+        while (push := self.member.exchanges.next_push()) is not None:
+            assert type(push[0]) is Push
+            found.append(push[0].slice)
+        return found
+
+    def answer(self, index: int, fill: int, round_number: int = 0, **more: object) -> None:
+        """Take a result, as a session does."""
+        result = Result(bucket(round_number), index, 3.0, True, **more)  # type: ignore[arg-type]
+        payload = bytes([fill]) * SLICE_BYTES
+        exchange = self.member.heard(result, payload, 0)
+        if exchange is not None:
+            exchange.write(result, payload)
+            self.member.exchanges.settled(exchange, result, payload, 0)
+
+
+def bucket(round_number: int) -> ExchangeKey:
+    return ExchangeKey(Stream.BUCKET, round_number, 0)
+
+
+def test_a_round_is_pushed_answered_and_finished() -> None:
+    alone = Alone(slices=2)
+    waiter = alone.push()
+
+    assert alone.sends() == [0, 1]
+    alone.answer(0, 5)
+    assert alone.member.effects.take() == []
+    alone.answer(1, 6)
+
+    assert alone.member.effects.take() == [Complete(waiter)]
+    assert (waiter.weight, waiter.present) == (3.0, True)
+    assert alone.data[::SLICE_BYTES].tolist() == [5, 6]
+    assert not alone.member.exchanges.is_busy
+    alone.member.finish_round(is_elastic=False)
+    assert alone.member.rounds.number == 1
+    alone.push()
+    assert alone.sends() == [0, 1]
+
+
+def test_credit_bounds_what_may_be_sent() -> None:
+    alone = Alone(slices=4)
+    alone.push()
+
+    assert alone.sends() == [0, 1]
+    alone.answer(1, 0)
+    assert alone.sends() == [2]
+    alone.answer(0, 0)
+    assert alone.sends() == [3]
+
+
+def test_a_bucket_is_pushed_once_in_a_round() -> None:
+    alone = Alone()
+    alone.push()
+
+    with pytest.raises(OutOfStepError, match="'b0' was already pushed in round 0"):
+        alone.push()
+
+
+def test_a_failure_ends_what_waits_for_it_and_frees_its_credit() -> None:
+    alone = Alone(slices=2)
+    waiter, error = alone.push(), CollectiveMismatchError("it does not fit")
+    alone.sends()
+
+    alone.member.exchanges.fail(bucket(0), error, 0)
+
+    assert alone.member.effects.take() == [Complete(waiter, error)]
+    alone.member.finish_round(is_elastic=False)
+    alone.push()
+    assert alone.sends() == [0, 1]
+
+
+def test_a_late_member_sends_nothing_more_of_the_round() -> None:
+    alone = Alone(slices=4, seats=(0, 1, 2), late="drop")
+    alone.push()
+    assert alone.sends() == [0, 1]
+
+    alone.answer(0, 1, without=(ME,))
+
+    assert alone.sends() == []
+    for index in range(1, 4):
+        alone.answer(index, 1, without=(ME,))
+    assert not alone.member.exchanges.is_busy
+    assert alone.data[::SLICE_BYTES].tolist() == [1] * 4
+
+
+def test_a_member_without_room_for_results_that_come_unasked_leaves() -> None:
+    alone = Alone(slices=1, seats=(0, 1, 2), late="drop")
+    alone.member.stragglers.backlog.limit = 2 * SLICE_BYTES
+
+    for number in range(3):
+        alone.answer(0, 0, number)
+
+    told = [effect.message for effect in alone.member.effects.pending if isinstance(effect, Tell)]
+    assert [type(message) for message in told] == [Taken, Taken, Taken, Leave]
+    lost = alone.member.effects.take()[-1]
+    assert isinstance(lost, Lose)
+    assert isinstance(lost.error, LeftOutError)
+
+
+def test_a_membership_is_in_force_behind_the_round_that_names_it() -> None:
+    alone = Alone(slices=1, seats=(0, 1, 2))
+    alone.member.membership_told(Membership(8, (1, 2), ("w1", "w2"), "w0 left", False))
+    alone.push()
+    alone.sends()
+    alone.answer(0, 0)
+    waits = Waiting()
+    assert alone.member.rounds.announced.wait_for_round(0, waits) is waits
+    alone.member.effects.take()
+
+    alone.member.round_done(RoundDone(0, 8))
+
+    assert alone.member.effects.take() == [Complete(waits)]
+    assert alone.member.identity.membership.rank == 1
+    assert alone.member.adopt(alone.member.rounds.announced.epoch_after(0), 0) is not None
+    assert (alone.member.identity.membership.rank, alone.member.identity.member_id) == (0, ME)
+
+
+class Durable(Alone):
+    """A member of a durable group."""
+
+    def __init__(self, slices: int) -> None:
+        super().__init__(slices, durable=True, token="secret", seats=(0, 1, 2))
+        inventory = Inventory(self.member.identity, Regions(lambda _nbytes: None, lambda _data: None))
+        self.recovery = Recovery(self.member, inventory)
+        memory = NoMemory()
+        self.member.exchanges.endure(memory, Slots(memory), inventory)
+
+    def holds(self) -> tuple[Holding, list[Span]]:
+        said = self.recovery.holding(self.member.exchanges.shards[0])
+        assert said is not None
+        return said[0], unpack_spans(said[1])
+
+
+def test_in_a_recovery_it_says_what_it_holds_and_pushes_again_what_has_no_result() -> None:
+    durable = Durable(slices=2)
+    durable.push()
+    assert durable.sends() == [0, 1]
+    durable.answer(1, 9, weights=(1.0, 1.0, 1.0))
+    primary = durable.member.exchanges.shards[0]
+
+    durable.recovery.suspend()
+    assert durable.sends() == []
+    durable.recovery.resume(serves=False)
+    durable.recovery.hold(primary)
+    durable.recovery.resumed(1, 0)
+    holding, spans = durable.holds()
+
+    assert holding == Holding(1, 0, 1.0, -1)
+    assert [(span.state, span.first, span.stop) for span in spans] == [(State.HELD, 1, 2)]
+    assert durable.recovery.holding(primary) is None, "that is said once"
+    assert durable.recovery.stands(primary)
+    assert durable.recovery.again == 1
+    assert durable.sends() == [0]
+    durable.answer(0, 8, weights=(1.0, 1.0, 1.0))
+    assert [type(effect) for effect in durable.member.effects.take()] == [Complete]
+    assert durable.data[::SLICE_BYTES].tolist() == [8, 9]
