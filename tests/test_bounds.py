@@ -20,8 +20,9 @@ from gradserver.engine import Engine, records
 from gradserver.engine.declared import Kind
 from gradserver.engine.events import Garbled, Reduce
 from gradserver.engine.records import Closed, Epoch, Gap, Group as Founded, Round, RoundRecord
+from gradserver.ledger.files import files_of
 from gradserver.ledger.journal import Entry, scan
-from gradserver.ledger.state import StateDir, files_of
+from gradserver.ledger.state import StateDir
 from gradserver.protocol import wire
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.codecs import codec_of

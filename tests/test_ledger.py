@@ -18,8 +18,9 @@ import pytest
 from gradserver.cli import main
 from gradserver.engine.declared import Kind
 from gradserver.engine.records import Epoch, Gap, Group, Halt, Plan, Round, RoundRecord, Snapshot, Start
+from gradserver.ledger.files import files_of
 from gradserver.ledger.journal import HEADER_BYTES, Entry, scan
-from gradserver.ledger.state import StateDir, files_of
+from gradserver.ledger.state import StateDir
 from gradserver.protocol.codecs import codec_of, seed_of
 from gradserver.protocol.digest import MODULUS, digest, places
 from gradserver.protocol.dtypes import FLOAT32
@@ -376,7 +377,7 @@ def test_missing_rounds_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     write(tmp_path, [0, 1, 2, 7, 8])
     status, out, _ = run(capsys, tmp_path, "--verify")
     assert status == 1
-    assert out[-1] == "group 'g', epoch 1: rounds 3 to 6 are missing"
+    assert out[-1] == "group 'g', epoch 1: rounds 3 to 6 missing"
 
 
 def test_damage_is_told_and_the_rest_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -397,7 +398,7 @@ def test_damage_is_told_and_the_rest_is_shown(tmp_path: Path, capsys: pytest.Cap
     assert status == 1
     assert out[0].endswith("KiB, damaged")
     assert out[1] == f"  bytes {place} to {entries[-2].at} are not a record"
-    assert out[-1] == "group 'g', epoch 1: rounds 2 to 2 are missing"
+    assert out[-1] == "group 'g', epoch 1: round 2 missing"
 
 
 def test_a_file_that_is_being_written_is_read_as_far_as_it_goes(

@@ -16,8 +16,8 @@ import pytest
 
 import gradserver
 from gradserver.engine.records import Round
+from gradserver.ledger.files import files_of
 from gradserver.ledger.journal import Entry, scan
-from gradserver.ledger.state import files_of
 from gradserver.local import LocalCluster
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.plan import simple_plan

@@ -13,7 +13,8 @@ from gradserver.engine.events import Log, Restored
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Closed, Durable, Epoch, Group, Handling, Plan, Reset, Start
 from gradserver.ledger.command import Selection, show
-from gradserver.ledger.state import StateDir, files_of
+from gradserver.ledger.files import files_of
+from gradserver.ledger.state import StateDir
 from gradserver.protocol.errors import StateError
 from tests.engine_harness import plan_of
 from tests.test_state_dir import opened, round_record

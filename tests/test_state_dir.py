@@ -29,9 +29,10 @@ from gradserver.cli import main
 from gradserver.engine.declared import Kind
 from gradserver.engine.journal_state import Dated
 from gradserver.engine.records import Closed, Durable, Epoch, Gap, Group, Plan, Round, RoundRecord, Snapshot, Start
-from gradserver.ledger import state
+from gradserver.ledger import files, state
+from gradserver.ledger.files import files_of
 from gradserver.ledger.journal import HEADER_BYTES, MAGIC, Entry, Fault, frame, header, number_of, scan
-from gradserver.ledger.state import EVERY_ROUND, StateDir, files_of
+from gradserver.ledger.state import EVERY_ROUND, StateDir
 from gradserver.protocol.codecs import codec_of
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import StateError
@@ -351,7 +352,7 @@ def test_what_another_version_wrote_besides_is_left_out_by_repair_and_all_else_g
         assert found.incarnation == 2
 
 
-@pytest.mark.parametrize(("lost", "told"), [(7, "round 1 is"), (slice(7, 9), "rounds 1 to 2 are")])
+@pytest.mark.parametrize(("lost", "told"), [(7, "round 1"), (slice(7, 9), "rounds 1 to 2")])
 def test_repair_keeps_what_is_whole_and_says_which_rounds_are_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: int | slice, told: str
 ) -> None:
@@ -584,7 +585,7 @@ def test_a_disk_that_is_full_at_the_start_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(monkeypatch)
-    lock = state.lock
+    lock = files.lock
 
     def locked(path: Path) -> int:
         fd = lock(path)

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from gradserver.engine.journal_state import Dated
+from gradserver.ledger.files import files_of
 from gradserver.ledger.journal import HEADER_BYTES, Entry, header, scan
-from gradserver.ledger.state import files_of
 
 HEARD: Final = "heard.jsonl"
 LEDGER: Final = "ledger"

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from gradserver.chaos import generator, recount, tally
+from gradserver.chaos import generator, recount
+from gradserver.chaos.book import Book, Found, Settled
 from gradserver.chaos.evidence import Met, Report
 from gradserver.chaos.explain import Account, Case, People, explain, search
 from gradserver.engine.journal_state import Dated
@@ -43,52 +43,6 @@ PATIENCE: Final = 100
 _REMEMBERED: Final = 4096
 _TOLD: Final = 100
 """Limit of the findings that are described and explained; more are only counted."""
-
-
-@dataclass(slots=True)
-class Book:
-    """Evidence of one round."""
-
-    record: RoundRecord | None = None
-    began: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Rank of each worker when it began to contribute, and the time of that."""
-    reports: dict[str, Report] = field(default_factory=dict)
-    meets: set[str] = field(default_factory=set)
-    """Workers that began with the collectives behind the round."""
-    met: dict[str, Met] = field(default_factory=dict)
-    """Results of these collectives, by name."""
-
-    def people(self, seed: int, number: int) -> People:
-        """Return the possible contributors, without those of weight 0."""
-        weighty = {name for name in (*self.began, *self.reports) if generator.weight(seed, name, number)}
-        finished = sorted(self.reports.values(), key=lambda report: report.rank)
-        sure = tuple(report.name for report in finished if report.gave and report.name in weighty)
-        ranks = [self.began[name][0] if name in self.began else -1 for name in sure]
-        perhaps = {
-            name: max((place + 1 for place, other in enumerate(ranks) if other < rank), default=0)
-            for name, (rank, _) in sorted(self.began.items(), key=lambda item: item[1])
-            if name not in self.reports and name in weighty
-        }
-        return People(sure, perhaps)
-
-    def moments(self) -> tuple[float, float]:
-        """Return when the first worker began with the round, and when the first one finished it."""
-        ends = [report.at for report in self.reports.values()]
-        return min([at for _, at in self.began.values()] + ends, default=0.0), min(ends, default=0.0)
-
-
-class Settled(NamedTuple):
-    """Results of a round that was checked."""
-
-    results: tuple[int, ...]
-    weights: int
-    whole: frozenset[str]
-    """Workers that counted in full."""
-    reported: frozenset[str]
-
-
-Found = list[tuple[Array, Account]]
-"""Mean of each bucket, and its contributors."""
 
 
 class Oracle:
@@ -402,33 +356,10 @@ class Oracle:
     # ── collectives and weights ───────────────────────────────────────────────────────────────────────────
 
     def _check_meeting(self, number: int, book: Book) -> None:
-        """Check collectives: each worker that finished them is in each sum once, and no other worker is."""
-        if not book.met:
-            return
-        self.meetings += 1
-        sure, perhaps = set(book.met), book.meets.difference(book.met)
-        any_of = next(iter(book.met.values()))
-        for what in any_of.sums:
-            sums = {name: tuple(met.sums.get(what, ())) for name, met in book.met.items()}
-            if len(set(sums.values())) > 1:
-                self._say("fault", f"behind round {number}: members got {len(set(sums.values()))} results of {what}")
-            for seen in set(sums.values()):
-                if len(seen) != tally.LENGTH or not tally.fits(seen, number, sure, perhaps):
-                    why = tally.explain(seen, sure, perhaps) if len(seen) == tally.LENGTH else "it is no tally"
-                    self._say("fault", f"behind round {number}, {what}: {why}")
-        self._check_gathered(number, book, perhaps)
-
-    def _check_gathered(self, number: int, book: Book, perhaps: set[str]) -> None:
-        by_code = {tally.code(name, number): name for name in (*book.met, *perhaps)}
-        ranked = [met.name for met in sorted(book.met.values(), key=lambda met: met.rank)]
-        for name, met in book.met.items():
-            names = [by_code.get(code, "another worker") for code in met.gathered]
-            strangers = [other for other in names if other not in book.met and other not in perhaps]
-            if strangers or len(set(names)) < len(names) or [one for one in names if one in book.met] != ranked:
-                self._say("fault", f"behind round {number}: {name} gathered {', '.join(names)} from {ranked}")
-        given = {met.broadcast for met in book.met.values() if met.broadcast is not None}
-        if len(given) > 1 or not given <= by_code.keys():
-            self._say("fault", f"behind round {number}: a broadcast returned {sorted(given)}, which no member sent")
+        if book.met:
+            self.meetings += 1
+        for text in book.wrong_collectives(number):
+            self._say("fault", f"behind round {number}{text}")
 
     def _step(self, number: int, means: Sequence[Array] | None, reports: Mapping[str, Report]) -> int:
         """Check the weights after the round. Return those of the majority, 0 if none were reported."""

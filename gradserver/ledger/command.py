@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from gradserver.engine.declared import Kind
 from gradserver.engine.records import Gap, Group, Plan, Round, RoundRecord, Snapshot, Start
+from gradserver.ledger.files import files_of
 from gradserver.ledger.journal import Entry, Fault, number_of, scan
 from gradserver.ledger.repair import repair
-from gradserver.ledger.state import files_of
-from gradserver.ledger.tables import Story, hexadecimal, moment, one_round, round_rows, summary
+from gradserver.ledger.tables import Story, hexadecimal, moment, one_round, round_rows, span, summary
 from gradserver.protocol.errors import StateError, reason_of
 from gradserver.protocol.exchange import EXACT
 from gradserver.protocol.limits import KIB, MIB
@@ -301,11 +301,11 @@ def _verify(files: Sequence[Path], group: str | None) -> int:
         elif isinstance(record, Round) and not restated and group in (None, record.group):
             known = runs.setdefault((incarnation, record.group, record.epoch), [record.record])
             if known[-1].round + 1 < record.record.round:
-                missing = f"{known[-1].round + 1} to {record.record.round - 1}"
-                holes.append(f"group {record.group!r}, epoch {record.epoch}: rounds {missing} are missing")
+                missing = span(known[-1].round + 1, record.record.round - 1)
+                holes.append(f"group {record.group!r}, epoch {record.epoch}: {missing} missing")
             known[1:] = [record.record]
     for (_, name, epoch), records in runs.items():
-        print(f"group {name!r}, epoch {epoch}: rounds {records[0].round} to {records[-1].round}")
+        print(f"group {name!r}, epoch {epoch}: {span(records[0].round, records[-1].round)}")
     print("\n".join(holes) if holes else "no rounds are missing")
     return 1 if wrong or holes else 0
 

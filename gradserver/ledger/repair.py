@@ -10,8 +10,9 @@ from typing import Final, NamedTuple
 from gradserver.engine.declared import Kind
 from gradserver.engine.journal_state import Dated
 from gradserver.engine.records import Epoch, Plan, Round, Snapshot, Start
+from gradserver.ledger.files import OWN, file_number, lock, sync_directory
 from gradserver.ledger.journal import HEADER_BYTES, Entry, Fault, check_format, frame, header, scan
-from gradserver.ledger.state import OWN, file_number, lock, sync_directory
+from gradserver.ledger.tables import span
 from gradserver.protocol.errors import StateError, reason_of
 
 _MOST_TOLD: Final = 100
@@ -137,8 +138,7 @@ def _rounds(before: Sequence[Kind], behind: Sequence[Kind]) -> str:
         if isinstance(record, Round) and (number := last.pop(record.group, None)) is not None:
             first, end = number + 1, record.record.round - 1
             if first <= end:
-                which = f"round {first} is" if first == end else f"rounds {first} to {end} are"
-                missing.append(f"{which} missing in group {record.group!r}")
+                missing.append(f"{span(first, end)} missing in group {record.group!r}")
     return ", ".join(missing)
 
 

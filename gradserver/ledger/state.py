@@ -13,11 +13,8 @@ Files are for their owner only: they have the secrets by which members of durabl
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
-import re
-import stat
 import threading
 import time
 from collections.abc import Sequence
@@ -27,6 +24,7 @@ from typing import Final
 from gradserver.engine.declared import CODES, Kind
 from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.records import Gap, Round, Snapshot, Start
+from gradserver.ledger.files import OWN, files_of, keep_to_owner, lock, sync_directory, write_all
 from gradserver.ledger.journal import Entry, Fault, frame, header, number_of, scan
 from gradserver.protocol.errors import ProtocolError, StateError, reason_of
 from gradserver.protocol.limits import MIB
@@ -42,8 +40,6 @@ _RESTATED_BYTES: Final = 4 * MIB
 _RETRY_SECONDS: Final = 1.0
 _QUICK_SECONDS: Final = 0.05
 """Usual time of a failed write. A disk that takes longer is tried again later, as training waits meanwhile."""
-OWN: Final = 0o600
-_NAME: Final = re.compile(r"ledger-(\d{6,})\.gsl")
 
 
 class StateDir:
@@ -94,7 +90,7 @@ class StateDir:
         self._swapping = threading.Lock()
         self._lock = lock(path)
         try:
-            _keep_to_owner(path)
+            keep_to_owner(path)
             self.incarnation = self._resume() + 1
             self.restored: tuple[Kind, ...] = tuple(dated.record for dated in self._fold.records())
             self._begin_or_tell()
@@ -252,7 +248,7 @@ class StateDir:
         half = path.with_suffix(".tmp")
         fd = os.open(half, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, OWN)
         try:
-            _write_all(fd, data)
+            write_all(fd, data)
             if self._sync is not None:
                 os.fsync(fd)
             half.rename(path)
@@ -312,7 +308,7 @@ class StateDir:
 
     def _write(self, data: bytes) -> None:
         try:
-            _write_all(self._fd, data)
+            write_all(self._fd, data)
         except OSError:
             with contextlib.suppress(OSError):  # otherwise a reader finds the torn end
                 os.ftruncate(self._fd, self._size)
@@ -373,23 +369,6 @@ class StateDir:
         os.close(self._lock)
 
 
-def files_of(path: Path) -> list[tuple[int, Path]]:
-    """Find the ledger's files in a directory with their numbers, the oldest first."""
-    try:
-        found = [(int(match[1]), entry) for entry in path.iterdir() if (match := _NAME.fullmatch(entry.name))]
-    except OSError as error:
-        raise StateError(f"cannot read {path}: {reason_of(error)}") from error
-    return sorted(found)
-
-
-def file_number(path: Path) -> int:
-    """Return the number in a file's name; StateError if it is not the name of a ledger file."""
-    match = _NAME.fullmatch(path.name)
-    if match is None:
-        raise StateError(f"{path} is not named like a ledger file, such as ledger-000001.gsl")
-    return int(match[1])
-
-
 def _incarnation(path: Path, entry: Entry) -> int:
     record = _read(path, entry, "another version of gradserver").record
     assert isinstance(record, Start), record
@@ -406,56 +385,3 @@ def _read(path: Path, entry: Entry, writer: str) -> Dated:
             f"--state-dir another directory. `gradserver ledger {path.parent} --export FILE` writes the readable "
             f"records as JSON"
         ) from error
-
-
-def lock(path: Path) -> int:
-    """Lock the directory for this process. The lock lasts as long as the returned descriptor is open."""
-    file = path / "lock"
-    try:
-        path.mkdir(0o700, parents=True, exist_ok=True)
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWN)
-    except OSError as error:
-        raise StateError(f"cannot keep a ledger in {path}: {reason_of(error)}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, 0)
-        os.write(fd, b"%d\n" % os.getpid())
-    except BlockingIOError:
-        owner = os.read(fd, 20).decode(errors="replace").strip()
-        os.close(fd)
-        user = f"the coordinator with process id {owner}" if owner.isdigit() else "another coordinator"
-        raise StateError(f"{path} is in use by {user}: each coordinator needs its own directory") from None
-    except OSError as error:
-        os.close(fd)
-        raise StateError(f"cannot write {file}: {reason_of(error)}") from error
-    return fd
-
-
-def _keep_to_owner(path: Path) -> None:
-    """Restrict files to their owner. Those of an earlier version, and copies, may have wider permissions."""
-    if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o022:
-        log.warning(
-            "%s can be written by other users (mode %o), which can put files there: run chmod go-w on it", path, mode
-        )
-    for _, file in files_of(path):
-        try:
-            if file.stat().st_mode & 0o077:
-                file.chmod(OWN)
-        except OSError as error:
-            log.warning("%s can be read by other users, and contains secrets of groups: %s", file, reason_of(error))
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    """Write ``data``, also if the kernel takes it in pieces."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def sync_directory(path: Path) -> None:
-    """Sync a directory, so that the names in it survive a power failure."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

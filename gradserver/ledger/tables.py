@@ -176,7 +176,7 @@ def summary(story: Story) -> list[str]:
     else:
         hashed = "all" if story.hashed == story.count else "none" if not story.hashed else f"{story.hashed}"
         lines.append(
-            f"  rounds {story.first} to {story.last}: {_seconds(median(story.took))} median, "
+            f"  {span(story.first, story.last)}: {_seconds(median(story.took))} median, "
             f"{_seconds(max(story.took))} maximum; {hashed} of {story.count} have digests"
         )
         rows = [
@@ -191,7 +191,7 @@ def summary(story: Story) -> list[str]:
             ]
             for rank in sorted(story.names)
         ]
-        heads = ["rank", "worker", "rounds", "came last", "behind", "began late", "sent slowly"]
+        heads = ["member", "worker", "rounds", "came last", "behind", "began late", "sent slowly"]
         if story.missed:
             heads.append("too late")
             rows = [[*row, story.missed[rank]] for row, rank in zip(rows, sorted(story.names), strict=True)]
@@ -262,7 +262,7 @@ def one_round(story: Story, found: Round) -> list[str]:
                 hexadecimal(record.inputs[rank]) if record.inputs else "-",
             ]
         )
-    lines += table(["rank", "worker", "weight", "share", "began", "ended", "", "digest of what counted"], rows)
+    lines += table(["member", "worker", "weight", "share", "began", "ended", "", "digest of what counted"], rows)
     for closing in story.closed.get(record.round, []):
         lines += wrap(plain(closing.reason), 98, initial_indent="  ", subsequent_indent="    ")
     lines += _not_finite(story, record)
@@ -323,6 +323,11 @@ def _cut(name: str) -> str:
 def plain(text: str) -> str:
     """Replace characters that could disturb a terminal."""
     return "".join(character if character.isprintable() else "�" for character in text)
+
+
+def span(first: int, last: int) -> str:
+    """Name the rounds from ``first`` to ``last``."""
+    return f"round {first}" if first == last else f"rounds {first} to {last}"
 
 
 def hexadecimal(value: int) -> str:
