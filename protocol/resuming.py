@@ -111,7 +111,7 @@ MAX_SPANS_BYTES: Final = MAX_FRAME_BYTES
 @message(23)
 @dataclass(frozen=True, slots=True)
 class Resume(MessageKind):
-    """A member of a durable group is back, on a new connection; one of another group asks whether it is out.
+    """The message that a member is back, on a new connection. In a group that is not durable it is a question.
 
     Attributes:
         group: name of the group.

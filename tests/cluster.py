@@ -29,7 +29,7 @@ from gradserver.status import fetch
 from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
-from tests.nursery import Child, nursery
+from tests.fork_server import Child, fork_server
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -224,15 +224,15 @@ class _Lines:
 class Program:
     """A Python process. Its ``with`` block ends it, whatever it is doing.
 
-    It begins with what it needs ``loaded``, one of `tests.nursery.LOADED`. If that is empty, or if it is no module or
-    script but a few lines, it begins with nothing.
+    It begins with what it needs ``loaded``, one of `tests.fork_server.LOADED`. If that is empty, or if it is no
+    module or script but a few lines, it begins with nothing.
     """
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None, loaded: str = "numpy") -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
         self._process: subprocess.Popen[str] | Child
         if loaded and arguments[0] != "-c":
-            self._process = nursery(loaded).start(arguments, environment)
+            self._process = fork_server(loaded).start(arguments, environment)
         else:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],

@@ -20,7 +20,7 @@ from gradserver.protocol.messages import Agreed, Failure, Leave, Membership, Res
 from gradserver.protocol.resuming import Resume
 from tests.crash_harness import Fused
 from tests.engine_harness import SEATS, TIMEOUT, Harness, bucket, collective, floats, plan_of
-from tests.test_engine_closing import BARRIER
+from tests.test_engine_departures import BARRIER
 
 
 def harness(minimum: int = 2, maximum: int = 4, gather: float = 2.0) -> Harness:

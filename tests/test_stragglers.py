@@ -15,8 +15,8 @@ from gradserver.engine.policy import Lateness, Policy
 from gradserver.protocol.messages import Result
 from tests.engine_harness import bucket, plan_of, small_slices
 from tests.examples import examples
-from tests.late_harness import LateCluster
 from tests.sharded_harness import ShardedHarness
+from tests.straggler_harness import LateCluster
 
 ELEMENTS = 12
 """Elements of a slice: three members, four rounds."""

@@ -217,7 +217,7 @@ class Point:
 
 def test_anything_else_needs_pickle_and_is_allowed_by_giver_and_taker(three: list[Worker]) -> None:
     with pytest.raises(
-        InvalidArgumentError, match=r"test_passing_on\.Point, which cannot be stored.*allow_pickle=True"
+        InvalidArgumentError, match=r"test_gather_and_scatter\.Point, which cannot be stored.*allow_pickle=True"
     ):
         three[0].all_gather_object(Point(1))
 

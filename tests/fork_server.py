@@ -1,7 +1,7 @@
 """Programs that begin with their imports done, as copies of a process that has done them once.
 
-A short program spends most of its time on imports: 0.3 s of a processor for numpy and ZeroMQ, 2 s for torch. A nursery
-does them once and forks for each program, which then is a process like any other, with its own memory, signals,
+A short program spends most of its time on imports: 0.3 s of a processor for numpy and ZeroMQ, 2 s for torch. A fork
+server does them once and forks for each program, which then is a process like any other, with its own memory, signals,
 descriptors and end. Tests of what a program loads, or of its time, start it in the usual way.
 """
 
@@ -37,7 +37,7 @@ LOADED = {
         "torch._dynamo",
     ),
 }
-"""The imports of each nursery, and what these import. The first optimizer of a process imports torch._dynamo."""
+"""The imports of each fork server, and what these import. The first optimizer of a process imports torch._dynamo."""
 
 # ── as tests use it ───────────────────────────────────────────────────────────────────────────────────
 
@@ -52,7 +52,7 @@ class Fate:
 
 
 class Child:
-    """A process that a nursery has made. It is used as a `subprocess.Popen` with pipes."""
+    """A process that a fork server has made. It is used as a `subprocess.Popen` with pipes."""
 
     def __init__(self, fate: Fate, ends: Sequence[int]) -> None:
         self.pid = fate.pid
@@ -83,13 +83,13 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
 
-class Nursery:
-    """This process's end of a nursery, which has ``loaded`` one of `LOADED`."""
+class ForkServer:
+    """This process's end of a fork server, which has ``loaded`` one of `LOADED`."""
 
     def __init__(self, loaded: str) -> None:
         self._line, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
-            command = [sys.executable, "-m", "tests.nursery", loaded, str(there.fileno())]
+            command = [sys.executable, "-m", "tests.fork_server", loaded, str(there.fileno())]
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
@@ -111,7 +111,7 @@ class Nursery:
             for descriptor in theirs:
                 os.close(descriptor)
             self._answered.acquire()
-            assert self._born is not None, "the nursery has died"
+            assert self._born is not None, "the fork server has died"
             return Child(self._born, (stdin[1], stdout[0], stderr[0]))
 
     def _listen(self) -> None:
@@ -128,16 +128,16 @@ class Nursery:
         self._answered.release()
 
     def end(self) -> None:
-        """Close the connection: the nursery ends, and all that it has made with it."""
+        """Close the connection: the fork server ends, and all that it has made with it."""
         self._line.shutdown(socket.SHUT_RDWR)
         self._process.wait()
         self._line.close()
 
 
 @cache
-def nursery(loaded: str) -> Nursery:
-    """Return this process's nursery."""
-    return Nursery(loaded)
+def fork_server(loaded: str) -> ForkServer:
+    """Return this process's fork server."""
+    return ForkServer(loaded)
 
 
 # ── its process ───────────────────────────────────────────────────────────────────────────────────────
