@@ -14,7 +14,7 @@ import zmq
 
 from gradserver.chaos.relay import Fate, Faults, Frames, Lane, Relay, turn
 from gradserver.protocol.messages import Message
-from gradserver.protocol.numbers import split
+from gradserver.protocol.transport.numbers import split
 from gradserver.protocol.wire import decode
 from tests.cluster import Task
 

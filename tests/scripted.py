@@ -10,7 +10,7 @@ import zmq
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.messages import Agreed, Join, Message, Ping, Propose, Welcome
-from gradserver.protocol.numbers import split
+from gradserver.protocol.transport.numbers import split
 from gradserver.protocol.wire import decode, encode
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect

@@ -12,7 +12,7 @@ import zmq
 
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.messages import BePresent, Failure, Message, Ping
-from gradserver.protocol.numbers import split
+from gradserver.protocol.transport.numbers import split
 from gradserver.protocol.url import parse_url
 from gradserver.protocol.wire import decode, encode
 from tests.cluster import PATIENCE, Task

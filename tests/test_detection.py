@@ -18,7 +18,7 @@ import zmq
 
 from gradserver.protocol.errors import LeftOutError
 from gradserver.protocol.messages import Join, Present
-from gradserver.protocol.numbers import Numbers
+from gradserver.protocol.transport.numbers import Numbers
 from gradserver.transport.binding import bind_router
 from gradserver.transport.handshake import ROLES
 from gradserver.transport.liveness import Liveness, Patience

@@ -22,9 +22,9 @@ from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import Pool
 from gradserver.protocol.messages import Enlist
-from gradserver.protocol.numbers import GAP_SECONDS
 from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.protocol.transport import zeromq
+from gradserver.protocol.transport.numbers import GAP_SECONDS
 from gradserver.status import fetch
 from gradserver.transport import binding, liveness
 from gradserver.transport.handshake import ROLES

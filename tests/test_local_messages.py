@@ -17,8 +17,8 @@ from hypothesis import given, settings, strategies as st
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import DeadlineError, LimitExceededError, MalformedMessageError
 from gradserver.protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES
-from gradserver.protocol.packets import PACKET_BYTES, PacketStream
-from gradserver.protocol.sharing import Offer, Refused, Taken, Talk, Talking
+from gradserver.protocol.transport.packets import PACKET_BYTES, PacketStream
+from gradserver.protocol.transport.sharing import Offer, Refused, Taken, Talk, Talking
 from gradserver.transport.local_peers import MAX_QUEUED
 from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker

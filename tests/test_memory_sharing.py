@@ -41,7 +41,7 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
 from gradserver.protocol.limits import CREDIT_BYTES, MAX_COUNTER
 from gradserver.protocol.messages import Join, MemoryAt, Message, Place, Push, ShareMemory, Welcome
-from gradserver.protocol.sharing import (
+from gradserver.protocol.transport.sharing import (
     ADDRESS_PREFIX,
     COORDINATORS_PROOF,
     F_SEAL_FUTURE_WRITE,
@@ -69,7 +69,8 @@ from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
 from gradserver.worker.tensors import empty
-from gradserver.worker.transport.shared_memory import ALIGNMENT, ARENA_BYTES, OWN_SEGMENT_BYTES, SharedMemory
+from gradserver.worker.transport.segments import ALIGNMENT
+from gradserver.worker.transport.shared_memory import ARENA_BYTES, OWN_SEGMENT_BYTES, SharedMemory
 from gradserver.worker.transport.tcp import TcpChannel
 from tests.cluster import PATIENCE, ROOT, Daemon, Program, Task, coordinator, together, wait_until
 from tests.examples import examples

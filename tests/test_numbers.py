@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from gradserver.chaos.relay import Fate
 from gradserver.protocol.errors import ConnectionLostError, LeftOutError, WorkerLostError
 from gradserver.protocol.messages import Failure, Ping, Push, Result, Scope
-from gradserver.protocol.numbers import GAP_SECONDS, MAX_EARLY, Frames, Numbers, numbered, split
+from gradserver.protocol.transport.numbers import GAP_SECONDS, MAX_EARLY, Frames, Numbers, numbered, split
 from gradserver.protocol.wire import encode
 from gradserver.transport.handshake import Strangers
 from gradserver.worker.client import Worker

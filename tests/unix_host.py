@@ -13,7 +13,7 @@ from typing import Self
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.messages import Place
-from gradserver.protocol.sharing import Offer, SharingMessage, decode_packet, encode_packet
+from gradserver.protocol.transport.sharing import Offer, SharingMessage, decode_packet, encode_packet
 from gradserver.transport.local import UnixServer
 from gradserver.transport.local_peers import Line
 from tests.cluster import Task, wait_until

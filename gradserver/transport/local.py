@@ -24,7 +24,8 @@ from typing import Final, Protocol
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError, LimitExceededError, UnexpectedMessageError
 from gradserver.protocol.messages import Place
-from gradserver.protocol.sharing import (
+from gradserver.protocol.transport.local import linger
+from gradserver.protocol.transport.sharing import (
     ADDRESS_PREFIX,
     Lend,
     Offer,
@@ -35,7 +36,6 @@ from gradserver.protocol.sharing import (
     Talking,
     decode_packet,
 )
-from gradserver.protocol.transport.local import linger
 from gradserver.transport.local_peers import Guest, Line
 from gradserver.transport.pidfd import has_ended, process_of
 from gradserver.transport.shared_memory import Segments

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.sharing import MAX_PACKET_BYTES, SharingMessage, encode_packet
 from gradserver.protocol.transport.local import stream_through
+from gradserver.protocol.transport.sharing import MAX_PACKET_BYTES, SharingMessage, encode_packet
 from gradserver.transport.shared_memory import Segments
 
 MAX_QUEUED: Final = 50_000

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.messages import Failure, Message, Ping, Scope, Welcome
-from gradserver.protocol.numbers import Numbers
+from gradserver.protocol.transport.numbers import Numbers
 from gradserver.transport.local_peers import Line
 from gradserver.transport.traffic import MEMBERS_MESSAGES, MEMBERS_RATE, Traffic
 

@@ -45,8 +45,8 @@ from gradserver.protocol.messages import (
     StatusRequest,
     Welcome,
 )
-from gradserver.protocol.numbers import Numbers
 from gradserver.protocol.resuming import Held, Holding
+from gradserver.protocol.transport.numbers import Numbers
 from gradserver.protocol.transport.wakeup import Wakeup
 from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, NOBLOCK_MORE, POLLIN, ZERO_COPY_BYTES
 from gradserver.protocol.wire import decode, encode

@@ -29,9 +29,9 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_ORDER_BYTES
 from gradserver.protocol.messages import BePresent, Enlist, Enlisted, Failure, Message, Ping
-from gradserver.protocol.numbers import Frames
 from gradserver.protocol.transport.beacon import beacon_socket, light_beacon
 from gradserver.protocol.transport.dealer import PING_SECONDS, Dealer
+from gradserver.protocol.transport.numbers import Frames
 from gradserver.protocol.transport.reach import RETRY_SECONDS, wait_for_listener
 from gradserver.protocol.url import is_everywhere, not_answered, numeric_url, parse_url
 from gradserver.protocol.wire import decode, encode

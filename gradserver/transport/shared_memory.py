@@ -1,7 +1,8 @@
 """The memory that a worker shares, as the server holds it: checked, mapped, and found by place.
 
-A worker hands over memory as a file descriptor (`.local` takes it in, `gradserver.protocol.sharing` has the messages).
-The memory has no name in any file system: it is gone with the last process that maps it, however that one ended.
+A worker hands over memory as a file descriptor. `.local` takes it in, and `gradserver.protocol.transport.sharing` has
+the messages. The memory has no name in any file system: it is gone with the last process that maps it, however that one
+ended.
 
 The worker may be hostile. All that could become dangerous later is made impossible before the first byte of a segment
 is read:
@@ -23,7 +24,7 @@ from typing import Final
 
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError, UnexpectedMessageError
 from gradserver.protocol.messages import Place
-from gradserver.protocol.sharing import (
+from gradserver.protocol.transport.sharing import (
     COORDINATORS_PROOF,
     F_SEAL_FUTURE_WRITE,
     MAX_SEGMENT_BYTES,

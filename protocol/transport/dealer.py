@@ -10,7 +10,7 @@ from zmq.utils.monitor import recv_monitor_message
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import ConnectionLostError, CoordinatorUnreachableError
 from gradserver.protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS
-from gradserver.protocol.numbers import Frames, Numbers
+from gradserver.protocol.transport.numbers import Frames, Numbers
 from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, POLLIN
 from gradserver.protocol.url import no_coordinator
 

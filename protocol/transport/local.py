@@ -6,7 +6,7 @@ import contextlib
 import socket
 import time
 
-from gradserver.protocol.packets import PacketStream
+from gradserver.protocol.transport.packets import PacketStream
 
 
 def stream_through(connection: socket.socket) -> PacketStream:

@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from typing import Protocol
 
-from gradserver.protocol.sharing import ADDRESS_PREFIX
+from gradserver.protocol.transport.sharing import ADDRESS_PREFIX
 from gradserver.protocol.url import parse_target
 
 

@@ -10,8 +10,8 @@ import zmq
 from gradserver.protocol.channel import Receiver
 from gradserver.protocol.limits import MAX_FRAME_BYTES
 from gradserver.protocol.messages import BePresent, Message
-from gradserver.protocol.numbers import Numbers
 from gradserver.protocol.transport.dealer import Dealer
+from gradserver.protocol.transport.numbers import Numbers
 from gradserver.worker.transport import forking
 from gradserver.worker.transport.beacon import Beacon
 from gradserver.worker.transport.local import LocalLine

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from gradserver.protocol.errors import BackendUnavailableError, GradServerError, MalformedMessageError
-from gradserver.protocol.sharing import (
+from gradserver.protocol.transport.local import linger, stream_through
+from gradserver.protocol.transport.sharing import (
     ADDRESS_PREFIX,
     MAX_PACKET_BYTES,
     Lend,
@@ -27,7 +28,6 @@ from gradserver.protocol.sharing import (
     decode_packet,
     encode_packet,
 )
-from gradserver.protocol.transport.local import linger, stream_through
 
 A = TypeVar("A", Taken, Lent, Talking)
 

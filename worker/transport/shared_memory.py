@@ -1,26 +1,21 @@
 """A worker's side of the memory that it shares with a coordinator, or several data shards, of the same host.
 
-Memory is handed over in *segments* (`gradserver.protocol.sharing` has the messages). An array of `OWN_SEGMENT_BYTES` or
-more gets one of its own, and the others divide *arenas* among themselves. Only an array from `SharedMemory.empty` is
-special: when it, and everything that views it, is garbage, its memory is shared no more.
+Memory is handed over in *segments*, by the messages of `gradserver.protocol.transport.sharing`. An array of
+`OWN_SEGMENT_BYTES` or more gets one of its own, and the others divide *arenas* among themselves. Only an array from
+`SharedMemory.empty` is special: when it, and everything that views it, is garbage, its memory is shared no more.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import fcntl
 import logging
-import mmap
 import os
 import secrets
-import sys
 import threading
 import weakref
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +23,7 @@ import numpy.typing as npt
 from gradserver.protocol.errors import BackendUnavailableError, GradServerError
 from gradserver.protocol.limits import KIB, MIB
 from gradserver.protocol.messages import Place
-from gradserver.protocol.sharing import (
+from gradserver.protocol.transport.sharing import (
     COORDINATORS_PROOF,
     MAX_SEGMENTS,
     PAGE_BYTES,
@@ -41,16 +36,12 @@ from gradserver.protocol.sharing import (
     Taken,
 )
 from gradserver.worker.transport.local import connect_all, reason_of
+from gradserver.worker.transport.segments import Block, Owner, Segment, address_of, allocate, view_of
 
 log = logging.getLogger("gradserver")
 
 OWN_SEGMENT_BYTES: Final = 256 * KIB
 ARENA_BYTES: Final = 1 * MIB
-ALIGNMENT: Final = 64
-"""Alignment of arrays in an arena: a cache line, which no two arrays share."""
-
-_address_of = ctypes.addressof
-_view_of: Any = ctypes.c_char.from_buffer
 
 
 class SharedMemory:
@@ -87,13 +78,13 @@ class SharedMemory:
         self._level = level
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._freed: deque[_Block] = deque()
+        self._freed: deque[Block] = deque()
         """Blocks whose arrays are garbage, until a thread that holds the lock frees them."""
-        self._segments: dict[int, _Segment] = {}
-        self._index: tuple[list[int], list[_Segment]] = ([], [])
+        self._segments: dict[int, Segment] = {}
+        self._index: tuple[list[int], list[Segment]] = ([], [])
         """Segments by their first addresses. Never changed but replaced, so that it is read without the lock."""
-        self._arenas: list[_Segment] = []
-        self._blocks: set[_Block] = set()
+        self._arenas: list[Segment] = []
+        self._blocks: set[Block] = set()
         self._offered = 0
         self._trouble: str | None = None
         """Reason why no more segments can be shared, once one could not."""
@@ -125,7 +116,7 @@ class SharedMemory:
                 raise BackendUnavailableError(reason_of(error)) from error
             self._trouble = None
 
-    def _forget(self, segment: _Segment) -> None:
+    def _forget(self, segment: Segment) -> None:
         """Share a segment no more, without a word: the process that had it is gone. Arrays stay memory."""
         del self._segments[segment.number]
         self._index_again()
@@ -165,7 +156,7 @@ class SharedMemory:
         if not starts or not length:
             return None
         try:
-            address = _address_of(_view_of(data))
+            address = address_of(view_of(data))
         except (TypeError, ValueError):  # read-only; this way takes longer
             if not data.flags.c_contiguous:
                 return None
@@ -201,13 +192,13 @@ class SharedMemory:
 
     # ── blocks: what arrays lie in ────────────────────────────────────────────────────────────────────
 
-    def _own(self, nbytes: int, writable: bool) -> _Block | None:
+    def _own(self, nbytes: int, writable: bool) -> Block | None:
         if self._is_full():
             return None
         segment = self._share(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, writable)
         return segment.carve(nbytes)
 
-    def _carve(self, nbytes: int, writable: bool) -> _Block | None:
+    def _carve(self, nbytes: int, writable: bool) -> Block | None:
         for arena in self._arenas:
             if arena.writable == writable and (block := arena.carve(nbytes)) is not None:
                 return block
@@ -223,17 +214,17 @@ class SharedMemory:
             return False
         raise BackendUnavailableError(f"{MAX_SEGMENTS} segments are shared already, that is all there may be")
 
-    def _array(self, block: _Block, nbytes: int) -> npt.NDArray[np.uint8]:
+    def _array(self, block: Block, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return the array over ``block``, which is free again when the array and all views of it are garbage.
 
         What views view is the owner: numpy does not look through it for the mapping, because its type is another.
         """
-        owner = _Owner.__new__(_Owner, (nbytes,), np.uint8, block.segment.mapping, block.start)
+        owner = Owner.__new__(Owner, (nbytes,), np.uint8, block.segment.mapping, block.start)
         block.alive = weakref.ref(owner, lambda _: self._free(block))
         self._blocks.add(block)
         return owner.view(np.ndarray)
 
-    def _free(self, block: _Block) -> None:
+    def _free(self, block: Block) -> None:
         """Free a block. The garbage collector calls this in any thread, at any line, even where the lock is held."""
         if self._process == os.getpid():
             self._freed.append(block)
@@ -262,11 +253,11 @@ class SharedMemory:
 
     # ── segments: what the coordinator knows ──────────────────────────────────────────────────────────
 
-    def _share(self, nbytes: int, writable: bool) -> _Segment:
+    def _share(self, nbytes: int, writable: bool) -> Segment:
         """Return a new segment for ``nbytes`` bytes of data, which the coordinator has mapped, too."""
         number, self._offered = self._offered, self._offered + 1
         size = SEGMENT_HEADER_BYTES + nbytes
-        segment = _Segment(number, *_allocate(size), size, writable)
+        segment = Segment(number, *allocate(size), size, writable)
         try:
             self._offer(segment)
         except BaseException:
@@ -278,7 +269,7 @@ class SharedMemory:
         self._index_again()
         return segment
 
-    def _offer(self, segment: _Segment) -> None:
+    def _offer(self, segment: Segment) -> None:
         """Have the coordinator map ``segment``, and check that this is the same memory."""
         number, size, mapping, writable = segment.number, segment.size, segment.mapping, segment.writable
         descriptors = [segment.descriptor]
@@ -296,7 +287,7 @@ class SharedMemory:
             self._trouble = self._trouble or reason_of(error)  # the messages are out of step
             raise
 
-    def _withdraw(self, segment: _Segment) -> None:
+    def _withdraw(self, segment: Segment) -> None:
         """Share ``segment`` no more. Its address is forgotten before it is unmapped, and may be another's then."""
         del self._segments[segment.number]
         self._index_again()
@@ -317,92 +308,3 @@ class SharedMemory:
                 reason_of(error),
             )
         self._level = 0  # once
-
-
-class _Owner(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The owner that all views of one block keep alive."""
-
-
-class _Block:
-    """Bytes ``start`` to ``stop`` of a segment."""
-
-    __slots__ = ("alive", "segment", "start", "stop")
-
-    def __init__(self, segment: _Segment, start: int, stop: int) -> None:
-        self.segment = segment
-        self.start = start
-        self.stop = stop
-        self.alive: weakref.ref[_Owner] | None = None
-
-
-class _Segment:
-    """Memory that both sides have mapped, and its free parts."""
-
-    def __init__(self, number: int, descriptor: int, mapping: mmap.mmap, size: int, writable: bool) -> None:
-        self.number = number
-        self.descriptor = descriptor
-        self.writable = writable
-        """Descriptor for the coordinator."""
-        self.close = weakref.finalize(self, os.close, descriptor)
-        self.mapping = mapping
-        self.size = size
-        self.address = _address_of(_view_of(mapping))
-        self._free = [(SEGMENT_HEADER_BYTES, size)]
-        """Free parts in order, of which no two touch."""
-
-    def carve(self, nbytes: int) -> _Block | None:
-        """Return a block of ``nbytes`` bytes, rounded up; None if no free part is as large."""
-        length = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        for index, (start, stop) in enumerate(self._free):
-            if stop - start >= length:
-                self._free[index : index + 1] = [(start + length, stop)] if stop - start > length else []
-                return _Block(self, start, start + length)
-        return None
-
-    def put_back(self, block: _Block) -> None:
-        """Free ``block``."""
-        start, stop = block.start, block.stop
-        index = bisect_right(self._free, (start, stop))
-        if index < len(self._free) and self._free[index][0] == stop:
-            stop = self._free.pop(index)[1]
-        if index and self._free[index - 1][1] == start:
-            start = self._free.pop(index - 1)[0]
-        insort(self._free, (start, stop))
-
-    def is_unused(self) -> bool:
-        """Return True if all of it is free."""
-        return self._free == [(SEGMENT_HEADER_BYTES, self.size)]
-
-
-def _allocate(size: int) -> tuple[int, mmap.mmap]:
-    """Return new memory of ``size`` bytes: its descriptor and its mapping.
-
-    All of it is allocated at once, because the coordinator trusts in no page that does not exist. The kernel would
-    not refuse what it does not have, but kill someone: so we look before.
-    """
-    available = _available()
-    if size > available:
-        raise OSError(errno.ENOMEM, f"{size / 1e6:.0f} MB are not available")
-    descriptor = os.memfd_create("gradserver", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        if sys.version_info >= (3, 13):
-            mapping = mmap.mmap(descriptor, size, trackfd=False)  # else it keeps a descriptor of its own
-        else:
-            mapping = mmap.mmap(descriptor, size)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    # One fault that reads maps sixteen pages, for writing too; one that writes would map one, and clearing it was done.
-    np.frombuffer(mapping, np.uint8)[::PAGE_BYTES].max()
-    return descriptor, mapping
-
-
-def _available() -> int:
-    """Return the bytes of memory that the system could give."""
-    with open("/proc/meminfo", "rb") as facts:
-        for line in facts:
-            if line.startswith(b"MemAvailable:"):
-                return int(line.split()[1]) * KIB
-    return sys.maxsize

@@ -13,7 +13,7 @@ after that. So all of them map it first, before it is offered to one after the o
       Offer + the same file descriptor ────────►  …
 
 On a second connection they say everything else, from then on without a network between them
-(`gradserver.protocol.packets`):
+(`gradserver.protocol.transport.packets`):
 
       Talk ────────────────────────────────────►  finds the worker by its token
       ◄─────────────────────────────────────────  Talking, or Refused
