@@ -150,7 +150,7 @@ class Resumed(MessageKind):
 @message(25, Payloads.one(MAX_SPANS_BYTES))
 @dataclass(frozen=True, slots=True)
 class Holding(MessageKind):
-    """What this member holds; the payload is a list of `Span`, little-endian.
+    """The results that this member holds; the payload is a list of `Span`, little-endian.
 
         how many columns of weights: u16
         each of them                 how many seats: u16, and the weight of each: f64

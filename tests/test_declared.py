@@ -18,6 +18,7 @@ from gradserver.protocol.fields import Count, Ranks, Text
 from gradserver.protocol.limits import PROTOCOL_VERSION
 from gradserver.protocol.message_family import message
 from gradserver.protocol.wire import decode
+from tests.declared_tables import PAGE, page
 
 LARGEST = 7
 
@@ -124,6 +125,11 @@ def test_every_field_of_every_kind_is_checked(kind: type[Any]) -> None:
         with pytest.raises(ProtocolError):
             field.check(object())
         assert name in kind.__annotations__
+
+
+def test_the_page_shows_what_is_declared() -> None:
+    shown = PAGE.read_text("utf-8")
+    assert shown == page(), "`python -m tests.declared_tables` writes it anew"
 
 
 def test_a_refusal_of_a_message_names_it_and_the_field() -> None:

@@ -453,7 +453,7 @@ class Detach(RemoteOrder):
 @order("recover")
 @dataclass(frozen=True, slots=True)
 class Recover(RemoteOrder):
-    """All that is open is void: find out who holds which results, and go on from there.
+    """All that is open is void. The shard asks members for the results that they hold, and goes on from there.
 
     ``version`` is a new number, by which this is told from what was before. The group is in ``round``, as far as
     control knows, and in none behind ``latest``; or the round before, for members that have yet to hear of its end.
@@ -470,7 +470,7 @@ class Recover(RemoteOrder):
 @order("proceed")
 @dataclass(frozen=True, slots=True)
 class Proceed(RemoteOrder):
-    """Those who had yet to hear that their round is over have been told."""
+    """The members that had yet to hear that their round is over have been told."""
 
     group: Name
 
@@ -478,7 +478,7 @@ class Proceed(RemoteOrder):
 @order("admit")
 @dataclass(frozen=True, slots=True)
 class Admit(RemoteOrder):
-    """Somebody is to join: ``seat`` is its own, ``token`` what it shows a shard elsewhere. It may take transfers."""
+    """A learner is to join with this ``seat``. It shows ``token`` to a shard elsewhere, and may take transfers."""
 
     group: Name
     seat: Rank
@@ -489,7 +489,7 @@ class Admit(RemoteOrder):
 @order("expect")
 @dataclass(frozen=True, slots=True)
 class Expect(RemoteOrder):
-    """Those who are to join with these seats contribute from ``round`` on, which has not begun; or they ``listen``.
+    """Learners with these seats contribute from ``round`` on, which has not begun; or they ``listen``.
 
     ``transfers`` has the number of the transfer in which each gets the state, in the order of ``seats``; it is empty if
     they have it.
@@ -510,7 +510,7 @@ class Expect(RemoteOrder):
 @order("excuse")
 @dataclass(frozen=True, slots=True)
 class Excuse(RemoteOrder):
-    """Who is to join with this seat does not contribute after all: it has not got the state."""
+    """The learner with this seat does not contribute after all: it has not got the state."""
 
     group: Name
     seat: Rank
@@ -519,7 +519,7 @@ class Excuse(RemoteOrder):
 @order("reseat")
 @dataclass(frozen=True, slots=True)
 class Reseat(RemoteOrder):
-    """From ``epoch`` on ``seats`` are the members: those who have joined take part in all, from the next round on."""
+    """From ``epoch`` on ``seats`` are the members. New ones take part in everything from the next round on."""
 
     group: Name
     epoch: Count
@@ -647,7 +647,7 @@ class Late(RemoteReport):
 @report("state")
 @dataclass(frozen=True, slots=True)
 class StateComes(RemoteReport):
-    """Of the state that ``donor`` sends to ``rank`` in transfer ``number``, so much more has come; 0: it is asked."""
+    """``nbytes`` more of the state that ``donor`` sends to ``rank`` in a transfer have come; 0: the donor is asked."""
 
     group: Name
     rank: Rank

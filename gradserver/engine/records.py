@@ -225,7 +225,7 @@ class Start(Kind):
 @kind(2)
 @dataclass(frozen=True, slots=True)
 class Snapshot(Kind):
-    """As many records follow as are ``restated``: what still matters of all that was written before."""
+    """The next ``restated`` records are what still matters of all that was written before."""
 
     restated: Count
 
@@ -233,7 +233,7 @@ class Snapshot(Kind):
 @kind(3)
 @dataclass(frozen=True, slots=True)
 class Gap(Kind):
-    """The disk has not taken as many records as are ``lost``, since the clock showed ``since``; ``reason`` says why."""
+    """The disk has not taken ``lost`` records since the clock showed ``since``; ``reason`` says why."""
 
     lost: Count
     since: Clock
@@ -253,7 +253,7 @@ class Group(Kind):
 @kind(5)
 @dataclass(frozen=True, slots=True)
 class Epoch(Kind):
-    """Who is in the group, from ``round`` on: names by rank. ``reason`` says what has changed."""
+    """The members of the group from ``round`` on: names by rank. ``reason`` says what has changed."""
 
     group: Name
     epoch: Count
@@ -303,7 +303,7 @@ class Round(Kind):
 @kind(15)
 @dataclass(frozen=True, slots=True)
 class Cut(Kind):
-    """A round goes on without what these have not given to it yet, because they are late. ``reason`` says how much."""
+    """A round goes on without the slices that late members have not given to it yet. ``reason`` says how many."""
 
     group: Name
     epoch: Count
@@ -361,7 +361,7 @@ class Boundary(Kind):
 @kind(16)
 @dataclass(frozen=True, slots=True)
 class Entered(Kind):
-    """These, by rank, contribute to ``round`` as their first one; written when that changes."""
+    """New members, by rank, contribute to ``round`` as their first one; written when that changes."""
 
     group: Name
     round: Count
@@ -380,7 +380,7 @@ class Reset(Kind):
 @kind(17)
 @dataclass(frozen=True, slots=True)
 class Handling(Kind):
-    """What becomes of gradients of a group that are not finite. Without this record they halt it."""
+    """The policy of a group about gradients that are not finite. Without this record they halt it."""
 
     group: Name
     nonfinite: Annotated[OnNonFinite, Field(known_policy)]
@@ -389,7 +389,7 @@ class Handling(Kind):
 @kind(18)
 @dataclass(frozen=True, slots=True)
 class Spent(Kind):
-    """The group has as many bytes of its journal quota used up as are ``nbytes``; it may have ended.
+    """The group has used up ``nbytes`` of its journal quota; it may have ended.
 
     Written when that has changed by much, for a later coordinator.
     """
