@@ -17,7 +17,7 @@ from gradserver.worker.interrupts import admits, uninterrupted, watch
 from tests.cluster import PATIENCE, Task, members
 
 RAISED, CALLS = 10, 3000
-"""How often a handler raises, and after how many calls it stops."""
+"""The number of raised errors, and the number of calls after which the handler stops."""
 NUMEL = SLICE_BYTES // 4 * 2 + 5
 """Three slices of float32."""
 

@@ -1,6 +1,6 @@
-"""Jobs that others join: they get a member's state, and from then on all have the same bits.
+"""Tests of jobs that others join: these get a member's state, and from then on all have the same bits.
 
-Without a backlog the others wait for who joins, so that a test knows in which round that is.
+Without a backlog the others wait for a learner, so that a test knows in which round it joins.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Run:
         self.changes: dict[str, list[Membership]] = {}
         self.lock = threading.Lock()
         self.at: dict[int, Callable[[], None]] = {}
-        """What rank 0 does after a round."""
+        """The action of rank 0 after a round."""
 
     def train(self, worker: Worker) -> int:
         name = worker.name
