@@ -40,7 +40,7 @@ class Field(NamedTuple):
     pack: Callable[[Any], Any] | None = None
 
     def write(self, value: Any) -> Any:
-        """Give what msgpack is to write."""
+        """Return what msgpack is to write."""
         return value if self.pack is None else self.pack(value)
 
 
@@ -52,7 +52,7 @@ class Declared:
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def pack(self) -> list[Any]:
-        """Give the fields, as they are written."""
+        """Return the fields, as they are written."""
         fields = _FIELDS[type(self)].items()
         return [getattr(self, name) if pack is None else pack(getattr(self, name)) for name, (_, pack) in fields]
 
@@ -74,7 +74,7 @@ class Declared:
 
 
 def named(error: ProtocolError, kind: type[Any], values: Sequence[Any]) -> ProtocolError:
-    """Give an error of a check again, with the name of the kind and of the first field whose value is wrong."""
+    """Return an error of a check again, with the name of the kind and of the first field whose value is wrong."""
     for (name, field), value in zip(_FIELDS[kind].items(), values, strict=False):
         try:
             field.check(value)
@@ -115,7 +115,7 @@ class Family(Generic[Code, Base]):
 
 
 def nested(kind: type[Any]) -> Field:
-    """Give the field that holds a named tuple, whose own fields are declared in the same way."""
+    """Return the field that holds a named tuple, whose own fields are declared in the same way."""
     fields = tuple(_declared(kind).items())
 
     def check(value: Any) -> Any:
@@ -130,7 +130,7 @@ def nested(kind: type[Any]) -> Field:
 
 
 def several(field: Field, most: int) -> Field:
-    """Give the field that holds a tuple of what ``field`` holds."""
+    """Return the field that holds a tuple of what ``field`` holds."""
     pack = None if field.pack is None else lambda values: [field.write(one) for one in values]
     return Field(listed(field.check, most), pack)
 
@@ -150,5 +150,5 @@ _FIELDS: Final[dict[type[Any], Mapping[str, Field]]] = {}
 
 
 def fields_of(kind: type[Any]) -> Mapping[str, Field]:
-    """Give the fields of a declared class, in order. KeyError if it packs and unpacks itself."""
+    """Return the fields of a declared class, in order. KeyError if it packs and unpacks itself."""
     return _FIELDS[kind]

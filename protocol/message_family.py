@@ -81,5 +81,5 @@ message: Final = MessageFamily()
 
 
 def refuse_payloads(name: str) -> MalformedMessageError:
-    """Give the error of a message that says something else about its payloads than what came with it."""
+    """Return the error of a message that says something else about its payloads than what came with it."""
     return MalformedMessageError(f"a {name} that announces a payload without one, or has one without announcing it")

@@ -444,14 +444,14 @@ def unpack_operation(value: Any) -> Operation | None:
 
 @lru_cache(maxsize=1024)
 def _known_operation(kind: Any, op: Any, dtype: Any, numel: Any, root: Any, *codec: Any) -> Operation:
-    """Give the operation of these numbers; the same object for the same ones, which makes comparing them quick."""
+    """Return the operation of these numbers; the same object for the same ones, which makes comparing them quick."""
     known = codec_from(count(codec[0]), count(codec[1])) if codec else EXACT
     return Operation(Kind(kind), Op(op), BY_CODE[dtype], _numel(numel), any_rank(root), known)
 
 
 @lru_cache(maxsize=1024)
 def pack_operation(operation: Operation | None) -> list[int] | None:
-    """Give the numbers of an operation."""
+    """Return the numbers of an operation."""
     if operation is None:
         return None
     numbers = [operation.kind, operation.op, operation.dtype.code, operation.numel, operation.root]

@@ -1,6 +1,6 @@
-"""What goes into the engine, what comes out, and what its two halves tell each other.
+"""Events that go into the engine, commands that come out, and the orders and reports between its two halves.
 
-What there is one of for every slice is a named tuple: a frozen dataclass takes six times as long to make.
+A class with an object for every slice is a named tuple: a frozen dataclass takes six times as long to make.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Garbled:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A connection is gone; ``reason`` is for people. ``ended`` is known of its process, and not supposed.
+    """A connection is gone; ``reason`` is for people. If it is ``ended``, its process has ended for certain.
 
-    A ``silent`` one is still there: its owner froze, or was cut off, and can be told that it is too late.
+    A ``silent`` one is still there. Its owner froze, or was cut off, and can be told that it is too late.
     """
 
     connection: int
@@ -84,11 +84,11 @@ class NonFinite:
     element: int
     value: str
     exact: bool = True
-    """Whether it was that very element, or one near it that shared its encoding."""
+    """True for that very element; false for one near it that shared its encoding."""
 
 
 class Finding(NamedTuple):
-    """What ``rank`` gave to ``slice`` is not finite; ``element`` of the reduction is the first that is not."""
+    """The contribution of ``rank`` to ``slice`` is not finite; ``element`` of the reduction is the first such one."""
 
     slice: int
     rank: int
@@ -99,7 +99,7 @@ class Finding(NamedTuple):
 class Sifted:
     """A mean of which some contributions are not finite. `OnNonFinite` says what the result of their slices is.
 
-    ``payload`` holds the other slices, if the result was asked for; what it holds of a slice without one is void.
+    ``payload`` holds the other slices, if the result was asked for. Its bytes of a slice without a result are void.
     """
 
     payload: Buffer | None
@@ -149,9 +149,9 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What an earlier coordinator had written down of its groups. The first event of all.
+    """The records of an earlier coordinator about its groups: the first event of all.
 
-    Of the groups in ``kept`` what lossy codecs owe is there, too.
+    For the groups in ``kept`` the residuals of lossy codecs are there, too.
     """
 
     records: tuple[Kind, ...]
@@ -180,13 +180,13 @@ class Contribution(NamedTuple):
 
 
 RESULT = -1
-"""In the place of a rank: the digest of what came out."""
+"""In the place of a rank: the digest of the result."""
 
 
 class Digests(NamedTuple):
     """Digests that are wanted of a reduction, which stands at byte ``at`` of all that its bucket's round hashes.
 
-    Who reduces puts them into ``found``, in parts that add up: (rank, digest).
+    The reducer puts them into ``found``, in parts that add up: (rank, digest).
     """
 
     at: int
@@ -205,14 +205,14 @@ class Reduce(NamedTuple):
         first: the first element.
         nbytes: size of one contribution.
         numel: elements of one contribution.
-        state: what reductions of this group keep from one round to the next. The engine only keeps it.
+        state: the memory of this group's reductions from one round to the next. The engine only keeps it.
         targets: memory that the result is written to. Some of it may be where contributions lie.
         keep: whether the result's bytes are wanted too, in memory of their own.
         digests: what to hash for the ledger; None for nothing.
-        nonfinite: what becomes of contributions to a mean that are not finite.
-        world: how many take part.
-        places: of SCATTER and ALL_TO_ALL, whose result each target is: his place among those.
-        spans: if that is decided for each slice: of each its first element and the one behind its last, from ``first``.
+        nonfinite: the policy about contributions to a mean that are not finite.
+        world: the number of members that take part.
+        places: for SCATTER and ALL_TO_ALL, the place of each target's owner among those that take part.
+        spans: if that is decided for each slice: its first element and the one behind its last, from ``first`` on.
     """
 
     group: str
@@ -243,12 +243,12 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Hire:
-    """A group lacks a data shard, and nobody offers himself: start one, if that is possible."""
+    """Start a data shard, if that is possible: a group lacks one, and none offers itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One line for whoever runs the coordinator."""
+    """Show one line to the person that runs the coordinator."""
 
     text: str
     warning: bool = False
@@ -256,7 +256,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Write this down, before what follows is carried out."""
+    """Write this down before the next commands are carried out."""
 
     record: Kind
 
@@ -283,13 +283,13 @@ def _lateness(value: Any) -> Lateness | None:
     if value is None:
         return None
     if type(value) is not list or len(value) != 5:
-        raise MalformedMessageError(f"expected when somebody is late, got {brief(value)}")
+        raise MalformedMessageError(f"expected a policy about stragglers, got {brief(value)}")
     quorum, percent, backup, grace, keeps = value
     seconds = number(0.0, MAX_TIMEOUT)(grace)
     try:
         return Lateness(_count(quorum), number(0.0, 100.0)(percent), _count(backup), seconds, flag(keeps))
     except InvalidArgumentError as error:
-        raise MalformedMessageError(f"no word of who is late: {error.message}") from error
+        raise MalformedMessageError(f"no policy about stragglers: {error.message}") from error
 
 
 def _pack_error(error: GradServerError) -> list[Any]:
@@ -335,11 +335,11 @@ class OpenGroup(RemoteOrder):
     """A group is complete. ``seats`` by rank; ``credit`` in bytes for each; ``timeout`` in seconds.
 
     ``rates`` are those of its data shards (none if there is one only), and ``shard`` is the place of this one among
-    them. To a shard elsewhere workers come by themselves, and show ``tokens``, which are by rank too. An ``elastic``
-    group goes on without those who depart; then what is called a rank here is a seat, and seats without a name are
-    nobody's yet. With ``digests`` rounds are hashed for the ledger. Who listens may leave as many bytes unread as its
-    ``backlog``; ``lateness`` says when a round is closed without those who are late. A ``durable`` one survives its
-    coordinator, so members are told what that would have to know. ``nonfinite`` says what becomes of gradients that are
+    them. Workers come to a shard elsewhere by themselves, and show ``tokens``, which are by rank too. An ``elastic``
+    group goes on without members that depart. Its ranks are seats here, and a seat without a name has no member yet.
+    With ``digests`` rounds are hashed for the ledger. A listener may leave as many bytes unread as its ``backlog``;
+    ``lateness`` says when a round is closed without stragglers. A ``durable`` group survives its coordinator, so its
+    members are told the facts that a later coordinator needs. ``nonfinite`` says what becomes of gradients that are
     not finite. In a ``steady`` group of one shard a round ends with its last results, until the membership changes.
     """
 
@@ -370,7 +370,7 @@ class OpenGroup(RemoteOrder):
 @order("steady")
 @dataclass(frozen=True, slots=True)
 class Steady(RemoteOrder):
-    """Nobody comes or goes any more: from now on a round ends with its last results, and no RoundDone is sent for it.
+    """No member comes or goes any more: a round now ends with its last results, and no RoundDone is sent for it.
 
     Admit, Depart and Recover end that.
     """
@@ -391,9 +391,9 @@ class SetPlan(RemoteOrder):
 @order("depart")
 @dataclass(frozen=True, slots=True)
 class Depart(RemoteOrder):
-    """A member is gone: what it has contributed counts, what still needs it fails with ``error``.
+    """A member is gone: its contributions count, and exchanges that still need it fail with ``error``.
 
-    ``epoch`` is that of the membership without it, if the group is elastic. If its process has ``ended``, nobody
+    ``epoch`` is that of the membership without it, if the group is elastic. If its process has ``ended``, no process
     writes to memory that it shared.
     """
 
@@ -425,7 +425,7 @@ class Halt(RemoteOrder):
 @order("cut")
 @dataclass(frozen=True, slots=True)
 class CutRound(RemoteOrder):
-    """Round ``round`` goes on without what these seats have not given to it yet. From the next one on they are in."""
+    """Round ``round`` goes on without the slices that these seats have not given to it yet. The next one has all."""
 
     group: Name
     round: Count
@@ -545,7 +545,7 @@ class RemoteReport(Declared):
             """The name of the group."""
 
     def at(self, now: float) -> Self:  # noqa: ARG002 - some reports speak of times
-        """Give the same by the clock of its receiver, which shows ``now``. It was read as if that had shown zero."""
+        """Return the same by the clock of its receiver, which shows ``now``. It was read as if that had shown zero."""
         return self
 
 
@@ -556,24 +556,24 @@ report: Final = Family[str, RemoteReport]("report")
 @report("round")
 @dataclass(frozen=True, slots=True)
 class RoundCompleted(RemoteReport):
-    """Every bucket of a round was exchanged, as far as this shard has to do with it."""
+    """Every bucket of a round was exchanged, as far as it is this shard's."""
 
     group: Name
     record: Annotated[RoundRecord, Field(partial(unpack_round, completed=0.0), pack_round)]
     adopted: Flag = False
-    """True if nothing of it was made anew since the group's books were opened."""
+    """True if nothing of it was made anew since the recovery began."""
     told: Flag = False
     """True if its last results said that it is over."""
 
     def at(self, now: float) -> Self:
-        """Give the same, as if the round had ended ``now``."""
+        """Return the same, as if the round had ended ``now``."""
         return replace(self, record=self.record.moved(now))
 
 
 @report("halted")
 @dataclass(frozen=True, slots=True)
 class Halted(RemoteReport):
-    """The group can exchange nothing more (or no bucket any more); data already failed what was open."""
+    """The group can exchange nothing more (or no bucket any more). The data half has failed all open exchanges."""
 
     group: Name
     error: _Error
@@ -622,7 +622,7 @@ class Heeded(RemoteReport):
 @report("behind")
 @dataclass(frozen=True, slots=True)
 class Behind(RemoteReport):
-    """A seat that listens has left too much unread, and is sent nothing more unasked, from ``round`` on."""
+    """A listener has left too much unread, and is sent nothing more unasked, from ``round`` on."""
 
     group: Name
     rank: Rank
@@ -659,7 +659,7 @@ class StateComes(RemoteReport):
 @report("caught up")
 @dataclass(frozen=True, slots=True)
 class CaughtUp(RemoteReport):
-    """In recovery: these ``seats`` have all of the round before ``round``, and have not heard that it is over."""
+    """In recovery these ``seats`` have all of the round before ``round``, and have not heard that it is over."""
 
     group: Name
     round: Count
@@ -669,7 +669,7 @@ class CaughtUp(RemoteReport):
 @report("recovered")
 @dataclass(frozen=True, slots=True)
 class Recovered(RemoteReport):
-    """Members go on, with ``round``."""
+    """The recovery is over: members go on with ``round``."""
 
     group: Name
     round: Count

@@ -1,4 +1,4 @@
-"""Orders and reports as bytes: what control and a data half elsewhere tell each other.
+"""Orders and reports as bytes, between control and a data half elsewhere.
 
 One msgpack array each: [name, field, field, …]; behind a report's name is the epoch that it is about. Names and fields
 are those of the declarations in `gradserver.engine.events`. Reports come from any process that has enlisted as a data
@@ -26,27 +26,27 @@ _epoch = integer(0, MAX_COUNTER)
 
 
 def encode_order(order: RemoteOrder) -> bytes:
-    """``order`` as it goes to a data shard elsewhere, where no member has taken its seat yet."""
+    """Return ``order`` as it goes to a data shard elsewhere, where no member has taken its seat yet."""
     packed: bytes = _packb([orders.codes[type(order)], *order.pack()])
     return packed
 
 
 def decode_order(data: Buffer) -> RemoteOrder:
-    """The order in ``data``; a ProtocolError says why there is none."""
+    """Return the order in ``data``; a ProtocolError says why there is none."""
     kind, values = _kind(orders, _unpack(data, MAX_ORDER_BYTES))
     return kind.unpack(values)
 
 
 def encode_report(epoch: int, report: RemoteReport) -> bytes:
-    """``report`` as it goes to the coordinator, about the group's membership ``epoch``."""
+    """Return ``report`` as it goes to the coordinator, about the group's membership ``epoch``."""
     packed: bytes = _packb([reports.codes[type(report)], epoch, *report.pack()])
     return packed
 
 
 def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
-    """The epoch that a report is about, and the report; a ProtocolError says why there is none.
+    """Return the epoch that a report is about, and the report; a ProtocolError says why there is none.
 
-    A round that a report speaks of is taken to have ended ``now``.
+    A round in a report is taken to have ended ``now``.
     """
     kind, values = _kind(reports, _unpack(data, MAX_REPORT_BYTES))
     if not values:
@@ -55,7 +55,7 @@ def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
 
 
 def _kind(family: Family[str, K], values: list[Any]) -> tuple[type[K], list[Any]]:
-    """Tell what kind an array is, by its name, and its fields."""
+    """Return the kind of an array, by its name, and its fields."""
     if not values or type(values[0]) is not str:
         raise MalformedMessageError(f"expected the name of one {family.what}, got {brief(values)}")
     name, *fields = values

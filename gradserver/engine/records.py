@@ -124,7 +124,7 @@ class RoundRecord:
         return RoundRecord(*before, (), (), self.cut, self.section, self.nonfinite)
 
     def moved(self, seconds: float) -> RoundRecord:
-        """Give the same round, so much later."""
+        """Return the same round, so much later."""
         arrivals = tuple((first + seconds, last + seconds) for first, last in self.arrivals)
         opened, completed = self.opened + seconds, self.completed + seconds
         return replace(self, opened=opened, completed=completed, arrivals=arrivals)
@@ -284,7 +284,7 @@ class Round(Kind):
     used_up: tuple[Committed, ...] = ()
 
     def pack(self) -> list[Any]:
-        """Give its fields, as they are written."""
+        """Return its fields, as they are written."""
         packed = [self.group, self.epoch, self.record.opened, *pack_round(self.record)]
         if self.used_up:
             packed.append(COMMITTED.write(self.used_up))
