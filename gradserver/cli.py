@@ -344,21 +344,21 @@ def _add_ledger(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    from gradserver import demo
+    from gradserver.tools import demo
 
     demo.add_arguments(parser)
     parser.set_defaults(run=demo.run)
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from gradserver.bench import command
+    from gradserver.tools.bench import command
 
     command.add_arguments(parser)
     parser.set_defaults(run=command.run)
 
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:
-    from gradserver.chaos import command
+    from gradserver.tools.chaos import command
 
     command.add_arguments(parser)
     parser.set_defaults(run=command.run)

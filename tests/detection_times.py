@@ -27,7 +27,7 @@ class Wires:
 
     def __init__(self, stack: ExitStack, url: str, names: list[str]) -> None:
         address = url.removeprefix("tcp://")
-        self._program = stack.enter_context(Program("-m", "gradserver.chaos.wires", address, *names))
+        self._program = stack.enter_context(Program("-m", "gradserver.tools.chaos.wires", address, *names))
         self._ports: dict[str, int] = json.loads(self._program.expect(""))
 
     def url(self, name: str) -> str:

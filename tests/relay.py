@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 import zmq
 
-from gradserver.chaos.relay import Fate, Faults, Frames, Lane, Relay, turn
 from gradserver.protocol.messages import Message
 from gradserver.protocol.transport.numbers import split
 from gradserver.protocol.wire import decode
+from gradserver.tools.chaos.relay import Fate, Faults, Frames, Lane, Relay, turn
 from tests.cluster import Task
 
 Judge = Callable[[bool, int, Message], Fate]

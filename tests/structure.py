@@ -27,7 +27,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDERS: Final = {"gradserver": "gradserver", "protocol": "gradserver.protocol", "worker": "gradserver.worker"}
 """Folders of the source, and the package that each is."""
 DOCUMENTS: Final = ("README.md", "docs/**/*.md")
-TOOLS: Final = ("bench", "chaos", "demo", "common")
+TOOLS: Final = ("tools",)
 """Parts of the product that try it out."""
 
 ENGINE: Final = "gradserver.engine."

@@ -20,19 +20,19 @@ from typing import Any
 import pytest
 
 from gradserver import cli
-from gradserver.bench import arguments as parse, codec_suite, suites
-from gradserver.bench.contenders import wrong
-from gradserver.bench.fleet import Fleet, Needs
-from gradserver.bench.member import mean_pattern, pattern
-from gradserver.bench.plot import save_plot
-from gradserver.bench.processes import Processes
-from gradserver.bench.report import Row, Table, conclusion
-from gradserver.bench.spec import Case, Contender, Link, Seat
-from gradserver.bench.stats import Stats, figures, size_name
-from gradserver.common import netns
-from gradserver.common.processes import RunError
 from gradserver.protocol.codecs import codec_of
 from gradserver.protocol.codecs.dense import Int8
+from gradserver.tools.bench import arguments as parse, codec_suite, suites
+from gradserver.tools.bench.contenders import wrong
+from gradserver.tools.bench.fleet import Fleet, Needs
+from gradserver.tools.bench.member import mean_pattern, pattern
+from gradserver.tools.bench.plot import save_plot
+from gradserver.tools.bench.processes import Processes
+from gradserver.tools.bench.report import Row, Table, conclusion
+from gradserver.tools.bench.spec import Case, Contender, Link, Seat
+from gradserver.tools.bench.stats import Stats, figures, size_name
+from gradserver.tools.common import netns
+from gradserver.tools.common.processes import RunError
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ("--repetitions", "3")
@@ -346,10 +346,10 @@ def test_what_is_missing_is_named_before_anything_starts(
 def test_the_command_line_loads_no_torch() -> None:
     code = (
         "import sys; from gradserver import cli; cli._parser().parse_args(['bench', 'latency']); "
-        "print('gradserver.bench.command' in sys.modules, 'torch' in sys.modules, 'gradserver.worker' in sys.modules)"
+        "print([name in sys.modules for name in ('gradserver.tools.bench.command', 'torch', 'gradserver.worker')])"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ran.stdout == "True False False\n"
+    assert ran.stdout == "[True, False, False]\n"
 
 
 # ── processes ─────────────────────────────────────────────────────────────────────────────────────────────

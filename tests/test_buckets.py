@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradserver.demo.model import GPT
-from gradserver.demo.settings import Settings
 from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError
 from gradserver.protocol.exchange import Op
+from gradserver.tools.demo.model import GPT
+from gradserver.tools.demo.settings import Settings
 from gradserver.worker.buckets import GradientBucket, Group, buffer_buckets, find_blocks, group_parameters, memory_order
 from tests.models import Block, Convolutional, Transformer
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradserver.chaos.command import ways_of
-from gradserver.chaos.fleet import Use
-from gradserver.chaos.judge import before_and_after, calm_rate
-from gradserver.chaos.report import leaks, too_few, wrongs
-from gradserver.chaos.schedule import DEFAULT, SPECS, draw
 from gradserver.cli import main
+from gradserver.tools.chaos.command import ways_of
+from gradserver.tools.chaos.fleet import Use
+from gradserver.tools.chaos.judge import before_and_after, calm_rate
+from gradserver.tools.chaos.report import leaks, too_few, wrongs
+from gradserver.tools.chaos.schedule import DEFAULT, SPECS, draw
 from tests.cluster import ROOT, wait_until
 from tests.examples import examples
 
@@ -204,7 +204,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_coordinator_that_gets_one_bit_wrong_is_found_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradserver.chaos import fleet
+    from gradserver.tools.chaos import fleet
 
     monkeypatch.setattr(fleet, "COORDINATOR", ("-c", SABOTAGE))
     options = ["--workers", "2", "--seconds", "10", "--events", "slow", "--json", "--keep", str(tmp_path)]

@@ -22,7 +22,7 @@ class Between(Program):
     """The process ``module`` in front of ``address``, with one worker called "w"."""
 
     def __init__(self, module: str, address: str) -> None:
-        super().__init__("-m", f"gradserver.chaos.{module}", address, "w")
+        super().__init__("-m", f"gradserver.tools.chaos.{module}", address, "w")
         self.port: int = json.loads(self.expect(""))["w"]
 
     def say(self, line: str) -> None:

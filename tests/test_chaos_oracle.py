@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradserver.chaos import generator, recount, tally
-from gradserver.chaos.explain import People
-from gradserver.chaos.oracle import LAG, PATIENCE, Oracle
 from gradserver.engine.events import Contribution, Reduce
 from gradserver.engine.journal_state import Dated
 from gradserver.engine.records import Epoch, Gap, Group, Round, RoundRecord, Start
 from gradserver.protocol.digest import MODULUS, digest, places
 from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.reducer import reduce
+from gradserver.tools.chaos import generator, recount, tally
+from gradserver.tools.chaos.explain import People
+from gradserver.tools.chaos.oracle import LAG, PATIENCE, Oracle
 
 Array = np.ndarray[Any, Any]
 Rows = dict[int, Array]

@@ -22,18 +22,18 @@ from typing import Any
 import pytest
 import torch
 
-from gradserver import demo
-from gradserver.common.processes import RunError
-from gradserver.common.screen import Screen, duration, harmless
-from gradserver.demo import runner
-from gradserver.demo.corpus import Corpus, CorpusError, read_source
-from gradserver.demo.lives import Account, ChurnVerdict, Life, churned, judge_churn
-from gradserver.demo.model import GPT, state_sha256
-from gradserver.demo.outcome import GlobalStep, Result, distances, judge
-from gradserver.demo.processes import Processes
-from gradserver.demo.reports import Done, Joined, Ready, Report, Round, Step, TooLate, from_line, to_line
-from gradserver.demo.settings import TOLERANCE, Settings
-from gradserver.demo.train import mean_loss, train
+from gradserver.tools import demo
+from gradserver.tools.common.processes import RunError
+from gradserver.tools.common.screen import Screen, duration, harmless
+from gradserver.tools.demo import runner
+from gradserver.tools.demo.corpus import Corpus, CorpusError, read_source
+from gradserver.tools.demo.lives import Account, ChurnVerdict, Life, churned, judge_churn
+from gradserver.tools.demo.model import GPT, state_sha256
+from gradserver.tools.demo.outcome import GlobalStep, Result, distances, judge
+from gradserver.tools.demo.processes import Processes
+from gradserver.tools.demo.reports import Done, Joined, Ready, Report, Round, Step, TooLate, from_line, to_line
+from gradserver.tools.demo.settings import TOLERANCE, Settings
+from gradserver.tools.demo.train import mean_loss, train
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = Settings.quick(workers=2, batch=3, steps=6, seed=1)
@@ -268,7 +268,7 @@ def test_bad_values_are_refused(options: list[str], message: str, capsys: pytest
 
 def test_import_is_light() -> None:
     code = (
-        "import argparse, sys, gradserver.demo as demo; demo.add_arguments(argparse.ArgumentParser()); "
+        "import argparse, sys, gradserver.tools.demo as demo; demo.add_arguments(argparse.ArgumentParser()); "
         "print(sorted({'torch', 'matplotlib', 'numpy'} & set(sys.modules)))"
     )
     ran = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
@@ -655,7 +655,7 @@ def test_silence_has_an_end_and_names_the_silent_process(tmp_path: Path) -> None
 
 
 def test_what_does_not_want_to_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradserver.common.processes.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("gradserver.tools.common.processes.STOP_SECONDS", 0.2)
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )

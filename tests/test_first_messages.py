@@ -9,7 +9,6 @@ from threading import Event
 import numpy as np
 import pytest
 
-from gradserver.chaos.relay import Fate
 from gradserver.protocol.errors import ConnectionLostError, CoordinatorError, JoinRefusedError, LeftOutError
 from gradserver.protocol.messages import (
     Attend,
@@ -26,6 +25,7 @@ from gradserver.protocol.messages import (
     Welcome,
 )
 from gradserver.protocol.resuming import Holding, Resume, Resumed, Standing
+from gradserver.tools.chaos.relay import Fate
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
 from tests.cluster import PATIENCE, Daemon, Task, joined, together, wait_until

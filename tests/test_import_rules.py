@@ -32,7 +32,7 @@ BREACHES = {
     "gradserver.engine.control.aside": ["gradserver.engine.data"],
     "gradserver.engine.data.aside": ["gradserver.engine.control"],
     "gradserver.aside": ["gradserver.worker", "gradserver.worker.client", "torch", "pickle"],
-    "gradserver.upward": ["gradserver.local", "gradserver.cli", "gradserver.demo"],
+    "gradserver.upward": ["gradserver.local", "gradserver.cli", "gradserver.tools.demo"],
     "gradserver.worker.aside": ["gradserver", "gradserver.engine", "gradserver.protocol.transport", "pickle"],
     "gradserver.worker.member.outward": ["socket", "threading", "time", "logging", "torch", "zmq"],
     "gradserver.worker.member.upward": ["gradserver.worker.client"],
@@ -50,8 +50,8 @@ PERMITTED = {
     "gradserver.fine": ["gradserver", "gradserver.engine", "zmq", "threading", "gradserver.protocol.errors"],
     "gradserver.local.fine": ["gradserver.worker.client"],
     "gradserver.alone": ["gradserver.worker.client", "gradserver.local"],
-    "gradserver.cli.fine": ["gradserver.worker.client", "gradserver.local", "gradserver.demo"],
-    "gradserver.demo.fine": ["gradserver", "torch"],
+    "gradserver.cli.fine": ["gradserver.worker.client", "gradserver.local", "gradserver.tools.demo"],
+    "gradserver.tools.demo.fine": ["gradserver", "torch"],
 }
 
 # A skeleton of the project: the rules are about names, and name more modules than a test should depend on.
@@ -60,7 +60,7 @@ MODULES = [
     *("gradserver.worker", "gradserver.worker.client", "gradserver.worker.member"),
     *("gradserver", "gradserver.engine", "gradserver.engine.control", "gradserver.engine.data"),
     *("gradserver.runtime", "gradserver.config"),
-    *("gradserver.cli", "gradserver.demo", "gradserver.local", "gradserver.alone"),
+    *("gradserver.cli", "gradserver.tools", "gradserver.tools.demo", "gradserver.local", "gradserver.alone"),
 ]
 
 

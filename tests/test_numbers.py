@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from gradserver.chaos.relay import Fate
 from gradserver.protocol.errors import ConnectionLostError, LeftOutError, WorkerLostError
 from gradserver.protocol.messages import Failure, Ping, Push, Result, Scope
 from gradserver.protocol.transport.numbers import GAP_SECONDS, MAX_EARLY, Frames, Numbers, numbered, split
 from gradserver.protocol.wire import encode
+from gradserver.tools.chaos.relay import Fate
 from gradserver.transport.handshake import Strangers
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect

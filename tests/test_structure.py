@@ -268,7 +268,7 @@ def test_kinds_are_known_by_any_name_and_from_any_module(write: Write) -> None:
     table += "TABLE = One, messages.B, C, resuming.D, messages.E, resuming.F\n"
     files = {"protocol/messages.py": union, "protocol/wire.py": table}
     files["protocol/resuming.py"] = "".join(f"class {name}: pass\n" for name in "CDEF")
-    files["gradserver/demo/reports.py"] = "Message = int | str\n"  # another one
+    files["gradserver/tools/demo/reports.py"] = "Message = int | str\n"  # another one
     assert structure.listings(write(files), "message") == {"protocol/wire.py TABLE names 6 of 6": 1}
 
 
@@ -290,13 +290,13 @@ def test_lines_are_counted_by_package_and_a_long_module_is_named(write: Write) -
         {
             "gradserver/cli.py": "x = 1\n" * 401,
             "gradserver/engine/__init__.py": "x = 1\n" * 400,
-            "gradserver/chaos/relay.py": "x = 1\n" * 7,
+            "gradserver/tools/chaos/relay.py": "x = 1\n" * 7,
             "worker/transport/tcp.py": "x = 1\n" * 5,
             "protocol/codecs/base.py": "x = 1\n" * 3,
         }
     )
     assert structure.lines_of_product(source) == {"gradserver": 401, "engine": 400, "worker": 5, "protocol": 3}
-    assert structure.lines(source, "chaos") == {"gradserver/chaos/relay.py": 7}
+    assert structure.lines(source, "tools") == {"gradserver/tools/chaos/relay.py": 7}
     assert structure.long_modules(source) == {"gradserver/cli.py: 401 lines": 1}
 
 

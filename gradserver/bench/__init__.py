@@ -1,1 +1,0 @@
-"""`gradserver bench`: measures, beside gloo and the machine's own limits. It begins in `gradserver.bench.command`."""

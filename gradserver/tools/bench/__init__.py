@@ -1,0 +1,1 @@
+"""`gradserver bench`: measures, beside gloo and the machine's own limits. It begins in `.command`."""

@@ -1,0 +1,233 @@
+"""`gradserver bench`: measures exchanges on this machine, beside gloo and the limits of the hardware.
+
+Importing this module is light: the processes that measure import torch, and the parent at most matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradserver.arguments import codec
+from gradserver.tools.bench import arguments as parse
+
+if TYPE_CHECKING:
+    from gradserver.tools.bench.session import Session
+
+_SUITES = {
+    "same-host": "processes and threads of this machine, beside gloo and the bandwidth of the memory",
+    "loopback": "processes of this machine over TCP, beside gloo and plain sockets",
+    "cluster": "one host for each worker with limited links, emulated on this machine; requires root",
+    "latency": "small tensors, beside gloo and plain pyzmq",
+    "codecs": "size, error and processor time of each codec, beside a copy; uses no network",
+    "train": "training steps of a GPT, beside torch DDP on gloo, and overlap with an emulated backward",
+}
+_LAYOUTS = {"same-host": "same-host", "latency": "latency", "codecs": "codecs", "train": "step"}
+_MOST_WORKERS = 64
+_WORKERS = "numbers of processes"
+_SIZES = "sizes of the tensor in bytes, all fp32"
+_VARIANTS = "buckets: all_reduce in shared memory; plan: a round of buckets; ordinary: all_reduce in other memory"
+_TYPES = "element types on the wire: fp32, bf16, int8"
+_sizes = parse.listed(parse.size)
+_workers = parse.listed(parse.whole(2, _MOST_WORKERS))
+_wires = parse.listed(parse.wire)
+_count = parse.whole(1, 100_000)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the suites and their options to `parser`."""
+    parser.description = (
+        "Measure gradserver on this machine. Each row is the median of repetitions in which gradserver, gloo and the "
+        "limit of the hardware take turns. All results are checked."
+    )
+    suites = parser.add_subparsers(metavar="SUITE", required=True)
+    added = {
+        name: suites.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        for name, text in _SUITES.items()
+    }
+    for name, one in added.items():
+        one.set_defaults(suite=name)
+
+    one = added["same-host"]
+    _option(one, "--workers", _workers, "2,4", "N,…", _WORKERS)
+    _option(one, "--sizes", _sizes, "4KiB,1MB,26MB,100MB", "SIZE,…", _SIZES)
+    variants = parse.listed(parse.one_of("buckets", "plan", "ordinary", "threads"))
+    text = f"{_VARIANTS}; threads: threads of one process"
+    _option(one, "--variants", variants, "buckets,plan,ordinary,threads", "NAME,…", text)
+
+    variants = parse.listed(parse.one_of("buckets", "plan", "ordinary"))
+    one = added["loopback"]
+    _option(one, "--workers", _workers, "2,4", "N,…", _WORKERS)
+    _option(one, "--sizes", _sizes, "4KiB,1MB,26MB,100MB", "SIZE,…", _SIZES)
+    _option(one, "--variants", variants, "buckets,plan", "NAME,…", _VARIANTS)
+    _option(one, "--wire", _wires, "fp32", "TYPE,…", _TYPES)
+
+    one = added["cluster"]
+    _option(one, "--hosts", parse.whole(2, 64), "4", "N", "number of hosts, with one worker each")
+    _add_links(one, "1gbit", "4gbit")
+    one.add_argument("--shards-beside", action="store_true", help="run a data shard on the host of each worker")
+    _option(one, "--sizes", _sizes, "1MB,26MB,100MB", "SIZE,…", _SIZES)
+    _option(one, "--variants", variants, "plan", "NAME,…", _VARIANTS)
+    _option(one, "--wire", _wires, "fp32", "TYPE,…", _TYPES)
+
+    one = added["latency"]
+    _option(one, "--workers", _workers, "2,4,8", "N,…", _WORKERS)
+    _option(one, "--sizes", _sizes, "8B,4KiB,64KiB", "SIZE,…", _SIZES)
+
+    one = added["codecs"]
+    _option(
+        one,
+        "--wire",
+        parse.listed(codec),
+        "fp32,bf16,fp16,int8,topk,randomk",
+        "CODEC,…",
+        "codecs, with the names of connect(wire=)",
+    )
+    _option(one, "--workers", parse.whole(1, 64), "4", "N", "number of contributions to a mean")
+    _option(one, "--sizes", _sizes, "26MB", "SIZE,…", _SIZES)
+    _option(one, "--rounds", _count, "50", "N", "number of rounds after which the sum of all means is compared")
+
+    one = added["train"]
+    _option(one, "--workers", parse.whole(2, _MOST_WORKERS), "2", "N", "number of workers")
+    _add_links(one, None, None)
+    _option(one, "--wire", _wires, "fp32", "TYPE,…", _TYPES)
+    text = "without --rate: channel of the workers, tcp or default"
+    _option(one, "--channel", parse.one_of("tcp", "default"), "tcp", "NAME", text)
+    text = "width of the model; a width of 512 with 8 blocks is 25 M parameters"
+    _option(one, "--width", parse.whole(16, 4096), "512", "N", text)
+    _option(one, "--blocks", parse.whole(1, 256), "8", "N", "number of transformer blocks")
+    _option(one, "--context", parse.whole(8, 4096), "128", "N", "length of a sequence in bytes")
+    _option(one, "--batch", parse.whole(1, 1024), "1", "N", "sequences per worker and step")
+    _option(one, "--overlap-size", parse.size, "100MB", "SIZE", "bytes to exchange during the emulated backward")
+
+    for name, one in added.items():
+        if name == "train":
+            _option(one, "--repetitions", _count, "20", "N", "number of measured steps")
+            one.set_defaults(sample_ms=0)
+        elif name == "codecs":
+            _option(one, "--repetitions", _count, "15", "N", "number of measurements of each codec")
+            one.set_defaults(sample_ms=0)
+        else:
+            _option(one, "--repetitions", _count, "15", "N", "number of measurements of each contender")
+            text = "length of a measurement: fast operations are repeated for so long"
+            _option(one, "--sample-ms", parse.whole(1, 10_000), "30", "MS", text)
+        one.add_argument("--json", action="store_true", help="print only one JSON document")
+        one.add_argument("--plot", type=parse.picture, metavar="FILE.png", help="save a picture")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run a suite. Return 0 if all values are right, 1 if some are wrong or a process failed, 2 if it cannot start."""
+    reason = _why_not(arguments)
+    if reason is not None:
+        print(f"gradserver bench: {reason}", file=sys.stderr)
+        return 2
+    from gradserver.tools.bench import session as sessions
+    from gradserver.tools.common.processes import RunError, ended_by_signals
+    from gradserver.tools.common.screen import Screen, discard_output
+
+    screen = None if arguments.json else Screen(sys.stdout)
+    with tempfile.TemporaryDirectory(prefix="gradserver-bench-") as folder:
+        session = sessions.Session(
+            arguments.suite,
+            _LAYOUTS.get(arguments.suite, "all_reduce"),
+            arguments.repetitions,
+            arguments.sample_ms / 1e3,
+            Path(folder),
+            screen,
+        )
+        try:
+            with ended_by_signals():
+                session.introduce()
+                _suite(arguments.suite)(arguments, session)
+            status = session.conclude()
+            if arguments.json:
+                print(session.document(sys.argv, _settings(arguments)))
+            if arguments.plot is not None:
+                from gradserver.tools.bench.plot import save_plot
+
+                save_plot(arguments.plot, arguments.suite, session.rows)
+                if screen is not None:
+                    screen.line(f"The picture is {arguments.plot}")
+        except BrokenPipeError:  # standard output was closed, as behind `| head`
+            discard_output()
+            return 1
+        except (RunError, OSError) as error:
+            session.interrupted()
+            print(f"gradserver bench: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            session.interrupted()
+            print("Interrupted. All processes and hosts of the benchmark have been removed.", file=sys.stderr)
+            return 130
+    return status
+
+
+def _suite(name: str) -> Callable[[argparse.Namespace, Session], None]:
+    if name == "codecs":  # it does not need torch
+        from gradserver.tools.bench.codec_suite import codecs
+
+        return codecs
+    from gradserver.tools.bench import suites, train_suite
+
+    return {
+        "same-host": suites.same_host,
+        "loopback": suites.loopback,
+        "cluster": suites.cluster,
+        "latency": suites.latency,
+        "train": train_suite.train,
+    }[name]
+
+
+def _why_not(arguments: argparse.Namespace) -> str | None:
+    """Explain why the suite cannot run here, and what to do; None if it can."""
+    if arguments.suite != "codecs" and importlib.util.find_spec("torch") is None:
+        return "the comparison with gloo requires PyTorch: pip install 'gradserver[torch]'"
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        return "--plot requires matplotlib: pip install 'gradserver[demo]'"
+    if getattr(arguments, "coordinator_rate", None) and not arguments.rate:
+        return "--coordinator-rate requires --rate, the rate of the workers' links"
+    if getattr(arguments, "congestion", None) and not arguments.rate:
+        return "--congestion requires --rate: it applies to emulated links"
+    if getattr(arguments, "rate", None):
+        from gradserver.tools.common import netns
+
+        if (reason := netns.why_not()) is not None:
+            return reason
+    return None
+
+
+def _add_links(parser: argparse.ArgumentParser, rate: str | None, coordinator: str | None) -> None:
+    without = "" if rate else " (default: the loopback, without emulated links)"
+    text = f"rate of each worker's link in each direction, such as 1gbit{without}"
+    _option(parser, "--rate", parse.rate, rate, "RATE", text)
+    _option(
+        parser,
+        "--coordinator-rate",
+        parse.rate,
+        coordinator,
+        "RATE",
+        f"rate of the coordinator's link (default {coordinator or 'as --rate'})",
+    )
+    text = "congestion control of TCP on these links, such as cubic (default: this machine's)"
+    _option(parser, "--congestion", parse.algorithm, None, "NAME", text)
+
+
+def _option(
+    parser: argparse.ArgumentParser,
+    name: str,
+    kind: Callable[[str], object],
+    default: str | None,
+    metavar: str,
+    text: str,
+) -> None:
+    text = f"{text} (default {default})" if default and "(default" not in text else text
+    parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, object]:
+    return {name: value for name, value in vars(arguments).items() if not callable(value) and name != "plot"}

@@ -1,0 +1,93 @@
+"""Evidence and results of one round, for the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from gradserver.engine.records import RoundRecord
+from gradserver.tools.chaos import generator, tally
+from gradserver.tools.chaos.evidence import Met, Report
+from gradserver.tools.chaos.explain import Account, People
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(slots=True)
+class Book:
+    """Evidence of one round."""
+
+    record: RoundRecord | None = None
+    began: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Rank of each worker when it began to contribute, and the time of that."""
+    reports: dict[str, Report] = field(default_factory=dict)
+    meets: set[str] = field(default_factory=set)
+    """Workers that began with the collectives behind the round."""
+    met: dict[str, Met] = field(default_factory=dict)
+    """Results of these collectives, by name."""
+
+    def people(self, seed: int, number: int) -> People:
+        """Return the possible contributors, without those of weight 0."""
+        weighty = {name for name in (*self.began, *self.reports) if generator.weight(seed, name, number)}
+        finished = sorted(self.reports.values(), key=lambda report: report.rank)
+        sure = tuple(report.name for report in finished if report.gave and report.name in weighty)
+        ranks = [self.began[name][0] if name in self.began else -1 for name in sure]
+        perhaps = {
+            name: max((place + 1 for place, other in enumerate(ranks) if other < rank), default=0)
+            for name, (rank, _) in sorted(self.began.items(), key=lambda item: item[1])
+            if name not in self.reports and name in weighty
+        }
+        return People(sure, perhaps)
+
+    def moments(self) -> tuple[float, float]:
+        """Return when the first worker began with the round, and when the first one finished it."""
+        ends = [report.at for report in self.reports.values()]
+        return min([at for _, at in self.began.values()] + ends, default=0.0), min(ends, default=0.0)
+
+    def wrong_collectives(self, number: int) -> Iterator[str]:
+        """Describe faults of the collectives behind the round.
+
+        Each worker that finished them has to be in each sum once, and no other worker that did not call them.
+        """
+        if not self.met:
+            return
+        sure, perhaps = set(self.met), self.meets.difference(self.met)
+        any_of = next(iter(self.met.values()))
+        for what in any_of.sums:
+            sums = {name: tuple(met.sums.get(what, ())) for name, met in self.met.items()}
+            if len(set(sums.values())) > 1:
+                yield f": members got {len(set(sums.values()))} results of {what}"
+            for seen in set(sums.values()):
+                if len(seen) != tally.LENGTH or not tally.fits(seen, number, sure, perhaps):
+                    why = tally.explain(seen, sure, perhaps) if len(seen) == tally.LENGTH else "it is no tally"
+                    yield f", {what}: {why}"
+        yield from self._wrong_gathered(number, perhaps)
+
+    def _wrong_gathered(self, number: int, perhaps: set[str]) -> Iterator[str]:
+        by_code = {tally.code(name, number): name for name in (*self.met, *perhaps)}
+        ranked = [met.name for met in sorted(self.met.values(), key=lambda met: met.rank)]
+        for name, met in self.met.items():
+            names = [by_code.get(code, "another worker") for code in met.gathered]
+            strangers = [other for other in names if other not in self.met and other not in perhaps]
+            if strangers or len(set(names)) < len(names) or [one for one in names if one in self.met] != ranked:
+                yield f": {name} gathered {', '.join(names)} from {ranked}"
+        given = {met.broadcast for met in self.met.values() if met.broadcast is not None}
+        if len(given) > 1 or not given <= by_code.keys():
+            yield f": a broadcast returned {sorted(given)}, which no member sent"
+
+
+class Settled(NamedTuple):
+    """Results of a round that was checked."""
+
+    results: tuple[int, ...]
+    weights: int
+    whole: frozenset[str]
+    """Workers that counted in full."""
+    reported: frozenset[str]
+
+
+Found = list[tuple[Array, Account]]
+"""Mean of each bucket, and its contributors."""

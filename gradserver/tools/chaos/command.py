@@ -1,0 +1,324 @@
+"""`gradserver chaos`: its options, and a run from the first process to the verdict."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import AbstractContextManager, ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradserver.arguments import number, seconds
+from gradserver.protocol.limits import MAX_SHARDS
+from gradserver.tools.chaos.schedule import DEFAULT, SPECS, Event, Schedule, Way, draw
+
+if TYPE_CHECKING:
+    from gradserver.tools.chaos.fleet import Fleet
+    from gradserver.tools.chaos.report import Uses
+    from gradserver.tools.chaos.view import View
+    from gradserver.tools.common.netns import Lab
+
+_LINK_RATE = 1.25e9
+"""Rate of the emulated hosts' links, in bytes a second: as fast as possible."""
+_NEEDS_WIRES = frozenset({"reset", "midcall", "throttle"})
+_TICK = 0.25
+_LATE_SECONDS = 0.2
+"""Delay of an event above which all later events are delayed, too."""
+_RETURN_SECONDS = 20.0
+"""Time after the end of a run in which workers can still come back."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the options to `parser`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Run a coordinator and workers as processes of this machine, and inject faults that are drawn from a seed.\n"
+        "An oracle recomputes every round: each result must be, bit by bit, the mean of the contributions, and the\n"
+        "same at all members."
+    )
+    kinds = "\n".join(f"  {name:12}{spec.brief}" for name, spec in SPECS.items())
+    default = ", ".join(DEFAULT)
+    parser.epilog = (
+        f"events (by default {default}, and with --shards also shard):\n{kinds}\n\n"
+        f"Exit status: 0 if no fault was found, 1 if one was found, 2 if the run could not begin."
+    )
+    parser.add_argument(
+        "--workers", type=number(int, 2, 256), default=8, metavar="N", help="number of workers (default 8)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=seconds(10, 1e6),
+        default=60.0,
+        metavar="S",
+        help="length of the run (default 60)",
+    )
+    parser.add_argument(
+        "--seed", type=number(int, 0, 2**63 - 1), default=7, metavar="X", help="seed of the events (default 7)"
+    )
+    parser.add_argument("--events", type=_kinds, metavar="KIND,…", help="kinds of events to draw from")
+    parser.add_argument(
+        "--every",
+        type=seconds(0.05, 3600),
+        default=0.3,
+        metavar="S",
+        help="mean time between two events, in seconds (default 0.3)",
+    )
+    parser.add_argument(
+        "--coordinator-kill",
+        type=seconds(1, 1e6),
+        metavar="S",
+        help="also kill the coordinator every S seconds",
+    )
+    parser.add_argument(
+        "--apart",
+        type=seconds(0, 3600),
+        default=0.0,
+        metavar="S",
+        help="minimum time between two events that make all workers wait (freeze, partition, coordinator, shard), in "
+        "seconds; otherwise their times add up (default 0)",
+    )
+    parser.add_argument(
+        "--shards", type=number(int, 1, MAX_SHARDS), default=1, metavar="S", help="number of data shards (default 1)"
+    )
+    parser.add_argument(
+        "--pace",
+        type=seconds(0, 60),
+        default=0.05,
+        metavar="S",
+        help="time that a worker computes in each round, in seconds (default 0.05)",
+    )
+    parser.add_argument(
+        "--stall",
+        type=seconds(0.5, 3600),
+        default=15.0,
+        metavar="S",
+        help="a longer time without a finished round is a fault, in seconds (default 15)",
+    )
+    parser.add_argument(
+        "--netns",
+        action="store_true",
+        help="give each worker a network namespace of its own, which a partition disconnects; requires root",
+    )
+    parser.add_argument(
+        "--least",
+        type=_least,
+        default={},
+        metavar="N|KIND=N,…",
+        help="minimum number of events that took effect, in all and by kind, such as 100,kill=5,shard=2; with fewer "
+        "the run fails (default 0)",
+    )
+    parser.add_argument("--stop-at-fault", action="store_true", help="end the run when a fault is found")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="write ledger, logs and reports to DIR, and keep them")
+    parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run chaos. Return 0 if no fault was found, 1 if one was found, 2 if the run could not begin."""
+    from gradserver.tools.common.processes import RunError, ended_by_signals
+
+    if arguments.events is None:
+        kinds = (*DEFAULT, "shard") if arguments.shards > 1 else DEFAULT
+        arguments.events = [kind for kind in kinds if not (kind in _NEEDS_WIRES and arguments.netns)]
+    if "shard" in arguments.events and arguments.shards == 1:
+        print("gradserver chaos: the event shard requires a further data shard: --shards 2", file=sys.stderr)
+        return 2
+    if arguments.netns and (reason := _why_no_hosts(arguments.events)) is not None:
+        print(f"gradserver chaos: {reason}", file=sys.stderr)
+        return 2
+    if unasked := [kind for kind in arguments.least if kind and kind not in _possible(arguments)]:
+        text = f"--least names {', '.join(unasked)}, which is not among --events {','.join(arguments.events)}"
+        print(f"gradserver chaos: {text}", file=sys.stderr)
+        return 2
+    folder = arguments.keep
+    if folder is not None and folder.exists() and any(folder.iterdir()):
+        print(f"gradserver chaos: {folder} is not empty: name a new folder", file=sys.stderr)
+        return 2
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="gradserver-chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    passed = False
+    try:
+        with ended_by_signals():
+            passed = _run(arguments, folder)
+    except RunError as error:
+        print(f"gradserver chaos: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Interrupted. All processes of the run have been ended.", file=sys.stderr)
+        passed = True
+        return 130
+    finally:
+        if passed and arguments.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0 if passed else 1
+
+
+def _run(arguments: argparse.Namespace, folder: Path) -> bool:
+    from gradserver.tools.chaos import report
+    from gradserver.tools.chaos.fleet import Fleet
+    from gradserver.tools.chaos.view import View
+    from gradserver.tools.common.screen import Screen
+
+    names = ways_of(arguments.workers, arguments.events)
+    minimum = max(1, arguments.workers // 2)
+    schedule = draw(
+        arguments.seed,
+        names,
+        arguments.workers - minimum,
+        arguments.seconds,
+        arguments.every,
+        arguments.events,
+        arguments.coordinator_kill,
+        arguments.apart,
+    )
+    view = View(None if arguments.json else Screen(sys.stdout), sys.stdout.isatty())
+    view.introduce(schedule, names, arguments.shards, arguments.seed, folder)
+    _write_plan(folder / "plan.txt", schedule)
+    with ExitStack() as stack:
+        lab = stack.enter_context(_hosts(names)) if arguments.netns else None
+        settings = folder, arguments.seed, names, minimum, arguments.shards, arguments.pace, lab
+        fleet = stack.enter_context(Fleet(*settings))
+        fleet.begin()
+        fleet.start_judge()
+        fleet.note("begun")
+        view.begun()
+        course = _Course(fleet, schedule, view, arguments.stop_at_fault)
+        use = course.run()
+        fleet.leave()
+        verdict = fleet.verdict(view.judging)
+        faults = course.faults + fleet.faults
+        result = report.summary(course.done, course.missed, verdict, fleet.outs, fleet.back, faults, use)
+    wrongs = report.wrongs(result, arguments.stall) + ([f"{len(faults)} surprises"] if faults else [])
+    wrongs += report.too_few(result, arguments.least)
+    view.conclude(result, wrongs, folder)
+    if arguments.json:
+        print(json.dumps({**_settings(arguments), **result, "passed": not wrongs, "failed_because": wrongs}))
+    return not wrongs
+
+
+class _Course:
+    """Course of a run: calm, storm, calm, and the time until all workers are back.
+
+    Attributes:
+        done: events that took effect.
+        missed: events whose target did not run, or that had no effect.
+        faults: workers that are not back in the end.
+    """
+
+    def __init__(self, fleet: Fleet, schedule: Schedule, view: View, stops: bool = False) -> None:
+        self.done: list[Event] = []
+        self.missed: list[Event] = []
+        self.faults: list[str] = []
+        self._fleet, self._schedule, self._view, self._stops = fleet, schedule, view, stops
+        from gradserver.tools.chaos.harms import Harms
+
+        self._harms = Harms(fleet)
+        self._began = time.monotonic()
+
+    def run(self) -> tuple[Uses, Uses]:
+        """Run the course. Return what processes had open before the storm, and behind it."""
+        before: Uses = {}
+        with suppress(_FaultFoundError):
+            self._until(self._schedule.storm)
+            before = self._fleet.use()
+            self._storm_and_calm()
+        after = self._fleet.use()
+        self._fleet.note("end")
+        self.done = sorted(self._harms.hit)
+        happened = set(self.done)
+        self.missed = [event for event in self._schedule.events if event not in happened]
+        return before, after
+
+    def _storm_and_calm(self) -> None:
+        fleet, schedule = self._fleet, self._schedule
+        fleet.note("storm")
+        self._storm()
+        self._until(schedule.calm)
+        fleet.note("calm")
+        self._until(schedule.seconds)
+        deadline = schedule.seconds
+        while fleet.absent() and deadline < schedule.seconds + _RETURN_SECONDS:
+            deadline += _TICK
+            self._until(deadline)
+        self.faults = [f"{name} did not come back" for name in fleet.absent()]
+
+    def _storm(self) -> None:
+        for event in self._schedule.events:
+            self._until(event.at)
+            # If this process was held up, events must not come closer together than they were drawn.
+            self._began = max(self._began, time.monotonic() - event.at - _LATE_SECONDS)
+            self._view.event(event, self._fleet, self._harms.do(event))
+
+    def _until(self, moment: float) -> None:
+        while (now := time.monotonic()) < self._began + moment:
+            self._fleet.run_until(min(now + _TICK, self._began + moment))
+            self._view.status(self._fleet, self._schedule, len(self._harms.hit))
+            if self._stops and (self._fleet.judged["found"] or self._fleet.faults):
+                raise _FaultFoundError
+
+
+class _FaultFoundError(Exception):
+    """A fault was found, so that the run can end."""
+
+
+def _why_no_hosts(kinds: list[str]) -> str | None:
+    from gradserver.tools.common import netns
+
+    lacking = [kind for kind in kinds if kind in _NEEDS_WIRES]
+    if lacking:
+        return f"{', '.join(lacking)} cannot be injected with --netns: leave it out of --events"
+    return netns.why_not()
+
+
+def _hosts(ways: dict[str, Way]) -> AbstractContextManager[Lab]:
+    from gradserver.tools.common.netns import links
+
+    return links(sum(way is Way.WIRE for way in ways.values()), _LINK_RATE, _LINK_RATE)
+
+
+def ways_of(workers: int, kinds: list[str]) -> dict[str, Way]:
+    """Choose the path by which each worker reaches the coordinator: in turn, by what the events need."""
+    used = [Way.DIRECT, *(way for way in (Way.RELAY, Way.WIRE) if any(SPECS[kind].way is way for kind in kinds))]
+    if len(used) == 1:
+        used.append(Way.PLAIN)
+    return {f"w{index}": used[index % len(used)] for index in range(workers)}
+
+
+def _write_plan(path: Path, schedule: Schedule) -> None:
+    lines = [f"{event.at:9.3f} s  {event.kind:12}{event.target:12}{event}\n" for event in schedule.events]
+    path.write_text("".join(lines))
+
+
+def _kinds(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in SPECS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not an event; the events are {', '.join(SPECS)}")
+    return names
+
+
+def _least(text: str) -> dict[str, int]:
+    """Parse the minimum number of events of each kind, and of all kinds under the name ""."""
+    found = {}
+    for part in text.split(","):
+        kind, _, count = part.rpartition("=")
+        if kind and kind not in SPECS:
+            raise argparse.ArgumentTypeError(f"{kind!r} is not an event; the events are {', '.join(SPECS)}")
+        if not count.isdecimal():
+            raise argparse.ArgumentTypeError(f"{part!r} is neither a number nor KIND=N, as in 100,kill=5")
+        found[kind] = int(count)
+    return found
+
+
+def _possible(arguments: argparse.Namespace) -> set[str]:
+    return {*arguments.events, *(("coordinator",) if arguments.coordinator_kill else ())}
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    own = ("workers", "seconds", "seed", "every", "coordinator_kill", "apart", "shards", "pace")
+    return {**{name: getattr(arguments, name) for name in own}, "kinds": arguments.events, "cores": os.cpu_count()}

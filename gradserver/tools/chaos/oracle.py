@@ -1,0 +1,382 @@
+"""The oracle: compares the results of all members with the contributions that workers report, and with the ledger.
+
+Workers' lines say which of them contributed to a round. A worker that finished it contributed in full. A worker that
+began it and was lost contributed in full, in part, or not at all. The results themselves show which: they have to be
+the mean of such a set, bit by bit. Then the ledger has to say the same. The oracle checks each round once the ledger is
+some rounds further, so that all evidence of it is there:
+
+    members' results differ                                     diverged, and so are weights that do
+    a result is the mean without a worker that finished it      lost, also if the worker counts in part
+    a result is the mean with something counted twice           double
+    a result is no mean of any such set                         wrong
+    weights are not those before it - 0.01 · mean               wrong
+    the ledger has no record of it                              lost, unless the disk was full
+    the ledger's contributors, weights, slices are others       lost if it lacks a worker, else wrong
+    the ledger's digests are others                             wrong
+    a worker finishes it twice                                  double
+    a collective behind it does not have each member once       fault
+    no round was finished for too long                          a stall
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from gradserver.engine.journal_state import Dated
+from gradserver.engine.records import Closed, Epoch, Gap, Group, Halt, Round, RoundRecord, Start
+from gradserver.tools.chaos import generator, recount
+from gradserver.tools.chaos.book import Book, Found, Settled
+from gradserver.tools.chaos.evidence import Met, Report
+from gradserver.tools.chaos.explain import Account, Case, People, explain, search
+
+Array = npt.NDArray[Any]
+
+LAG: Final = 32
+"""Rounds by which the ledger is ahead of the checks, so that late reports and repeated rounds are there."""
+PATIENCE: Final = 100
+"""Limit of the rounds in which a worker takes part before it contributes."""
+_REMEMBERED: Final = 4096
+_TOLD: Final = 100
+"""Limit of the findings that are described and explained; more are only counted."""
+
+
+class Oracle:
+    """Oracle that takes records and lines in any order, and reports faults in them.
+
+    Attributes:
+        found: number of findings of each kind: wrong, double, lost, diverged, fault.
+        findings: descriptions of the first of them.
+        checked: number of rounds that were recomputed.
+        unwritten: number of these that the ledger lacks because the disk was full.
+        expected: number of contributions that members should have made.
+        counted: number of contributions that counted in full.
+        cut: number of contributions that counted in part.
+        meetings: number of rounds behind which collectives were checked.
+        completions: times at which rounds were finished.
+        longest: longest time without a finished round, and its beginning.
+    """
+
+    def __init__(self, seed: int, shards: int = 1) -> None:
+        self._seed = seed
+        self._shares = recount.shares(shards)
+        self._whole = [share.layout.count for share in self._shares]
+        self._books: dict[int, Book] = {}
+        self._seats: dict[int, list[tuple[int, str]]] = {}
+        """Names of each member id in the ledger, with the round from which on each has it."""
+        self._gaps: list[tuple[float, float]] = []
+        self._full: list[float] = []
+        """Times from which on the disk may have been full without a record of it in the ledger."""
+        self._next = 0
+        self._newest = -1
+        self._weights: list[Array] | None = [np.zeros(size, np.float32) for size in generator.SIZES]
+        self._settled: dict[int, Settled] = {}
+        self._digests: dict[int, tuple[int, ...]] = {}
+        """Digests of each bucket's result that the ledger must have."""
+        self._group_at: float | None = None
+        self._known: set[str] = set()
+        self._coming_in: Counter[str] = Counter()
+        """Number of rounds in which each worker has taken part without contributing."""
+        self.found: Counter[str] = Counter()
+        self.findings: list[str] = []
+        self.checked = self.unwritten = self.expected = self.counted = self.cut = self.meetings = 0
+        self.completions: deque[float] = deque(maxlen=1 << 20)
+        self.longest = (0.0, 0.0)
+
+    # ── evidence ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def take(self, dated: Dated) -> None:
+        """Take a record of the ledger; it may come more than once."""
+        record = dated.record
+        match record:
+            case Group():
+                if self._group_at is not None and dated.clock != self._group_at:
+                    self._say("lost", f"the group began anew after round {self._newest}")
+                self._group_at = dated.clock
+            case Epoch(_, _, number, members):
+                for seat, name in members:
+                    self._seats.setdefault(seat, [])
+                    if not self._seats[seat] or self._seats[seat][-1][1] != name:
+                        self._seats[seat].append((number, name))
+            case Round(_, _, found):
+                self._take_round(found)
+            case Gap(_, since):
+                self._gaps.append((since, dated.clock))
+                self._full = [at for at in self._full if at > dated.clock]
+            case Start():  # a coordinator that could not write may have ended before it could record that
+                self._gaps += [(at, dated.clock) for at in self._full if at < dated.clock]
+                self._full = [at for at in self._full if at > dated.clock]
+            case Halt(_, _, number, error, reason):
+                self._say("lost", f"the group was halted in round {number}: {error}: {reason}")
+            case Closed(_, _, rounds, reason) if rounds:
+                pass
+            case _:
+                pass
+
+    def hear(self, line: Mapping[str, Any]) -> None:
+        """Take a line of a worker or of the run."""
+        match line["kind"]:
+            case "gives" if line["round"] >= self._next:
+                self._book(line["round"]).began[line["name"]] = line["rank"], line["at"]
+            case "round" | "replayed":
+                self._hear_report(Report.of(line))
+            case "meets" if line["round"] >= self._next:
+                self._book(line["round"]).meets.add(line["name"])
+            case "met" if line["round"] >= self._next:
+                self._book(line["round"]).met[line["name"]] = Met.of(line)
+            case "full":
+                self._full.append(line["at"])
+            case "fault":
+                self._say("fault", f"{line['name']}: {line['text']}")
+            case _:
+                pass
+
+    def settle(self, everything: bool = False) -> None:
+        """Check all rounds whose evidence is complete; with ``everything`` all rounds."""
+        last = self._newest if everything else self._newest - LAG
+        while self._next <= last:
+            self._check(self._next, self._books.pop(self._next, Book()))
+            self._next += 1
+        if everything:
+            for number in sorted(self._books):
+                if len(self._books[number].reports) > 1:
+                    self._say("lost", f"round {number} was finished by members, and the ledger ends before it")
+
+    @property
+    def behind(self) -> int:
+        """Number of rounds in the ledger that are not yet checked."""
+        return self._newest + 1 - self._next
+
+    def _book(self, number: int) -> Book:
+        return self._books.setdefault(number, Book())
+
+    def _hear_report(self, report: Report) -> None:
+        name, number = report.name, report.round
+        self._known.add(name)
+        self._coming_in[name] = 0 if report.gave else self._coming_in[name] + 1
+        if self._coming_in[name] == PATIENCE:
+            self._say("lost", f"round {number}: {name} has taken part in {PATIENCE} rounds, and contributed to none")
+        settled = self._settled.get(number)
+        reports = self._book(number).reports if number >= self._next else {}
+        if name in reports or (settled is not None and name in settled.reported):
+            self._say("double", f"round {number}: {name} has finished it twice")
+        reports.setdefault(name, report)
+        if settled is not None:
+            self._compare_late(report, settled)
+            self._settled[number] = settled._replace(reported=settled.reported | {name})
+
+    def _take_round(self, record: RoundRecord) -> None:
+        number = record.round
+        if number >= self._next:
+            self._book(number).record = record
+            self._newest = max(self._newest, number)
+        elif number in self._digests and record.results and record.results != self._digests[number]:
+            self._say("wrong", f"round {number} was written down once more, with other results")
+
+    # ── one round ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check(self, number: int, book: Book) -> None:
+        self.checked += 1
+        self._note_completion(book)
+        people = book.people(self._seed, number)
+        seen = self._agreed(number, book.reports)
+        cases = [Case(self._seed, number, part, share, {}) for part, share in enumerate(self._shares)]
+        found = self._account_for(cases, people, seen)
+        means = [mean for mean, _ in found] if found is not None else None
+        accounts = [account for _, account in found] if found is not None else None
+        self._count(people, accounts)
+        self._audit(number, book, people, cases, found)
+        self._check_meeting(number, book)
+        weights = self._step(number, means, book.reports)
+        whole = {name for name in people.sure if found is not None}
+        whole |= {name for name in people.perhaps if accounts and self._slices(name, accounts) == self._whole}
+        self._settled[number] = Settled(seen, weights, frozenset(whole), frozenset(book.reports))
+        self._settled.pop(number - _REMEMBERED, None)
+        self._digests.pop(number - _REMEMBERED, None)
+
+    def _note_completion(self, book: Book) -> None:
+        """Note when the round was finished, by the ledger, or by the first worker that finished it."""
+        moments = [report.at for report in book.reports.values()] if book.record is None else [book.record.completed]
+        if not moments:
+            return
+        if self.completions:
+            self.longest = max(self.longest, (min(moments) - self.completions[-1], self.completions[-1]))
+        self.completions.append(min(moments))
+
+    def _agreed(self, number: int, reports: Mapping[str, Report]) -> tuple[int, ...]:
+        """Return the results of the majority, by bucket. All members must have the same."""
+        agreed = []
+        for part in range(len(generator.SIZES)) if reports else ():
+            by_name = {name: report.results[part] for name, report in reports.items()}
+            agreed.append(self._compare(number, f"bucket {part}", by_name))
+        return tuple(agreed)
+
+    def _compare(self, number: int, what: str, by_name: Mapping[str, int]) -> int:
+        counts = Counter(by_name.values())
+        most = counts.most_common(1)[0][0]
+        if len(counts) > 1:
+            others = ", ".join(sorted(name for name, value in by_name.items() if value != most))
+            self._say("diverged", f"round {number}: {what} of {others} is not that of {counts[most]} others")
+        return most
+
+    def _compare_late(self, report: Report, settled: Settled) -> None:
+        number, name = report.round, report.name
+        if settled.results and report.results != settled.results:
+            self._say("diverged", f"round {number}: results of {name} are not those of the others")
+        elif settled.weights and report.weights != settled.weights:
+            self._say("diverged", f"round {number}: weights of {name} are not those of the others")
+        elif report.gave and name not in settled.whole and generator.weight(self._seed, name, number):
+            self._say("lost", f"round {number}: {name} took part to its end, late, and did not count in full")
+
+    # ── contributors, as results show ─────────────────────────────────────────────────────────────────────
+
+    def _account_for(self, cases: Sequence[Case], people: People, seen: Sequence[int]) -> Found | None:
+        """Find each bucket's mean and its contributors. None if no result was reported, or one is no mean."""
+        found: Found = []
+        for case, one in zip(cases, seen, strict=False):
+            fit = search(case, people, one, found[-1][1].order if found else None)
+            if fit is None:
+                kind, text = "wrong", "is wrong, as many were before it"
+                if self.found.total() < _TOLD:
+                    strangers = sorted(self._known.difference(people.sure, people.perhaps))
+                    kind, text = explain(case, people, strangers, one)
+                self._say(kind, f"round {case.number}, bucket {case.part}: members got {text}")
+                return None
+            found.append(fit)
+        return found or None
+
+    def _slices(self, name: str, accounts: Sequence[Account]) -> list[int]:
+        """Count the slices of ``name`` that counted in each bucket."""
+        return [account.slices(name, whole) for account, whole in zip(accounts, self._whole, strict=True)]
+
+    def _count(self, people: People, accounts: Sequence[Account] | None) -> None:
+        """Count contributions."""
+        self.expected += len(people.sure)
+        self.counted += len(people.sure) if accounts is not None else 0
+        for name in people.perhaps if accounts is not None else ():
+            slices = self._slices(name, accounts or ())
+            if not any(slices) and self._coming_in[name]:
+                continue  # it was lost before anything of it could count
+            self.expected += 1
+            self.counted += slices == self._whole
+            self.cut += any(slices) and slices != self._whole
+
+    # ── comparison with the ledger ────────────────────────────────────────────────────────────────────────
+
+    def _audit(
+        self,
+        number: int,
+        book: Book,
+        people: People,
+        cases: Sequence[Case],
+        found: Found | None,
+    ) -> None:
+        """Compare the ledger with the results of members."""
+        record, (begun, done) = book.record, book.moments()
+        if record is None:
+            if self._was_full(done, done):
+                self.unwritten += 1
+            else:
+                self._say("lost", f"the ledger has no round {number}")
+            return
+        if not record.results and self._was_full(begun, done):
+            self.unwritten += 1
+            return  # a restarted coordinator cannot know of workers that came meanwhile
+        self._audit_people(number, record, people, None if found is None else [account for _, account in found])
+        if found is not None:
+            self._audit_digests(number, record, cases, found)
+
+    def _audit_people(
+        self, number: int, record: RoundRecord, people: People, accounts: Sequence[Account] | None
+    ) -> None:
+        cut = {(seat, part): slices for seat, part, slices in record.cut}
+        departed = {seat for seat, _, _ in record.cut}
+        parts = range(len(self._whole))
+        said: dict[str, tuple[float, list[int]]] = {}
+        for seat, weight in enumerate(record.weights):
+            if weight > 0:
+                slices = [cut.get((seat, part), 0) for part in parts] if seat in departed else self._whole
+                said[self._name(seat, number)] = weight, slices
+        made = dict.fromkeys(people.sure, self._whole)
+        if accounts is not None:
+            made |= {name: slices for name in people.perhaps if any(slices := self._slices(name, accounts))}
+        for name in sorted(said.keys() | made.keys()):
+            due = generator.weight(self._seed, name, number)
+            if name not in said:
+                what = "took part to its end and is missing" if name in people.sure else "is missing, but it counted"
+                self._say("lost", f"round {number}, in the ledger: {name} {what}")
+            elif name not in made:
+                if accounts is not None:
+                    self._say("wrong", f"round {number}, in the ledger: {name} counts, but it is not in the results")
+            elif said[name][0] != due:
+                text = f"{name} counts with weight {said[name][0]:g} instead of {due:g}"
+                self._say("wrong", f"round {number}, in the ledger: {text}")
+            elif said[name][1] != made[name]:
+                kind = "lost" if name in people.sure else "wrong"
+                text = f"{name} counts with {said[name][1]} slices of the buckets instead of {made[name]}"
+                self._say(kind, f"round {number}, in the ledger: {text}")
+
+    def _audit_digests(self, number: int, record: RoundRecord, cases: Sequence[Case], found: Found) -> None:
+        if record.results:
+            own = [
+                recount.ledger_digest(mean, case.part, case.share) for case, (mean, _) in zip(cases, found, strict=True)
+            ]
+            self._digests[number] = tuple(own)
+            for part, (made, told) in enumerate(zip(own, record.results, strict=True)):
+                if made != told:
+                    self._say(
+                        "wrong",
+                        f"round {number}, bucket {part}: the ledger has digest {told:016x} instead of {made:016x}",
+                    )
+        if not record.inputs:
+            return
+        inputs: Counter[str] = Counter()
+        for case, (_, account) in zip(cases, found, strict=True):
+            for name in account.order:
+                _, _, row = case.given(name)
+                inputs[name] += recount.ledger_digest(row, case.part, case.share, account.cut.get(name))
+        for seat, weight in enumerate(record.weights):
+            name = self._name(seat, number)
+            if weight and name in inputs and inputs[name] % recount.MODULUS != record.inputs[seat]:
+                self._say("wrong", f"round {number}: what was summed of {name} is not its contribution")
+
+    def _name(self, seat: int, number: int) -> str:
+        # A learner contributes to one round before it is a member, and no other worker can have its member id then.
+        names = [name for since, name in self._seats.get(seat, ()) if since <= number + 1]
+        return names[-1] if names else f"member {seat}"
+
+    def _was_full(self, start: float, stop: float) -> bool:
+        """Return whether the disk was full at any time from ``start`` to ``stop``, so that records may be missing."""
+        return any(since - 1 < stop and start < until + 1 for since, until in self._gaps)
+
+    # ── collectives and weights ───────────────────────────────────────────────────────────────────────────
+
+    def _check_meeting(self, number: int, book: Book) -> None:
+        if book.met:
+            self.meetings += 1
+        for text in book.wrong_collectives(number):
+            self._say("fault", f"behind round {number}{text}")
+
+    def _step(self, number: int, means: Sequence[Array] | None, reports: Mapping[str, Report]) -> int:
+        """Check the weights after the round. Return those of the majority, 0 if none were reported."""
+        told = {name: report.weights for name, report in reports.items()}
+        agreed = self._compare(number, "weights", told) if told else 0
+        if means is None:
+            self._weights = None
+        if self._weights is None or means is None:
+            return agreed
+        for weights, result in zip(self._weights, means, strict=True):
+            weights -= result * generator.STEP
+        if agreed and agreed != generator.fingerprint(self._weights):
+            self._say("wrong", f"round {number}: weights are not those before it minus 0.01 times the mean")
+            self._weights = None
+        return agreed
+
+    def _say(self, kind: str, text: str) -> None:
+        self.found[kind] += 1
+        if len(self.findings) < _TOLD:
+            self.findings.append(f"{kind}: {text}")

@@ -1,0 +1,271 @@
+"""One worker of a chaos run, which trains until told to end: ``python -m gradserver.tools.chaos.program SETTINGS``.
+
+Its model is one vector for each bucket. A round moves it by 0.01 of the mean of the generated contributions. It prints
+lines of `gradserver.tools.chaos.evidence`, and takes these on standard input:
+
+    leave        finish the round, leave, and end
+    slow S T     take S seconds longer for each round, for T seconds
+    linger S     come S seconds later to the collectives, if this worker is the late one that the others wait for
+    die N        die (SIGKILL) in the next round, when N pieces of its contribution are on their way
+
+A worker that is out of the group (it was frozen, cut off, or its connection broke) joins again under its name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+import gradserver
+from gradserver.tools.chaos import generator, tally
+
+T = TypeVar("T")
+_COLLECTIVES_EVERY = 5
+"""Rounds."""
+_LATE_SECONDS = 0.15
+"""Delay of one member at a collective: while the others wait, an event can hit them."""
+_LARGE = 5000
+"""Number of tallies in the largest tensor that is summed: two slices."""
+_ARRIVES_SECONDS = 0.05
+"""Time until sent bytes have left the process."""
+_AGAIN_SECONDS = 0.1
+"""Time between two attempts to join."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one worker.
+
+    Attributes:
+        pace: time that it computes in each round, in seconds.
+        world: number of workers that begin the group; 0 for a worker that joins later.
+    """
+
+    url: str
+    name: str
+    seed: int
+    channel: str
+    timeout: float
+    pace: float
+    world: int = 0
+
+    def to_json(self) -> str:
+        """Format the settings as an argument of the program."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the argument of the program."""
+        return cls(**json.loads(text))
+
+
+class Program:
+    """One replica, over all of its memberships."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._weights = [np.zeros(size, np.float32) for size in generator.SIZES]
+        self._scratch = np.empty(max(generator.SIZES), np.float32)
+        self.leaving = threading.Event()
+        self._lingers = 0.0
+        """Time until which it waits if it is late to a collective."""
+        self._dies_after = 0
+        """Number of pieces after which it dies; 0 if it does not."""
+        self._slow = (0.0, 0.0)
+        """Additional seconds for each round, and the time until which they count."""
+
+    def run(self) -> None:
+        """Train until told to leave."""
+        while not self.leaving.is_set():
+            try:
+                worker = self._join()
+            except gradserver.GradServerError as error:
+                self._say("refused", error=type(error).__name__, text=str(error))
+                self.leaving.wait(_AGAIN_SECONDS)
+                continue
+            try:
+                self._train(worker)
+                worker.close("it was told to leave")
+                self._say("left")
+            except gradserver.GradServerError as error:
+                self._say("out", error=type(error).__name__, text=str(error), round=worker.round)
+                worker.close("it begins anew")
+
+    def listen(self) -> None:
+        """Carry out the parent's commands, until it has ended."""
+        for line in sys.stdin:
+            match line.split():
+                case ["leave"]:
+                    self.leaving.set()
+                case ["slow", seconds, duration]:
+                    self._slow = float(seconds), time.monotonic() + float(duration)
+                case ["linger", seconds]:
+                    self._lingers = time.monotonic() + float(seconds)
+                case ["die", pieces]:
+                    self._dies_after = int(pieces)
+
+    def _join(self) -> gradserver.Worker:
+        s = self._settings
+        world = s.world or None
+        return gradserver.connect(s.url, world_size=world, name=s.name, timeout=s.timeout, channel=s.channel)
+
+    def _train(self, worker: gradserver.Worker) -> None:
+        worker.agree(generator.plan())
+        worker.serve_state(lambda: {"weights": self._weights})
+        if worker.joins:
+            worker.enter(self._install)
+        buckets = [worker.empty(size, "float32") for size in generator.SIZES]
+        self._say("entered", round=worker.round, epoch=worker.epoch, channel=worker.channel)
+        gave = False
+        while not self.leaving.is_set():
+            number = worker.round
+            self._compute()
+            gave = self._contribute(worker, buckets, number, gave)
+            worker.finish_round()
+            self._step(number, worker, buckets, "round" if gave else "replayed")
+            if number % _COLLECTIVES_EVERY == _COLLECTIVES_EVERY - 1 and not worker.observes:
+                self._meet(worker, number)
+
+    def _contribute(self, worker: gradserver.Worker, buckets: list[Any], number: int, gave: bool) -> bool:
+        """Push all buckets, the largest first. Return whether it counts; ``gave``: whether the round before did."""
+        seed, name = self._settings.seed, self._settings.name
+        weight = generator.weight(seed, name, number)
+        self._say("gives", round=number, rank=worker.rank)
+        pieces = self._dies_after if gave else 0
+        shares_memory = worker.channel == "shm"
+        if pieces and not shares_memory:
+            _when_sent(pieces, lambda: self._die(number))
+        for count, part in enumerate(reversed(range(len(buckets))), start=1):
+            generator.values(seed, name, number, part, buckets[part])
+            worker.push(part, buckets[part], weight=weight)
+            if pieces == count and shares_memory:
+                self._die(number)
+        if pieces:  # there were fewer pieces
+            self._die(number)
+        return not worker.observes
+
+    def _die(self, number: int) -> None:
+        self._say("dies", round=number)
+        time.sleep(_ARRIVES_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _install(self, state: dict[str, Any]) -> None:
+        """Install the state of a member, as it was at the end of the last round."""
+        for weights, given in zip(self._weights, state["weights"], strict=True):
+            weights[:] = given
+
+    def _step(self, number: int, worker: gradserver.Worker, results: list[Any], kind: str) -> None:
+        for weights, result in zip(self._weights, results, strict=True):
+            weights -= np.multiply(result, generator.STEP, out=self._scratch[: result.size])
+        self._say(
+            kind,
+            round=number,
+            rank=worker.rank,
+            results=[generator.fingerprint([result]) for result in results],
+            weights=generator.fingerprint(self._weights),
+        )
+
+    def _compute(self) -> None:
+        slow, until = self._slow
+        pause = self._settings.pace + (slow if time.monotonic() < until else 0.0)
+        if pause:
+            time.sleep(pause)  # a real worker would compute; meanwhile others of this machine have the processors
+
+    def _meet(self, worker: gradserver.Worker, number: int) -> None:
+        """Call the collectives that a trainer calls now and then, and report their results."""
+        self._say("meets", round=number)
+        own = tally.tally(worker.name, number)
+        if number // _COLLECTIVES_EVERY % worker.world_size == worker.rank:
+            time.sleep(_LATE_SECONDS)
+            time.sleep(max(0.0, self._lingers - time.monotonic()))
+        sums: dict[str, list[int]] = {}
+        small = worker.all_reduce(own.copy(), "sum", async_op=True)
+        large = worker.all_reduce(np.tile(own, _LARGE), "sum", async_op=True)
+        sums["an all_reduce"] = small.wait().tolist()
+        sums |= self._slices(large.wait().reshape(_LARGE, -1))
+        broadcast = _again(lambda: self._broadcast(worker, number))
+        code = np.full(3, tally.code(worker.name, number), np.int64)
+        gathered = _again(lambda: worker.all_gather(code))
+        scattered = _again(lambda: worker.reduce_scatter(np.tile(own, worker.world_size), "sum"))
+        sums["a reduce_scatter"] = scattered.tolist()
+        if (gathered != gathered[:, :1]).any():
+            self._say("fault", text=f"an all_gather behind round {number} brought {gathered.tolist()}")
+        self._say(
+            "met",
+            round=number,
+            rank=worker.rank,
+            sums=sums,
+            gathered=gathered[:, 0].tolist(),
+            broadcast=broadcast,
+        )
+
+    def _slices(self, rows: npt.NDArray[np.int64]) -> dict[str, list[int]]:
+        """Collect the different sums in a tensor of many, which are alike within a slice."""
+        changes = [0, *(int(at) + 1 for at in np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1))), len(rows)]
+        return {f"rows {a} to {b} of an all_reduce": rows[a].tolist() for a, b in list(pairwise(changes))[:8]}
+
+    def _broadcast(self, worker: gradserver.Worker, number: int) -> int | None:
+        value = np.full(2, tally.code(worker.name, number), np.int64)
+        try:
+            worker.broadcast(value, number % worker.world_size)
+        except gradserver.CollectiveMismatchError:  # two data shards knew of different deaths: no member has the result
+            return None
+        return int(value[0])
+
+    def _say(self, kind: str, **fields: Any) -> None:
+        line = {"kind": kind, "name": self._settings.name, **fields, "at": time.monotonic()}
+        print(json.dumps(line), flush=True)
+
+
+def _again(call: Callable[[], T]) -> T:
+    """Repeat ``call`` until the membership does not change during it, and return its result."""
+    while True:
+        try:
+            return call()
+        except gradserver.MembershipChangedError:
+            continue
+
+
+def _when_sent(pieces: int, do: Callable[[], None]) -> None:
+    """Call ``do`` when libzmq has taken so many messages that carry a tensor."""
+    send = zmq.Socket.send
+    left, opened = pieces, False
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        nonlocal left, opened
+        result = send(*arguments, **options)
+        begins = bool(arguments[2] & zmq.SNDMORE) if len(arguments) > 2 else False
+        if opened and not begins:
+            left -= 1
+            if left == 0:
+                do()
+        opened = begins
+        return result
+
+    zmq.Socket.send = counting  # type: ignore[method-assign]
+
+
+def main() -> int:
+    """Train as told."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s")
+    program = Program(Settings.from_json(sys.argv[1]))
+    threading.Thread(target=program.listen, daemon=True).start()
+    program.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

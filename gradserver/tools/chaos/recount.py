@@ -1,0 +1,117 @@
+"""Expected results of a round: the published rules, implemented once more and apart from the product.
+
+The mean of each element, over the contributions that counted for it, in the order of member ids, in fp32:
+
+    one contribution           g
+    all of the same weight     (g₀ + g₁ + …) / n
+    otherwise                  (w₀·g₀ + w₁·g₁ + …) / (w₀ + w₁ + …)
+    none, or all of weight 0   0
+
+The ledger's digest of a contribution and of a result is that of `gradserver.protocol.digest`, word by word. The product
+is asked only for the cuts of buckets into slices, and for the shares of data shards.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.shards import Share, Table, comparable
+from gradserver.tools.chaos import generator
+
+Array = npt.NDArray[Any]
+Row = tuple[str, float, Array]
+"""A contribution: name of the worker, weight, values."""
+Cut = Mapping[str, frozenset[int]]
+"""Slices that counted, of each worker whose contribution did not count in full."""
+MODULUS: Final = 1 << 64
+_ROW_WORDS: Final = 1024
+_ROW_BYTES: Final = 8 * _ROW_WORDS
+
+
+def mean(rows: Sequence[tuple[float, Array]], size: int) -> Array:
+    """Compute the mean of rows with their weights, which are in the order of member ids."""
+    given = [(weight, row) for weight, row in rows if weight > 0]
+    if not given:
+        return np.zeros(size, np.float32)
+    weights = [weight for weight, _ in given]
+    if len(given) == 1:
+        return given[0][1].copy()
+    if min(weights) == max(weights):
+        total = given[0][1] + given[1][1]
+        for _, row in given[2:]:
+            total += row
+        total /= np.float32(len(given))
+        return total
+    total = given[0][1] * np.float32(weights[0])
+    for weight, row in given[1:]:
+        total += row * np.float32(weight)
+    total /= np.float32(sum(weights))
+    return total
+
+
+def shares(count: int) -> list[Share]:
+    """Divide the buckets of a chaos run among so many data shards."""
+    table = Table(1, comparable([None] * count))
+    table.set_plan(generator.plan())
+    return [
+        table.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation)
+        for part, bucket in enumerate(generator.plan().buckets)
+    ]
+
+
+def prefixes(share: Share, counted: int) -> Iterator[frozenset[int]]:
+    """List the sets of slices that are possible if so many counted: each shard counts from its first one on."""
+    intervals = [range(start, stop) for start, stop in itertools.pairwise(share.bounds) if start < stop]
+    for lengths in itertools.product(*(range(len(interval) + 1) for interval in intervals)):
+        if sum(lengths) == counted:
+            yield frozenset(
+                index for interval, length in zip(intervals, lengths, strict=True) for index in interval[:length]
+            )
+
+
+def bucket(share: Share, rows: Sequence[Row], cut: Cut, size: int) -> Array:
+    """Compute the result of a bucket of ``size`` elements; rows are in the order of member ids."""
+    if not cut:
+        return mean([(weight, row) for _, weight, row in rows], size)
+    result = np.empty(size, np.float32)
+    for index in range(share.layout.count):
+        start, stop = share.layout.span(index)
+        there = [(weight, row[start:stop]) for name, weight, row in rows if name not in cut or index in cut[name]]
+        result[start:stop] = mean(there, stop - start)
+    return result
+
+
+def ledger_digest(row: Array, part: int, share: Share, slices: Iterable[int] | None = None) -> int:
+    """Compute the ledger's digest of bucket ``part``, or of some of its ``slices``."""
+    spans = [(0, row.size)] if slices is None else [share.layout.span(index) for index in slices]
+    return sum(_digest(row[start:stop], part, start) for start, stop in spans) % MODULUS
+
+
+def _digest(row: Array, part: int, start: int) -> int:
+    if start % 2:
+        raise ValueError(f"a slice of bucket {part} begins at element {start}, within a word of 8 bytes")
+    terms, words = _terms(part)[start // 2 :], row[: row.size // 2 * 2].view(np.uint64)
+    total = int(np.einsum("i,i->", words, terms[: words.size]))
+    if row.size % 2:
+        total += int(row[-1:].view(np.uint32)[0]) * int(terms[words.size])
+    return total
+
+
+@cache
+def _terms(part: int) -> npt.NDArray[np.uint64]:
+    """Compute the factors of the words of a bucket."""
+    before = sum(-(-4 * size // _ROW_BYTES) for size in generator.SIZES[:part])
+    rows = -(-4 * generator.SIZES[part] // _ROW_BYTES)
+    mixed = np.arange(1, _ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    factors = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    odd = 2 * np.arange(before, before + rows, dtype=np.uint64) + np.uint64(1)
+    return (odd[:, None] * factors[None, :]).reshape(-1)
