@@ -357,7 +357,7 @@ class Steps(MessageKind):
     """The message that before ``round`` this member's job has updated models, or is at the top of its loop.
 
     It is the ``index``-th such message since the round before. The bits of two numbers are the models that were
-    updated, and those whose gradients were dropped.
+    updated, and those that dropped their gradients.
     """
 
     round: Stated

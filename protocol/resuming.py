@@ -23,7 +23,7 @@ member                                   coordinator
   Resume ────────────────────────────────► knows the seat by its token; waits for the others
   ◄─────────────────────────────────────── Resumed, or Failure of scope CONNECTION: LeftOutError (others went on
                                            without it: join again), JoinRefusedError (there is no such group)
-                                         … and Resumed, unasked, to every member whose connection stands
+                                         … and Resumed, unasked, to every member with a connection
   (says nothing of exchanges until Standing; ShareMemory and Propose, if unanswered, are said again now)
   ◄─────────────────────────────────────── Membership of every epoch later than Resume's, the earliest first
   ◄─────────────────────────────────────── Agreed, if a Propose said now is for the plan that all had agreed on
@@ -119,7 +119,7 @@ class Resume(MessageKind):
         token: what the Welcome brought.
         epoch: the latest that it has heard of.
         plan: the hash of the plan that it goes by; empty if none was agreed on.
-        serves: whether it can send its state to who joins.
+        serves: whether it can send its state to learners.
     """
 
     group: Text

@@ -308,8 +308,9 @@ def test_a_newcomer_with_other_weights_after_its_first_round_is_refused_and_the_
     assert [number for number, _ in results] == [8] * world
     assert all(same(results[0][1], state) for _, state in results)
     text = (
-        f"after round 4 the weights of 'worker-{world}' (rank {world}) are not those of 'worker-0' (rank 0): who has "
-        f"just joined leaves, and the others go on. Replicas stay alike if all of them change their weights by job"
+        f"after round 4 the weights of 'worker-{world}' (rank {world}) are not those of 'worker-0' (rank 0): "
+        f"the worker that has just joined leaves, and the others go on. Replicas stay alike if all of them "
+        f"change their weights by job"
     )
     assert [message[: len(text)] for message in said] == [text]
     reason = (
@@ -364,9 +365,7 @@ def test_a_member_that_cannot_send_its_state_is_not_asked_again(caplog: pytest.L
         with caplog.at_level("WARNING"):
             assert cluster.run(train) == [3, 3, 3]
         assert asked == ["worker-0", "worker-1"]
-        assert (
-            "this worker's state cannot be sent to who joins: the tree['weights'] is a builtins.object" in caplog.text
-        )
+        assert "this worker's state cannot be sent to learners: the tree['weights'] is a builtins.object" in caplog.text
 
 
 def test_a_learner_goes_on_in_the_present_epoch_and_later_ones_are_dealt_among_all() -> None:

@@ -175,7 +175,7 @@ class Newcomers:
         if usual < 0 or asked.rank not in others:  # a worker that leaves says why
             return
         self._worker.abort(f"behind round {asked.round} its weights were not those of {_named(asked.names, [usual])}")
-        so = "who has just joined leaves, and the others go on"
+        so = "the worker that has just joined leaves, and the others go on"
         raise _diverged(asked.names, others, usual, asked.round, so, "It can join again with a loop like theirs")
 
 

@@ -87,7 +87,7 @@ class Backward:
         self._waiting: list[int] = []
         """For each bucket, the number of its parameters still to come."""
         self._pending = 0
-        """Number of backwards whose gradients were accumulated since the last exchange."""
+        """Number of backwards that accumulated gradients since the last exchange."""
         self._learned = False
         self._warned = False
         self._versions: dict[str, int] | None = {}

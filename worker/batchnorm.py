@@ -18,7 +18,7 @@ def convert_sync_batchnorm(module: nn.Module, worker: Worker) -> nn.Module:
     Args:
         module: module to change, unless it is a BatchNorm itself. Parameters and buffers are kept, so that optimizers
             that hold them stay valid.
-        worker: worker whose group takes part.
+        worker: a worker of the group that takes part.
 
     Returns:
         The module, or its replacement if it is a BatchNorm itself.

@@ -428,7 +428,7 @@ def _same_bytes(one: Bytes, other: Bytes) -> bool:
 
 
 def buffer_buckets(module: nn.Module, ignored: Collection[str] = ()) -> list[BufferBucket]:
-    """Pack the module's buffers, but for those whose names are ``ignored``.
+    """Pack the module's buffers, but for those with ``ignored`` names.
 
     A bucket travels if anything in it has changed. So buffers that are likely to change together share one: the small
     buffers of one element type and device of all modules of one class. A large buffer has a bucket of its own.
@@ -451,7 +451,7 @@ def buffer_buckets(module: nn.Module, ignored: Collection[str] = ()) -> list[Buf
 
 
 def sender_spec() -> Bucket:
-    """Return the plan's row for the member whose buffers all take: the lowest that takes part with a batch."""
+    """Return the plan's row for the member that sends its buffers to all: the lowest that has a batch."""
     return Bucket(SENDER_KEY, BY_NAME["int32"], (Component("member whose buffers are sent", (1,)),), Op.FIRST)
 
 

@@ -72,7 +72,7 @@ class Worker(ObjectCollectives):
     def __repr__(self) -> str:
         return f"<Worker {self.name!r}: rank {self.rank} of {self.world_size} in group {self.group!r}>"
 
-    # ── who is there ──────────────────────────────────────────────────────────────────────────────────
+    # ── membership ────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def rank(self) -> int:

@@ -52,7 +52,7 @@ class Collectives:
 
     All members must call collectives in the same order. Transfers are matched by source, target and tag.
 
-    With ``async_op`` a call returns a `Handle` at once, whose ``wait()`` returns the result. ``timeout`` limits how
+    With ``async_op`` a call returns a `Handle` at once. Its ``wait()`` returns the result. ``timeout`` limits how
     long this call waits, in seconds or as a timedelta. None means the group's limit. When it runs out, only this call
     fails. The exchange continues, and the tensor must be left alone until the worker is closed.
     """
@@ -102,7 +102,7 @@ class Collectives:
                 ``prod``. Capitals and members of ``torch.distributed.ReduceOp`` are allowed. (torch's default is the
                 sum.)
             weight: weight of this member in a mean. With 0 it does not count, and still gets the result.
-            async_op: true to return a `Handle` at once, whose ``wait()`` returns the tensor.
+            async_op: true to return a `Handle` at once. Its ``wait()`` returns the tensor.
             timeout: limit for this call's wait.
 
         Returns:
@@ -341,7 +341,7 @@ class Collectives:
             parts: one such tensor for each rank, as a list or stacked, at rank ``root``. None at the others.
             root: rank that has the parts.
             src: ``root`` by torch's name.
-            async_op: true to return a `Handle` at once, whose ``wait()`` returns the tensor.
+            async_op: true to return a `Handle` at once. Its ``wait()`` returns the tensor.
             timeout: limit for this call's wait.
 
         Returns:

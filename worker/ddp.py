@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a module whose gradients are averaged with those of its replicas."""
+"""DistributedDataParallel: a module with gradients averaged over its replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Step = Callable[[], object] | Optimizer
 
 
 class DistributedDataParallel(nn.Module):
-    """Wrapper of a module whose ``backward()`` returns with the replicas' averaged gradients in every ``.grad``.
+    """Wrapper of a module: ``backward()`` returns with the replicas' averaged gradients in every ``.grad``.
 
     For example:
 
@@ -52,7 +52,7 @@ class DistributedDataParallel(nn.Module):
     Backwards outside of `no_sync` are exchanged, in training mode and in eval mode, as with torch. With
     ``exchange_in_eval=False``, gradients stay local in eval mode.
 
-    A worker whose backward raises does not complete its round. It can complete the round without a gradient
+    A worker with a backward that raises does not complete its round. It can complete the round without a gradient
     (`abandon_round`), and all continue. Otherwise the others apply nothing of the round. They get an error that names
     this worker when it leaves the group, or when their wait runs out.
 
@@ -89,7 +89,7 @@ class DistributedDataParallel(nn.Module):
         accumulation: result of gradients accumulated inside `no_sync`: their ``sum``, as with torch, or their ``mean``
             over the number of backwards. A mean expects gradients to be zeroed after each exchange.
         init_sync: true to start all workers with the parameters and buffers of rank 0. If false, nothing is sent. All
-            workers must then have loaded the same values, whose digests are compared. That is quicker if most weights
+            workers must then have loaded the same values; their digests are compared. That is quicker if most weights
             are frozen.
         timeout: seconds that one exchange may wait for others. None takes the worker's.
         device_ids: known from torch's wrapper, and not needed. A module is exchanged on its own device. This argument

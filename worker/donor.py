@@ -112,7 +112,7 @@ class Donor:
             try:
                 packed = pack(self._snapshot(), copy=True)
             except Exception as error:
-                log.warning("this worker's state cannot be sent to who joins: %s", error)
+                log.warning("this worker's state cannot be sent to learners: %s", error)
                 reason = f"{type(error).__name__}: {error}"
         for transfer in transfers:
             if packed is None:
@@ -135,15 +135,15 @@ class Donor:
             for handle in under_way:
                 handle.wait()
         except (GradServerError, ConnectionError) as error:
-            log.info("the state that was on its way to who joins did not arrive: %s", error)
+            log.info("the state on its way to a learner did not arrive: %s", error)
         else:
             self._under_way.discard(transfer.number)
-            log.info("the state was sent to who joins: %d bytes in %.1f s", packed.nbytes, time.monotonic() - began)
+            log.info("the state was sent to a learner: %d bytes in %.1f s", packed.nbytes, time.monotonic() - began)
 
 
 def nobody_takes_it() -> WorkerLostError:
     """Return the error that ends the sending of a state in a recovery."""
-    return WorkerLostError("whoever was to have this worker's state has to join anew")
+    return WorkerLostError("the learner that was to have this worker's state has to join anew")
 
 
 def parts(packed: Packed) -> Iterator[Bytes]:

@@ -92,7 +92,7 @@ class Job:
             a mapping by name.
         optimizer: its optimizer, made before the job. For several models a list or mapping of optimizers.
         scheduler: one of torch's learning-rate schedulers, or a similar object. It is stepped after each update. A
-            scheduler whose ``step`` needs an argument belongs into ``state``, and the loop steps it.
+            scheduler with an argument for ``step`` belongs into ``state``, and the loop steps it.
         data: source of `batches`.
         state: other objects with state, by name. They have ``state_dict`` and ``load_state_dict``. The state of rank 0
             is saved, so a worker's own state does not belong there.

@@ -34,7 +34,7 @@ class _Part(NamedTuple):
 def enter(session: Session, install: Callable[[Tree], object], waits: bool) -> int:
     """Get the state from a member, and enter. Return the first round that this worker contributes to."""
     if session.stage is not Stage.JOINING:
-        raise UsageError(f"this worker {session.stage.value}: only who joins a group that trains already can enter it")
+        raise UsageError(f"this worker {session.stage.value}: only a worker that joins a running group can enter it")
     if session.plan is None:
         raise UsageError("before it enters a group a worker agrees on the plan: wrap the model, or call agree(plan)")
     session.tell(Enter(0, waits))

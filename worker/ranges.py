@@ -167,7 +167,7 @@ class DataRanges:
         """Yield the batches of ``loader`` that this worker gets, until there is none for it.
 
         Args:
-            loader: a DataLoader whose ``batch_sampler`` is this object. None: batches are the indices themselves.
+            loader: a DataLoader with this object as its ``batch_sampler``. None: batches are the indices themselves.
         """
         if self._running:
             raise UsageError(f"there is a loop over batches of data {self.name!r} already")

@@ -60,7 +60,7 @@ class ShardSampler(Sampler[int]):
       batch more than others, so the loop needs `DistributedDataParallel.join` or `Job.batches`.
 
     ``rank``, ``world_size``, ``uneven``, ``epoch``, ``start`` and ``done`` can be read. `set_epoch` changes the last
-    three. A worker whose rank or world size changed needs a new sampler, which can continue in the midst of an epoch.
+    three. A worker needs a new sampler when its rank or world size has changed. It can continue within an epoch.
 
     Args:
         dataset_or_length: any object with a length, or the number of samples; the same length on every rank.
