@@ -669,7 +669,7 @@ def test_what_does_not_want_to_end_is_killed(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     "report",
     [
-        Ready(5, "ab"),
+        Ready("ab"),
         Step(3, 2.5, 1.5, 0.25, 0.125),
         Joined(1.5, "w0", 5, 0.1),
         TooLate("it is over", 2.0),

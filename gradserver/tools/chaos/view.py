@@ -11,7 +11,7 @@ from typing import Any
 from gradserver.tables import table
 from gradserver.tools.chaos.fleet import Fleet
 from gradserver.tools.chaos.schedule import Event, Schedule, Way
-from gradserver.tools.common.screen import BOLD, CYAN, DIM, GREEN, RED, Screen
+from gradserver.tools.common.screen import BOLD, CYAN, DIM, Screen
 
 _STATUS_SECONDS = 10.0
 """Interval of status lines where a line cannot be replaced."""
@@ -35,14 +35,16 @@ class View:
 
     def introduce(self, schedule: Schedule, ways: Mapping[str, Way], shards: int, seed: int, folder: Path) -> None:
         """Print the plan of the run."""
+        if self._screen is None:
+            return
         counts = Counter(event.kind for event in schedule.events)
         roads = Counter(ways.values())
         by = ", ".join(f"{count} {_WAYS[way]}" for way, count in roads.items())
         self.line("gradserver chaos", BOLD)
         self.line()
-        self._facts(
+        self._screen.facts(
             ("workers", f"{len(ways)}: {by}"),
-            ("shards", f"{shards}") if shards > 1 else ("", ""),
+            *([("shards", f"{shards}")] if shards > 1 else []),
             ("events", f"{len(schedule.events)} in {schedule.calm - schedule.storm:.0f} s, drawn from seed {seed}"),
             ("", ", ".join(f"{count} {kind}" for kind, count in counts.most_common())),
             ("calm", f"the first {schedule.storm:.0f} s and the last {schedule.seconds - schedule.calm:.0f} s"),
@@ -104,7 +106,7 @@ class View:
         self.line()
         kept = result["throughput_kept"]
         rates = result["rounds_per_second"]
-        self._facts(
+        self._screen.facts(
             ("rounds", f"{result['rounds']:,}, all recomputed {self._unwritten(result)}"),
             (
                 "committed",
@@ -127,11 +129,8 @@ class View:
         if len(result["findings"]) > _FINDINGS:
             self.line(f"  - and {len(result['findings']) - _FINDINGS} more")
         self.line()
-        if not wrongs:
-            self.line(f"{self._screen.style('PASS', GREEN)}  every round is the mean of its contributions.")
-            return
-        self.line(f"{self._screen.style('FAIL', RED)}  {'; '.join(wrongs)}.")
-        if folder is not None:
+        self._screen.verdict(not wrongs, f"{'; '.join(wrongs) or 'every round is the mean of its contributions'}.")
+        if wrongs and folder is not None:
             self.line(f"      The logs and reports are in {folder}")
 
     def _unwritten(self, result: Mapping[str, Any]) -> str:
@@ -140,11 +139,6 @@ class View:
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._began
-
-    def _facts(self, *facts: tuple[str, str]) -> None:
-        for name, text in facts:
-            if text:
-                self.line(f"  {name:10}{text}")
 
 
 _WAYS = {

@@ -15,6 +15,10 @@ _LIVE_SECONDS = 0.1  # between two drawings of the live line
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
+Fact = tuple[str, str]
+"""Name and text of a line in a table of two columns."""
+
+
 class Screen:
     """Writer to `stream`. It uses control codes only on a terminal that supports them."""
 
@@ -40,6 +44,15 @@ class Screen:
     def clear(self) -> None:
         """Clear the live line."""
         self._write(self._cleared())
+
+    def facts(self, *facts: Fact) -> None:
+        """Print a table of two columns."""
+        for name, text in facts:
+            self.line(f"  {self.style(f'{name:10}', DIM)}{text}".rstrip())
+
+    def verdict(self, passed: bool, text: str) -> None:
+        """Print PASS or FAIL, and a text."""
+        self.line(f"{self.style('PASS', GREEN) if passed else self.style('FAIL', RED)}  {text}")
 
     def style(self, text: str, code: str) -> str:
         """Style `text` with a colour or weight, where there are any."""

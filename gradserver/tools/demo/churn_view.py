@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gradserver.tools.common.screen import DIM, GREEN, RED
+from gradserver.tools.common.screen import DIM, GREEN, RED, Fact
 from gradserver.tools.demo.lives import Churned, ChurnVerdict, Life
 from gradserver.tools.demo.outcome import Result
 from gradserver.tools.demo.reports import Round
 from gradserver.tools.demo.settings import CHURN_TOLERANCE, FINAL, VOCABULARY
-from gradserver.tools.demo.view import Fact, View
+from gradserver.tools.demo.view import View, pair
 
 _ROWS = 10  # of the table, beside the lines of events
 _BAR = 16  # columns
@@ -54,15 +54,15 @@ class ChurnView(View):
         self.screen.line()
         speed = self.settings.tokens_per_step * len(reference.steps) / (reference.seconds or math.inf)
         own = self.settings.context * account.used / (group.seconds or math.inf)
-        self.facts(
+        self.screen.facts(
             ("", f"{'':24}{'with kills':>12}{'undisturbed':>14}"),
-            ("loss", _pair(final, *verdict.losses, ".4f")),
-            ("", _pair("held-out text", group.validation_loss, reference.validation_loss, ".4f")),
-            ("rounds", _pair("", len(group.rounds), len(reference.steps), ",d")),
-            ("speed", _pair("tokens per second", own, speed, ",.0f")),
+            ("loss", pair(final, *verdict.losses, ".4f")),
+            ("", pair("held-out text", group.validation_loss, reference.validation_loss, ".4f")),
+            ("rounds", pair("", len(group.rounds), len(reference.steps), ",d")),
+            ("speed", pair("tokens per second", own, speed, ",.0f")),
         )
         self.screen.line()
-        self.facts(
+        self.screen.facts(
             ("killed", f"{verdict.killed:<4}{_waited(group.waits(joined=False))}"),
             ("joined", f"{verdict.joined:<4}{_waited(group.waits(joined=True))}"),
         )
@@ -147,10 +147,6 @@ class ChurnTable:
         bar = self._view.screen.bar(loss / math.log(VOCABULARY), _BAR)
         middle = f"  {loss:6.3f}  {bar}{one.workers:>8}{rate:>10,.0f}{waiting:>9.1%}"
         return f"  {self._used:>8,}{middle}{passed:>7.1f}s{left:>7.1f}s"
-
-
-def _pair(what: str, deaths: float, undisturbed: float, form: str) -> str:
-    return f"{what:24}{deaths:>12{form}}{undisturbed:>14{form}}"
 
 
 def _waited(seconds: Sequence[float]) -> str:

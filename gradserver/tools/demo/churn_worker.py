@@ -40,7 +40,7 @@ def main() -> int:
 
     tell, corpus, model = prepare(settings, arguments.threads)
     optimizer = make_optimizer(model)  # torch loads modules for the first one, which takes seconds
-    tell(Ready(len(corpus.text), corpus.sha256))
+    tell(Ready(corpus.sha256))
     if not sys.stdin.readline():
         return 1  # the parent has ended
     world = settings.workers if arguments.founds else None

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 class Ready:
     """The text is read and the model is built. Training begins when all processes are ready."""
 
-    corpus_bytes: int
     corpus_sha256: str
 
 

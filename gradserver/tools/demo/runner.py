@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from gradserver.tools.common.processes import Child, RunError, available_cores, ended_by_signals, listening_url
-from gradserver.tools.common.screen import RED, Screen, discard_output
+from gradserver.tools.common.screen import Screen, discard_output
 from gradserver.tools.demo.outcome import GlobalStep, Result, judge
 from gradserver.tools.demo.processes import Processes
 from gradserver.tools.demo.reports import Done, Ready, Step, from_line
@@ -34,7 +34,7 @@ def run_demo(settings: Settings, out: Path, kind: type[Demo]) -> int:
         return 2
     except RunError as error:
         screen.line()
-        screen.line(f"{screen.style('FAIL', RED)}  {error}")
+        screen.verdict(False, str(error))
         return 1
     except KeyboardInterrupt:
         screen.line()

@@ -9,17 +9,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradserver.tools.common.screen import BOLD, CYAN, DIM, GREEN, RED, WIDTH, Screen, duration, harmless
+from gradserver.tools.common.screen import BOLD, CYAN, DIM, GREEN, RED, WIDTH, Fact, Screen, duration, harmless
 from gradserver.tools.demo.outcome import Gap, GlobalStep, Result, Verdict, distances
 from gradserver.tools.demo.settings import PROMPT, TOLERANCE, VOCABULARY, Settings
 
 _ROWS = 10  # rows of a table; the steps between them appear in the live line only
 _BAR = 22  # columns
 _SAMPLE_LINES = 9
-
-
-Fact = tuple[str, str]
-"""Name and text of a line in a table of two columns."""
 
 
 class View:
@@ -39,7 +35,7 @@ class View:
         s, version = self.settings, sys.version_info
         self.screen.line(self.screen.style(self.title, BOLD))
         self.screen.line()
-        self.facts(
+        self.screen.facts(
             ("model", f"byte-level GPT, {_count(s.parameters)} parameters, {s.blocks} blocks, context {s.context}"),
             ("text", f"the source of Python {version.major}.{version.minor}'s own standard library"),
             ("first", f"{s.crew} and a coordinator, each in its own process, train it"),
@@ -77,12 +73,12 @@ class View:
         self._verdict_on_curve("loss curve", verdict.losses, verdict.losses_allowed)
         self._verdict_on_curve("gradients", verdict.gradient_norms, verdict.norms_allowed)
         self.screen.line()
-        self.facts(
+        self.screen.facts(
             ("", f"{'':24}{'workers':>12}{'one process':>14}"),
-            ("loss", _pair("first step", group.losses[0], reference.losses[0], ".4f")),
-            ("", _pair(f"mean of last {last}", _mean(group, last), _mean(reference, last), ".4f")),
-            ("", _pair("held-out text", group.validation_loss, reference.validation_loss, ".4f")),
-            ("speed", _pair("tokens per second", self._rate(group), self._rate(reference), ",.0f")),
+            ("loss", pair("first step", group.losses[0], reference.losses[0], ".4f")),
+            ("", pair(f"mean of last {last}", _mean(group, last), _mean(reference, last), ".4f")),
+            ("", pair("held-out text", group.validation_loss, reference.validation_loss, ".4f")),
+            ("speed", pair("tokens per second", self._rate(group), self._rate(reference), ",.0f")),
             ("", f"{'exchanging gradients':24}{group.exchange_share:>12.1%}{'-':>14}"),
         )
 
@@ -127,17 +123,14 @@ class View:
     def ending(self, what: str, wrong: Sequence[str], processes: int, files: Sequence[str]) -> None:
         """Show the sentence `what`, or what is `wrong`; and further commands."""
         self.screen.line()
-        if wrong:
-            self.screen.line(f"{self.screen.style('FAIL', RED)}  {', and '.join(wrong)}.")
-        else:
-            self.screen.line(f"{self.screen.style('PASS', GREEN)}  {what}.")
+        self.screen.verdict(not wrong, f"{', and '.join(wrong) or what}.")
         self.screen.line()
         took = f"{time.monotonic() - self.began:.0f} s, including the start of {processes} processes"
-        self.facts(("took", took), ("files", f"{self.out}: {', '.join(files)}"))
+        self.screen.facts(("took", took), ("files", f"{self.out}: {', '.join(files)}"))
         if not wrong:
             self.screen.line()
             self.screen.line(self.screen.style("Next", BOLD))
-            self.facts(*self.following())
+            self.screen.facts(*self.following())
 
     def following(self) -> tuple[Fact, ...]:
         """Suggest further commands."""
@@ -163,11 +156,6 @@ class View:
         """Show one check and its result."""
         sign = self.screen.style("ok", GREEN) if good else self.screen.style("NO", RED)
         self.screen.line(f"  {sign}  {what:12}{how:10}  {more}")
-
-    def facts(self, *facts: Fact) -> None:
-        """Show a table of two columns."""
-        for name, text in facts:
-            self.screen.line(f"  {self.screen.style(f'{name:10}', DIM)}{text}".rstrip())
 
 
 class Table:
@@ -223,7 +211,8 @@ def _mean(result: Result, count: int) -> float:
     return math.fsum(result.losses[-count:]) / count
 
 
-def _pair(what: str, workers: float, one: float, form: str) -> str:
+def pair(what: str, workers: float, one: float, form: str) -> str:
+    """Format a figure of both runs as a row."""
     return f"{what:24}{workers:>12{form}}{one:>14{form}}"
 
 

@@ -31,7 +31,7 @@ def main() -> int:
     settings: Settings = arguments.settings
 
     tell, corpus, model = prepare(settings, arguments.threads)
-    tell(Ready(len(corpus.text), corpus.sha256))
+    tell(Ready(corpus.sha256))
     if arguments.url is None:
         steps = train(model, corpus, settings, range(settings.global_batch))
     else:
