@@ -99,6 +99,8 @@ from gradserver.protocol.limits import (
 )
 from gradserver.protocol.message_family import MessageKind, Payloads, message, refuse_payloads
 
+# ── joining ───────────────────────────────────────────────────────────────────────────────────────────
+
 
 @message(1)
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,9 @@ class Welcome(MessageKind):
     late: Text = ""
     timeout: Seconds = 0.0
     nonfinite: Text = "halt"
+
+
+# ── members and learners of an elastic group ──────────────────────────────────────────────────────────
 
 
 @message(21)
@@ -260,6 +265,9 @@ class StateFailed(MessageKind):
     reason: Text
 
 
+# ── data shards ───────────────────────────────────────────────────────────────────────────────────────
+
+
 @message(19)
 @dataclass(frozen=True, slots=True)
 class Attend(MessageKind):
@@ -312,6 +320,9 @@ class Ordered(MessageKind):
 @dataclass(frozen=True, slots=True)
 class Reported(MessageKind):
     """A report of a data shard; the report is the payload."""
+
+
+# ── plans, and the section of each round ──────────────────────────────────────────────────────────────
 
 
 @message(3, Payloads.one(MAX_FRAME_BYTES))
@@ -394,6 +405,9 @@ class Opened(MessageKind):
     dropped: Count = 0
     ended: Flag = False
     index: Count = 0
+
+
+# ── slices, and the memory that they lie in ───────────────────────────────────────────────────────────
 
 
 @message(13)
@@ -548,6 +562,9 @@ class Taken(MessageKind):
     nbytes: Count
 
 
+# ── waiting ───────────────────────────────────────────────────────────────────────────────────────────
+
+
 @message(7)
 @dataclass(frozen=True, slots=True)
 class Inquire(MessageKind):
@@ -563,6 +580,9 @@ class Missing(MessageKind):
 
     key: Key
     workers: Texts
+
+
+# ── connections, and liveness ─────────────────────────────────────────────────────────────────────────
 
 
 @message(9)
@@ -604,6 +624,9 @@ class Present(MessageKind):
     identity: Token
 
 
+# ── status ────────────────────────────────────────────────────────────────────────────────────────────
+
+
 @message(11)
 @dataclass(frozen=True, slots=True)
 class StatusRequest(MessageKind):
@@ -614,6 +637,9 @@ class StatusRequest(MessageKind):
 @dataclass(frozen=True, slots=True)
 class Status(MessageKind):
     """The coordinator's snapshot; the payload is JSON."""
+
+
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Scope(IntEnum):
