@@ -102,7 +102,7 @@ def serve(
         incarnation = 0 if journal is None else journal.incarnation
         credit = CREDIT_BYTES if credit is None else credit
         access = Access(groups, entropy(), allow_shards)
-        known: tuple[bool, int, Callable[[str], bool]] = digests, incarnation, lambda token: server.is_present(token)
+        known: tuple[bool, int, Callable[[str], bool]] = digests, incarnation, lambda token: server.is_lit(token)
         quota = 0 if ledger is None else ledger.quota
         engine = Engine(worlds, credit, entropy, own, *known, access, round_timeout, nonfinite, quota)
         children = Children(lambda: engine.control.roster.enlisted, access.shard_token)

@@ -48,7 +48,7 @@ class Scripted:
         while True:
             assert self._router.poll(max(int((until - time.monotonic()) * 1000), 0)), f"no {kind.__name__} came"
             who, header, *rest = self._router.recv_multipart()
-            if who[:1] != b"\0":  # ZeroMQ's own identities begin so; others are presences
+            if who[:1] != b"\0":  # ZeroMQ's own identities begin so; others are beacons
                 continue
             self._who = who
             message, payloads = decode([split(header)[1], *rest])
@@ -71,11 +71,11 @@ class Scripted:
         self.say(Welcome(join.group, 0, 1, credit, (join.name,), (), (), TOKEN, (0,), True, 1))
         return task.result()
 
-    def knows(self, presence: str) -> bool:
-        """Return whether a peer with this presence is there."""
+    def knows(self, beacon: str) -> bool:
+        """Return whether a peer with this beacon is there."""
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            self._router.send_multipart([presence.encode(), b""], zmq.NOBLOCK)
+            self._router.send_multipart([beacon.encode(), b""], zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
         return True

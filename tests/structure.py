@@ -541,7 +541,7 @@ FIGURES: Final = {
             for package in ("engine", "transport", "ledger", "gradserver", "worker", "protocol", *TOOLS)
         ),
         Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 36_500, 25_000, room=500),
-        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 17, 0),
+        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 16, 0),
     ),
     "English": (
         Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 392, 0),

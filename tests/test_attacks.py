@@ -21,6 +21,7 @@ from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Strea
 from gradserver.protocol.limits import MIB, SLICE_BYTES
 from gradserver.protocol.messages import Join, Message, Ping, Push, StatusRequest, Welcome
 from gradserver.protocol.wire import encode
+from gradserver.transport.system import Spare, queued
 from gradserver.transport.traffic import (
     MEMBERS_MESSAGES,
     MESSAGE_BYTES,
@@ -29,9 +30,7 @@ from gradserver.transport.traffic import (
     STRANGERS_MESSAGES,
     STRANGERS_TALK,
     Connections,
-    Spare,
     Traffic,
-    _queued,
 )
 from gradserver.worker.connect import connect
 from tests.cluster import PATIENCE, Daemon, Program, joined, wait_until, worker_program
@@ -269,7 +268,7 @@ def test_what_a_connection_holds_is_what_came_less_what_was_taken() -> None:
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * MIB)
         sender = threading.Thread(target=there.sendall, args=(bytes(MIB),))
         sender.start()
-        wait_until(lambda: _queued(accepted.fileno()) > MIB // 8, "much of it has come")
+        wait_until(lambda: queued(accepted.fileno()) > MIB // 8, "much of it has come")
         assert measured(traffic).untaken == 0  # the kernel has it
         accepted.settimeout(PATIENCE)
         left = MIB

@@ -269,7 +269,7 @@ def test_a_server_that_stands_still_in_the_midst_of_a_look_gives_peers_time_to_s
         peer = Peer(reachable, b"w0", Numbers())
         join = Join("group", "w0", 0, 1, 60.0)
         looking.beats(peer, Present(looking.invite(peer, join, *ROLES[Join].beacon).identity))
-        looks = 0  # its presence is closed
+        looks = 0  # its beacon is closed
         while not (verdicts := looking.look([peer])):
             looks += 1
             now += 2.0 if looks in (1, 3) else 0.05

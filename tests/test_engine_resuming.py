@@ -134,12 +134,12 @@ def test_a_member_away_for_a_moment_keeps_its_place_and_the_others_hear_when_it_
 def busy_group() -> tuple[Group, str]:
     """Make a group of three with two back at another coordinator. The last one's process runs, and can say no more."""
     group = Group(3)
-    presence = beacon_id(group.welcomes[2].token)
-    group.harness.running.add(presence)
+    beacon = beacon_id(group.welcomes[2].token)
+    group.harness.running.add(beacon)
     group.harness.restart()
     group.resume(0)
     group.resume(1)
-    return group, presence
+    return group, beacon
 
 
 def test_a_busy_member_is_waited_for_when_the_others_are_back() -> None:
@@ -176,9 +176,9 @@ def test_a_member_that_is_busy_for_longer_than_the_timeout_is_left_out() -> None
 
 
 def test_a_busy_member_without_further_signs_is_left_out_at_once() -> None:
-    group, presence = busy_group()
+    group, beacon = busy_group()
     group.harness.wait(POLICY.missing)
-    group.harness.running.remove(presence)
+    group.harness.running.remove(beacon)
 
     group.harness.wait(0.25)
 

@@ -428,7 +428,7 @@ def test_a_member_that_was_left_out_is_told_so_everywhere(scene: Scene) -> None:
 
 def test_its_presence_outlives_connections_and_ends_when_it_is_out(scene: Scene) -> None:
     """Test that it returns by itself, when its worker has not done so yet."""
-    name = "its presence"
+    name = "its beacon"
     scene.now.say(BePresent(name, 1.65))
     assert scene.now.hear(Present) == Present(name)
     assert scene.now.knows(name)

@@ -214,7 +214,7 @@ def freeze() -> None:
 
 
 def freeze_when(point: str) -> None:
-    """Let this process stop itself while it joins: when its presence is ``asked`` for, ``made``, or ``connected``."""
+    """Let this process stop itself while it joins: when its beacon is ``asked`` for, ``made``, or ``connected``."""
     make = Beacon.__init__
 
     def made(self: Beacon, address: str, wanted: BePresent, tell: Callable[[Message], None]) -> None:

@@ -429,9 +429,9 @@ class TcpServer:
         """Have ``peer`` light the beacon by which another coordinator knows it that takes this one's place."""
         peer.tell(self._liveness.invite(peer, welcome, *ROLES[Join].beacon))
 
-    def is_present(self, presence: str) -> bool:
+    def is_lit(self, beacon: str) -> bool:
         """Return True if the process with this beacon runs."""
-        return self._liveness.is_lit(presence.encode())
+        return self._liveness.is_lit(beacon.encode())
 
     # ── what the local socket's server calls ──────────────────────────────────────────────────────────
 

@@ -28,19 +28,16 @@ compared with that of the connection which is meant: the kernel gives a cookie t
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
-import os
 import resource
 import socket
 import struct
 import sys
-import termios
 import time
-from collections.abc import Iterator
 from typing import Final
 
 from gradserver.protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES, MIB
+from gradserver.transport.system import Spare, machine_memory, open_descriptors, queued
 
 log = logging.getLogger("gradserver")
 
@@ -67,7 +64,6 @@ _PARTING_SECONDS: Final = 30.0
 STRANGERS_KNOWN: Final = 4096
 _TALK_LOOKS: Final = 16
 """Messages of a stranger between two looks at its bytes."""
-_LEAST_MEMORY: Final = 256 * MIB
 _RESERVED: Final = 64
 _COUNT_SECONDS: Final = 5.0
 """Pause between two counts of the process's descriptors."""
@@ -75,7 +71,6 @@ _QUEUE_LOOK: Final = 64 * KIB
 """Bytes above which the kernel is asked how many of them libzmq has not read."""
 _COOKIE: Final = 57  # SO_COOKIE, of Linux 4.6
 _TCP_INFO_BYTES: Final = 136
-_COUNT: Final = struct.Struct("i")
 _COUNTS: Final = struct.Struct("QQ")
 _COUNTS_AT: Final = 120  # tcpi_bytes_acked and tcpi_bytes_received, of Linux 4.1
 _DISCARDED_BYTES: Final = MIB
@@ -139,7 +134,7 @@ class Traffic:
         heartbeats = int(_HEARTBEAT_BYTES * (now - self.since)) if self.member else 0
         self.untaken = max(received - self.taken - heartbeats - _JOINING_BYTES, 0)
         if self.untaken > _QUEUE_LOOK:  # what libzmq has not read costs no memory of ours
-            self.untaken = max(self.untaken - _queued(self.descriptor), 0)
+            self.untaken = max(self.untaken - queued(self.descriptor), 0)
         ahead = self.sent - acknowledged
         self._floor = min(self._floor, ahead)  # what libzmq says for itself is acknowledged, too
         self.unread = ahead - self._floor
@@ -174,32 +169,6 @@ class Traffic:
                 own.shutdown(socket.SHUT_RDWR)
                 while own.recv(_DISCARDED_BYTES, _DISCARD):
                     pass  # what lies there already would be read by libzmq, and then by us
-
-
-class Spare:
-    """A descriptor that is kept for the time when no other is left."""
-
-    def __init__(self) -> None:
-        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._spare = os.dup(self._nothing)
-
-    @contextlib.contextmanager
-    def holding(self, descriptor: int) -> Iterator[socket.socket]:
-        """Yield the socket of ``descriptor``, which cannot become another one meanwhile. OSError if there is none."""
-        os.dup2(descriptor, self._spare, inheritable=False)
-        try:
-            own = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self._spare)
-            try:
-                yield own
-            finally:
-                own.detach()
-        finally:
-            os.dup2(self._nothing, self._spare, inheritable=False)
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self._nothing)
-        os.close(self._spare)
 
 
 class Saying:
@@ -243,11 +212,11 @@ class Connections:
         """Messages of strangers by identity, the oldest first."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if descriptors is None else descriptors
         self._descriptors = limit - min(_RESERVED, limit // 4)
-        self._others, self._counted = _open_descriptors(), time.monotonic()
+        self._others, self._counted = open_descriptors(), time.monotonic()
         """Number of descriptors that are no connections', and the time of its count."""
         self._ending = 0
         """Number of connections that were shut, and have not ended yet."""
-        self._memory = memory or _machine_memory() // 4
+        self._memory = memory or machine_memory() // 4
         self.due = 0.0
         """Time of the next look."""
         self._warned = -60.0
@@ -339,7 +308,7 @@ class Connections:
             why = f"all connections hold {_mib(cost)} of memory, and this one most: {_mib(self._memory)} is the limit"
             self._end(max(here, key=lambda one: 0 if one.shut else one.untaken + one.unread), why, members)
         if now > self._counted + _COUNT_SECONDS:
-            self._others, self._counted = max(_open_descriptors() - len(self._connections), 0), now
+            self._others, self._counted = max(open_descriptors() - len(self._connections), 0), now
         self.due = time.monotonic() + max(LOOK_SECONDS, (time.thread_time() - began) / _LOOKS_SHARE)
         return members
 
@@ -369,29 +338,6 @@ class Connections:
 
 def _is_strangers(traffic: Traffic) -> bool:
     return not (traffic.member or traffic.present or traffic.shut)
-
-
-def _queued(descriptor: int) -> int:
-    """Return the bytes that have come and wait in the kernel."""
-    try:
-        (count,) = _COUNT.unpack(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(_COUNT.size)))
-    except OSError:  # it was closed
-        return 0
-    return int(count)
-
-
-def _open_descriptors() -> int:
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0
-
-
-def _machine_memory() -> int:
-    try:
-        return max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 4 * _LEAST_MEMORY)
-    except (OSError, ValueError):
-        return 4 * _LEAST_MEMORY
 
 
 def unread_text(unread: int, allowance: int) -> str:

@@ -33,7 +33,7 @@ class Registry:
         rate: of this process's link in Gbit/s; None if nobody said.
         digests: whether data halves hash what they sum.
         incarnation: how often a coordinator has begun where this one writes its records; 0 if nobody keeps them.
-        runs: whether the process that has a presence is known to run.
+        runs: whether the process that has a beacon is known to run.
         access: which groups strangers may found, and whose data shards are taken.
         round_timeout: seconds that an exchange waits for a member that is alive; None for the members' own timeout.
         nonfinite: what becomes of gradients that are not finite, in groups that are founded here.

@@ -103,7 +103,7 @@ def _not_back(registry: Registry, group: Group, now: float, effects: Effects) ->
     """Who is not back. Who is busy, as his process runs, has the round timeout for that.
 
     A worker inside of one long call that keeps Python's lock cannot connect again, but libzmq's thread can, and says
-    so by its presence.
+    so by its beacon.
     """
     late: list[int] = []
     for seat in [seat for seat, until in group.away.items() if until <= now]:

@@ -156,7 +156,7 @@ class Connection:
         _end(self.onward, self.monitor, _FAREWELL_MS)
 
 
-class Presence:
+class Beacon:
     """One beacon of a worker, and its counterpart while it exists."""
 
     def __init__(self, identity: bytes, hello: bytes) -> None:
@@ -192,7 +192,7 @@ class Relay:
     def __init__(self, context: zmq.Context[Any], target: str, faults: Faults) -> None:
         self._context, self._target = context, target
         self.faults = faults
-        self._presences: dict[bytes, Presence] = {}
+        self._beacons: dict[bytes, Beacon] = {}
         self._look_at = 0.0
         self.connections: dict[bytes, Connection] = {}
         self._alive: set[int] = set()
@@ -231,8 +231,8 @@ class Relay:
     def _let_go(self) -> None:
         for connection in self.connections.values():
             connection.close()
-        for presence in self._presences.values():
-            presence.close()
+        for beacon in self._beacons.values():
+            beacon.close()
         self.connections.clear()
 
     def _note(self) -> None:
@@ -249,7 +249,7 @@ class Relay:
         while (frames := _received(self.socket)) is not None:
             identity = frames.pop(0).bytes
             if identity[:1] != b"\0":  # ZeroMQ's own names begin so: this one is a beacon's
-                self._presences.setdefault(identity, Presence(identity, frames[0].bytes))
+                self._beacons.setdefault(identity, Beacon(identity, frames[0].bytes))
                 self._look_at = now
                 continue
             if identity not in self.connections:
@@ -276,7 +276,7 @@ class Relay:
     def next(self) -> float | None:
         """Return when the next message is due."""
         moments = [lane.next() for one in self.connections.values() for lane in (one.up, one.down)]
-        moments += [self._look_at] if self._presences else []
+        moments += [self._look_at] if self._beacons else []
         return min((moment for moment in moments if moment is not None), default=None)
 
     def heed(self, now: float) -> None:
@@ -297,9 +297,9 @@ class Relay:
     def _look(self, now: float) -> None:
         if now >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
-            for identity, presence in list(self._presences.items()):
-                if not presence.look(_send(self.socket, [identity, b""]), self._context, self._target, now):
-                    del self._presences[identity]
+            for identity, beacon in list(self._beacons.items()):
+                if not beacon.look(_send(self.socket, [identity, b""]), self._context, self._target, now):
+                    del self._beacons[identity]
 
     def sockets(self) -> list[zmq.Socket[Any]]:
         """Return the sockets to wait at."""
