@@ -97,7 +97,7 @@ def test_what_a_worker_gave_too_late_it_says_to_have_used_when_it_counts(tape: T
 def test_on_a_new_connection_what_is_open_is_said_and_asked_again(session: Session, tape: Tape) -> None:
     data = ranges_of(session, tape)
     push(session, 0)
-    asked = session.claims.ask(Claim("data", 2, 0, 4, 1))
+    asked = session.leases.ask(Claim("data", 2, 0, 4, 1))
     again = Tape()
     session.propose_again(again)
     assert again.sent == [(Used("data", 0, 0), (pack(((0, 4),)),)), (Claim("data", 2, 0, 4, 1), ())]
@@ -116,14 +116,14 @@ def test_on_a_new_connection_what_is_open_is_said_and_asked_again(session: Sessi
 
 
 def test_a_wait_for_an_answer_ends_with_the_reason_for_its_absence(session: Session, tape: Tape) -> None:
-    asked = session.claims.ask(CLAIM)
+    asked = session.leases.ask(CLAIM)
     with pytest.raises(DeadlineError, match="has not said within 0.01 s what there is of data 'data'"):
         asked.wait(0.01)
     error = DisagreementError("'w1' uses other data")
     session.receive(Failure(Scope.DATA, "DisagreementError", error.message, {"data": "data"}), ())
     with pytest.raises(DisagreementError, match="'w1' uses other data"):
         asked.wait()
-    asked = session.claims.ask(CLAIM)
+    asked = session.leases.ask(CLAIM)
     session.lost(ClosedError("gone"))
     with pytest.raises(ClosedError, match="gone"):
         asked.wait()

@@ -12,10 +12,10 @@ from typing import cast
 from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.errors import DeadlineError, GradServerError, MembershipChangedError, OutOfStepError
 from gradserver.protocol.messages import Enter, Membership, Transfer
-from gradserver.worker.claims import Claims
 from gradserver.worker.donor import Donor
 from gradserver.worker.handle import Handle
 from gradserver.worker.interrupts import uninterrupted
+from gradserver.worker.leases import Leases
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.traffic import Traffic
 from gradserver.worker.turns import Turns
@@ -28,15 +28,15 @@ class Boundaries:
 
     Args:
         traffic: what the member exchanges.
-        claims: what it asks and tells of data.
-        turns: what it says and asks of whose rounds are.
+        leases: what it asks and tells of data.
+        turns: what it says and asks where several modules share rounds.
         donor: what it sends to learners.
     """
 
-    def __init__(self, traffic: Traffic, claims: Claims, turns: Turns, donor: Donor) -> None:
+    def __init__(self, traffic: Traffic, leases: Leases, turns: Turns, donor: Donor) -> None:
         self._traffic = traffic
         self._member = traffic.member
-        self._claims, self._turns, self._donor = claims, turns, donor
+        self._leases, self._turns, self._donor = leases, turns, donor
         self._pushed = cast(dict[int, Handle], traffic.member.rounds.pushed)
         self._listeners: list[Callable[[Membership], None]] = []
 
@@ -84,7 +84,7 @@ class Boundaries:
         member.rounds.begin(part)
         if plan.is_shared and member.identity.stage is not Stage.OBSERVING:
             self._turns.begins(plan, part)
-        self._claims.begin_round(member.rounds.number, len(member.exchanges.shards) > 1)
+        self._leases.begin_round(member.rounds.number, len(member.exchanges.shards) > 1)
 
     # ── the end of a round ────────────────────────────────────────────────────────────────────────────
 
@@ -116,7 +116,7 @@ class Boundaries:
         if effects is not None:
             traffic.carry_out(effects)
         if is_kept:
-            self._claims.carry()
+            self._leases.carry()
         if member.identity.stage is Stage.OBSERVING:
             self._say_if_caught_up()
 
@@ -219,7 +219,7 @@ class Boundaries:
 
     @property
     def has_next(self) -> bool:
-        """Whether this worker has yet to catch up with a round that is over."""
+        """True if this worker has yet to catch up with a round that is over."""
         with self._traffic.mutex:
             return self._member.has_next
 

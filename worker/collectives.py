@@ -140,7 +140,7 @@ class Collectives:
         root = self._check_rank(root_of(root, "src", src), "root")
         is_root = root == self.rank
         bound = bind(tensor, writes=not is_root)
-        operation = operation_of(Kind.BROADCAST, Op.NONE, bound.dtype, bound.numel, self._session.seat_of(root))
+        operation = operation_of(Kind.BROADCAST, Op.NONE, bound.dtype, bound.numel, self._session.member_of(root))
         source, destination = (bound.data, None) if is_root else (None, bound.data)
         return self._collective(operation, source, destination, bound, tensor, async_op, timeout)
 
@@ -292,7 +292,7 @@ class Collectives:
         """
         root = self._check_rank(root_of(root, "dst", dst), "root")
         source = bind(tensor, writes=False)
-        operation = operation_of(Kind.GATHER, Op.NONE, source.dtype, source.numel, self._session.seat_of(root))
+        operation = operation_of(Kind.GATHER, Op.NONE, source.dtype, source.numel, self._session.member_of(root))
         if root != self.rank:
             return self._collective(operation, source.data, None, source, None, async_op, timeout)
         gathered = like(tensor, (self.world_size, *source.shape))
@@ -349,7 +349,7 @@ class Collectives:
         """
         root = self._check_rank(root_of(root, "src", src), "root")
         bound, world = bind(tensor, writes=True), self.world_size
-        seat = self._session.seat_of(root)
+        seat = self._session.member_of(root)
         operation = operation_of(Kind.SCATTER, Op.NONE, bound.dtype, bound.numel * world, seat)
         source: Source | None = None
         if root == self.rank:

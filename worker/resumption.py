@@ -43,7 +43,7 @@ class Resumption:
     """Resumes a member's session, and carries out its recoveries.
 
     Args:
-        session: whose session.
+        session: the session that is resumed.
         clock: stands still while it is not known what counts.
         regions: where in shared memory results are written.
 

@@ -200,7 +200,7 @@ class Rounds:
                 self.modes.say(Mode.TRAINING)
             if self._buffers:
                 membership = self._worker._session.membership
-                self._sender.fill_(self._worker._session.seat_of(membership.rank))
+                self._sender.fill_(self._worker._session.member_of(membership.rank))
                 self._staging.push(len(self.gradients), self._sender, self._round_weight)
             if self._options.tracks_used and self._foreseen:
                 self._push_used()
@@ -230,7 +230,7 @@ class Rounds:
         if session.membership.late:  # a round is closed when a quorum has given all, so nothing can be waited for in it
             return True
         handle = self._staging.wait(len(self.gradients))
-        return handle.present and int(self._sender) == session.seat_of(session.membership.rank)
+        return handle.present and int(self._sender) == session.member_of(session.membership.rank)
 
     def _numbered_buffers(self) -> Iterator[tuple[int, BufferBucket]]:
         return enumerate(self._buffers, start=len(self.gradients) + 1)

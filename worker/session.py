@@ -42,10 +42,10 @@ from gradserver.protocol.positions import Claimed, Located
 from gradserver.protocol.resuming import Fetch, Resumed, Standing
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.boundaries import Boundaries
-from gradserver.worker.claims import Claims
 from gradserver.worker.coder import Coder
 from gradserver.worker.donor import Donor
 from gradserver.worker.handle import Handle
+from gradserver.worker.leases import Leases
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.slots import Slots
@@ -58,9 +58,9 @@ from gradserver.worker.turns import Turns
 log = logging.getLogger("gradserver")
 
 _PATIENCE_SECONDS = 5.0
-"""How long a worker that leaves waits for a lost coordinator, and for others who may need what it holds."""
+"""Seconds that a worker that leaves waits for a lost coordinator, as other members may need what it holds."""
 _FAREWELL_SECONDS = 1.0
-"""How long a worker that leaves waits for the coordinator to have heard it."""
+"""Seconds that a worker that leaves waits for the coordinator to have heard it."""
 MAX_REASON = 500
 """Characters of a reason for leaving that others are shown."""
 
@@ -76,7 +76,7 @@ class Lasting(Channel, Protocol):
         """Memory that the coordinator may write to; None if there is none."""
 
     def goes_on_with(self, shards: tuple[str, ...], answers: bool) -> bool:
-        """Whether data shards are where this worker takes them to be, from now on if that ``answers`` its Resume."""
+        """Return true if data shards are known to be at ``shards``, from now on if that ``answers`` a Resume."""
 
     def stopped(self, error: CoordinatorStoppedError) -> None:
         """The coordinator has said that it stops."""
@@ -97,8 +97,8 @@ class Session:
         boundaries: its rounds.
         learner: what it was told when it joined a group that trains already.
         donor: what it sends to learners.
-        turns: what it says and asks of whose rounds are.
-        claims: what it asks and tells of data.
+        turns: what it says and asks where several modules share rounds.
+        leases: what it asks and tells of data.
         resumption: how it outlives connections; None unless the group is durable.
     """
 
@@ -106,8 +106,8 @@ class Session:
         self.member = Member(channel, Coder)
         self.traffic = Traffic(self.member, channel, timeout, self)
         self.learner = self.member.learner
-        self.donor, self.turns, self.claims = Donor(self), Turns(self), Claims(self)
-        self.boundaries = Boundaries(self.traffic, self.claims, self.turns, self.donor)
+        self.donor, self.turns, self.leases = Donor(self), Turns(self), Leases(self)
+        self.boundaries = Boundaries(self.traffic, self.leases, self.turns, self.donor)
         self.resumption: Resumption | None = None
         self._joining: Handle | None = None
         self._attending: dict[int, Handle] = {}
@@ -116,14 +116,14 @@ class Session:
         self._leaving: dict[int, Handle] = {}
         self._lifeline: Lasting | None = None
         self._disowned: UsageError | None = None
-        """What to raise in a forked child, whose parent's all this is."""
+        """Error for a forked child: all this belongs to its parent."""
         self.push_bucket, self.finish_round = self.boundaries.push_bucket, self.boundaries.finish_round
         self.collective, self.transfer = self.traffic.collective, self.traffic.transfer
         self.check_open, self.idle = self.traffic.check_open, self.member.idle
         self.tell, self.send, self.new_handle = self.traffic.tell, self.traffic.send, self.traffic.new_handle
         self.heed, self.on_membership = self.boundaries.heed, self.boundaries.on_membership
         self.observe, self.next_instruction = self.boundaries.observe, self.boundaries.next_instruction
-        self.seat_of = self.member.identity.member_of
+        self.member_of = self.member.identity.member_of
         channel.attach(self)
         forking.own(self)
 
@@ -136,12 +136,12 @@ class Session:
 
     @property
     def stage(self) -> Stage:
-        """Whether this worker is a member yet."""
+        """How far this worker has come into the group."""
         return self.member.identity.stage
 
     @property
     def plan(self) -> Plan | None:
-        """What a round exchanges, once members have agreed."""
+        """Plan of the rounds, once members have agreed."""
         return self.member.rounds.plan
 
     @property
@@ -156,12 +156,12 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """True if nothing can be sent any more."""
         return self.traffic.closed is not None
 
     @property
     def is_durable(self) -> bool:
-        """Whether this membership outlives connections."""
+        """True if this membership outlives connections."""
         return self.resumption is not None
 
     def empty(self, nbytes: int) -> Bytes | None:
@@ -175,7 +175,7 @@ class Session:
     # ── joining, agreeing, leaving ────────────────────────────────────────────────────────────────────
 
     def join(self, join: Join) -> Handle:
-        """Ask to be let in; the handle is done when the group is complete."""
+        """Ask to be let in. The handle is done when the group is complete."""
         joining = self._joining = Handle(join.timeout, self.traffic.channel)
         self.traffic.channel.send(join)
         return joining
@@ -208,7 +208,7 @@ class Session:
         if proposal is not None:
             channel.send(proposal.message, (proposal.plan.encoded,))
         self.turns.say_again(channel)
-        self.claims.say_again(channel)
+        self.leases.say_again(channel)
 
     def _propose(self, plan: Plan, beside: bool = False) -> Handle:
         plans = self.member.plans
@@ -259,11 +259,11 @@ class Session:
 
     @property
     def disowned(self) -> bool:
-        """Whether this process is a forked child, and the membership its parent's."""
+        """True if this process is a forked child, and the membership its parent's."""
         return self._disowned is not None
 
     def disown(self, owner: int) -> None:
-        """In a forked child: whoever uses anything of this hears that it is the process ``owner``'s.
+        """In a forked child, refuse any use of this: it belongs to the process ``owner``.
 
         Locks may be held by threads that the child does not have, and what the parent waits for will not come here.
         """
@@ -275,7 +275,7 @@ class Session:
         )
         self._disowned = error
         self.traffic.disown(error)
-        self.claims.disown()
+        self.leases.disown()
         self.member.rounds.pushed.clear()
         for channel in {id(channel): channel for channel in (self.traffic.channel, *self._channels())}.values():
             for method in ("send", "wait", "watch", "close"):
@@ -322,7 +322,7 @@ class Session:
                 for follower in followers:
                     follower._complete()
             case Located() | Claimed():
-                self.claims.answered(message, payloads)
+                self.leases.answered(message, payloads)
             case Resumed() | Fetch() | Standing() if self.resumption is not None:
                 self.resumption.heed(message, 0)
             case Missing():
@@ -356,27 +356,27 @@ class Session:
                 self.resumption.heed(message, shard)
 
     def attend(self, shard: int, timeout: float, channel: Channel | None = None, version: int = 0) -> Handle:
-        """Tell a data shard who this is; the handle is done when it has let us in.
+        """Tell a data shard which worker this is; the handle is done when it has let the worker in.
 
-        With the ``version`` of the books, which a Resumed brought, on the ``channel`` on which that came.
+        In a recovery with the generation ``version`` that a Resumed brought, on the ``channel`` on which that came.
         """
         welcome, channel = self.membership, channel or self.traffic.channel
         with self.traffic.mutex:
             handle = self._attending[shard] = Handle(timeout, channel)
         if shard not in self._visited:
             self._visited.append(shard)
-        epoch, seat = version or welcome.founded or welcome.epoch, self.seat_of(welcome.rank)
+        epoch, seat = version or welcome.founded or welcome.epoch, self.member_of(welcome.rank)
         channel.send(Attend(welcome.group, epoch, seat, welcome.token), (), shard)
         return handle
 
     def stop_attending(self) -> list[Handle]:
-        """The connections through which this worker attends have ended; gives who waits for that."""
+        """Attend no more: those connections have ended. Give the handles that wait for that."""
         with self.traffic.mutex:
             waiting, self._attending = list(self._attending.values()), {}
         return waiting
 
     def goes_on_with(self, shards: Sequence[str], answers: bool) -> bool:
-        """Whether connections go to ``shards``, or are yet to, if that ``answers`` a Resume. Else all are made anew."""
+        """Return true if connections go to ``shards``, or will if that ``answers`` a Resume. Else all are made anew."""
         return self._lifeline is None or self._lifeline.goes_on_with(tuple(shards), answers)
 
     def _round_done(self, done: RoundDone) -> None:
@@ -402,7 +402,7 @@ class Session:
             case Scope.PROPOSAL:
                 self.traffic.hand(self.member.proposal_failed, error)
             case Scope.DATA:
-                self.claims.failed(str(failure.fields.get("data")), error)
+                self.leases.failed(str(failure.fields.get("data")), error)
             case Scope.CONNECTION if self._lifeline is not None and isinstance(error, CoordinatorStoppedError):
                 self._lifeline.stopped(error)  # another one may take its place
             case Scope.CONNECTION:
@@ -414,7 +414,7 @@ class Session:
             handles += [self._joining] if self._joining is not None else []
             handles += self.turns.give_up()
             handles += self._leaving.values()
-            handles += self.claims.give_up()
+            handles += self.leases.give_up()
             self._joining = None
         for handle in handles:
             handle._complete(error)

@@ -69,7 +69,7 @@ def exchange_parts(
         handle._complete()
         return handle
     step = SLICE_BYTES // world
-    seat = session.seat_of(root) if root >= 0 else -1
+    seat = session.member_of(root) if root >= 0 else -1
     numel = framed_length(longest, step) * (1 if kind in JOINED else world)
     operation = operation_of(kind, Op.FRAMED, UINT8, numel, seat)
     layout = layout_of(operation, world)

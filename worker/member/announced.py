@@ -1,4 +1,4 @@
-"""What a member of an elastic group knows of who else is there, and when it goes by it."""
+"""Memberships and ends of rounds that the coordinator told of, and when a member goes by them."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Announced:
         self._steady: set[int] = set()
         """Rounds whose last results said that they are over, with the membership as it was before."""
         self._epochs: dict[int, int] = {}
-        """Those in force after rounds that are over for the others, and not for this worker."""
+        """Epochs in force after rounds that are over for the others, and not for this worker."""
         self._waiting: list[tuple[Callable[[], bool], Waiter]] = []
 
     def welcomed(self, epoch: int) -> None:
-        """The membership that this worker came into."""
+        """Begin with the membership that this worker came into."""
         self._latest = self._in_force = epoch
 
     def add(self, membership: Membership) -> list[Waiter]:
-        """The coordinator has told of it; gives who waits for that."""
+        """Note that the coordinator has told of ``membership``; give the handles that wait for that."""
         if membership.epoch > self._in_force:
             self._memberships[membership.epoch] = membership
         self._latest = max(self._latest, membership.epoch)
         return self._satisfied()
 
     def take(self, epoch: int, ended: int) -> Membership | None:
-        """The one that is in force from now on, behind round ``ended``; None if it is already.
+        """Take the membership that is in force from now on, behind round ``ended``; None if it is already.
 
-        Earlier ones will never be. One in which somebody is yet to be there, when his first round is over, comes again.
+        Earlier ones will never be. A membership with a member whose first round is not over yet comes again.
         """
         self._in_force = max(self._in_force, epoch)
         found = self._memberships.get(epoch)
@@ -54,11 +54,11 @@ class Announced:
         return there
 
     def awaits(self, number: int) -> bool:
-        """Whether round ``number`` waits for somebody who joins."""
+        """Return true if round ``number`` waits for a learner."""
         return self._done.round == number - 1 and any(transfer.waits for transfer in self._done.transfers)
 
     def round_done(self, done: RoundDone) -> list[Waiter]:
-        """A round is over; gives who waits for that."""
+        """Note that a round is over; give the handles that wait for that."""
         if done.round >= self._done.round:
             self._done = done
         self._epochs[done.round] = done.epoch
@@ -77,16 +77,16 @@ class Announced:
         return True
 
     def wait_for_round(self, number: int, handle: Waiter, is_told: bool = True) -> Waiter | None:
-        """``handle``, which is done when round ``number`` is over; None if it is.
+        """Give ``handle`` if it is to wait until round ``number`` is over; None if that is over.
 
         And when the membership that is then in force was told of, if this worker ``is_told`` of memberships.
         """
         return self._wait_until(lambda: self._is_over(number, is_told), handle)
 
     def wait_for_epoch(self, epoch: int, handle: Waiter) -> Waiter | None:
-        """``handle``, which is done when the membership ``epoch`` was told of; None if it was.
+        """Give ``handle`` if it is to wait until the membership ``epoch`` was told of; None if it was.
 
-        A data shard may speak of it before that: it cuts somebody off when it is told to, and members hear of it when
+        A data shard may speak of it before that: it cuts a member off when it is told to, and members hear of it when
         all shards have done so.
         """
         return self._wait_until(lambda: self._latest >= epoch, handle)
@@ -110,7 +110,7 @@ class Announced:
         return done
 
     def epoch_after(self, number: int) -> int:
-        """The one in force after round ``number``, which is over, and of which nobody will ask again."""
+        """Give the epoch in force after round ``number``, which is over. It is not asked for again."""
         epoch = self._epochs.pop(number, self._in_force if self.pass_over(number) else self._done.epoch)
         self._epochs = {later: known for later, known in self._epochs.items() if later > number}
         return epoch
@@ -126,6 +126,6 @@ class Announced:
         return max(self._done.round, max(self._steady, default=-1)) + 1
 
     def give_up(self) -> list[Waiter]:
-        """Who waits for what will not come."""
+        """Give the handles that wait for something that will not come."""
         waiting, self._waiting = self._waiting, []
         return [handle for _, handle in waiting]

@@ -19,12 +19,12 @@ Unasked = tuple[Result, Buffer | None]
 
 
 def room_for(plan_bytes: int) -> int:
-    """Bytes that a worker with such a plan keeps at most."""
+    """Give the bytes that a worker with such a plan keeps at most."""
     return max(_LEAST_BYTES, _ROUNDS * plan_bytes)
 
 
 class Backlog:
-    """What has come, by round and bucket. Not safe to share: the session's lock guards it.
+    """Results that have come, by round and bucket. Not safe to share: the session's lock guards it.
 
     Args:
         limit: bytes that it holds at most, each result counted as `unasked_cost` says.
@@ -43,7 +43,7 @@ class Backlog:
         self._rounds: dict[int, dict[int, dict[int, Unasked]]] = {}
 
     def put(self, result: Result, payload: Buffer | None) -> bool:
-        """Keep a result; whether there was room. One that is there already is not kept twice."""
+        """Keep a result, and return true if there was room. One that is there already is not kept twice."""
         parts = self._rounds.setdefault(result.key.number, {}).setdefault(result.key.part, {})
         if result.slice in parts:
             return True
@@ -55,7 +55,7 @@ class Backlog:
         return True
 
     def has(self, number: int) -> bool:
-        """Whether the results of all buckets of round ``number`` are here, as a whole."""
+        """Return true if all results of all buckets of round ``number`` are here."""
         parts = self._rounds.get(number, {})
         return all(
             sum(result.slices for result, _ in parts.get(part, {}).values()) == self._slices[part]
@@ -68,7 +68,7 @@ class Backlog:
         return None if some is None else next((parts for parts in self._sections if some in parts), None)
 
     def take(self, number: int, part: int) -> list[Unasked]:
-        """What there is of a bucket, in the order of slices; it is the caller's from now on."""
+        """Hand over the results of a bucket, in the order of slices."""
         parts = self._rounds.get(number, {})
         taken = [unasked for _, unasked in sorted(parts.pop(part, {}).items(), key=lambda item: item[0])]
         self.nbytes -= sum(unasked_cost(payload) for _, payload in taken)
@@ -77,7 +77,7 @@ class Backlog:
         return taken
 
     def of_round(self, number: int) -> list[Unasked]:
-        """What there is of a round."""
+        """List the results of a round."""
         return [unasked for slices in self._rounds.get(number, {}).values() for unasked in slices.values()]
 
     def forget(self, before: int) -> None:

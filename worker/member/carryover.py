@@ -1,4 +1,4 @@
-"""What of a late worker's gradients did not count: kept, and added to what it gives to the same slices next."""
+"""Gradients of a late worker that did not count: kept, and added to what it gives to the same slices next."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CarryOver:
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
+        """Bytes that it holds."""
         return sum(0 if c.data is None else c.data.size for there in self._slices.values() for c in there.values())
 
     def put(self, part: int, index: int, contribution: Contribution) -> None:
@@ -60,7 +60,7 @@ class CarryOver:
         return heavier
 
     def has(self, part: int) -> bool:
-        """Whether anything of bucket ``part`` is kept."""
+        """Return true if anything of bucket ``part`` is kept."""
         return part in self._slices
 
     def forget(self, but: Collection[int] = ()) -> None:
@@ -69,7 +69,7 @@ class CarryOver:
 
 
 def is_finite(contribution: Contribution, dtype: DType) -> bool:
-    """Whether all of a slice is."""
+    """Return true if all elements of a slice are finite."""
     if contribution.data is None:
         return True
     values = contribution.data.view(numpy_dtype(dtype))

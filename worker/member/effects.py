@@ -1,4 +1,4 @@
-"""What a member wants done. The session carries it out in this order, without its lock."""
+"""Effects: what a member wants done. The session carries it out in this order, without its lock."""
 
 from __future__ import annotations
 

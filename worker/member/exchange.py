@@ -1,4 +1,4 @@
-"""What a worker exchanges: each exchange that it has begun, and what of it was sent and answered."""
+"""One exchange that a worker has begun, and what of it was sent and answered."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Parted(Protocol):
     """Contributions that do not lie in one piece of memory as they go."""
 
     def part(self, index: int) -> Bytes:
-        """What is given to slice ``index``."""
+        """Give the contribution to slice ``index``."""
 
 
 Source = Bytes | Parted
@@ -65,7 +65,7 @@ class Staged(NamedTuple):
 
 
 class Siblings:
-    """The parts of one exchange at several data shards, which are one thing to whoever waits for it.
+    """The parts of one exchange at several data shards, which are one thing to the caller that waits for it.
 
     Attributes:
         left: how many are neither done nor given up.
@@ -85,7 +85,7 @@ class Exchange:
     """One exchange that this worker takes part in and that is not done; or the part of it that one shard has.
 
     Attributes:
-        shard: whose part it is.
+        shard: the data shard that has this part.
         start: the first slice of that shard.
         stop: the one behind its last.
         siblings: what it has in common with the parts of other shards; None if there are none.
@@ -165,7 +165,7 @@ class Exchange:
         self.dropped = False
         """The exchange has failed elsewhere: what is still to come of this part is nobody's."""
         self.held_back = False
-        """What was not sent would not count."""
+        """Slices that were not sent would not count."""
         self.sent = self.first = self.start
         self.epoch = epoch
         self.answered: set[int] = set()
@@ -248,7 +248,7 @@ class Exchange:
         return Push(self.key, index, weight, present, operation, count, slot.place)
 
     def _part(self, memory: Source, start: int, stop: int) -> Bytes:
-        """What belongs to the slices from ``start`` up to ``stop`` in memory as long as the exchange."""
+        """Give what belongs to the slices from ``start`` up to ``stop`` in memory as long as the exchange."""
         if not isinstance(memory, np.ndarray):
             return memory.part(start)
         first = self.layout.span(start)[0] * self.layout.itemsize
@@ -291,7 +291,7 @@ class Exchange:
             self.sent += 1
 
     def rewind(self) -> int:
-        """What was sent and not answered is void: begin again with it. How many slices that are."""
+        """Begin again with what was sent and not answered: that is void. Return how many slices that are."""
         self.write_off()
         if self._regions is not None:
             self._find_place()
@@ -307,7 +307,7 @@ class Exchange:
         self.answered.difference_update(slices)
 
     def takes(self, start: int, stop: int, unasked: bool) -> bool:
-        """Whether a result of the slices from ``start`` up to ``stop`` may come; ``unasked``: before they are sent."""
+        """Return true if a result of slices ``start`` up to ``stop`` may come, or ``unasked`` before they are sent."""
         return start not in self.answered and self.start <= start < stop <= (self.stop if unasked else self.sent)
 
     def settle(self, start: int, stop: int) -> None:
@@ -339,7 +339,7 @@ class Exchange:
         return bytes(staged.slot.memory[skipped : skipped + self.layout.reply_bytes(index, index + 1)])
 
     def copy_of(self, index: int) -> bytes | None:
-        """What this worker gave to slice ``index``, if that is the result of the others."""
+        """Give what this worker contributed to slice ``index``, if that is the result of the others."""
         if self._source is None or self.operation.kind not in (Kind.BROADCAST, Kind.TRANSFER):
             return None
         return self._part(self._source, index, index + 1).tobytes()
@@ -381,7 +381,7 @@ class Exchange:
 
     @property
     def done(self) -> bool:
-        """Whether every slice has its result."""
+        """True if every slice has its result."""
         return len(self.answered) == self.stop - self.start
 
     def first_unanswered(self) -> int:

@@ -247,7 +247,7 @@ class Exchanges:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything that this worker has begun is not done."""
+        """True if anything that this worker has begun is not done."""
         return any(shard.exchanges for shard in self.shards)
 
     # ── results ───────────────────────────────────────────────────────────────────────────────────────

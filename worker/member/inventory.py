@@ -1,4 +1,4 @@
-"""What a member of a durable group holds, so that a coordinator that comes back can hand it on."""
+"""The inventory of a member of a durable group: a coordinator that comes back can hand it on."""
 
 from __future__ import annotations
 

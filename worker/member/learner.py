@@ -49,7 +49,7 @@ class Arrival(NamedTuple):
 
 
 class Learner:
-    """What the coordinator has told somebody who joins. Not safe to share: the session's lock guards it."""
+    """Messages of the coordinator to a worker that joins. Not safe to share: the session's lock guards it."""
 
     def __init__(self) -> None:
         self.transfer: Transfer | None = None
@@ -61,20 +61,20 @@ class Learner:
         self.behind = False
         """More results have come than there is room for."""
         self.ready = False
-        """Whether it has said that it has caught up."""
+        """True if it has said that it has caught up."""
         self.arrival: Arrival | None = None
         """How it got its state."""
         self._waiting: Waiter | None = None
 
     def heard(self, done: RoundDone, seat: int) -> list[Waiter]:
-        """A round is over; gives who waits for that."""
+        """Note that a round is over; give the handles that wait for that."""
         for transfer in done.transfers:
             if transfer.joiner == seat:
                 self.transfer, self.begins, self.behind = transfer, done.round + 1, False
         return self.give_up()
 
     def entered(self, number: int) -> list[Waiter]:
-        """It may contribute; gives who waits for that."""
+        """Note that it may contribute; give the handles that wait for that."""
         self.round = number
         return self.give_up()
 
@@ -97,6 +97,6 @@ class Learner:
         self.arrival = arrival
 
     def give_up(self) -> list[Waiter]:
-        """Who waits."""
+        """Give the handles that wait."""
         waiting, self._waiting = self._waiting, None
         return [] if waiting is None else [waiting]

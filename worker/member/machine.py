@@ -107,7 +107,7 @@ class Member:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this worker contributes, or was told that it is to."""
+        """True if this worker contributes, or was told that it is to."""
         return self.learner.round is not None or self.identity.stage in (Stage.ENTERED, Stage.MEMBER)
 
     def next_instruction(self, seen: int) -> tuple[Transfer, int | None] | None:
@@ -133,7 +133,7 @@ class Member:
 
     @property
     def has_next(self) -> bool:
-        """Whether this worker has yet to catch up with a round that is over."""
+        """True if this worker has yet to catch up with a round that is over."""
         return self.identity.stage is Stage.OBSERVING and self.stragglers.backlog.has(self.rounds.number)
 
     def caught_up(self) -> Ready | None:
@@ -187,7 +187,7 @@ class Member:
         return [(result, payload, self.exchanges.shard_of(result)) for result, payload in came]
 
     def is_read_by_the_caller(self, operation: Operation) -> bool:
-        """Whether the caller has pushed the last bucket of a round, and a small one: it waits for the results next.
+        """Return true if the caller has pushed the last bucket of a round, a small one: it waits for results next.
 
         It reads them itself then, a switch of threads sooner. If it does something else before, the socket keeps them.
         In a durable group they are read at once, as a member that has them says so after a restart of the coordinator.
@@ -248,7 +248,7 @@ class Member:
         self.effects.add(Lose(error))
 
     def idle(self) -> bool:
-        """Whether no results are due, and none come unasked: a worker that may be late reads them all the time."""
+        """Return true if no results are due, and none come unasked. A worker that may be late reads all the time."""
         identity = self.identity
         if identity.stage is Stage.OBSERVING:
             return False

@@ -72,7 +72,7 @@ class Plans:
         return self._proposal
 
     def _dropped(self, here: Plan) -> tuple[int, ...]:
-        """List sections of the plan whose agreement nobody has any more."""
+        """List sections of the plan that no agreement refers to any more."""
         kept = self._agreements
         gone = (one.number for one in here.each if one.number in kept and kept[one.number]() is None)
         return tuple(gone)[:MAX_LIST]

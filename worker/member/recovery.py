@@ -43,7 +43,7 @@ class Recovery:
         self._said: dict[int, int] = {}
         """The generation for which each shard was told what this member holds."""
         self._stands_at = -1, 0, 0.0, -1
-        """What all shards are told alike: generation, round, weight in it, and section of the round before."""
+        """Facts that all shards are told alike: generation, round, weight in it, and section of the round before."""
 
     def suspend(self) -> None:
         """Push nothing, until it is known what counts."""
@@ -141,7 +141,7 @@ class Recovery:
         return over
 
     def _section_of(self, number: int) -> int:
-        """Give the section whose round ``number`` was, of which this member holds something; -1 if there is none."""
+        """Give the section of round ``number``, if this member holds something of that; else -1."""
         plan, retained = self._member.rounds.plan, self._inventory.retained
         for section in plan.each if plan is not None and number >= 0 else ():
             if any(retained.of_bucket(ExchangeKey(Stream.BUCKET, number, part)) for part in section.parts):

@@ -1,4 +1,4 @@
-"""What a member of a durable group keeps of results, so that a coordinator that comes back can hand them on.
+"""Results that a member of a durable group keeps, so that a coordinator that comes back can hand them on.
 
 Of a bucket's slice it is the last result, until the same slice of a later round is answered: one copy of the gradients,
 which over TCP is what was received, and in shared memory where the coordinator wrote it. Of collectives and transfers
@@ -25,7 +25,7 @@ class Kept(NamedTuple):
     result: Result
     payload: Buffer | None
     shard: int = 0
-    """Whose slice it is."""
+    """The shard that the slice is from."""
 
 
 class _Past(NamedTuple):
@@ -36,7 +36,7 @@ class _Past(NamedTuple):
 
 
 class Retained:
-    """What one member keeps. Not safe to share: the session's lock guards it.
+    """Results that one member keeps. Not safe to share: the session's lock guards it.
 
     Args:
         credit: bytes that each member may have in flight.
@@ -49,7 +49,7 @@ class Retained:
         self._past: dict[tuple[int, int], deque[_Past]] = {}
         """By stream and shard, each of which has a credit of its own."""
         self._cost: Counter[tuple[int, int]] = Counter()
-        """What is kept of each would take of that."""
+        """Credit that the kept results of each would take."""
         self._over: dict[tuple[ExchangeKey, int], set[int]] = {}
         """Slices of collectives and transfers that are not kept, by shard: the latest."""
         self._failed: dict[ExchangeKey, State] = {}
@@ -80,11 +80,11 @@ class Retained:
             _keep_latest(self._over)
 
     def pass_on(self, kept: Kept) -> None:
-        """Whoever else lacks this slice gets no bytes of it either, and can be told that it is answered."""
+        """Keep that a slice is answered. A member that lacks it gets no bytes of it either, and can be told so."""
         self._passed[kept.result.key, kept.result.slice] = kept
 
     def said(self) -> None:
-        """What is held is about to be said, or everybody has what anybody has."""
+        """Forget what was passed on: what is held is about to be said, or all members have the same."""
         self._passed.clear()
 
     def failed(self, key: ExchangeKey, again: bool) -> None:
@@ -104,7 +104,7 @@ class Retained:
         self._buckets.clear()
 
     def of_bucket(self, key: ExchangeKey) -> dict[int, Kept]:
-        """What is there of this very round of a bucket, by slice."""
+        """Give the results of this very round of a bucket, by slice."""
         return {index: kept for index, kept in self._buckets.get(key.part, {}).items() if kept.result.key == key}
 
     def find(self, key: ExchangeKey, index: int) -> Kept | None:

@@ -28,7 +28,7 @@ class SendQueue:
         """How many exchanges have slices yet to be sent."""
 
     def add(self, exchange: Exchange) -> None:
-        """``exchange`` is to be sent, behind what its pool holds already."""
+        """Send ``exchange``, behind what its pool holds already."""
         self._unsent[exchange.pool].append(exchange)
         self.waiting += 1
 
@@ -76,12 +76,12 @@ class SendQueue:
             self._remove(exchange)
 
     def hold_back(self, exchange: Exchange) -> None:
-        """Send no more of ``exchange``, whose results are on their way whatever is sent."""
+        """Send no more of ``exchange``: its results are on their way in any case."""
         exchange.held_back = True
         self._remove(exchange)
 
     def drop(self, exchange: Exchange) -> bool:
-        """Send no more of ``exchange``, which has failed elsewhere. Whether there is nothing left to be answered."""
+        """Send no more of ``exchange``, which has failed elsewhere. Return true if nothing is left to be answered."""
         exchange.dropped = True
         if exchange.sent < exchange.stop:
             self._remove(exchange)
@@ -89,7 +89,7 @@ class SendQueue:
         return exchange.done
 
     def rewind(self, exchanges: Iterable[Exchange]) -> None:
-        """Nothing is under way any more: ``exchanges``, in the order in which they began, are what is to be sent."""
+        """Begin anew: ``exchanges``, in the order in which they began, are to be sent."""
         self.clear()
         self._in_flight = dict.fromkeys(Pool, 0)
         for exchange in exchanges:
@@ -110,7 +110,7 @@ class SendQueue:
 
 
 class ShardTraffic:
-    """What is under way with one data shard. Number 0 is the coordinator itself."""
+    """Exchanges that are under way with one data shard. Number 0 is the coordinator itself."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -16,7 +16,7 @@ from gradserver.protocol.messages import Place
 SLOT_BYTES: Final = 2 * MIB
 SLOTS: Final = 2
 SMALLEST_BYTES: Final = 32 * KIB
-"""What is shorter travels as well as it is copied twice."""
+"""Tensors that are shorter travel as fast as they are copied twice."""
 
 
 class Memory(Protocol):

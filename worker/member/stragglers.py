@@ -86,7 +86,7 @@ class Stragglers:
         """For how many rounds in a row it was late."""
 
     def expect(self, plan: Plan, slices: Sequence[int], kept: Collection[int] = ()) -> None:
-        """Take what comes unasked as ``plan``'s, whose buckets have so many slices. Buckets ``kept`` are as before."""
+        """Take what comes unasked as ``plan``'s, with so many slices in each bucket. Buckets ``kept`` are as before."""
         self.backlog = Backlog(room_for(plan.nbytes), slices, [section.parts for section in plan.each])
         self.carry.forget(kept)
         self.failures.clear()

@@ -11,9 +11,9 @@ class NotFinite(NamedTuple):
     """Outcome of an exchange to which somebody gave what is not finite."""
 
     own: bool
-    """Whether this worker did."""
+    """True if this worker did."""
     skips: bool
-    """Whether nothing of the round is to be applied; else the result is the mean of the others."""
+    """True if nothing of the round is to be applied; else the result is the mean of the others."""
 
 
 class Waiter(Protocol):

@@ -1,4 +1,4 @@
-"""What a worker asks the coordinator about data, and tells it of what it used."""
+"""Leases of samples: a worker asks the coordinator for them, and tells it what it used."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in the group."""
+        """Its name in the group."""
 
     @property
     def epoch(self) -> int:
         """The present one."""
 
     def use(self, round_number: int) -> Ranges:
-        """What this worker used since the last round, and so in this one; once more the same for the same round."""
+        """Give what this worker used since the last round, and so in this one; the same again for the same round."""
 
     def carry(self) -> None:
         """The last round closed without this worker, and what it gave is kept: it is used in the next one instead."""
 
 
 class Speaker(Protocol):
-    """What asks and tells the coordinator: a worker's session."""
+    """A worker's session, through which the coordinator is asked and told."""
 
     @property
     def round(self) -> int:
@@ -47,7 +47,7 @@ class Speaker(Protocol):
         """Raise what ended this membership, if anything has."""
 
     def new_handle(self, overdue: Callable[[float], DeadlineError]) -> Handle:
-        """Of something that the coordinator is asked."""
+        """Make the handle of something that the coordinator is asked."""
 
     def send(self, message: Message, payloads: Sequence[Buffer]) -> None:
         """Say something to the coordinator."""
@@ -61,7 +61,7 @@ class Asked(NamedTuple):
     handle: Handle
 
 
-class Claims:
+class Leases:
     """One worker's questions, one at a time for each kind of data; and what it says before the first push of a round.
 
     What has no answer is asked again on a new connection, and the same claim is given the same ranges.
@@ -73,7 +73,7 @@ class Claims:
         self._sources: dict[str, Source] = {}
         self._asked: dict[str, Asked] = {}
         self._last: tuple[int, list[tuple[Used, bytes]]] = (-1, [])
-        """What was said of the last round."""
+        """Messages that were sent about the last round."""
 
     def add(self, source: Source) -> None:
         """From now on ``source`` is asked in each round what was used of it."""
@@ -151,7 +151,7 @@ class Claims:
         self._lock = threading.Lock()
 
     def give_up(self) -> list[Handle]:
-        """Who waits for what will not come."""
+        """Give the handles that wait for something that will not come."""
         with self._lock:
             waiting, self._asked = self._asked, {}
         return [asked.handle for asked in waiting.values()]
