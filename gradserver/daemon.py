@@ -265,8 +265,8 @@ def _share_rate(rate: float | None, shards: int) -> tuple[float | None, list[str
 def keep_memory() -> None:
     """Let malloc keep freed memory: every slice is about as large as the one before.
 
-    The C library would return a slice's memory to the system when it is freed, and each new slice would be paid for
-    in page faults: an eighth of the time of large exchanges over TCP. Credits bound what is kept.
+    The C library would return a slice's memory to the system when it is freed. Each new slice would then cost page
+    faults: an eighth of the time of large exchanges over TCP. Credits bound the memory that is kept.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt

@@ -66,7 +66,7 @@ def _sort(file: Path, data: bytes) -> tuple[list[tuple[Entry, Kind]], list[Loss]
     """Sort the file into readable records and losses."""
     kept, lost = list[tuple[Entry, Kind]](), list[Loss]()
     if data[:HEADER_BYTES] != header(file_number(file)):
-        lost.append(Loss(0, min(HEADER_BYTES, len(data)), "are not a valid header, which was written anew", 0))
+        lost.append(Loss(0, min(HEADER_BYTES, len(data)), "are not a valid header, which was written again", 0))
     for item in scan(data):
         if isinstance(item, Fault):
             why = "are the beginning of an incomplete record" if item.torn else "are not a record"

@@ -4,8 +4,8 @@ One file at a time grows, `DIR/ledger-000001.gsl` and so on (`.journal` says wha
 `write` in append mode: the kernel has it then, so it survives the death of this process. For the death of the machine
 `fdatasync` is called from a thread, every second by default.
 
-A disk that is full or broken does not stop training. What was half written is cut off again, one warning
-names the file, and after a while a new file is begun, with a `Gap` that says how much is missing.
+A disk that is full or broken does not stop training. An incomplete record is cut off again, and one warning names the
+file. After a while a new file is begun, with a `Gap` that says how much is missing.
 
 Files are for their owner only: they have the secrets by which members of durable groups are known.
 """

@@ -221,7 +221,7 @@ class _Course:
         self._began = time.monotonic()
 
     def run(self) -> tuple[Uses, Uses]:
-        """Run the course. Return what processes had open before the storm, and behind it."""
+        """Run the course. Return the resources of processes before the storm, and after it."""
         before: Uses = {}
         with suppress(_FaultFoundError):
             self._until(self._schedule.storm)

@@ -95,7 +95,7 @@ class Oracle:
         match record:
             case Group():
                 if self._group_at is not None and dated.clock != self._group_at:
-                    self._say("lost", f"the group began anew after round {self._newest}")
+                    self._say("lost", f"the group began again after round {self._newest}")
                 self._group_at = dated.clock
             case Epoch(_, _, number, members):
                 for seat, name in members:

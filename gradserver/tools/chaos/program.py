@@ -102,7 +102,7 @@ class Program:
                 self._say("left")
             except gradserver.GradServerError as error:
                 self._say("out", error=type(error).__name__, text=str(error), round=worker.round)
-                worker.close("it begins anew")
+                worker.close("it joins again")
 
     def listen(self) -> None:
         """Carry out the parent's commands, until it has ended."""

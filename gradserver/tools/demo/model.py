@@ -89,8 +89,8 @@ class Block(nn.Module):
 class Embedding(nn.Module):
     """Sum of the learned vectors of a byte, of the `history` bytes before it, and of its position.
 
-    A single byte says little. With the bytes before it, the model need not first learn to look back by one, which would
-    cost a run this short most of its steps.
+    A single byte says little. With the bytes before it, the model need not first learn to look back by one. That
+    would cost a run this short most of its steps.
     """
 
     def __init__(self, context: int, width: int, history: int) -> None:
