@@ -21,7 +21,7 @@ from gradserver.protocol.transport.dealer import Dealer
 from gradserver.protocol.transport.reach import reach
 from gradserver.protocol.url import IS_IT_RUNNING, beside, not_answered
 from gradserver.protocol.wire import decode, encode
-from gradserver.tables import table
+from gradserver.tables import counted, table
 
 _PATIENCE: Final = 3.0
 """Seconds for a coordinator to accept a connection, and then to answer."""
@@ -143,7 +143,7 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
     here = len(group["members"]) or len(group["waiting"])
     elastic = group.get("elastic")
     of = (
-        f"{here} workers, elastic ({elastic[0]} to {elastic[1]})"
+        f"{counted(here, 'worker')}, elastic ({elastic[0]} to {elastic[1]})"
         if elastic
         else f"{here} of {group['world_size']} workers"
     )

@@ -1,4 +1,4 @@
-"""Tables for the terminal."""
+"""Tables and numbers for the terminal."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str =
         return (indent + "  ".join(padded)).rstrip()
 
     return [line(row) for row in cells]
+
+
+def counted(count: int, what: str) -> str:
+    """Format a number of things: 1 worker, 2 workers."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -19,6 +19,7 @@ from gradserver.ledger.tables import Story, hexadecimal, moment, one_round, roun
 from gradserver.protocol.errors import StateError, reason_of
 from gradserver.protocol.exchange import EXACT
 from gradserver.protocol.limits import KIB, MIB
+from gradserver.tables import counted
 
 
 class Selection(NamedTuple):
@@ -160,7 +161,7 @@ def _text(path: str, files: Sequence[Path], written: Iterator[Written], selectio
     if not selection.is_all:
         return [line for story in told if story.chosen for line in (*round_rows(story, story.chosen), "")][:-1]
     size = sum(file.stat().st_size for file in files)
-    lines = [f"{path}: {len(files)} file{'s' * (len(files) > 1)}, {_size(size)}"]
+    lines = [f"{path}: {counted(len(files), 'file')}, {_size(size)}"]
     lines += [
         f"gap: from {at} the disk could not be written ({gap.reason}), {gap.lost} records were lost" for at, gap in gaps
     ]

@@ -29,7 +29,7 @@ from gradserver.engine.records import (
 from gradserver.protocol.digest import MODULUS
 from gradserver.protocol.exchange import EXACT
 from gradserver.protocol.ranges import Ranges, count
-from gradserver.tables import table
+from gradserver.tables import counted, table
 
 _SHOWN_ROUNDS = 10
 _SHOWN_EVENTS = 10
@@ -167,7 +167,7 @@ def was_there(record: RoundRecord, rank: int) -> bool:
 
 def summary(story: Story) -> list[str]:
     """Show how often each member contributed and was waited for, the events, and the last rounds."""
-    lines = [f"group {story.name!r}: {story.world} workers, epoch {story.epoch}, since {story.since}"]
+    lines = [f"group {story.name!r}: {counted(story.world, 'worker')}, epoch {story.epoch}, since {story.since}"]
     if story.plan is not None:
         lines.append(f"  plan: {story.plan.plan.size}, {_wires(story.plan)}")
     lines += [f"  data {plain(name)!r}: {order}" for name, order in story.data.items()]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradserver.tools.bench.stats import Stats, counted, figures, microseconds, milliseconds
+from gradserver.tables import counted
+from gradserver.tools.bench.stats import Stats, figures, microseconds, milliseconds
 
 
 @dataclass(frozen=True)

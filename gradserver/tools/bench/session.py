@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from gradserver.tables import counted
 from gradserver.tools.bench import machine
 from gradserver.tools.bench.fleet import Fleet, Measured, Needs
 from gradserver.tools.bench.places import Place
 from gradserver.tools.bench.report import NOTES, Row, Table, conclusion
 from gradserver.tools.bench.spec import Case
-from gradserver.tools.bench.stats import counted, size_name
+from gradserver.tools.bench.stats import size_name
 from gradserver.tools.common.screen import BOLD, CYAN, DIM, GREEN, RED, Screen
 
 _WIDTH = 110  # of running text

@@ -69,8 +69,3 @@ def size_name(nbytes: int) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"
     return f"{nbytes} B"
-
-
-def counted(count: int, what: str) -> str:
-    """Format a number of things: 1 row, 2 rows."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
