@@ -136,6 +136,14 @@ def _add_groups(parser: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="seconds that an elastic group waits for more than MIN workers before it begins (default 2)",
     )
+    parser.add_argument(
+        "--rejoin-for",
+        type=number(float, 0, 86_400, "a number of seconds", "{:g} to {:g}"),
+        metavar="S",
+        help="seconds that a group with fewer than MIN workers waits, between two rounds, for the lost worker or for "
+        "another one to join with the state of a member. With 0 it ends at once, with an error that names the worker "
+        "(default: 0 for --workers N; for MIN:MAX the longest timeout of its workers)",
+    )
 
 
 def _add_nonfinite(parser: argparse.ArgumentParser) -> None:
@@ -387,6 +395,7 @@ def _serve_as_told(arguments: argparse.Namespace) -> int:
             "workers",
             "groups",
             "gather",
+            "rejoin_for",
             *_OF_THE_LATE,
             "backlog",
             "state_timeout",
@@ -457,30 +466,26 @@ def _sizes(arguments: argparse.Namespace) -> dict[str, int | Policy]:
     return told
 
 
-def _worlds(arguments: argparse.Namespace) -> dict[str, int | Policy]:
-    """Collect sizes and policies of the groups of --workers. The other options apply to all elastic ones."""
+def _worlds(arguments: argparse.Namespace) -> dict[str, Policy]:
+    """Collect the policies of the groups of --workers. The other options apply to all of them."""
     from gradserver.engine.policy import Policy, lateness_of
 
     sizes = _sizes(arguments)
     lateness = lateness_of(arguments.quorum, arguments.backup or 0, arguments.grace, arguments.late)
-    if lateness is not None:
-        if not sizes:
-            raise InvalidArgumentError("--quorum and --backup need the number of workers: give --workers")
-        sizes = {name: Policy(size, size) if isinstance(size, int) else size for name, size in sizes.items()}
-    if not any(isinstance(size, Policy) for size in sizes.values()):
-        for option in ("gather", "backlog", "state_timeout", "state_rate"):
-            if getattr(arguments, option) is not None:
-                raise InvalidArgumentError(f"--{option.replace('_', '-')} requires an elastic group: --workers MIN:MAX")
-    return {
-        name: _policy(arguments, size, lateness) if isinstance(size, Policy) else size for name, size in sizes.items()
-    }
+    if lateness is not None and not sizes:
+        raise InvalidArgumentError("--quorum and --backup need the number of workers: give --workers")
+    for option in ("gather", "rejoin_for", "backlog", "state_timeout", "state_rate"):
+        if not sizes and getattr(arguments, option) is not None:
+            raise InvalidArgumentError(f"--{option.replace('_', '-')} needs the number of workers: give --workers")
+    return {name: _policy(arguments, Policy.of(size), lateness) for name, size in sizes.items()}
 
 
 def _policy(arguments: argparse.Namespace, size: Policy, lateness: Lateness | None) -> Policy:
-    """Make the policy of an elastic group from the options."""
+    """Make the policy of a group from the options."""
     gather = size.gather if arguments.gather is None else arguments.gather
     backlog = size.backlog if arguments.backlog is None else arguments.backlog * MIB
     told = {
+        "rejoin": arguments.rejoin_for,
         "state_seconds": arguments.state_timeout,
         "state_rate": None if arguments.state_rate is None else arguments.state_rate * MIB,
     }

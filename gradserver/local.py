@@ -53,6 +53,8 @@ class LocalCluster:
     Args:
         world_size: number of workers.
         elastic: minimum and maximum number of workers of an elastic group. None if all are needed.
+        rejoin_for: seconds that a group with fewer than the minimum waits for another worker. None for 0 without
+            ``elastic``, and for ``timeout`` with it.
         quorum: number or share (``"75%"``) of the workers that a round of an elastic group waits for. None for all.
         backup: number of workers that a round does not wait for, instead of ``quorum``.
         grace: seconds that the others have after a quorum has given everything. The default is 0.5.
@@ -71,6 +73,7 @@ class LocalCluster:
         world_size: int,
         *,
         elastic: tuple[int, int] | None = None,
+        rejoin_for: float | None = None,
         quorum: int | str | None = None,
         backup: int = 0,
         grace: float | None = None,
@@ -84,10 +87,9 @@ class LocalCluster:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidArgumentError(f"world_size is a number of workers, not {world_size!r}")
         lateness = lateness_of(quorum, backup, grace, late)
-        if lateness is not None and elastic is None:
-            elastic = world_size, world_size
-        policy = None if elastic is None else Policy(*elastic, backlog=backlog, lateness=lateness)
-        if policy is not None and not policy.minimum <= world_size <= policy.maximum:
+        sizes = elastic or (world_size, world_size)
+        policy = Policy(*sizes, backlog=backlog, lateness=lateness, rejoin=rejoin_for)
+        if not policy.minimum <= world_size <= policy.maximum:
             raise InvalidWorldSizeError(f"a world size of {world_size} for a group of {policy}")
         self._timeout, self._wire = timeout, wire
         self._changes = threading.Lock()
@@ -95,10 +97,9 @@ class LocalCluster:
         self._releasing = threading.Lock()
         self._release_again = False
         self._alarm = Alarm(self._tick)
-        self._engine = Engine({"local": policy or world_size}, credit, nonfinite=on_non_finite(nonfinite))
+        self._engine = Engine({"local": policy}, credit, nonfinite=on_non_finite(nonfinite))
         self._coordinator = Runtime(self._engine, self._alarm.set)
-        wish = 0 if policy is None else world_size
-        joined = [self._join(f"worker-{rank}", rank, wish)[0] for rank in range(world_size)]
+        joined = [self._join(f"worker-{rank}", rank, world_size)[0] for rank in range(world_size)]
         self.workers: list[Worker] = [Worker(line.session, wire=wire) for line in joined]
         self._lines = dict(zip(self.workers, joined, strict=True))
         self._closed = False

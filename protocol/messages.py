@@ -128,14 +128,14 @@ class Welcome(MessageKind):
     """The answer that the group is complete. ``credit`` in bytes; ``names`` by rank.
 
     ``shards`` are the URLs of the data shards beside the coordinator itself. ``rates`` compare them; the coordinator's
-    own is the first. The worker shows them ``token``. ``seats``, by rank, tell that the group is elastic. A ``durable``
-    one survives broken connections, and the coordinator, which has begun as often as ``incarnation`` says
+    own is the first. The worker shows them ``token``. ``seats`` are by rank. A ``durable``
+    group survives broken connections, and the coordinator, which has begun as often as ``incarnation`` says
     (`gradserver.protocol.resuming`). The worker shows the token in a Resume, too. ``founded`` is the epoch by which
     shards know the group, if that is another one. A worker that ``joins`` a running group is not a member yet: seats,
     names and its rank are those it would have as one. A ``late`` contribution is kept for the next round ("keep"), or
     forgotten ("drop"); if empty, all members are waited for. ``timeout`` is how long an exchange waits for a member
     that is alive, in seconds. ``nonfinite`` is the policy for gradients that are not finite: "halt", "leave-out",
-    "skip" or "propagate".
+    "skip" or "propagate". A group that ``needs_all`` ends when any member is lost.
     """
 
     group: Text
@@ -154,6 +154,7 @@ class Welcome(MessageKind):
     late: Text = ""
     timeout: Seconds = 0.0
     nonfinite: Text = "halt"
+    needs_all: Flag = False
 
 
 # ── members and learners of an elastic group ──────────────────────────────────────────────────────────

@@ -36,7 +36,18 @@ from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import GradServerError
-from gradserver.protocol.exchange import JOINED, PORTIONED, ExchangeKey, Kind, Layout, Op, Operation, Stream, layout_of
+from gradserver.protocol.exchange import (
+    JOINED,
+    PORTIONED,
+    WORLD_BOUND,
+    ExchangeKey,
+    Kind,
+    Layout,
+    Op,
+    Operation,
+    Stream,
+    layout_of,
+)
 from gradserver.protocol.messages import Agreed, Failure, Join, Leave, Message, Propose, Push, Result, Scope, Welcome
 from gradserver.protocol.plan import Plan, extend, simple_plan
 from gradserver.protocol.shards import share_of
@@ -268,9 +279,13 @@ class Harness:
         index: int = 0,
         weight: float = 1.0,
         operation: Operation | None = None,
-        epoch: int = 0,
+        epoch: int | None = None,
     ) -> list[Command]:
-        """Push one contribution to one slice."""
+        """One contribution to one slice, in the membership that is in force if ``epoch`` is not given."""
+        if epoch is None:
+            groups = [group for group in self.engine.control.groups.values() if group.seat_of(SEATS + rank) >= 0]
+            bound = operation is not None and operation.kind in WORLD_BOUND
+            epoch = groups[0].epoch if groups and (bound or key.stream == Stream.TRANSFER) else 0
         if isinstance(payload, np.ndarray):
             payload = payload.tobytes()
         payloads = () if payload is None else (payload,)

@@ -168,7 +168,7 @@ def test_a_send_to_the_dead_fails_with_its_name() -> None:
 
 
 def test_below_the_minimum_the_round_is_finished_and_the_wait_for_more_ends() -> None:
-    with LocalCluster(3, elastic=(3, 3), timeout=0.3) as cluster:
+    with LocalCluster(3, rejoin_for=0.3, timeout=10.0) as cluster:
 
         def work(worker: Worker) -> str:
             seat = worker.rank

@@ -109,10 +109,11 @@ def test_sizes_that_cannot_be_are_told_with_the_usage(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--workers", "2", "--gather", "1"], "--gather requires an elastic group: --workers MIN:MAX"),
+        (["--gather", "1"], "--gather needs the number of workers: give --workers"),
+        (["--rejoin-for", "1"], "--rejoin-for needs the number of workers: give --workers"),
         (["--join", "tcp://127.0.0.1:1", "--gather", "1"], "--gather is an option of coordinators, not of data shards"),
         (["--join", "tcp://127.0.0.1:1", "--quorum", "1"], "--quorum is an option of coordinators, not of data shards"),
-        (["--workers", "2", "--backlog", "8"], "--backlog requires an elastic group: --workers MIN:MAX"),
+        (["--backlog", "8"], "--backlog needs the number of workers: give --workers"),
         (["--quorum", "2"], "--quorum and --backup need the number of workers: give --workers"),
         (["--workers", "2:4", "--grace", "1"], "need a quorum or backups"),
         (["--workers", "2:4", "--quorum", "2", "--backup", "1"], "there is a quorum or there are backups"),

@@ -66,7 +66,8 @@ def test_applicants_wait_until_the_last_one_has_come() -> None:
     harness.join(3, "c", world=3)
     names = ("a", "b", "c")
     assert [welcome(harness, c) for c in (1, 2, 3)] == [
-        Welcome("default", rank, 1, harness.credit, names, timeout=10.0) for rank in range(3)
+        Welcome("default", rank, 1, harness.credit, names, seats=(0, 1, 2), timeout=10.0, needs_all=True)
+        for rank in range(3)
     ]
     assert harness.group()["state"] == "active"
 
@@ -83,7 +84,9 @@ def test_a_group_of_one_is_complete_at_once() -> None:
     harness = Harness()
     harness.join(1, "alone", world=1)
 
-    assert welcome(harness, 1) == Welcome("default", 0, 1, harness.credit, ("alone",), timeout=10.0)
+    assert welcome(harness, 1) == Welcome(
+        "default", 0, 1, harness.credit, ("alone",), seats=(0,), timeout=10.0, needs_all=True
+    )
 
 
 def test_the_coordinator_may_be_told_the_world_size_and_workers_then_need_not_say_it() -> None:
@@ -675,8 +678,9 @@ def test_the_snapshot_is_json_and_shows_what_people_want_to_know() -> None:
     assert seen["groups"]["forming"]["waiting"] == [{"name": "early", "rank": 1, "waits": 3.25}]
     group = seen["groups"]["default"]
     assert (group["state"], group["round"], group["epoch"], group["world_size"]) == ("active", 1, 1, 2)
-    assert group["members"] == [{"rank": 0, "name": "w0"}, {"rank": 1, "name": "w1"}]
-    assert group["last_round"] == {"round": 0, "weights": [1, 1], "opened": 1.5, "completed": 3.0, "last": 1}
+    assert group["members"] == [{"rank": 0, "name": "w0", "seat": 0}, {"rank": 1, "name": "w1", "seat": 1}]
+    times = {"opened": 1.5, "completed": 3.0}
+    assert group["last_round"] == {"round": 0, "weights": [1, 1], **times, "last": 1, "cut": []}
     assert group["bytes_in"] == 2 * 12 + 4
     assert group["bytes_out"] == 2 * 12
     assert group["slices"] == 2

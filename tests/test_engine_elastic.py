@@ -136,7 +136,9 @@ def test_a_world_size_that_can_never_be_is_refused(world: int) -> None:
 
     error = driven.refusal(SEATS)
     assert isinstance(error, InvalidWorldSizeError)
-    assert str(error) == f"'w' wants a world size of {world}, group 'default' has 2 to 4"
+    assert (
+        str(error) == f"'w' wants a world size of {world}, the coordinator was started with 2 to 4 for group 'default'"
+    )
 
 
 def test_too_few_applicants_are_told_how_many_are_missing() -> None:
@@ -293,7 +295,8 @@ def test_below_the_minimum_a_round_is_finished_and_no_other_begins() -> None:
 
     assert [type(message) for message, _ in driven.sent(0)] == [Result]
     assert driven.group()["state"] == "paused"
-    assert driven.logs[-1].text == "waiting for workers: group 'default' has 1, at least 2 are needed"
+    says = "waiting for workers: group 'default' has 1, at least 2 are needed to go on; it waits 10 s"
+    assert driven.logs[-1].text == says
     assert driven.logs[-1].warning
 
 
@@ -352,8 +355,8 @@ def test_a_report_that_comes_when_its_group_has_ended_is_of_no_use() -> None:
     driven.assemble(2)
 
 
-def test_a_frozen_worker_in_the_queue_is_told_that_it_was_given_up() -> None:
-    driven = harness(1, 1)
+def test_who_waits_for_a_seat_and_freezes_is_told_that_it_was_given_up() -> None:
+    driven = Harness({"default": Policy(1, 1, rejoin=10.0)})
     driven.join(SEATS, "a")
     driven.join(SEATS + 1, "b")
     welcomes(driven, 0)

@@ -167,8 +167,16 @@ def test_what_is_lost_or_halts_is_in_the_ledger_with_its_reason(tmp_path: Path) 
 
             together(workers, step)
         wait_until(lambda: not daemon.group(), "everybody has left")
-    kinds = [type(record).__name__ for record in written(tmp_path)]
-    assert [kind for kind in kinds if kind != "Epoch"] == ["Snapshot", "Start", "Group", "Plan", "Halt", "Closed"]
+    kinds = [type(record).__name__ for record in written(tmp_path) if not isinstance(record, Epoch)]
+    assert kinds == [
+        "Snapshot",
+        "Start",
+        "Group",
+        "Durable",
+        "Plan",
+        "Halt",
+        "Closed",
+    ]
     (halt,) = [record for record in written(tmp_path) if isinstance(record, Halt)]
     assert "'w1' (rank 1) contributed NaN in parameter" in halt.reason
     left = [record.reason for record in written(tmp_path) if isinstance(record, Epoch)]
@@ -277,7 +285,7 @@ def test_programs_get_every_record_as_a_line(trained: Path, capsys: pytest.Captu
     lines = [json.loads(line) for line in out]
     assert status == 0
     kinds = [line["kind"] for line in lines]
-    assert kinds[:4] == ["start", "group", "epoch", "plan"]
+    assert kinds[:5] == ["start", "group", "durable", "epoch", "plan"]
     assert kinds[-1] == "closed"
     rounds = [line for line in lines if line["kind"] == "round"]
     first, record = rounds[0], rounds_of(trained)[0]

@@ -256,7 +256,9 @@ def test_worker_that_does_not_come_is_named_when_time_is_up() -> None:
         cluster.run(work)
 
     assert caught.value.missing == ("'worker-1' (rank 1)",)
-    assert "collective 0, barrier, waited 0.2 s (--round-timeout) for 'worker-1' (rank 1)" in str(caught.value)
+    assert "collective 0 of round 0, barrier, waited 0.2 s (--round-timeout) for 'worker-1' (rank 1)" in str(
+        caught.value
+    )
 
 
 def test_each_deadline_counts_from_its_own_exchange() -> None:

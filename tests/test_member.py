@@ -59,6 +59,7 @@ class Alone:
 
     def __init__(self, slices: int = 3, **welcome: object) -> None:
         self.member = Member(NoMemory(), Coder)
+        welcome.setdefault("seats", tuple(range(len(NAMES))))
         self.member.welcomed(Welcome("group", ME, 7, CREDIT, NAMES, **welcome))  # type: ignore[arg-type]
         self.plan: Plan = simple_plan([("b0", slices * SLICE_BYTES)], UINT8, Op.SUM)
         proposed = Waiting()
@@ -110,7 +111,7 @@ def test_a_round_is_pushed_answered_and_finished() -> None:
     assert (waiter.weight, waiter.present) == (3.0, True)
     assert alone.data[::SLICE_BYTES].tolist() == [5, 6]
     assert not alone.member.exchanges.is_busy
-    alone.member.finish_round(is_elastic=False)
+    alone.member.finish_round()
     assert alone.member.rounds.number == 1
     alone.push()
     assert alone.sends() == [0, 1]
@@ -143,7 +144,7 @@ def test_a_failure_ends_what_waits_for_it_and_frees_its_credit() -> None:
     alone.member.exchanges.fail(bucket(0), error, 0)
 
     assert alone.member.effects.take() == [Complete(waiter, error)]
-    alone.member.finish_round(is_elastic=False)
+    alone.member.finish_round()
     alone.push()
     assert alone.sends() == [0, 1]
 

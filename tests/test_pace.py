@@ -134,8 +134,9 @@ def warnings(harness: Harness) -> list[str]:
     return [log.text for log in harness.logs if log.warning]
 
 
-def test_a_late_member_is_named_once_a_round_and_not_every_round() -> None:
-    harness = Harness({"default": Policy(1, 8)})
+@pytest.mark.parametrize("world", [Policy(1, 8), 4], ids=["elastic", "of a fixed size"])
+def test_who_is_late_is_named_once_a_round_and_not_every_round(world: Policy | int) -> None:
+    harness = Harness({"default": world})
     harness.assemble(4, plan_of(1))
     rounds(harness, 0, 12)
     assert warnings(harness) == []
@@ -155,10 +156,10 @@ def test_a_late_member_is_named_once_a_round_and_not_every_round() -> None:
     assert harness.only([0], Result)[-1].over
 
 
-def test_no_member_is_late_in_a_fixed_group() -> None:
+def test_before_half_a_second_nobody_is_late_however_quick_rounds_are() -> None:
     harness = Harness({"default": 4})
     harness.assemble(4, plan_of(1))
     rounds(harness, 0, 12)
-    rounds(harness, 12, 1, late=2.0)
+    rounds(harness, 12, 1, late=0.4)
 
     assert warnings(harness) == []

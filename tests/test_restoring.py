@@ -116,13 +116,22 @@ def test_what_is_over_is_not_taken_up_again(tmp_path: Path, last: Kind) -> None:
     assert logs == []
 
 
-def test_a_group_that_is_to_have_a_fixed_size_now_is_given_up_aloud(tmp_path: Path) -> None:
+def test_a_group_that_needs_another_number_of_workers_now_ends_with_a_warning(tmp_path: Path) -> None:
     write(tmp_path, *FOUNDED)
 
-    found, logs = engine(tmp_path, 2)
+    found, logs = engine(tmp_path, 3)
 
     assert found.control.groups == {}
-    assert logs == ["group 'g' was durable: it is served with another number of workers now, and ends"]
+    assert logs == ["group 'g' ends: --workers is 3 now, which is not what it began with"]
+
+
+def test_a_group_that_needs_as_many_workers_as_it_has_goes_on(tmp_path: Path) -> None:
+    write(tmp_path, *FOUNDED)
+
+    found, _ = engine(tmp_path, 2)
+
+    assert found.control.groups["g"].policy.needs_all
+    assert len(found.control.groups["g"].members) == 2
 
 
 def test_a_record_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

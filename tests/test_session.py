@@ -120,7 +120,7 @@ def joined_session(tape: Tape, *shards: Any, **more: Any) -> Session:
     """Make a session that joins as rank 1 of a group of three, with the ``shards`` and more of the Welcome."""
     session = Session(tape, timeout=10.0)
     joining = session.join(Join("group", "w1", 1, 3, 10.0))
-    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, *shards, **more), ())
+    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, *shards, **{"seats": tuple(range(len(NAMES))), **more}), ())
     joining.wait()
     tape.take()
     return session
@@ -154,8 +154,15 @@ def all_reduce(session: Session, data: Bytes, value: Any = None) -> Handle:
     return session.collective(Operation(Kind.ALL_REDUCE, Op.SUM, UINT8, data.size), data, data, value=value)
 
 
-def answer(session: Session, key: ExchangeKey, index: int, payload: Buffer | None = None, weight: float = 3.0) -> None:
-    session.receive(Result(key, index, weight, payload is not None), () if payload is None else (payload,))
+def answer(
+    session: Session,
+    key: ExchangeKey,
+    index: int,
+    payload: Buffer | None = None,
+    weight: float = 3.0,
+    over: bool = False,
+) -> None:
+    session.receive(Result(key, index, weight, payload is not None, over=over), () if payload is None else (payload,))
 
 
 def agree(session: Session, tape: Tape, plan: Plan, first_round: int = 0) -> None:
@@ -188,7 +195,7 @@ def test_joining_is_done_when_welcomed(tape: Tape) -> None:
     with pytest.raises(UsageError, match="has not joined"):
         _ = session.membership
 
-    session.receive(Welcome("group", 1, 7, CREDIT, NAMES), ())
+    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, seats=tuple(range(len(NAMES)))), ())
     handle.wait()
     assert session.membership.epoch == 7
 
@@ -406,7 +413,7 @@ def test_round_goes_on_when_every_bucket_has_its_result(session: Session, tape: 
     for part in (2, 0):
         push(session, part)
     for part in (0, 2):
-        answer(session, bucket(4, part), 0, bytes(SLICE_BYTES // 2))
+        answer(session, bucket(4, part), 0, bytes(SLICE_BYTES // 2), over=part == 2)
 
     session.finish_round(None)
 

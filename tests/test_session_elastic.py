@@ -17,7 +17,7 @@ from gradserver.protocol.errors import (
     WorkerLostError,
 )
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from gradserver.protocol.messages import Failure, Join, Membership, Push, Result, RoundDone, Scope, Transfer, Welcome
+from gradserver.protocol.messages import Failure, Membership, Push, Result, RoundDone, Scope, Transfer, Welcome
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.handle import Handle
 from gradserver.worker.joiner import receive
@@ -260,12 +260,3 @@ def test_weights_that_differ_from_slice_to_slice_are_told_by_the_largest(session
 def test_memberships_that_cannot_be_are_refused(session: Session, message: Membership | Welcome) -> None:
     with pytest.raises(MalformedMessageError):
         session.receive(message, ())
-
-
-def test_a_group_of_fixed_size_has_no_other_membership(tape: Tape) -> None:
-    session = Session(tape, timeout=10.0)
-    session.join(Join("group", "w1", 1, 3, 10.0))
-    session.receive(Welcome("group", 1, 7, CREDIT, NAMES), ())
-
-    with pytest.raises(MalformedMessageError, match="a Membership of seats"):
-        session.receive(NEWS, ())

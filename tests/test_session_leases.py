@@ -54,7 +54,7 @@ def test_what_was_used_is_said_before_the_first_push_of_a_round_and_once(session
     assert tape.sent[0] == (Used("data", 0, 0), (pack(((0, 4),)),))
     tape.take()
     for part in (0, 1):
-        answer(session, bucket(0, part), 0, memory(1).data)
+        answer(session, bucket(0, part), 0, memory(1).data, over=True)
     session.finish_round(1.0)
     push(session, 0)
     assert [type(message) for message in tape.take()] == [Push], "nothing was used in this round"
@@ -107,7 +107,7 @@ def test_on_a_new_connection_what_is_open_is_said_and_asked_again(session: Sessi
     assert asked.wait() == (Claimed("data", 2, 0, True), ())
     push(session, 1)
     for part in (0, 1):
-        answer(session, bucket(0, part), 0, memory(1).data)
+        answer(session, bucket(0, part), 0, memory(1).data, over=True)
     session.finish_round(1.0)
     assert data.epoch == 0
     later = Tape()

@@ -380,4 +380,4 @@ def test_a_welcome_whose_shards_and_rates_do_not_fit_is_refused(tape: Shards, ra
     session = Session(tape, timeout=10.0)
     session.join(Join("group", "w1", 1, 3, 10.0))
     with pytest.raises(MalformedMessageError, match="a Welcome with 3 data shards"):
-        session.receive(Welcome("group", 1, 7, CREDIT, NAMES, URLS, rates, "secret"), ())
+        session.receive(Welcome("group", 1, 7, CREDIT, NAMES, URLS, rates, "secret", tuple(range(len(NAMES)))), ())

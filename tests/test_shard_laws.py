@@ -31,7 +31,7 @@ from gradserver.protocol.errors import (
     WorkerLostError,
 )
 from gradserver.protocol.exchange import PORTIONED, ExchangeKey, Kind, Layout, Op, Operation, Stream, pool_of
-from gradserver.protocol.messages import Failure, Result, Scope
+from gradserver.protocol.messages import Failure, Result, RoundDone, Scope
 from gradserver.protocol.shards import Table, share_of
 from tests.engine_harness import (
     SEATS,
@@ -116,8 +116,8 @@ class Client:
     stalled: bool = False
     lost: bool = False
     """True if it was told that the group ends, and hears nothing more."""
-    over: int | None = None
-    """In an elastic group: the last round that it was told is over."""
+    over: int = -1
+    """The last round that it was told is over."""
 
     def ready(self) -> list[Part]:
         if self.stalled:
@@ -132,7 +132,7 @@ class Client:
         key = part.key
         if key.stream == Stream.BUCKET:
             earlier = [p for p in self.parts if p.key.stream == key.stream and p.key.number < key.number]
-            return all(p.done for p in earlier) and (self.over is None or self.over == key.number - 1)
+            return all(p.done for p in earlier) and self.over == key.number - 1
         before = [
             p
             for p in self.parts
@@ -159,6 +159,8 @@ class Client:
             assert message.slice < part.sent, "a result before the contribution"
             part.answers[message.slice] = (message.weight, payload)
             part.not_finite[message.slice] = message.nonfinite
+            if message.over:
+                self.over = message.key.number
             return
         raise AssertionError(message)
 
@@ -279,6 +281,8 @@ class Cluster:
                 elif isinstance(message, Failure):
                     assert message.key is not None, message
                     client.fail(self.harness.origins[id(message), SEATS + rank], message)
+                elif isinstance(message, RoundDone):
+                    client.over = message.round
                 else:
                     assert isinstance(message, Result), message
                     client.take(message, bytes(payloads[0]) if payloads else None)

@@ -698,7 +698,7 @@ def test_a_daemon_that_is_killed_under_load_leaves_every_round_up_to_the_last(tm
                     pass
         (file,) = [file for _, file in files_of(tmp_path)]
         everything = items(file)
-        begin = max(index for index, item in enumerate(everything) if isinstance(item, Start))
+        begin = max(index for index, item in enumerate(everything) if isinstance(item, Group))
         numbers = [item.record.round for item in everything[begin:] if isinstance(item, Round)]
         assert numbers == list(range(len(numbers)))
         assert len(numbers) >= seen

@@ -33,7 +33,7 @@ from tests.engine_harness import (
 )
 from tests.examples import examples
 from tests.sharded_harness import ShardedHarness
-from tests.test_session import CREDIT, Tape, agree, joined_session, memory, push
+from tests.test_session import Tape, agree, joined_session, memory, push
 from tests.test_session_shards import URLS, Shards
 from tests.test_shard_laws import small_shares
 
@@ -390,16 +390,6 @@ class TestSession:
         assert [message for message in tape.take() if isinstance(message, Leave)]
         with pytest.raises(LeftOutError, match="late for round 0, while the others are in round 2"):
             push(session, 0)
-
-    def test_in_a_fixed_group_nothing_comes_unasked(self, tape: Tape) -> None:
-        session = joined_session(tape)
-        agree(session, tape, simple_plan([("b0", SLICE_BYTES)], UINT8, Op.SUM))
-        session.receive(Result(bucket(0), 0, 2.0, True), (memory(1).data,))
-
-        handle, _ = push(session, 0)
-
-        assert not handle.done()
-        assert CREDIT >= SLICE_BYTES
 
 
 # ── where they are kept ───────────────────────────────────────────────────────────────────────────────

@@ -93,25 +93,23 @@ class Boundaries:
         """Wait for every bucket of the round, or of ``parts``, and go on to the next one."""
         traffic, member, pushed = self._traffic, self._member, self._pushed
         rounds = member.rounds
-        plan, is_elastic = rounds.plan, bool(member.identity.membership.seats)
+        plan = rounds.plan
         assert plan is not None
         parts = parts or rounds.open or plan.each[0].parts
         if len(pushed) < len(parts) or parts != rounds.open:  # what is pushed may be another module's
             self._check_all_pushed(parts)
         for handle in pushed.values():
             self._await(handle, timeout)
-        if is_elastic or plan.is_shared:
-            if any(plan.buckets[part].numel for part in parts):
-                if is_elastic:
-                    self._await_boundary(timeout)
-            elif plan.is_shared:  # nobody else has heard of it
-                pushed.clear()
-                return
+        if any(plan.buckets[part].numel for part in parts):
+            self._await_boundary(timeout)
+        elif plan.is_shared:  # nobody else has heard of it
+            pushed.clear()
+            return
         warning = rounds.note_not_finite() if member.identity.sifts else None
         with traffic.mutex:
             if warning is not None:
                 member.effects.add(warning)
-            is_kept = member.finish_round(is_elastic)
+            is_kept = member.finish_round()
             effects = member.effects.take() if member.effects.pending else None
         if effects is not None:
             traffic.carry_out(effects)

@@ -138,7 +138,7 @@ class Worker(ObjectCollectives):
         ``snapshot`` is called between two rounds, before the first push of the next round at the latest. It must return
         all state, as plain values and tensors. These are copied, and then sent while training continues.
         """
-        if self._session.membership.seats:
+        if not self._session.membership.needs_all:
             self._session.donor.serve(snapshot)
 
     def boundary(self) -> None:

@@ -173,7 +173,7 @@ def join(wish: Wish) -> Worker:
     try:
         if session.membership.durable:  # even without patience: others may return, and ask what this one holds
             session.endure(Lifeline(connection, session, wish.reconnect))
-        elif session.membership.seats:
+        elif not session.membership.needs_all:
             connection.attach(Farewell(session, url))
         _attend_shards(connection, session, until)
         if channel != "tcp":

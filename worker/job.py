@@ -414,7 +414,7 @@ class Job:
             log.info("%s", said)
             self._worker.close(f"it was told to stop; round {self.round} is saved")
             raise SystemExit(0)
-        if not self._worker._session.membership.seats:  # a group of fixed size
+        if self._worker._session.membership.needs_all:
             raise WorkerLeftError(
                 f"{said}. This group needs all of its workers: start again from there", worker=names[0], rank=leaving[0]
             )
@@ -553,7 +553,7 @@ class Job:
         if isinstance(data, DataRanges):
             return None
         own = (data.rank, data.world_size) == (worker.rank, worker.world_size)
-        return (lambda: (worker.rank, worker.world_size)) if worker._session.membership.seats and own else None
+        return (lambda: (worker.rank, worker.world_size)) if own and not worker._session.membership.needs_all else None
 
     def _check_step(self, before: object, after: object) -> None:
         if self._position is None:

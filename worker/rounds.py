@@ -214,11 +214,12 @@ class Rounds:
         if not self._buffers:
             return
         weight, sends = self._open(), self._sends_buffers()
-        elastic = bool(self._worker._session.membership.seats)
+        membership = self._worker._session.membership
+        may_be_left_out = not membership.needs_all or bool(membership.late)
         for index, bucket in self._numbered_buffers():
             present = sends and bucket.changed()
             if present:
-                if elastic:
+                if may_be_left_out:
                     self._saved[index] = bucket.flat.clone()
                 bucket.pack()
             self._staging.push(index, bucket.flat, weight, present)

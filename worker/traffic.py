@@ -126,8 +126,7 @@ class Traffic:
             key = member.exchanges.next_collective()
             handle = self.handle_of(key, operation, value)
             member.exchanges.begin(key, operation, source, destination, weight, handle)
-            if member.identity.membership.seats:
-                handle.on_error(self._owner.heed)
+            handle.on_error(self._owner.heed)
             effects = member.effects.take()
         self._go_on(effects, background)
         return handle
@@ -241,7 +240,7 @@ class Traffic:
             there = self.member.exchanges.shards[shard]
             exchange = there.exchanges.get(result.key)
             if exchange is not None:
-                exchange = self.member.exchanges.settling(exchange, result, there)
+                exchange = self.member.exchanges.settling(exchange, result)
         if exchange is not None:
             self._write(exchange, result, payload, shard)
 

@@ -335,8 +335,8 @@ class OpenGroup(RemoteOrder):
     """A group is complete. ``seats`` by rank; ``credit`` in bytes for each; ``timeout`` in seconds.
 
     ``rates`` are those of its data shards (none if there is one only), and ``shard`` is the place of this one among
-    them. Workers come to a shard elsewhere by themselves, and show ``tokens``, which are by rank too. An ``elastic``
-    group goes on without members that depart. Its ranks are seats here, and a seat without a name has no member yet.
+    them. Workers come to a shard elsewhere by themselves, and show ``tokens``, which are by rank too. A group
+    that ``needs_all`` ends when any member is lost. Ranks are seats here, and a seat without a name has no member yet.
     With ``digests`` rounds are hashed for the ledger. A listener may leave as many bytes unread as its ``backlog``;
     ``lateness`` says when a round is closed without stragglers. A ``durable`` group survives its coordinator, so its
     members are told the facts that a later coordinator needs. ``nonfinite`` says what becomes of gradients that are
@@ -351,7 +351,7 @@ class OpenGroup(RemoteOrder):
     rates: Rates = ()
     shard: Annotated[int, Field(integer(1, MAX_SHARDS - 1))] = 0
     tokens: Tokens = ()
-    elastic: Flag = False
+    needs_all: Flag = False
     digests: Flag = False
     backlog: Count = BACKLOG_BYTES
     lateness: _Lateness = None
@@ -393,8 +393,8 @@ class SetPlan(RemoteOrder):
 class Depart(RemoteOrder):
     """A member is gone: its contributions count, and exchanges that still need it fail with ``error``.
 
-    ``epoch`` is that of the membership without it, if the group is elastic. If its process has ``ended``, no process
-    writes to memory that it shared.
+    ``epoch`` is that of the membership without it. If its process has ``ended``, no process writes to memory that it
+    shared. If its loss ``breaks`` the group, every exchange that lacks some of it fails.
     """
 
     group: Name
@@ -402,6 +402,7 @@ class Depart(RemoteOrder):
     error: _Error
     epoch: Count = 0
     ended: Flag = False
+    breaks: Flag = False
 
 
 @order("close")

@@ -126,7 +126,9 @@ def lateness_of(
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An elastic group: one that goes on when members leave or are lost.
+    """Rules of a group: how many members it has, and what it waits for.
+
+    With a minimum below the maximum the group is elastic: it continues when members leave or are lost.
 
     Attributes:
         minimum: it begins when so many are there, and makes no further round with fewer.
@@ -140,6 +142,8 @@ class Policy:
         lateness: when a round is closed without those who are late; None for never.
         state_seconds: how long the others wait, at most, for a learner that gets its state.
         state_rate: bytes of it that must come in a second meanwhile.
+        rejoin: seconds that a group with fewer than the minimum waits for a worker to join, before it ends. None for
+            the default: 0 if minimum and maximum are equal, else the longest timeout of its founders.
     """
 
     minimum: int
@@ -152,17 +156,43 @@ class Policy:
     lateness: Lateness | None = None
     state_seconds: float = STATE_SECONDS
     state_rate: float = STATE_BYTES_A_SECOND
+    rejoin: float | None = None
 
     def __post_init__(self) -> None:
+        if self.minimum == self.maximum and not 1 <= self.minimum <= MAX_WORLD_SIZE:
+            raise InvalidWorldSizeError(f"a world size is 1 to {MAX_WORLD_SIZE}, not {self.minimum}")
         if not 1 <= self.minimum <= self.maximum <= MAX_WORLD_SIZE:
             raise InvalidWorldSizeError(
-                f"an elastic group has MIN to MAX workers, 1 ≤ MIN ≤ MAX ≤ {MAX_WORLD_SIZE}, "
+                f"a group has MIN to MAX workers, 1 ≤ MIN ≤ MAX ≤ {MAX_WORLD_SIZE}, "
                 f"not {self.minimum} to {self.maximum}"
             )
+        if self.rejoin is not None and not 0 <= self.rejoin <= MAX_TIMEOUT:
+            raise InvalidArgumentError(f"a group waits 0 to {MAX_TIMEOUT:g} s for a worker, not {self.rejoin!r}")
         if self.lateness is not None and not self.backlog:
             raise InvalidArgumentError(
                 "a backlog of 0 leaves out whoever is late, whose results come unasked: a quorum, or backups, need one"
             )
 
+    @classmethod
+    def of(cls, size: int | Policy) -> Policy:
+        """Give the policy of a group with exactly ``size`` members, or the policy itself."""
+        return size if isinstance(size, Policy) else cls(size, size)
+
+    @property
+    def ends_at_once(self) -> bool:
+        """True if the group ends when fewer than the minimum are left, without waiting for another worker."""
+        return self.rejoin == 0 or (self.rejoin is None and self.minimum == self.maximum)
+
+    @property
+    def needs_all(self) -> bool:
+        """True if the loss of any member ends the group."""
+        return self.minimum == self.maximum and self.ends_at_once
+
+    def patience(self, timeout: float) -> float:
+        """Seconds to wait for a worker below the minimum; ``timeout`` is the longest of the founders."""
+        return 0.0 if self.ends_at_once else timeout if self.rejoin is None else self.rejoin
+
     def __str__(self) -> str:
+        if self.minimum == self.maximum:
+            return str(self.minimum)
         return f"{self.minimum} or more" if self.maximum == MAX_WORLD_SIZE else f"{self.minimum} to {self.maximum}"

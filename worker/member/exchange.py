@@ -306,9 +306,9 @@ class Exchange:
         """These were answered, and have to be given once more all the same."""
         self.answered.difference_update(slices)
 
-    def takes(self, start: int, stop: int, unasked: bool) -> bool:
-        """Return true if a result of slices ``start`` up to ``stop`` may come, or ``unasked`` before they are sent."""
-        return start not in self.answered and self.start <= start < stop <= (self.stop if unasked else self.sent)
+    def takes(self, start: int, stop: int) -> bool:
+        """Tell whether a result of the slices from ``start`` up to ``stop`` may come; it may before they are sent."""
+        return start not in self.answered and self.start <= start < stop <= self.stop
 
     def settle(self, start: int, stop: int) -> None:
         """The slices from ``start`` up to ``stop`` have their result: a slot that they passed through may be free."""

@@ -135,8 +135,7 @@ class Exchanges:
         """Number the group's next collective."""
         if self._identity.stage is not Stage.MEMBER:
             raise self._identity.not_yet("call collectives")
-        part = self._rounds.number if self._identity.membership.seats else 0
-        return ExchangeKey(Stream.COLLECTIVE, self._next_number(Stream.COLLECTIVE), part)
+        return ExchangeKey(Stream.COLLECTIVE, self._next_number(Stream.COLLECTIVE), self._rounds.number)
 
     def next_transfer(self, ends: tuple[int, int, int]) -> ExchangeKey:
         """Number the next transfer between two ranks: ``ends`` is (source rank, target rank, tag)."""
@@ -178,7 +177,7 @@ class Exchanges:
             coder = self._make_coder(key, layout, source, destination, feedback, identity.sifts)
         what = key, pool, operation, layout, source, destination, weight, waiter, self._channel, self.slots, coder
         named = operation.kind in WORLD_BOUND or key.stream == Stream.TRANSFER
-        epoch = welcome.epoch if welcome.seats and named else 0
+        epoch = welcome.epoch if named else 0
         regions = inventory.regions if inventory is not None else None
         if len(bounds) == 2:
             exchange = Exchange(*what, epoch=epoch, regions=regions, heavier=heavier)
@@ -261,10 +260,9 @@ class Exchanges:
         """Return true if what this worker gave to the slices of ``result`` does not count."""
         return bool(result.without) and lacks(result, self._identity.member_id)
 
-    def settling(self, exchange: Exchange, result: Result, there: ShardTraffic) -> Exchange | None:
+    def settling(self, exchange: Exchange, result: Result) -> Exchange | None:
         """Give ``exchange`` if a result is to be written to it, before `settled`; None if it is not its."""
-        may_be_early = there.held or bool(self._identity.membership.seats)
-        if not exchange.takes(result.slice, result.slice + result.slices, may_be_early):
+        if not exchange.takes(result.slice, result.slice + result.slices):
             return None
         if result.without and self.lacks_us(result):
             self._stragglers.note_late(result.key.number)

@@ -37,9 +37,8 @@ class Identity:
         return self.member_of(self.membership.rank)
 
     def member_of(self, rank: int) -> int:
-        """Give the member id of ``rank``. It is the rank where membership is fixed."""
-        seats = self.membership.seats
-        return seats[rank] if seats else rank
+        """Give the member id of ``rank``."""
+        return self.membership.seats[rank]
 
     def take(self, welcome: Welcome) -> None:
         """Take the coordinator's word that this worker is let in."""
@@ -63,7 +62,7 @@ class Identity:
     def check(self, news: Membership) -> None:
         """Raise MalformedMessageError if ``news`` cannot be a membership of this worker."""
         seats, rank = self.membership.seats, self.membership.rank
-        if not seats or seats[rank] not in news.seats or len(news.names) != len(news.seats):
+        if seats[rank] not in news.seats or len(news.names) != len(news.seats):
             raise MalformedMessageError(f"a Membership of seats {news.seats[:16]} for {len(news.names)} names")
 
     def note_not_finite(self, waiter: Waiter, result: Result) -> None:
@@ -85,7 +84,7 @@ def check_welcome(message: Welcome) -> None:
     """Raise MalformedMessageError if ``message`` contradicts itself."""
     if not 0 <= message.rank < len(message.names):
         raise MalformedMessageError(f"a Welcome as rank {message.rank} of {len(message.names)}")
-    if message.seats and len(message.seats) != len(message.names):
+    if len(message.seats) != len(message.names):
         raise MalformedMessageError(f"a Welcome with {len(message.seats)} seats for {len(message.names)}")
     if message.shards and (len(message.rates) != len(message.shards) + 1 or not any(message.rates)):
         raise MalformedMessageError(f"a Welcome with {len(message.shards) + 1} data shards, and rates {message.rates}")

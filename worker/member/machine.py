@@ -198,15 +198,14 @@ class Member:
         is_member = self.identity.stage is Stage.MEMBER
         return is_small and is_member and not any(shard.queue.waiting for shard in self.exchanges.shards)
 
-    def finish_round(self, is_elastic: bool) -> bool:
+    def finish_round(self) -> bool:
         """Go on to the next round. Return true if this worker was late, and what it gave counts in a later one."""
         is_kept, warning = self.stragglers.finish()
         if warning is not None:
             self.effects.add(warning)
         self.rounds.finish()
         self.stragglers.backlog.forget(self.rounds.number)
-        if is_elastic:
-            self.exchanges.forget_collectives()
+        self.exchanges.forget_collectives()
         return is_kept
 
     # ── results ───────────────────────────────────────────────────────────────────────────────────────
@@ -222,7 +221,7 @@ class Member:
             return None
         if not there.held and (result.slice + result.slices > exchange.sent or self.exchanges.lacks_us(result)):
             self.exchanges.read_unasked(payload, shard)
-        return self.exchanges.settling(exchange, result, there)
+        return self.exchanges.settling(exchange, result)
 
     def _heard_early(self, result: Result, payload: Buffer | None, there: ShardTraffic) -> None:
         """Take the result of what has not begun."""

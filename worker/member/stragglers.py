@@ -99,7 +99,7 @@ class Stragglers:
         """Keep a result for what has not begun; false if there is no room. What has ended is nobody's any more."""
         key, rounds = result.key, self._rounds
         to_come = key.number > rounds.number or (key.number == rounds.number and key.part not in rounds.pushed)
-        if key.stream != Stream.BUCKET or not self._identity.membership.seats or not to_come:
+        if key.stream != Stream.BUCKET or not to_come:
             return True
         return self.backlog.put(result, payload)
 

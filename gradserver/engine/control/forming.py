@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gradserver.engine.control import journal, learners
 from gradserver.engine.control.group import Applicant, Group, check_applicant, check_name, join_timeout, new_group
-from gradserver.engine.control.members import connection_lost
+from gradserver.engine.control.members import abandon, connection_lost
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.welcome import welcome_to
 from gradserver.engine.effects import Effects
@@ -23,8 +23,6 @@ _NOBODY = Seat(-1, "")
 def may_begin(group: Group, now: float) -> bool:
     """Whether a forming group has all that it waits for."""
     policy, count = group.policy, len(group.applicants)
-    if policy is None:
-        return count == group.world
     if count < policy.minimum:
         return False
     wishes = [applicant.join.world_size for applicant in group.applicants]
@@ -41,6 +39,9 @@ def join(registry: Registry, connection: int, message: Join, now: float, effects
     registry.check_free(connection)
     check_name("the group's name", message.group, MAX_NAME_BYTES)
     group = registry.groups.get(message.group)
+    if group is not None and _is_started_anew(group, message.name):
+        abandon(registry, group, f"{message.name!r} was started anew", effects)
+        group = None
     if group is None:
         registry.access.check_group(message.group)
         told = registry.told(message.group)
@@ -60,9 +61,18 @@ def join(registry: Registry, connection: int, message: Join, now: float, effects
         return
     group.applicants.append(applicant)
     registry.places[connection] = group.name
-    effects.log(f"group {group.name!r}: {message.name!r} joined ({len(group.applicants)} of {group.size})")
+    effects.log(f"group {group.name!r}: {message.name!r} joined ({len(group.applicants)} of {group.policy})")
     if may_begin(group, now):
         _activate(registry, group, effects)
+
+
+def _is_started_anew(group: Group, name: str) -> bool:
+    """Tell whether a worker called ``name`` shows that the processes of a group that needs them all are gone.
+
+    All of them are away, and one joins instead of coming back: its process is another one.
+    """
+    names = {group.seats.names[seat] for seat in group.away}
+    return group.begun and group.is_deserted and group.policy.needs_all and name in names
 
 
 def overdue(registry: Registry, group: Group, now: float, effects: Effects) -> None:
@@ -115,7 +125,7 @@ def _seat_all(registry: Registry, group: Group, effects: Effects) -> tuple[Seat,
     group.timeout = max(applicant.join.timeout for applicant in group.applicants)
     group.round_timeout = registry.round_timeout or group.timeout
     group.applicants.clear()
-    waits_for_all = group.policy is not None and group.policy.lateness is None
+    waits_for_all = group.policy.lateness is None
     if waits_for_all and registry.incarnation:
         group.secret = registry.roster.token()
     registry.roster.staff(group)

@@ -33,7 +33,6 @@ from gradserver.protocol.limits import (
     MAX_GROUPS,
     MAX_HEADER_BYTES,
     MAX_NAME_BYTES,
-    MAX_ROUNDS_AHEAD,
     MAX_SHARDS,
     MAX_TOKEN,
     MAX_UNWRITTEN_ROUNDS,
@@ -47,7 +46,7 @@ from gradserver.protocol.ranges import Ranges
 from gradserver.protocol.shards import Table
 
 _LEDGER_ROUNDS = 256
-_SHOWN = ("round", "weights", "opened", "completed", "last")
+_SHOWN = ("round", "weights", "opened", "completed", "last", "cut")
 """What the status has of the last round."""
 _BESIDE_NAMES = 2 * MAX_NAME_BYTES + MAX_TOKEN + MAX_SHARDS * (MAX_URL + 12)
 """Bytes of a Welcome that are not names, at most."""
@@ -63,7 +62,7 @@ _MOST_CALLED = 16
 
 @dataclass(slots=True)
 class Applicant:
-    """Someone who joined a group that is not complete yet."""
+    """A worker that joined a group which is not complete yet."""
 
     connection: int
     join: Join
@@ -105,8 +104,7 @@ class Group:
     name: str
     world: int
     """How many are, or may come to be, in it."""
-    policy: Policy | None = None
-    """Of an elastic group."""
+    policy: Policy
     nonfinite: OnNonFinite = OnNonFinite.HALT
     """What becomes of gradients that are not finite."""
     found: Findings = field(default_factory=Findings)
@@ -121,7 +119,7 @@ class Group:
     founders: int = 0
     """How many seats there were then."""
     turns: Turns = field(default_factory=Turns)
-    """Which module the open round is of, and who asks that."""
+    """Which module the open round is of, and which members ask that."""
     unheeded: deque[Unheeded] = field(default_factory=deque)
     """What shards elsewhere were told of who is there, and do not all go by yet."""
     held: RoundRecord | None = None
@@ -129,11 +127,11 @@ class Group:
     held_again: bool = False
     """Whether some member may have heard before that this round is over. It may be in the next one."""
     learners: dict[int, Learner] = field(default_factory=dict)
-    """Those who join the running group, by seat."""
+    """Workers that join the running group, by seat."""
     first_rounds: dict[int, int] = field(default_factory=dict)
-    """Since when those contribute who have joined, by seat."""
+    """First round of each member that joined the running group, by seat."""
     queue: list[Applicant] = field(default_factory=list)
-    """Those who would, if there were a seat for them."""
+    """Applicants that wait for a free seat."""
     transfers: int = 0
     """States that were asked for so far."""
     in_vain: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -173,7 +171,7 @@ class Group:
     version: int = 0
     """The number of that."""
     unaware: set[int] = field(default_factory=set)
-    """Members who came back without knowing the plan that all have agreed on."""
+    """Members that came back without knowing the plan that all have agreed on."""
     planned: int = 0
     """The first round of the plan."""
     timeout: float = 0.0
@@ -243,7 +241,7 @@ class Group:
     @property
     def pause_ends(self) -> float | None:
         """When members have waited long enough for others; None if they wait for nobody, or nobody is there."""
-        return None if self.paused is None or self.is_deserted else self.paused + self.timeout
+        return None if self.paused is None or self.is_deserted else self.paused + self.policy.patience(self.timeout)
 
     @property
     def due(self) -> int:
@@ -259,8 +257,7 @@ class Group:
         """The latest round that a member can be in."""
         if self.uncertain:
             return self.due + MAX_UNWRITTEN_ROUNDS
-        # members of a fixed group begin the next round by themselves, when they have all results of the last one
-        return self.due + (MAX_ROUNDS_AHEAD if self.shards and self.policy is None else 0)
+        return self.due
 
     def check_round(self, number: int, what: str) -> None:
         """UnexpectedMessageError if no member can be in round ``number`` when it says ``what``."""
@@ -278,13 +275,18 @@ class Group:
     @property
     def late_are(self) -> str:
         """What becomes of what members give too late, in a Welcome's words; empty if all are waited for."""
-        lateness = self.policy.lateness if self.policy is not None else None
+        lateness = self.policy.lateness
         return "" if lateness is None else "keep" if lateness.keeps else "drop"
 
     @property
-    def size(self) -> str:
-        """How many workers it is to have."""
-        return str(self.world if self.policy is None else self.policy)
+    def next_count(self) -> int:
+        """Number of members, and of learners that contribute to the next round."""
+        return len(self.members) + sum(one.is_coming for one in self.learners.values())
+
+    @property
+    def lacks_workers(self) -> bool:
+        """True if fewer than the minimum contribute to the next round."""
+        return self.next_count < self.policy.minimum
 
     @property
     def begun(self) -> bool:
@@ -378,23 +380,29 @@ def check_world(world: int, where: str) -> None:
         raise InvalidWorldSizeError(f"{where}: a world size is 1 to {MAX_WORLD_SIZE}, not {world}")
 
 
-def new_group(join: Join, told: int | Policy, others: int, nonfinite: OnNonFinite) -> Group:
-    """The group that ``join`` is the first to ask for, beside ``others``. ``told``: its size; 0 if nobody said it."""
-    if isinstance(told, int) and told and join.world_size not in (0, told):
+def new_group(join: Join, told: Policy | None, others: int, nonfinite: OnNonFinite) -> Group:
+    """Make the group that ``join`` is the first to ask for, beside ``others``. ``told`` is what the coordinator was."""
+    if told is not None and not _suits(join, told):
         raise InvalidWorldSizeError(
             f"{join.name!r} wants a world size of {join.world_size}, the coordinator was started with {told} "
             f"for group {join.group!r}"
         )
-    world = told.maximum if isinstance(told, Policy) else told or join.world_size
-    if not world:
+    if told is None and not join.world_size:
         raise InvalidWorldSizeError(
             f"nobody said how many workers group {join.group!r} has: give world_size= to connect (or WORLD_SIZE "
             f"in the environment), or --workers N to `gradserver serve`"
         )
-    check_world(world, f"group {join.group!r}")
+    if told is None:
+        check_world(join.world_size, f"group {join.group!r}")
     if others >= MAX_GROUPS:
         raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
-    return Group(join.group, world, told if isinstance(told, Policy) else None, nonfinite)
+    policy = told or Policy.of(join.world_size)
+    return Group(join.group, policy.maximum, policy, nonfinite)
+
+
+def _suits(join: Join, policy: Policy) -> bool:
+    """Tell whether a group with this policy can have the world size that ``join`` asks for, if it asks for one."""
+    return not join.world_size or policy.minimum <= join.world_size <= policy.maximum
 
 
 def check_name(what: str, name: str, limit: int) -> None:
@@ -408,18 +416,20 @@ def check_name(what: str, name: str, limit: int) -> None:
 
 def check_applicant(group: Group, join: Join, now: float) -> None:
     """Raise the error that keeps this applicant out, if there is one."""
-    each = 5 if group.policy is None else 8  # msgpack's own bytes, and those of a seat, twice
-    most = group.world if group.policy is None else group.policy.maximum
+    policy = group.policy
+    most = policy.maximum
+    each = 8  # msgpack's own bytes, and those of a seat, twice
     fair_share = (MAX_HEADER_BYTES - _BESIDE_NAMES) // most - each  # of a Welcome, and of a Membership
     check_name(f"in a group of {most}, the worker's name", join.name, min(MAX_NAME_BYTES, fair_share))
-    least, most = (group.world,) * 2 if group.policy is None else (group.policy.minimum, group.policy.maximum)
-    if join.world_size and not least <= join.world_size <= most:
+    if not _suits(join, policy):
         raise InvalidWorldSizeError(
-            f"{join.name!r} wants a world size of {join.world_size}, group {group.name!r} has {group.size}"
+            f"{join.name!r} wants a world size of {join.world_size}, group {group.name!r} has {policy}"
         )
-    if group.begun and (group.policy is None or group.broken is not None):
+    if group.begun and (policy.needs_all or group.broken is not None):
         why = f"it broke ({group.broken.message})" if group.broken else f"it is in round {group.rounds}"
-        state = "complete" if group.policy is None else "elastic, has begun,"
+        if group.is_deserted:
+            why += " and waits for its workers to come back"
+        state = "complete" if policy.minimum == policy.maximum else "elastic, has begun,"
         raise JoinRefusedError(
             f"group {group.name!r} is {state} and {why}; {join.name!r} cannot be added. "
             f"A new group can form under this name when these have left: {group.calls(group.members)}"
@@ -441,7 +451,7 @@ def join_timeout(group: Group, applicant: Applicant) -> JoinTimeoutError:
     here = ", ".join(
         f"{a.join.name!r}" + (f" (rank {a.join.rank})" if a.join.rank >= 0 else "") for a in group.applicants
     )
-    if group.policy is not None:
+    if group.policy.minimum < group.policy.maximum:
         return _too_few_joined(group, applicant, here)
     ranks = {a.join.rank for a in group.applicants if a.join.rank >= 0}
     unassigned = sum(a.join.rank < 0 for a in group.applicants)
@@ -459,10 +469,10 @@ def join_timeout(group: Group, applicant: Applicant) -> JoinTimeoutError:
 
 
 def _too_few_joined(group: Group, applicant: Applicant, here: str) -> JoinTimeoutError:
-    least = group.policy.minimum if group.policy else 0
+    least = group.policy.minimum
     missing = f"{least - len(group.applicants)} more, of any rank"
     return JoinTimeoutError(
-        f"group {group.name!r} has {len(group.applicants)} of {group.size} workers after "
+        f"group {group.name!r} has {len(group.applicants)} of {group.policy} workers after "
         f"{applicant.join.timeout:g} s: {here} came; missing: {missing}",
         missing=(missing,),
     )
@@ -509,8 +519,8 @@ def describe(group: Group, now: float) -> dict[str, object]:
     waiting = [{"name": a.join.name, "rank": a.join.rank, "waits": round(now - a.since, 3)} for a in applicants]
     return {
         "state": group.state,
-        "world_size": group.world if group.policy is None or not group.begun else len(group.members),
-        "elastic": None if group.policy is None else [group.policy.minimum, group.policy.maximum],
+        "world_size": len(group.members) if group.begun and not group.policy.needs_all else group.world,
+        "elastic": None if group.policy.needs_all else [group.policy.minimum, group.policy.maximum],
         "epoch": group.epoch,
         "round": group.rounds,
         "plan": None if group.plan is None else {"buckets": len(group.plan.buckets), "bytes": group.plan.nbytes},
@@ -519,18 +529,16 @@ def describe(group: Group, now: float) -> dict[str, object]:
         "joining": [joiner.describe(group.seats.rank(seat)) for seat, joiner in group.learners.items()],
         "broken": group.broken.message if group.broken else None,
         "data": group.positions.snapshot(),
-        "last_round": _record(group, group.ledger[-1]) if group.ledger else None,
+        "last_round": _record(group.ledger[-1]) if group.ledger else None,
         "timeout": group.timeout,
         "round_timeout": group.round_timeout,
         "nonfinite": {"policy": str(group.nonfinite), **group.found.describe(group.seats.names)},
     }
 
 
-def _record(group: Group, record: RoundRecord) -> dict[str, object]:
-    names = _SHOWN if group.policy is None else (*_SHOWN, "cut")
-    return {name: getattr(record, name) for name in names}
+def _record(record: RoundRecord) -> dict[str, object]:
+    return {name: getattr(record, name) for name in _SHOWN}
 
 
 def _member(group: Group, seat: int) -> dict[str, object]:
-    shown = {"rank": group.seats.rank(seat), "name": group.seats.names[seat]}
-    return shown if group.policy is None else {**shown, "seat": seat}
+    return {"rank": group.seats.rank(seat), "name": group.seats.names[seat], "seat": seat}

@@ -124,6 +124,11 @@ class Learner:
         waits = self.stage in (Stage.WAITING, Stage.READY) or self.plan is not None
         return self.since + self.join.timeout if waits else None
 
+    @property
+    def is_coming(self) -> bool:
+        """True if it contributes to the next round, or the others wait for that."""
+        return self.stage is Stage.ENTERED or (self.stage is Stage.RECEIVING and not self.listens)
+
     def transfer(self, seat: int) -> Transfer:
         """In which it gets the state."""
         return Transfer(self.number, self.donor, seat, not self.listens)

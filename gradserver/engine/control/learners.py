@@ -127,7 +127,7 @@ def seat_the_next(group: Group, entropy: Callable[[], str], effects: Effects) ->
     for applicant in list(group.queue):
         taken = {*group.members, *group.learners}
         names = {group.seats.names[seat] for seat in taken}
-        places = group.policy.maximum if group.policy is not None else 0
+        places = group.policy.maximum
         name = applicant.join.name
         own = namesake(name, group.seats.names, taken) if name in names else -1
         if own >= 0:  # it was called so when the group began, and is back
@@ -153,7 +153,7 @@ def _why_waits(group: Group, applicant: Applicant) -> str:
     same = [seat for seat in taken if group.seats.names[seat] == applicant.join.name]
     if same:
         return f"{group.call(same[0])} is a member already, and a name is one worker's (GRADSERVER_NAME, or name=)"
-    return f"group {group.name!r} has {len(taken)} workers, {group.calls(taken)}, and {group.size} is the most"
+    return f"group {group.name!r} has {len(taken)} workers, {group.calls(taken)}, and {group.policy} is the most"
 
 
 def welcome(group: Group, seat: int, credit: int, incarnation: int, effects: Effects) -> None:
@@ -290,7 +290,7 @@ def expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
         group.learners[seat].stage, group.learners[seat].round = Stage.ENTERED, record.round + 1
     listen: list[int] = []
     policy = group.policy
-    few = too_few(group)
+    few = group.lacks_workers
     free = sorted(group.donors, key=lambda seat: (group.donors[seat], seat))
     busy = {joiner.donor for joiner in group.learners.values()}
     if few:  # nobody trains meanwhile
@@ -299,14 +299,14 @@ def expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
     else:
         free = [seat for seat in free if seat not in busy]
     for seat, joiner in group.learners.items():
-        listens = not (few or joiner.waits or policy is None or not policy.backlog)
+        listens = not (few or joiner.waits or not policy.backlog)
         may = listens or few or now >= group.waits_again
         if joiner.stage is Stage.WAITING and free and may:
             group.transfers += 1
             joiner.stage, joiner.donor, joiner.number = Stage.RECEIVING, free.pop(0), group.transfers
             joiner.round = record.round + 1
             joiner.listens = listens
-            if policy is not None and not listens:
+            if not listens:
                 joiner.delivery = Delivery(policy.state_seconds, policy.state_rate, few)
             (listen if joiner.listens else expected).append(seat)
     orders: list[RemoteOrder] = []
@@ -361,19 +361,6 @@ def _waited_in_vain(group: Group, joiner: Learner, now: float) -> None:
     group.waits_again = now + _REST * (now - delivery.began)
     if joiner.donor in group.donors:
         group.donors[joiner.donor] += 1  # it may have been its fault: others come first the next time
-
-
-def coming(group: Group) -> int:
-    """How many contribute to the next round, and are not members."""
-    return sum(
-        joiner.stage is Stage.ENTERED or (joiner.stage is Stage.RECEIVING and not joiner.listens)
-        for joiner in group.learners.values()
-    )
-
-
-def too_few(group: Group) -> bool:
-    """Whether nobody trains until others have joined."""
-    return group.policy is None or len(group.members) + coming(group) < group.policy.minimum
 
 
 def awaits_state(group: Group, seats: Iterable[int]) -> bool:

@@ -56,7 +56,7 @@ def connection_lost(
     group = registry.groups[name]
     if not group.begun:
         group.applicants = [a for a in group.applicants if a.connection != connection]
-        if group.policy is not None and len(group.applicants) < group.policy.minimum:
+        if len(group.applicants) < group.policy.minimum:
             group.opens = None
         effects.log(f"group {name!r}: an applicant left ({reason})")
         if not group.applicants:
@@ -142,7 +142,7 @@ def remove(
         _close(registry, group, seat, reason, politely, effects)
         return
     turns.departed(group, seat, effects)
-    if group.policy is None:
+    if group.policy.ends_at_once and group.lacks_workers:
         _break_without(registry, group, seat, reason, politely, effects)
         return
     departure, others = depart(group, seat, reason, politely, ended, registry.next_epoch, effects)
@@ -168,7 +168,7 @@ def _close(registry: Registry, group: Group, seat: int, reason: str, politely: b
 
 
 def _break_without(registry: Registry, group: Group, seat: int, reason: str, politely: bool, effects: Effects) -> None:
-    """A fixed group cannot do without any of its members."""
+    """Too few are left, and the group waits for no other worker: all that are left are told which one was lost."""
     departed = group.seats.departed(seat, politely, f"({reason})").message
     effects.log(f"group {group.name!r}: {departed}")
     journal.members(group, departed, effects)
@@ -176,7 +176,7 @@ def _break_without(registry: Registry, group: Group, seat: int, reason: str, pol
     remedy = _OUT_OF_DATA if politely and group.plan is not None else ""
     error = group.seats.departed(seat, politely, f"{when}and is needed to go on: {reason}{remedy}")
     _break(group, error, effects)
-    registry.order(group, Depart(group.name, seat, error), effects)
+    registry.order(group, Depart(group.name, seat, error, breaks=True), effects)
 
 
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────────
@@ -217,11 +217,22 @@ def conflict(registry: Registry, group: Group, error: GradServerError, effects: 
     registry.order(group, Halt(group.name, error, False), effects)
 
 
+def abandon(registry: Registry, group: Group, reason: str, effects: Effects) -> None:
+    """End a group all of whose members are away."""
+    effects.log(f"group {group.name!r} ends after {group.rounds} rounds: all its workers are away, and {reason}")
+    for connection, error in learners.bereft(group):
+        del registry.places[connection]
+        _turn_away(connection, error, effects)
+    del registry.groups[group.name]
+    journal.closed(group, f"all its workers were away, and {reason}", effects)
+    registry.order(group, CloseGroup(group.name), effects)
+
+
 def disband(registry: Registry, group: Group, effects: Effects) -> None:
     """Nobody has come to take the place of those who departed: tell those who wait, and forget the group."""
-    least = group.policy.minimum if group.policy else 0
+    least, waited = group.policy.minimum, group.policy.patience(group.timeout)
     error = DeadlineError(
-        f"group {group.name!r} waited {group.timeout:g} s for workers after round {group.rounds - 1}: it has "
+        f"group {group.name!r} waited {waited:g} s for workers after round {group.rounds - 1}: it has "
         f"{len(group.members)}, {group.calls(group.members)}, and at least {least} are needed to go on",
         missing=(f"{least - len(group.members)} more, of any rank",),
         round=group.rounds,

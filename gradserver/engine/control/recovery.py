@@ -43,7 +43,7 @@ def begin(registry: Registry, group: Group, version: int, now: float, effects: E
         order.waiting.clear()  # members hear of it now, and push only when shards have come to this
     here = [seat for seat in group.members if seat not in group.away]
     if here:
-        until = now + (group.policy.missing if group.policy is not None else 0.0)
+        until = now + group.policy.missing
         group.away = {other: min(at, until) for other, at in group.away.items()}
     resumed = Resumed(registry.incarnation, version, group.urls)
     for seat in here:

@@ -15,7 +15,7 @@ from gradserver.engine.events import OpenGroup, RemoteOrder, Seat
 from gradserver.engine.orders import encode_order
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.errors import InvalidArgumentError, UnexpectedMessageError
-from gradserver.protocol.limits import BACKLOG_BYTES, MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS
+from gradserver.protocol.limits import MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS
 from gradserver.protocol.messages import Ordered
 
 HERE: Final = 0
@@ -65,13 +65,13 @@ class Registry:
         for name, world in worlds.items():
             if not isinstance(world, Policy):
                 check_world(world, f"group {name!r}")
+        self.worlds = {name: Policy.of(world) for name, world in worlds.items()}
         self.groups: dict[str, Group] = {}
         self.places: dict[int, str] = {}
         self.quotas = Quotas(quota, {*(worlds.keys() - {OTHERS}), *(access.groups or ())})
         self.roster = Roster(entropy, rate, access)
         self.access = access
         self.nonfinite = nonfinite
-        self.worlds = dict(worlds)
         self.credit = credit
         self.incarnation = incarnation
         self.runs = runs
@@ -130,9 +130,9 @@ class Registry:
             raise UnexpectedMessageError(f"a Resume of epoch {epoch}, where {most} is the latest that can have begun")
         self._epochs = max(self._epochs, epoch)
 
-    def told(self, name: str) -> int | Policy:
-        """What the coordinator was told of the size of a group; 0 if nothing."""
-        return self.worlds.get(name, self.worlds.get(OTHERS, 0))
+    def told(self, name: str) -> Policy | None:
+        """Give what the coordinator was told of a group; None if nothing."""
+        return self.worlds.get(name) or self.worlds.get(OTHERS)
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -148,10 +148,10 @@ class Registry:
             rates=group.table.rates,
             shard=shard,
             tokens=tokens,
-            elastic=policy is not None,
+            needs_all=policy.needs_all,
             digests=self._digests,
-            backlog=BACKLOG_BYTES if policy is None else policy.backlog,
-            lateness=None if policy is None or group.secret else policy.lateness,  # a durable one waits for all
+            backlog=0 if policy.needs_all and policy.lateness is None else policy.backlog,
+            lateness=None if group.secret else policy.lateness,  # a durable one waits for all
             durable=bool(group.secret),
             nonfinite=group.nonfinite,
             steady=is_steady(group),

@@ -43,12 +43,12 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Ef
     for record in records:
         state.apply(Dated(now, record))
     for name, found in state.groups.items():
-        policy = registry.told(name)
         if not found.is_durable or not found.epochs:
             continue
-        if not isinstance(policy, Policy):
-            what = "it is served with another number of workers now, and ends"
-            effects.log(f"group {name!r} was durable: {what}", warning=True)
+        policy = _policy(found, registry.told(name))
+        if policy is None:
+            what = f"--workers is {registry.told(name)} now, which is not what it began with"
+            effects.log(f"group {name!r} ends: {what}", warning=True)
             continue
         group = _group(name, found, policy, now)
         group.round_timeout = registry.round_timeout or group.timeout
@@ -58,6 +58,19 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Ef
         what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
         effects.log(f"group {name!r}: {what}; it was in round {group.rounds}, epoch {group.epoch}")
         yield group
+
+
+def _policy(found: GroupState, told: Policy | None) -> Policy | None:
+    """Give the policy that the group goes on with; None if it cannot go on with what the coordinator was ``told``.
+
+    Nothing is told of a group if its workers give its size. Then it is that of its first membership.
+    """
+    founded = found.latest(Founded)
+    policy = told or (Policy.of(founded.world) if founded is not None else None)
+    if policy is None or not policy.needs_all:
+        return policy
+    *_, latest = (dated.record for dated in found.epochs.values())
+    return policy if isinstance(latest, Epoch) and len(latest.members) == policy.minimum else None
 
 
 def _promote(registry: Registry, group: Group, entered: Entered, now: float, effects: Effects) -> None:

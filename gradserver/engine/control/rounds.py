@@ -94,8 +94,7 @@ def _over(group: Group, record: RoundRecord, told: bool, effects: Effects) -> No
 
 def _hold(group: Group, record: RoundRecord, again: bool, effects: Effects) -> None:
     """The round is complete, and is over for members when all shards know which of them take part in the next one."""
-    if group.policy is not None:
-        group.held, group.held_again = record, again
+    group.held, group.held_again = record, again
     _begin_next(group, record, effects)
 
 
@@ -166,7 +165,7 @@ def is_steady(group: Group) -> bool:
 
     With data shards elsewhere no single one of them knows that a round is complete.
     """
-    return not (group.policy is None or group.secret or group.shards or group.learners)
+    return not (group.secret or group.shards or group.learners)
 
 
 def _expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
@@ -174,7 +173,7 @@ def _expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
 
     A member has begun it if it heard that the round is over, before results were lost and the round was done again.
     """
-    if group.held_again and not learners.too_few(group):
+    if group.held_again and not group.lacks_workers:
         return []
     return learners.expect(group, record, now)
 
@@ -182,12 +181,13 @@ def _expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
 def _end_round(group: Group, record: RoundRecord, now: float, effects: Effects) -> None:
     """A round is complete: the next one may begin, with whoever is there, if they are enough."""
     group.late.pop(record.round, None)
-    least, count = group.policy.minimum if group.policy else 0, len(group.members) + learners.coming(group)
-    if count < least:
+    if group.lacks_workers:
         if group.paused is None:
             group.paused = record.completed
             effects.log(
-                f"waiting for workers: group {group.name!r} has {count}, at least {least} are needed", warning=True
+                f"waiting for workers: group {group.name!r} has {group.next_count}, at least {group.policy.minimum} "
+                f"are needed to go on; it waits {group.policy.patience(group.timeout):g} s",
+                warning=True,
             )
         return
     group.held = group.paused = None
@@ -212,13 +212,13 @@ def close_round(group: Group, late: Late, effects: Effects) -> CutRound | None:
     who = [seat for seat in late.seats if seat in there]
     if late.round != group.rounds or not who or learners.awaits_state(group, late.seats):
         return None
-    lateness = group.policy.lateness if group.policy is not None else None
+    lateness = group.policy.lateness
     if lateness is None:
         text = f"round {late.round} of group {group.name!r} waits for {group.calls(who)} {late.why}"
         effects.log(text, warning=True)
         return None
     gone = group.late.setdefault(late.round, set())
-    count = len(group.members) + learners.coming(group)
+    count = group.next_count
     spared = count - lateness.needed(count) - len(gone & there)
     who = [seat for seat in who if seat not in gone][: max(spared, 0)]
     if not who:
@@ -235,7 +235,7 @@ def close_round(group: Group, late: Late, effects: Effects) -> CutRound | None:
 
 def behind(group: Group, seat: int, number: int) -> LeftOutError:
     """What to tell a member that has left too much unread."""
-    size = (group.policy.backlog if group.policy is not None else 0) / MIB
+    size = group.policy.backlog / MIB
     what = f"more than {size:g} MiB of results, of rounds that closed without it, wait to be read (--backlog)"
     return group.seats.left_out(seat, f"group {group.name!r} in round {number}: {what}")
 

@@ -37,7 +37,6 @@ from gradserver.engine.events import (
     Reseat,
     Seat,
 )
-from gradserver.engine.policy import Policy
 from gradserver.protocol.beacon import beacon_id
 from gradserver.protocol.errors import ConnectionLostError, JoinRefusedError, LeftOutError, UnexpectedMessageError
 from gradserver.protocol.resuming import Resume, Resumed
@@ -81,7 +80,7 @@ def absent(registry: Registry, group: Group, report: Absent, source: int, now: f
 def _detach(registry: Registry, group: Group, seat: int, reason: str, now: float, effects: Effects) -> None:
     """A member is away."""
     del registry.places[group.members[seat].connection]
-    policy = group.policy or Policy(1)
+    policy = group.policy
     group.members[seat] = Seat(-1, group.members[seat].name)
     all_break = group.shards and group.recovering  # a shard was lost: everybody makes new connections
     group.away[seat] = now + (policy.missing if all_break else policy.dead_after / 2)
@@ -153,7 +152,7 @@ def _check(group: Group | None, message: Resume) -> Group:
     """The group that somebody comes back to. Raises why he cannot."""
     name = group.seats.names[message.seat] if group is not None and message.seat < len(group.seats.names) else ""
     if group is None or not group.secret:
-        if group is not None and group.policy is not None and name and group.broken is None:
+        if group is not None and name and group.broken is None:
             raise left_out(group, message.seat, "its connection broke, and without --state-dir no place is kept")
         raise JoinRefusedError(f"there is no durable group {message.group[:128]!r} to come back to: join it")
     if name and not hmac.compare_digest(token_of(group, message.seat).encode(), message.token.encode()):

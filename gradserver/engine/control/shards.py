@@ -133,7 +133,7 @@ def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord |
     world = max(len(one.weights) for one in reported.values())
     reported = {shard: _widened(one, world) for shard, one in reported.items()}
     done = _whole(list(reported.values()), world)
-    return done if group.policy is None else _merged(group, done, reported)
+    return _merged(group, done, reported)
 
 
 def _widened(record: RoundRecord, world: int) -> RoundRecord:

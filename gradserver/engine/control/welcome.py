@@ -43,7 +43,7 @@ def welcome_to(group: Group, seat: int, token: str, credit: int, incarnation: in
         shards=group.urls,
         rates=group.table.rates,
         token=token_of(group, seat) if group.secret else token,
-        seats=() if group.policy is None else tuple(present),
+        seats=tuple(present),
         durable=bool(group.secret),
         incarnation=incarnation if group.secret else 0,
         founded=group.founded if joins else 0,
@@ -51,4 +51,5 @@ def welcome_to(group: Group, seat: int, token: str, credit: int, incarnation: in
         late=group.late_are,
         timeout=group.round_timeout,
         nonfinite=str(group.nonfinite),
+        needs_all=group.policy.needs_all,
     )

@@ -246,10 +246,9 @@ def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effec
     if len(current.done) < group.full_buckets[current.section]:
         return
     del group.rounds[number]
-    if group.order.elastic:
-        took = now - current.opened - current.waited
-        finished = {rank: last for rank, (_, last) in current.arrivals.items()}
-        group.pace.completed(took if current.quorum_at is None else current.quorum_at - current.opened, finished)
+    took = now - current.opened - current.waited
+    finished = {rank: last for rank, (_, last) in current.arrivals.items()}
+    group.pace.completed(took if current.quorum_at is None else current.quorum_at - current.opened, finished)
     if group.hashing is not None:
         group.hashing.completed(now)
     record = current.record(number, group.world, group.plan, now)

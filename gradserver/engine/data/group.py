@@ -153,8 +153,7 @@ class Group:
         if key.stream == Stream.TRANSFER:
             source, target = self.seats.rank(key.source), self.seats.rank(key.target)
             return f"transfer {key.number} from rank {source} to rank {target} (tag {key.part})"
-        of = f" of round {key.part}" if self.order.elastic else ""
-        return f"collective {key.number}{of}" + (f", {operation}," if operation else "")
+        return f"collective {key.number} of round {key.part}" + (f", {operation}," if operation else "")
 
     def bucket_name(self, key: ExchangeKey) -> str:
         """The bucket's name in the plan; empty for what is no bucket."""

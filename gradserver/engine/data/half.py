@@ -122,11 +122,11 @@ class Data:
                 group = self.groups[name]
                 group.disturb()
                 self._seats.pop(group.connections[rank], None)
-                if group.order.elastic:
-                    depart(group, order, now, effects)
-                    recovery.forget(group, rank, now, effects)
+                if order.breaks:
+                    self._break_without(group, rank, error, effects)
                 else:
-                    self._depart(group, rank, error, effects)
+                    depart(group, order, now, effects)
+                recovery.forget(group, rank, now, effects)
             case CloseGroup(name):
                 group = self.groups.pop(name)
                 for connection in group.connections:
@@ -183,7 +183,7 @@ class Data:
         group.rounds.clear()
         group.pace.changed()
 
-    def _depart(self, group: Group, rank: int, error: GradServerError, effects: Effects) -> None:
+    def _break_without(self, group: Group, rank: int, error: GradServerError, effects: Effects) -> None:
         group.departed[rank] = error
         for exchange in list(group.exchanges.values()):
             if rank in exchange.participants:
@@ -224,7 +224,7 @@ class Data:
             complete(group, exchange, piece, now, effects)
         if group.entered and push.key.stream == Stream.TRANSFER:
             state_comes(group, exchange, rank, before, now, effects)
-        if group.order.elastic and push.key.stream == Stream.BUCKET:
+        if push.key.stream == Stream.BUCKET:
             self._look_who_is_late(group, push.key.number, rank, run.stop == exchange.stop, now, effects)
 
     def _look_who_is_late(
@@ -295,7 +295,7 @@ class Data:
         """A contribution to ``piece`` cannot be decoded: its giver departs, and others go on if they can."""
         guilty, error = found.rank, undecodable(group, exchange, found)
         violation = Violation(group.connections[guilty], error)
-        if group.order.elastic and len(piece.given) > 1 and exchange.operation.kind not in WORLD_BOUND:
+        if not group.order.needs_all and len(piece.given) > 1 and exchange.operation.kind not in WORLD_BOUND:
             do_without(group, exchange, piece, guilty, now, effects)
         else:
             refund(group, exchange, piece)
@@ -342,7 +342,7 @@ class Data:
             return
         for exchange in list(group.exchanges.values()):
             if exchange.failure is None and exchange.touched + timeout <= now:
-                if group.order.elastic and do_without_overdue(group, exchange, now, effects):
+                if not group.order.needs_all and do_without_overdue(group, exchange, now, effects):
                     continue
                 error = overdue(group, exchange)
                 fail(group, exchange, error, effects)
@@ -386,7 +386,7 @@ class Data:
     def allowance(self) -> int:
         """Bytes that one member may have under way, or leave unread, at most: its credits and a backlog."""
         credit = max((group.order.credit for group in self.groups.values()), default=CREDIT_BYTES)
-        backlog = max((group.order.backlog for group in self.groups.values() if group.order.elastic), default=0)
+        backlog = max((group.order.backlog for group in self.groups.values()), default=0)
         return len(Pool) * (credit + SLICE_BYTES) + backlog
 
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:

@@ -85,8 +85,7 @@ def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) 
 
 def _is_outdated(group: Group, push: Push, operation: Operation) -> bool:
     """Whether somebody calls a collective, which is open, in a membership that has ended: as the others do not know."""
-    collective = group.order.elastic and push.key.stream == Stream.COLLECTIVE
-    return collective and is_outdated(group, push.key, operation, push.epoch)
+    return push.key.stream == Stream.COLLECTIVE and is_outdated(group, push.key, operation, push.epoch)
 
 
 def _refuse_late(group: Group, rank: int, key: ExchangeKey, effects: Effects) -> None:
@@ -110,13 +109,12 @@ def _operation(group: Group, rank: int, push: Push) -> Operation:
 
 
 def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float) -> Exchange:
-    _check_operation(key, operation, group.world, group.order.elastic)
+    _check_operation(key, operation, group.world)
     is_bucket = key.stream == Stream.BUCKET
-    if group.order.elastic and not is_bucket:
-        failed = outdated(group, rank, key, operation, epoch, now)
-        if failed is not None:
-            return failed
-    if group.order.elastic and is_bucket and group.rounds and min(group.rounds) < key.number:
+    if not is_bucket and (failed := outdated(group, rank, key, operation, epoch, now)) is not None:
+        return failed
+    is_halted = group.halted is not None or group.buckets_halted is not None
+    if is_bucket and group.rounds and min(group.rounds) < key.number and not is_halted:
         raise OutOfStepError(f"{group.describe(key)} from {group.call(rank)}: the round before it is not over")
     layout, start, stop = group.share(key, operation)
     if start == stop:
@@ -190,11 +188,10 @@ def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: S
     return Run(start, stop, payload, push.present, shared, target, weight)
 
 
-def _check_operation(key: ExchangeKey, operation: Operation, world: int, elastic: bool) -> None:
+def _check_operation(key: ExchangeKey, operation: Operation, world: int) -> None:
     """Refuse what no correct client says."""
     transfer = key.stream == Stream.TRANSFER
-    part = key.part if key.stream == Stream.BUCKET or elastic else 0
-    if not transfer and key != (key.stream, key.number, part, -1, -1):
+    if not transfer and key != (key.stream, key.number, key.part, -1, -1):
         raise UnexpectedMessageError(f"no exchange has the key {tuple(key)}")
     if transfer != (operation.kind is Kind.TRANSFER):
         raise UnexpectedMessageError(f"{operation} cannot be exchanged under the key {tuple(key)}")
