@@ -88,6 +88,8 @@ class Rope:
 class Returning:
     """One member."""
 
+    rank: int
+    """Its first rank."""
     session: Session
     rope: Rope
     resuming: Handle | None = None
@@ -117,6 +119,8 @@ class Sessions:
         self.crashes, self.is_lost = 0, False
         self.breaks: dict[int, int] = {}
         """Members whose connection breaks, by step."""
+        self.deaths: dict[int, int] = {}
+        """Members that die, by step."""
         self._fuses = list(fuses)
         self._connections = 1000
         self.plan: Plan = simple_plan([(f"b{part}", size) for part, size in enumerate(buckets)], dtype_of("float64"))
@@ -137,7 +141,7 @@ class Sessions:
         rope = Rope(self, SEATS + rank)
         session = Session(rope, 10.0)
         session.join(Join("default", f"w{rank}", rank, self.world, 10.0))
-        return Returning(session, rope)
+        return Returning(rank, session, rope)
 
     def _deliver_all(self) -> None:
         for member in self.members:
@@ -152,8 +156,10 @@ class Sessions:
         self._light()
         while idle < 40 and not all(member.session.round == self.rounds for member in self.members):
             try:
-                if steps in self.breaks:
-                    self.break_line(self.members[self.breaks.pop(steps) % self.world])
+                if steps in self.deaths:
+                    self.remove(self.deaths.pop(steps))
+                elif steps in self.breaks:
+                    self.break_line(self.members[self.breaks.pop(steps) % len(self.members)])
                 steps += 1
                 if self.step():
                     idle = 0
@@ -200,9 +206,8 @@ class Sessions:
         if not left or member.session.round == self.rounds:
             return False
         part = self.random.choice(left)
-        rank = self.members.index(member)
-        data = member.data[part] = self.given(rank, member.session.round, part)
-        member.handles[part] = member.session.push_bucket(part, data.view(np.uint8), 1.0 + rank, True)
+        data = member.data[part] = self.given(member.rank, member.session.round, part)
+        member.handles[part] = member.session.push_bucket(part, data.view(np.uint8), 1.0 + member.rank, True)
         return True
 
     def given(self, rank: int, number: int, part: int) -> Doubles:
@@ -262,6 +267,13 @@ class Sessions:
             self._cut_off(member)
             self.harness.inbox.pop(connection, None)
             self.harness.feed(Disconnected(connection, "connection reset"))
+
+    def remove(self, index: int) -> None:
+        """Let a member die, unless it is the last. The coordinator notices the end of its connection."""
+        if len(self.members) > 1:
+            member = self.members[index % len(self.members)]
+            self.break_line(member)
+            self.members.remove(member)
 
     def _cut_off(self, member: Returning) -> None:
         """Let a member read some of what is on its way, and nothing of the rest."""

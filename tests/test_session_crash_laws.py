@@ -26,6 +26,7 @@ def _small_slices() -> Iterator[None]:
 worlds = st.integers(1, 4)
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=3)
 fuses = st.lists(st.integers(0, 40), max_size=8)
+deaths = st.dictionaries(st.integers(0, 80), st.integers(0, 3), max_size=3)
 breaks = st.dictionaries(st.integers(0, 120), st.integers(0, 3), max_size=5)
 
 
@@ -52,3 +53,26 @@ def test_sessions_lose_nothing_with_a_coordinator_or_a_connection(
     written = {one.record.round: one.record for one in cluster.harness.records if isinstance(one, Round)}
     assert sorted(written) == list(range(rounds))
     assert all(record.weights == tuple(weights) for record in written.values())
+
+
+@given(worlds, sizes, st.integers(1, 4), fuses, breaks, deaths, st.integers(0, 2**20))
+@settings(max_examples=examples(60))
+def test_sessions_that_are_left_hold_the_same(
+    world: int,
+    buckets: list[int],
+    rounds: int,
+    crashes: list[int],
+    broken: dict[int, int],
+    dead: dict[int, int],
+    seed: int,
+) -> None:
+    cluster = Sessions(world, buckets, rounds, seed, crashes)
+    cluster.breaks, cluster.deaths = broken, dead
+    cluster.run()
+
+    first, *others = cluster.members
+    assert len(first.results) == rounds * len(buckets)
+    for member in cluster.members:
+        assert member.session.round == rounds, "a member waits"
+        assert member.session.membership.epoch == cluster.harness.ends[rounds - 1]
+    assert all(one.results == first.results for one in others), "members hold different bits"
