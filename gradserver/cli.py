@@ -99,7 +99,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     _add_nonfinite(parser)
     _add_groups(parser.add_argument_group("groups"))
-    _add_lateness(parser.add_argument_group("stragglers and learners of an elastic group"))
+    _add_lateness(parser.add_argument_group("stragglers and learners"))
     _add_silence(parser.add_argument_group("liveness"))
     _add_shards(parser.add_argument_group("data shards"))
     _add_ledger_options(parser.add_argument_group("ledger and durability"))
@@ -187,14 +187,14 @@ def _add_lateness(parser: argparse._ArgumentGroup) -> None:
         "--backlog",
         type=number(int, 0, 1 << 20, "a number of MiB"),
         metavar="MIB",
-        help="limit of the MiB of unread results, for elastic groups. Above it a member is left out, and the others "
+        help="limit of the MiB of unread results, of each member. Above it a member is left out, and the others "
         "wait for a learner; with 0 they always wait for learners (default 64)",
     )
     parser.add_argument(
         "--state-timeout",
         type=seconds(1, 86_400),
         metavar="S",
-        help="seconds that an elastic group waits at most while a learner receives the state from its donor; for the "
+        help="seconds that the members wait at most while a learner receives the state from its donor; for the "
         "first byte it waits eight times as long (default 120)",
     )
     parser.add_argument(
@@ -273,7 +273,7 @@ def _add_ledger_options(parser: argparse._ArgumentGroup) -> None:
         metavar="DIR",
         help="write the ledger to DIR: the contributions to each round, with times and digests (see "
         "`gradserver ledger`). A coordinator that was killed and is started again with the same DIR continues its "
-        "elastic groups",
+        "groups; those with --quorum or --backup end",
     )
     parser.add_argument(
         "--ledger-hashes",

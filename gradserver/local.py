@@ -55,7 +55,7 @@ class LocalCluster:
         elastic: minimum and maximum number of workers of an elastic group. None if all are needed.
         rejoin_for: seconds that a group with fewer than the minimum waits for another worker. None for 0 without
             ``elastic``, and for ``timeout`` with it.
-        quorum: number or share (``"75%"``) of the workers that a round of an elastic group waits for. None for all.
+        quorum: number or share (``"75%"``) of the workers that a round waits for. None for all.
         backup: number of workers that a round does not wait for, instead of ``quorum``.
         grace: seconds that the others have after a quorum has given everything. The default is 0.5.
         late: ``"keep"`` (default) to add a late gradient to the next one of its worker, ``"drop"`` to forget it.
@@ -126,7 +126,7 @@ class LocalCluster:
         return results
 
     def add(self, name: str | None = None) -> Worker:
-        """Let one more worker join an elastic group. While `run` is in progress, the worker calls its function too.
+        """Let one more worker join the group. While `run` is in progress, the worker calls its function too.
 
         Args:
             name: name of the worker. The name of a killed worker brings its rank back. None for a new name.

@@ -67,6 +67,45 @@ def test_a_trainer_with_a_gradient_exchange_joins_a_running_group() -> None:
         assert (weights == calm(steps)).all()
 
 
+def test_a_group_of_fixed_size_waits_for_a_lost_worker_which_comes_back_with_the_state() -> None:
+    with LocalCluster(3, rejoin_for=PATIENCE) as cluster:
+
+        def work(worker: Worker) -> tuple[np.ndarray[Any, Any], int, int]:
+            founder = not worker.joins
+            trainer = Trainer(worker)
+            if founder:
+                trainer.train()
+                trainer.worlds.clear()
+                if worker.rank == 0:
+                    cluster.kill(1)
+                    Task(lambda: cluster.add("worker-1"))
+            return *trainer.train(), worker.world_size
+
+        first, killed, third, again = cluster.run(work)
+        names = [worker.name for worker in cluster.workers]
+    assert killed is None
+    for weights, steps, world in (first, third, again):
+        assert world == 3
+        assert steps == first[1]
+        assert (weights == calm(steps)).all()
+    assert sorted(set(names)) == ["worker-0", "worker-1", "worker-2"]
+
+
+def test_a_group_of_fixed_size_that_waits_for_a_lost_worker_in_vain_ends_with_an_error() -> None:
+    with LocalCluster(2, rejoin_for=0.3, timeout=PATIENCE) as cluster:
+
+        def work(worker: Worker) -> str:
+            trainer = Trainer(worker)
+            if worker.rank == 1:
+                cluster.kill(1)
+            with pytest.raises(DeadlineError) as raised:
+                trainer.train()
+            return str(raised.value)
+
+        said, _ = cluster.run(work)
+    assert said.startswith("group 'local' waited 0.3 s for workers after round 0: it has 1, 'worker-0' (rank 0)")
+
+
 def test_over_tcp_and_with_a_state_that_is_of_something_else() -> None:
     with Daemon("--workers", "1:3", "--gather", "0") as daemon:
         trains, stop = threading.Event(), threading.Event()

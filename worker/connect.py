@@ -82,7 +82,7 @@ def connect(
         rank: the wanted rank, 0 … world_size - 1.
         world_size: number of workers that the group must have.
         group: name of the group. A coordinator serves many groups.
-        name: name of this worker in messages. An elastic group recognizes a worker that returns by its name. The
+        name: name of this worker in messages. A group recognizes a worker that returns by its name. The
             default is GRADSERVER_NAME, else the name of the host with LOCAL_RANK, SLURM_LOCALID or the process id. If
             several workers have one name, all but the first get a number behind it, and a warning.
         timeout: seconds to wait for the coordinator and the other workers. The coordinator decides how long a later
@@ -93,8 +93,8 @@ def connect(
             ``"fp16"``, ``"int8"``, ``"topk:FRACTION"`` and ``"randomk:FRACTION"`` lose something. The format applies to
             means of 64 KiB and more. Later rounds make up for the losses in buckets. The dense formats also apply to
             `Worker.all_reduce`. Sums are always fp32, and every worker gets the same bytes.
-        reconnect: seconds to wait for a lost coordinator. This needs an elastic group, and a coordinator that keeps its
-            state on disk (``gradserver serve --state-dir``). Nothing fails meanwhile.
+        reconnect: seconds to wait for a lost coordinator. This needs a coordinator that keeps its state on disk
+            (``gradserver serve --state-dir``). Nothing fails meanwhile.
 
     Raises:
         CoordinatorUnreachableError: nothing listens at ``url``, or the listener is no coordinator.

@@ -179,20 +179,25 @@ class Policy:
         return size if isinstance(size, Policy) else cls(size, size)
 
     @property
+    def is_elastic(self) -> bool:
+        """True if the number of members can differ."""
+        return self.minimum < self.maximum
+
+    @property
     def ends_at_once(self) -> bool:
         """True if the group ends when fewer than the minimum are left, without waiting for another worker."""
-        return self.rejoin == 0 or (self.rejoin is None and self.minimum == self.maximum)
+        return self.rejoin == 0 or (self.rejoin is None and not self.is_elastic)
 
     @property
     def needs_all(self) -> bool:
         """True if the loss of any member ends the group."""
-        return self.minimum == self.maximum and self.ends_at_once
+        return not self.is_elastic and self.ends_at_once
 
     def patience(self, timeout: float) -> float:
         """Seconds to wait for a worker below the minimum; ``timeout`` is the longest of the founders."""
         return 0.0 if self.ends_at_once else timeout if self.rejoin is None else self.rejoin
 
     def __str__(self) -> str:
-        if self.minimum == self.maximum:
+        if not self.is_elastic:
             return str(self.minimum)
         return f"{self.minimum} or more" if self.maximum == MAX_WORLD_SIZE else f"{self.minimum} to {self.maximum}"

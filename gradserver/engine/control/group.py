@@ -429,7 +429,7 @@ def check_applicant(group: Group, join: Join, now: float) -> None:
         why = f"it broke ({group.broken.message})" if group.broken else f"it is in round {group.rounds}"
         if group.is_deserted:
             why += " and waits for its workers to come back"
-        state = "complete" if policy.minimum == policy.maximum else "elastic, has begun,"
+        state = "elastic, has begun," if policy.is_elastic else "complete"
         raise JoinRefusedError(
             f"group {group.name!r} is {state} and {why}; {join.name!r} cannot be added. "
             f"A new group can form under this name when these have left: {group.calls(group.members)}"
@@ -451,7 +451,7 @@ def join_timeout(group: Group, applicant: Applicant) -> JoinTimeoutError:
     here = ", ".join(
         f"{a.join.name!r}" + (f" (rank {a.join.rank})" if a.join.rank >= 0 else "") for a in group.applicants
     )
-    if group.policy.minimum < group.policy.maximum:
+    if group.policy.is_elastic:
         return _too_few_joined(group, applicant, here)
     ranks = {a.join.rank for a in group.applicants if a.join.rank >= 0}
     unassigned = sum(a.join.rank < 0 for a in group.applicants)
@@ -519,8 +519,8 @@ def describe(group: Group, now: float) -> dict[str, object]:
     waiting = [{"name": a.join.name, "rank": a.join.rank, "waits": round(now - a.since, 3)} for a in applicants]
     return {
         "state": group.state,
-        "world_size": len(group.members) if group.begun and not group.policy.needs_all else group.world,
-        "elastic": None if group.policy.needs_all else [group.policy.minimum, group.policy.maximum],
+        "world_size": len(group.members) if group.begun and group.policy.is_elastic else group.policy.maximum,
+        "elastic": [group.policy.minimum, group.policy.maximum] if group.policy.is_elastic else None,
         "epoch": group.epoch,
         "round": group.rounds,
         "plan": None if group.plan is None else {"buckets": len(group.plan.buckets), "bytes": group.plan.nbytes},
