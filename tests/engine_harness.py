@@ -270,6 +270,12 @@ class Harness:
     def propose(self, rank: int, plan: Plan) -> list[Command]:
         return self.receive(SEATS + rank, Propose(plan.hash), plan.encoded)
 
+    def epoch_of(self, rank: int, key: ExchangeKey, operation: Operation | None) -> int:
+        """Return the epoch that ``rank`` gives with the first slice of an exchange, as a worker does."""
+        groups = [group for group in self.engine.control.groups.values() if group.seat_of(SEATS + rank) >= 0]
+        bound = operation is not None and operation.kind in WORLD_BOUND
+        return groups[0].epoch if groups and (bound or key.stream == Stream.TRANSFER) else 0
+
     def push(
         self,
         rank: int,
@@ -283,9 +289,7 @@ class Harness:
     ) -> list[Command]:
         """One contribution to one slice, in the membership that is in force if ``epoch`` is not given."""
         if epoch is None:
-            groups = [group for group in self.engine.control.groups.values() if group.seat_of(SEATS + rank) >= 0]
-            bound = operation is not None and operation.kind in WORLD_BOUND
-            epoch = groups[0].epoch if groups and (bound or key.stream == Stream.TRANSFER) else 0
+            epoch = self.epoch_of(rank, key, operation)
         if isinstance(payload, np.ndarray):
             payload = payload.tobytes()
         payloads = () if payload is None else (payload,)

@@ -182,7 +182,8 @@ class ShardedHarness(Harness):
         """Push one contribution to one slice, at the shard that it belongs to."""
         data = payload if payload is None or isinstance(payload, bytes | bytearray | memoryview) else payload.tobytes()
         payloads = () if data is None else (data,)
-        return self.receive_at(shard, SEATS + rank, Push(key, index, weight, data is not None, operation), *payloads)
+        push = Push(key, index, weight, data is not None, operation, epoch=self.epoch_of(rank, key, operation))
+        return self.receive_at(shard, SEATS + rank, push, *payloads)
 
     def leave(self, rank: int, reason: str = "done") -> list[Command]:
         """Leave as a worker does: tell the other shards first, and then, when these have answered, the coordinator."""

@@ -391,7 +391,7 @@ def push(number: int, part: int, size: int, index: int = 0) -> list[bytes]:
 
 def begin(operation: Operation | None, size: int, number: int = 0) -> list[bytes]:
     key = ExchangeKey(Stream.COLLECTIVE, number)
-    return [encode(Push(key, 0, 1.0, size > 0, operation)), *([bytes(size)] if size else [])]
+    return [encode(Push(key, 0, 1.0, size > 0, operation, epoch=1)), *([bytes(size)] if size else [])]
 
 
 HUGE = Operation(Kind.ALL_REDUCE, Op.SUM, FLOAT32, 1 << 40)

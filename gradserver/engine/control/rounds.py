@@ -181,7 +181,7 @@ def _expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
 def _end_round(group: Group, record: RoundRecord, now: float, effects: Effects) -> None:
     """A round is complete: the next one may begin, with whoever is there, if they are enough."""
     group.late.pop(record.round, None)
-    if group.lacks_workers:
+    if group.lacks_workers and group.broken is None:  # else members hear of it in what they exchange next
         if group.paused is None:
             group.paused = record.completed
             effects.log(
