@@ -32,7 +32,7 @@ from gradserver.protocol.errors import (
     VersionMismatchError,
     WorkerLostError,
 )
-from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.exchange import WORLD_BOUND, ExchangeKey, Kind, Op, Operation, Stream
 from gradserver.protocol.limits import CREDIT_BYTES, MAX_FRAME_BYTES, MAX_HEADER_BYTES, PROTOCOL_VERSION, SLICE_BYTES
 from gradserver.protocol.messages import (
     Agreed,
@@ -391,7 +391,18 @@ def push(number: int, part: int, size: int, index: int = 0) -> list[bytes]:
 
 def begin(operation: Operation | None, size: int, number: int = 0) -> list[bytes]:
     key = ExchangeKey(Stream.COLLECTIVE, number)
-    return [encode(Push(key, 0, 1.0, size > 0, operation, epoch=1)), *([bytes(size)] if size else [])]
+    return [encode(Push(key, 0, 1.0, size > 0, operation)), *([bytes(size)] if size else [])]
+
+
+def in_epoch(frames: list[bytes], epoch: int) -> list[bytes]:
+    """Return ``frames``, with ``epoch`` if they begin what is of one membership only."""
+    try:
+        message, _ = decode(frames)
+    except GradServerError:
+        return frames
+    if not isinstance(message, Push) or message.operation is None or message.operation.kind not in WORLD_BOUND:
+        return frames
+    return [encode(message._replace(epoch=epoch)), *frames[1:]]
 
 
 HUGE = Operation(Kind.ALL_REDUCE, Op.SUM, FLOAT32, 1 << 40)
@@ -467,7 +478,7 @@ def test_member_that_breaks_the_protocol_is_told_and_its_group_too(server: TcpSe
 
     with rogue(server.url) as (stranger, partner):
         for frames in said:
-            stranger.say(*frames)
+            stranger.say(*in_epoch(frames, partner.epoch))
         error = stranger.error()
         with pytest.raises(WorkerLostError) as caught:
             partner.barrier()
