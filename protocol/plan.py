@@ -213,7 +213,7 @@ class Plan:
                 return index
         raise InvalidArgumentError(f"the plan has no bucket {key!r}; it has {[b.key for b in self.buckets][:20]}")
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of gradient that one worker contributes in a round; if it is shared, in a round of each section."""
         return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.buckets)

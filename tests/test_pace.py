@@ -17,7 +17,7 @@ from tests.engine_harness import Harness, bucket, floats, plan_of
 def pace_of(took: Sequence[float]) -> Pace:
     pace = Pace()
     for seconds in [9.0, 9.0, 9.0, *took]:  # the first three do not count
-        pace.completed(seconds, {0: 1.0, 1: 1.0 + seconds, 2: 1.0})
+        pace.completed(seconds, {0: (0.0, 1.0), 1: (0.0, 1.0 + seconds), 2: (0.0, 1.0)})
     return pace
 
 

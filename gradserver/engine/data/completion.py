@@ -247,8 +247,7 @@ def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effec
         return
     del group.rounds[number]
     took = now - current.opened - current.waited
-    finished = {rank: last for rank, (_, last) in current.arrivals.items()}
-    group.pace.completed(took if current.quorum_at is None else current.quorum_at - current.opened, finished)
+    group.pace.completed(took if current.quorum_at is None else current.quorum_at - current.opened, current.arrivals)
     if group.hashing is not None:
         group.hashing.completed(now)
     record = current.record(number, group.world, group.plan, now)

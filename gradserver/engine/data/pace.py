@@ -27,26 +27,25 @@ class Pace:
 
     def __init__(self) -> None:
         self._took: deque[float] = deque(maxlen=_ROUNDS)
-        self._ended: deque[Mapping[int, float]] = deque(maxlen=_ROUNDS)
+        self._arrivals: deque[Mapping[int, tuple[float, float]]] = deque(maxlen=_ROUNDS)
         self._uncounted = _UNCOUNTED
 
     def changed(self) -> None:
         """Members, or what they exchange, have changed: the next rounds do not count."""
         self._uncounted = _UNCOUNTED
 
-    def completed(self, took: float, ended: Mapping[int, float]) -> None:
-        """A round ``took`` so long; by member, when each had given all."""
+    def completed(self, took: float, arrivals: Mapping[int, tuple[float, float]]) -> None:
+        """Note that a round ``took`` so long, and when the first and last contribution of each member came."""
         if self._uncounted:
             self._uncounted -= 1
             return
         self._took.append(took)
-        self._ended.append(ended)
+        self._arrivals.append(arrivals)
 
     def forget(self, member: int) -> None:
         """One is gone."""
-        self._ended = deque(
-            ({other: at for other, at in ended.items() if other != member} for ended in self._ended), maxlen=_ROUNDS
-        )
+        left = ({one: at for one, at in arrivals.items() if one != member} for arrivals in self._arrivals)
+        self._arrivals = deque(left, maxlen=_ROUNDS)
 
     @property
     def rounds(self) -> int:
@@ -71,7 +70,8 @@ class Pace:
 
     def lag(self, member: int) -> float:
         """Seconds that one is behind the median member, usually."""
-        lags = [ended[member] - median(ended.values()) for ended in self._ended if member in ended]
+        rounds = [arrivals for arrivals in self._arrivals if member in arrivals]
+        lags = [arrivals[member][1] - median(last for _, last in arrivals.values()) for arrivals in rounds]
         return median(lags) if lags else 0.0
 
     def deadline(self, grace: float, timeout: float, took: float | None = None) -> float | None:

@@ -22,7 +22,6 @@ round is closed without are in it again from the next one on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from gradserver.engine.data.completion import complete
@@ -49,16 +48,17 @@ def contributed(group: Group, number: int, seat: int, ended: bool, now: float, e
     if current is None:
         return None
     if ended:
-        current.given[seat] += 1
+        current.contributed(seat, group.full_buckets[current.section])
     if current.quorum_at is not None or not (ended or _has_no_credit(group, seat)):
         return None
     lateness = group.order.lateness
-    if lateness is None and not group.closed and not group.entered:  # as in most rounds
-        present: Sequence[int] = group.seats.present
-        needed = -(-len(present) // 2)
-    else:
-        present, needed = _present(group, number), _needed(group, number)
-    if sum([_has_given(group, current, other) for other in present]) < needed:
+    may_be_stuck = group.plan is None or group.plan.nbytes > group.order.credit - SLICE_BYTES
+    if may_be_stuck or group.closed or group.entered or group.departed:
+        present = _present(group, number)
+        given = sum([_has_given(group, current, other) for other in present])
+    else:  # as in most rounds: all that are present are waited for, and none can have used up its credit
+        given = current.finished
+    if given < _needed(group, number):
         return None
     current.quorum_at = now
     if lateness is None:
@@ -134,7 +134,7 @@ def _any_bucket(number: int) -> ExchangeKey:
 
 
 def _needed(group: Group, number: int) -> int:
-    count = len(group.participants(_any_bucket(number)))
+    count = len(group.participants(_any_bucket(number)) if group.entered else group.seats.present)
     return -(-count // 2) if group.order.lateness is None else group.order.lateness.needed(count)
 
 

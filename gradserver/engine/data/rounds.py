@@ -77,6 +77,8 @@ class Round:
     all. What is not here either counted in full or is in no settled bucket."""
     arrivals: dict[int, tuple[float, float]] = field(default_factory=dict)
     """When the first slice came, and the latest one that ended a bucket, by rank."""
+    finished: int = 0
+    """Number of ranks that have given everything to all buckets."""
     given: Counter[int] = field(default_factory=Counter)
     """To how many buckets each has given everything, by rank."""
     quorum_at: float | None = None
@@ -91,6 +93,13 @@ class Round:
     """Digests of what came out so far, by bucket."""
     nonfinite: dict[tuple[int, int], tuple[int, int]] | None = None
     """Of what was not finite, by rank and bucket: how many slices, and the first element, or -1."""
+
+    def contributed(self, rank: int, buckets: int) -> None:
+        """Note that ``rank`` has given everything to one bucket more, of so many ``buckets``."""
+        count = self.given.get(rank, 0) + 1
+        self.given[rank] = count
+        if count == buckets:
+            self.finished += 1
 
     def arrived(self, rank: int, now: float) -> None:
         """A bucket's first or last slice came from ``rank``."""
