@@ -108,7 +108,8 @@ def test_after_departures_all_end_rounds_with_equal_bytes_and_the_ledger_knows_w
             for index, answer in part.answers.items():
                 assert answer == cluster.expected(part.key, index)
     (over,) = {tuple(cluster.over[rank]) for rank in cluster.clients}
-    assert [done.round for done in over] == list(range(scenario.rounds))
+    (steady,) = {client.steady for client in cluster.clients.values()}
+    assert sorted([*steady, *(done.round for done in over)]) == list(range(scenario.rounds)), "each round ends once"
     ledger = cluster.harness.engine.control.groups["default"].ledger
     assert [record.round for record in ledger] == list(range(scenario.rounds))
     for record in ledger:

@@ -64,6 +64,7 @@ from gradserver.protocol.messages import (
     Leave,
     Message,
     Ordered,
+    Propose,
     Push,
     Reported,
     Result,
@@ -265,6 +266,25 @@ def test_a_plan_that_a_shard_does_not_confirm_has_a_deadline() -> None:
         assert "waited 10 s for its data shards to confirm it" in failure.text
     harness.flush()
     assert harness.silent(0, 1)
+
+
+def test_a_new_plan_begins_where_the_members_are_also_if_reports_are_late() -> None:
+    harness = ShardedHarness(rates=(0.0, 1.0))  # all rounds are the other shard's
+    plan = plan_of(3)
+    harness.assemble(2, plan)
+    harness.slow = True
+    for number in range(3):
+        for rank in range(2):
+            harness.push_to(1, rank, bucket(number), floats(1, 2, 3))
+    assert len(harness.links[-1]) == 3
+    harness.inbox.clear()
+    for rank in range(2):
+        harness.receive(SEATS + rank, Propose(plan.hash, 3), plan.encoded)
+    harness.flush()
+
+    assert harness.only(range(2), Agreed) == [Agreed(plan.hash, 3)] * 2
+    ledger = harness.engine.control.groups["default"].ledger
+    assert [record.round for record in ledger] == [0, 1, 2]
 
 
 def test_a_round_is_over_when_the_last_shard_says_so() -> None:

@@ -118,6 +118,10 @@ class Client:
     """True if it was told that the group ends, and hears nothing more."""
     over: int = -1
     """The last round that it was told is over."""
+    steady: tuple[int, ...] = ()
+    """Rounds that ended with their last results, without a RoundDone."""
+    ends: dict[int, set[int]] = field(default_factory=dict)
+    """Shards whose last results said that a round is over, by its number."""
 
     def ready(self) -> list[Part]:
         if self.stalled:
@@ -160,7 +164,14 @@ class Client:
             part.answers[message.slice] = (message.weight, payload)
             part.not_finite[message.slice] = message.nonfinite
             if message.over:
-                self.over = message.key.number
+                number = message.key.number
+                said = self.ends.setdefault(number, set())
+                assert part.shard not in said, "a shard that ends a round twice"
+                said.add(part.shard)
+                rounds = [p for p in self.parts if p.key.stream == Stream.BUCKET and p.key.number == number]
+                if said == {p.shard for p in rounds}:
+                    self.over = number
+                    self.steady += (number,)
             return
         raise AssertionError(message)
 

@@ -21,6 +21,8 @@ class Announced:
         self._memberships: dict[int, Membership] = {}
         self._latest = self._in_force = 0
         self._done = RoundDone(-1, 0)
+        self._ends: dict[int, set[int]] = {}
+        """Shards whose last results said that a round is over, by its number."""
         self._steady: set[int] = set()
         """Rounds whose last results said that they are over, with the membership as it was before."""
         self._epochs: dict[int, int] = {}
@@ -64,8 +66,17 @@ class Announced:
         self._epochs[done.round] = done.epoch
         return self._satisfied()
 
-    def ended(self, number: int) -> list[Waiter]:
-        """Note that the results of round ``number`` say that it is over; give the handles that wait for that."""
+    def ended(self, number: int, shard: int, busy: int) -> list[Waiter]:
+        """Note that ``shard``'s results of round ``number`` say that it is over; give the handles that wait for that.
+
+        The round is over when the results of all ``busy`` shards say so.
+        """
+        if busy > 1:
+            said = self._ends.setdefault(number, set())
+            said.add(shard)
+            if len(said) < busy:
+                return []
+            del self._ends[number]
         self._steady.add(number)
         return self._satisfied() if self._waiting else []
 
@@ -113,6 +124,7 @@ class Announced:
         """Give the epoch in force after round ``number``, which is over. It is not asked for again."""
         epoch = self._epochs.pop(number, self._in_force if self.pass_over(number) else self._done.epoch)
         self._epochs = {later: known for later, known in self._epochs.items() if later > number}
+        self._ends = {later: shards for later, shards in self._ends.items() if later > number}
         return epoch
 
     @property

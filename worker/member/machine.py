@@ -213,7 +213,8 @@ class Member:
     def heard(self, result: Result, payload: Buffer | None, shard: int) -> Exchange | None:
         """Take a result that has come from ``shard``; give the exchange to write it to, if there is one."""
         if result.over:
-            self.effects.complete_all(self.rounds.announced.ended(result.key.number))
+            busy = self.exchanges.busy_shards(result.key.part)
+            self.effects.complete_all(self.rounds.announced.ended(result.key.number, shard, busy))
         there = self.exchanges.shards[shard]
         exchange = there.exchanges.get(result.key)
         if exchange is None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from gradserver.engine.control.findings import Findings
 from gradserver.engine.control.learner import Learner, Stage
 from gradserver.engine.control.quota import Account
-from gradserver.engine.control.turns import Turns
+from gradserver.engine.control.turn import Turns
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import Seat
+from gradserver.engine.events import RoundCompleted, Seat
 from gradserver.engine.journal_state import MAX_EPOCHS
 from gradserver.engine.lease_table import Positions
 from gradserver.engine.policy import OnNonFinite, Policy
@@ -33,6 +33,7 @@ from gradserver.protocol.limits import (
     MAX_GROUPS,
     MAX_HEADER_BYTES,
     MAX_NAME_BYTES,
+    MAX_ROUNDS_AHEAD,
     MAX_SHARDS,
     MAX_TOKEN,
     MAX_UNWRITTEN_ROUNDS,
@@ -206,7 +207,7 @@ class Group:
     """Shards that have yet to say that they go by the plan which all have proposed."""
     busy_shards: Mapping[int, int] = field(default_factory=dict)
     """How many have a part in rounds of each section, by its number."""
-    partial: dict[int, dict[int, RoundRecord]] = field(default_factory=dict)
+    partial: dict[int, dict[int, RoundCompleted]] = field(default_factory=dict)
     """Rounds that some shards are done with, by connection."""
     positions: Positions = field(default_factory=Positions)
     asked: dict[tuple[str, int], tuple[Register | Claim, Ranges]] = field(default_factory=dict)
@@ -257,7 +258,8 @@ class Group:
         """The latest round that a member can be in."""
         if self.uncertain:
             return self.due + MAX_UNWRITTEN_ROUNDS
-        return self.due
+        # members begin the next round when the last results of all shards say so, and these say so here later
+        return self.due + (MAX_ROUNDS_AHEAD if self.shards and not self.secret else 0)
 
     def check_round(self, number: int, what: str) -> None:
         """UnexpectedMessageError if no member can be in round ``number`` when it says ``what``."""

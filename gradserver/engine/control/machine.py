@@ -189,11 +189,11 @@ class Control:
     def _heed(self, group: Group, report: RemoteReport, now: float, effects: Effects, source: int) -> None:
         registry = self._registry
         match report:
-            case RoundCompleted(_, record, adopted, told):
+            case RoundCompleted(_, record, adopted):
                 group.made = group.made if adopted else max(group.made, record.round)
-                done = count_round(group, source, record) if group.shards else record
+                done = count_round(group, source, report) if group.shards else report
                 if done is not None:
-                    completed(group, done, group.made < done.round, told, effects)
+                    completed(group, done.record, group.made < done.record.round, done.told, effects)
                     registry.order_all(group, [], effects)
                     evict_all(registry, learners.hopeless(group), now, effects)
             case Heeded():

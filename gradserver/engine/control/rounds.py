@@ -157,15 +157,15 @@ def go_on(
     if orders:
         return orders + go_on(group, number, credit, incarnation, now, effects)
     _end_round(group, record, now, effects)
-    return []
+    return [Steady(group.name)] if group.held is None and is_steady(group) else []
 
 
 def is_steady(group: Group) -> bool:
     """Tell whether a round can end with its last results: nothing is to be decided, or written down before it is told.
 
-    With data shards elsewhere no single one of them knows that a round is complete.
+    With several data shards it ends with the last results of each. All members get the same results, so they agree.
     """
-    return not (group.secret or group.shards or group.learners)
+    return not (group.secret or group.learners)
 
 
 def _expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
@@ -202,8 +202,6 @@ def _end_round(group: Group, record: RoundRecord, now: float, effects: Effects) 
     for joiner in learners.waiting(group):
         joiner.since = record.completed
         effects.send(joiner.connection, done)
-    if is_steady(group):
-        effects.order(Steady(group.name))
 
 
 def close_round(group: Group, late: Late, effects: Effects) -> CutRound | None:

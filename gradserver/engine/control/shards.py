@@ -10,6 +10,7 @@ from gradserver.engine.control.access import OPEN, Access
 from gradserver.engine.control.group import Group, check_name
 from gradserver.engine.control.welcome import token_of
 from gradserver.engine.effects import Effects
+from gradserver.engine.events import RoundCompleted
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.digest import MODULUS
 from gradserver.protocol.errors import (
@@ -107,8 +108,9 @@ class Roster:
         return [asdict(shard) for shard in (own, *self.shards.values())]
 
 
-def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord | None:
-    """Note that shard ``source`` is done with a round; the round's record, if all are that have to do with it."""
+def count_round(group: Group, source: int, report: RoundCompleted) -> RoundCompleted | None:
+    """Note that shard ``source`` is done with a round; give the report of all of it, if all busy shards are done."""
+    record = report.record
     group.check_round(record.round, "report")
     section = None if group.plan is None else group.plan.section(record.section)
     buckets = 0 if section is None else section.size
@@ -124,16 +126,16 @@ def count_round(group: Group, source: int, record: RoundRecord) -> RoundRecord |
     if not fits or not all(0 <= seat < world for seat in spoken_of):
         raise MalformedMessageError(f"a report of a round in which others took part than are in group {group.name!r}")
     reported = group.partial.setdefault(record.round, {})
-    reported[source] = record
+    reported[source] = replace(report, record=record)
     if len(reported) < group.busy_shards[record.section]:
         while len(group.partial) > _MAX_PARTIAL:
             del group.partial[min(group.partial)]
         return None
     del group.partial[record.round]
-    world = max(len(one.weights) for one in reported.values())
-    reported = {shard: _widened(one, world) for shard, one in reported.items()}
-    done = _whole(list(reported.values()), world)
-    return _merged(group, done, reported)
+    world = max(len(one.record.weights) for one in reported.values())
+    records = {shard: _widened(one.record, world) for shard, one in reported.items()}
+    merged = _merged(group, _whole(list(records.values()), world), records)
+    return replace(report, record=merged, told=all(one.told for one in reported.values()))
 
 
 def _widened(record: RoundRecord, world: int) -> RoundRecord:

@@ -24,37 +24,16 @@ section has no use for all this, and says nothing of it.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from gradserver.engine.control.group import Group
+from gradserver.engine.control.turn import Turn
 from gradserver.engine.effects import Effects
 from gradserver.protocol.errors import OutOfStepError, UnexpectedMessageError
 from gradserver.protocol.messages import Follow, Opened, Opens, Steps
 
-if TYPE_CHECKING:
-    from gradserver.engine.control.group import Group
-
 _MOST_STEPS: Final = 64
 """Updates between two rounds."""
-
-
-@dataclass(slots=True)
-class Turn:
-    """A round that is open, or next. Who said something first is a seat."""
-
-    opens: Opens | None = None
-    opener: int = -1
-    steps: list[tuple[Steps, int]] = field(default_factory=list)
-    """What is done before it."""
-
-
-@dataclass(slots=True)
-class Turns:
-    """What is known of rounds that are not over, and who asks."""
-
-    rounds: dict[int, Turn] = field(default_factory=dict)
-    following: dict[int, Follow] = field(default_factory=dict)
-    """What each seat asks."""
 
 
 def hear(group: Group, seat: int, message: Opens | Steps | Follow, effects: Effects) -> OutOfStepError | None:
