@@ -9,7 +9,7 @@ from gradserver.engine.events import Command, Record, Send
 from gradserver.engine.policy import Policy
 from gradserver.engine.records import Round
 from gradserver.protocol.errors import DisagreementError, GradServerError, MalformedMessageError, UnexpectedMessageError
-from gradserver.protocol.messages import Failure, Membership, Result, RoundDone, Scope
+from gradserver.protocol.messages import Failure, Membership, Result, Scope
 from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.ranges import Ranges, count, pack, unpack
 from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of
@@ -177,7 +177,7 @@ def test_positions_are_claimed_in_groups_with_rounds_only() -> None:
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_round_is_not_over_before_all_that_counted_have_said_what_they_used(dies: bool) -> None:
+def test_a_claim_waits_until_all_that_counted_have_said_what_they_used(dies: bool) -> None:
     """Test a coordinator of rate 0: a shard's report overtakes what members say."""
     harness = ShardedHarness({"default": Policy(1, 2)}, rates=(0.0, 1.0))
     harness.assemble(2, plan_of(3))
@@ -191,11 +191,11 @@ def test_a_round_is_not_over_before_all_that_counted_have_said_what_they_used(di
     for rank in range(2):
         harness.told(rank, Result)
     harness.receive(SEATS, Claim("data", 2, 0, 0, 1))
-    assert harness.silent(0, 1), "the round is complete, and not over"
+    assert harness.silent(0, 1), "the round is over, and not all of its samples are known"
     if dies:
         harness.lose(1)
         harness.told(0, Membership)
     else:
         use(harness, 1, 0, ((4, 6),))
-    assert {type(message) for message, _ in harness.inbox[SEATS]} == {RoundDone, Claimed}
+    assert {type(message) for message, _ in harness.inbox[SEATS]} == {Claimed}
     assert count(harness.engine.control.groups["default"].positions.use("data").done) == (4 if dies else 6)
