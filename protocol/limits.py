@@ -66,7 +66,7 @@ MAX_COUNTER: Final = 1 << 62
 MAX_CLAIMED: Final = 1 << 48
 """The largest round or epoch that a worker can claim. Counting on from it stays far below `MAX_COUNTER`."""
 MAX_ROUNDS_AHEAD: Final = 1 << 16
-"""Rounds that members of a fixed group can be ahead of what data shards have reported to their coordinator."""
+"""Rounds that members can be ahead of what data shards have reported to their coordinator."""
 MAX_UNWRITTEN_ROUNDS: Final = 1 << 32
 """Rounds that a group can be ahead of its ledger. The disk may have taken nothing before the coordinator was lost."""
 MAX_UNWRITTEN_EPOCHS: Final = 1 << 16

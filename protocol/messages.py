@@ -494,8 +494,7 @@ class Push(NamedTuple):
         slices: how many. More than one only in shared memory.
         place: where in shared memory the contribution lies (if present) and the result belongs.
         epoch: the sender's membership, on the first slice of what depends on the world size, and of transfers; 0
-            elsewhere,
-            and in groups with a fixed membership.
+            elsewhere.
         target: where in shared memory the result belongs, in a durable group, which keeps what is given.
     """
 

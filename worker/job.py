@@ -83,9 +83,9 @@ class Job:
     a warning, and the next save is the next try. A save that is due while the thread still writes is omitted.
 
     Spot machines and batch systems send SIGTERM before they end a process. After SIGTERM all workers save when the
-    round is over. Then the worker that received the signal leaves, and its process ends with status 0. In a group of
-    fixed size the others get a WorkerLeftError, which names the worker and the checkpoint. In an elastic group the
-    others continue. A script that handles SIGTERM itself can call `stop`.
+    round is over. Then the worker that received the signal leaves, and its process ends with status 0. The others
+    continue if the group can do without it. Otherwise they get a WorkerLeftError, which names the worker and the
+    checkpoint. A script that handles SIGTERM itself can call `stop`.
 
     Args:
         model: the wrapped module. Or several that share a worker, such as a generator and its discriminator: a list, or

@@ -15,7 +15,7 @@ from gradserver.protocol.messages import Join
 
 
 class Seats:
-    """Who sits where, and who is still there. In a group whose membership is fixed seats are ranks.
+    """Who sits where, and who is still there. Seats are ranks while no member has left.
 
     Attributes:
         names: of those who sat there last, by seat; empty where nobody ever did.

@@ -1,31 +1,45 @@
-"""The control half: who is in which group, and what they agreed on.
+"""The control half: the members of each group, and what they agreed on.
 
-A group's life:
+A group's life, from MIN to MAX members; with `--workers N` both are N:
 
-    state     event                                 next      what happens
-    ────────  ────────────────────────────────────  ────────  ──────────────────────────────────────────
-    (none)    Join                                  FORMING   the applicant waits
-    FORMING   Join, not the last                    FORMING   the applicant waits
-    FORMING   Join, the last                        ACTIVE    a new epoch; Welcome to everybody
-    FORMING   Join that cannot be                   FORMING   the newcomer is refused, and told why
-    FORMING   an applicant's deadline               FORMING   it is told who is missing
-    FORMING   an applicant leaves or is lost        FORMING   it is forgotten; the last one: (none)
-    ACTIVE    Propose, not the last                 ACTIVE    kept
-    ACTIVE    Propose, the last, all alike          ACTIVE    the plan is set; other shards have to confirm it
-    ACTIVE    all of them have                      ACTIVE    Agreed to everybody
-    ACTIVE    Propose, the last, not all alike      ACTIVE    the minority is told what differs
-    ACTIVE    proposals' deadline                   ACTIVE    those who proposed are told who did not
-    ACTIVE    a member leaves or is lost            BROKEN    data fails what needs it; proposers are told
-    ACTIVE    data reports Halted                   BROKEN    the other shards halt it too
-    ACTIVE    data reports Absent                   BROKEN    the member is told why, and is lost
-    ACTIVE    a data shard that it uses is lost     BROKEN    everything open fails
-    ACTIVE    Join                                  ACTIVE    refused: membership is fixed
-    BROKEN    Join                                  BROKEN    refused, with the reason
-    BROKEN    the last member leaves or is lost     (none)
+    state     event                                   next      what happens
+    ────────  ──────────────────────────────────────  ────────  ──────────────────────────────────────────────────
+    (none)    Join                                    FORMING   the applicant waits
+    FORMING   Join, fewer than MIN are there          FORMING   the applicant waits
+    FORMING   Join, MIN are there                     FORMING   more are waited for, until the gathering is over
+    FORMING   … and MAX, or all that they ask for     ACTIVE    a new epoch; Welcome to every member
+    FORMING   the gathering is over                   ACTIVE    the same
+    FORMING   Join that cannot be                     FORMING   the newcomer is refused, and told why
+    FORMING   an applicant's deadline                 FORMING   it is told which workers are missing
+    FORMING   an applicant leaves or is lost          FORMING   it is forgotten; the last one: (none)
+    ACTIVE    Propose, not the last                   ACTIVE    kept
+    ACTIVE    Propose, the last, all alike            ACTIVE    the plan is set; other shards have to confirm it
+    ACTIVE    all of them have                        ACTIVE    Agreed to every member
+    ACTIVE    Propose, the last, not all alike        ACTIVE    the minority is told what differs
+    ACTIVE    proposals' deadline                     ACTIVE    proposers are told which members did not propose
+    ACTIVE    Join                                    ACTIVE    a learner, or it waits for a seat; refused if the group
+                                                                needs all its members
+    ACTIVE    a member leaves, is lost or evicted     ACTIVE    a new epoch: data cuts it off
+    ACTIVE    … fewer than MIN are left, and the      BROKEN    data fails what needs it; proposers are told
+              policy has no time for another one
+    ACTIVE    all shards have cut it off              ACTIVE    Membership to every member
+    ACTIVE    a round is complete at all shards       ACTIVE    its last results said that it is over; otherwise
+                                                                RoundDone says so, with the epoch in force
+    ACTIVE    … and a shard has yet to cut a member   ACTIVE    RoundDone when it has
+    ACTIVE    … and fewer than MIN are left           PAUSED    RoundDone is held back
+    ACTIVE    a shard says which members are late     ACTIVE    if the policy lets them go: CutRound to all shards
+    ACTIVE    data reports Halted                     BROKEN    the other shards halt it too
+    ACTIVE    data reports Absent                     ACTIVE    the member is told why, and is lost: as above
+    ACTIVE    a data shard that it uses is lost       BROKEN    everything open fails; a durable group replaces it
+    PAUSED    MIN can contribute, with learners       ACTIVE    RoundDone
+    PAUSED    the policy's patience is over           (none)    DeadlineError to every member
+    PAUSED    the last member leaves or is lost       (none)
+    BROKEN    Join                                    BROKEN    refused, with the reason
+    BROKEN    the last member leaves or is lost       (none)
 
-Elastic groups are in `gradserver.engine.control.rounds`, with a table of what differs. This module says which module
-deals with what happens: `forming` with applicants, `members` with those that leave or are lost, `sessions` with those
-that come back, and so on; each with what the `Registry` knows. Functions are handed the time of the event.
+`Control` names the module that deals with each event: `forming` with applicants, `learners` with workers that join a
+running group, `members` with those that leave or are lost, `rounds` with the end of a round, `sessions` with members
+that come back. Functions are handed the time of the event.
 """
 
 from __future__ import annotations

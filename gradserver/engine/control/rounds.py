@@ -1,27 +1,7 @@
-"""The end of a round: when it is over, and for elastic groups which membership is in force behind it.
+"""The end of a round: when it is over, and which membership is in force behind it.
 
-What differs from the table in `gradserver.engine.control.machine`:
-
-    state     event                                   next      what happens
-    ────────  ──────────────────────────────────────  ────────  ─────────────────────────────────────────────
-    FORMING   Join, the minimum is not there yet      FORMING   the applicant waits
-    FORMING   Join, the minimum is there              FORMING   more are waited for, until the gathering is over
-    FORMING   … and the maximum, or all they ask for  ACTIVE    a new epoch; Welcome to everybody
-    FORMING   the gathering is over                   ACTIVE    the same
-    ACTIVE    a member leaves, is lost or left out    ACTIVE    a new epoch: data cuts it off
-    ACTIVE    all shards have done so                 ACTIVE    Membership to everybody
-    ACTIVE    a round is complete at all shards       ACTIVE    RoundDone to everybody: the epoch is in force
-    ACTIVE    … and a shard has yet to cut somebody   ACTIVE    RoundDone when it has
-    ACTIVE    … and fewer than the minimum are left   PAUSED    RoundDone is held back
-    PAUSED    enough can contribute, with joiners     ACTIVE    RoundDone
-    ACTIVE    a shard says who is late for a round    ACTIVE    if the policy lets them go: CutRound to all shards
-    PAUSED    the group's timeout                     (none)    DeadlineError to everybody
-    PAUSED    the last member leaves or is lost       (none)
-
-`gradserver.engine.control.sessions` deals with members of a durable group whose connection breaks, and
-`gradserver.engine.control.learners` with workers that join.
-
-A member's rank, world size and epoch change at RoundDone, or when a collective fails because of a departure.
+`gradserver.engine.control.machine` has the table of a group's life. A member's rank, world size and epoch change at
+RoundDone, or when a collective fails because of a departure.
 """
 
 from __future__ import annotations
