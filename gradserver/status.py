@@ -160,7 +160,7 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
         f"{rate('bytes_in') / 1e6:.1f} MB/s in, {rate('bytes_out') / 1e6:.1f} MB/s out"
     )
     if group["plan"]:
-        lines.append(f"  plan: {group['plan']['buckets']} buckets, {_size(group['plan']['bytes'])} a round")
+        lines.append(f"  plan: {counted(group['plan']['buckets'], 'bucket')}, {_size(group['plan']['bytes'])} a round")
     flights = group.get("outstanding", [])
     last = (group["last_round"] or {}).get("last", -1)
     columns = ["rank", "worker", "in flight", "last round", "member"]

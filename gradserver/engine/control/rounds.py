@@ -33,7 +33,7 @@ def depart(
     error = group.seats.departed(seat, politely, f"in round {group.rounds} ({reason[:MAX_REASON]})")
     group.seats.depart(seat)
     group.epoch = number()
-    announce(group, f"{error.message}; {_count(len(group.members))} on", not politely, effects)
+    announce(group, f"{error.message}; {_rest(group)}", not politely, effects)
     return Depart(group.name, seat, error, group.epoch, ended), learners.lost_donor(group, seat)
 
 
@@ -218,5 +218,9 @@ def behind(group: Group, seat: int, number: int) -> LeftOutError:
     return group.seats.left_out(seat, f"group {group.name!r} in round {number}: {what}")
 
 
-def _count(workers: int) -> str:
-    return "1 worker goes" if workers == 1 else f"{workers} workers go"
+def _rest(group: Group) -> str:
+    """Say how many members continue, or are left if these are too few."""
+    count = len(group.members)
+    if group.lacks_workers:
+        return "1 worker is left" if count == 1 else f"{count} workers are left"
+    return "1 worker goes on" if count == 1 else f"{count} workers go on"
