@@ -453,6 +453,18 @@ def test_a_violation_costs_its_senders_connection_and_the_others_hear_the_name(n
         assert (told.worker, told.rank) == ("w1", 1)
 
 
+def test_a_push_of_the_next_round_to_a_broken_group_is_answered_with_the_loss() -> None:
+    harness = group_of(3, 1)
+    harness.push(0, bucket(0), floats(1))
+    harness.lose(1)
+    harness.push(2, bucket(0), floats(1))
+    harness.sent(2)
+
+    harness.push(2, bucket(1), floats(1))
+
+    assert isinstance(harness.failure(2, key=bucket(1)), WorkerLostError)
+
+
 def test_a_second_contribution_to_the_same_slice_is_refused_and_the_first_does_not_count_twice() -> None:
     harness = group_of(2, 1)
     harness.push(0, bucket(0), floats(1))

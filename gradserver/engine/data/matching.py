@@ -113,9 +113,6 @@ def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch
     is_bucket = key.stream == Stream.BUCKET
     if not is_bucket and (failed := outdated(group, rank, key, operation, epoch, now)) is not None:
         return failed
-    is_halted = group.halted is not None or group.buckets_halted is not None
-    if is_bucket and group.rounds and min(group.rounds) < key.number and not is_halted:
-        raise OutOfStepError(f"{group.describe(key)} from {group.call(rank)}: the round before it is not over")
     layout, start, stop = group.share(key, operation)
     if start == stop:
         empty = layout.count == 0
@@ -133,6 +130,8 @@ def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch
     exchange.failure = halted or (None if first_to_depart is None else group.departed[first_to_depart])
     if exchange.failure is not None:  # for the others too, when they come: there is nothing to remember
         return exchange
+    if is_bucket and group.rounds and min(group.rounds) < key.number:
+        raise OutOfStepError(f"{group.describe(key)} from {group.call(rank)}: the round before it is not over")
     if key in group.settled:
         exchange.settled = group.settled[key]
         exchange.complete = exchange.open_from(start)
