@@ -454,10 +454,11 @@ def test_a_violation_costs_its_senders_connection_and_the_others_hear_the_name(n
 
 
 def test_a_push_of_the_next_round_to_a_broken_group_is_answered_with_the_loss() -> None:
-    harness = group_of(3, 1)
-    harness.push(0, bucket(0), floats(1))
+    harness = group_of(3, 1, 1)
+    for rank in range(3):
+        harness.push(rank, bucket(0, 0), floats(1))
     harness.lose(1)
-    harness.push(2, bucket(0), floats(1))
+    harness.push(2, bucket(0, 1), floats(1))
     harness.sent(2)
 
     harness.push(2, bucket(1), floats(1))
