@@ -44,7 +44,7 @@ def seconds(low: float, high: float) -> Callable[[str], float]:
     return number(float, low, high, "a number of seconds", "{:g} to {:g}")
 
 
-def workers(text: str) -> int | Policy:
+def workers(text: str) -> Policy:
     """Parse the size of a group: N, or MIN:MAX or MIN: of an elastic one."""
     from gradserver.engine.policy import Policy
     from gradserver.protocol.errors import InvalidWorldSizeError
@@ -52,14 +52,14 @@ def workers(text: str) -> int | Policy:
     least, colon, most = text.partition(":")
     count = number(int, 1, MAX_WORLD_SIZE, "a number of workers")
     if not colon:
-        return count(least)
+        return Policy.of(count(least))
     try:
         return Policy(count(least), count(most) if most else MAX_WORLD_SIZE)
     except InvalidWorldSizeError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def workers_of(text: str) -> tuple[str, int | Policy]:
+def workers_of(text: str) -> tuple[str, Policy]:
     """Parse NAME=SIZE or SIZE. The name is empty if none is given, and ``*`` for groups that are not named."""
     name, equals, size = text.rpartition("=")
     if equals and (not name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES):

@@ -455,20 +455,20 @@ def _names_of_groups(arguments: argparse.Namespace) -> frozenset[str] | None:
     return frozenset(arguments.groups)
 
 
-def _sizes(arguments: argparse.Namespace) -> dict[str, int | Policy]:
+def _sizes(arguments: argparse.Namespace) -> dict[str, Policy]:
     """Collect what --workers says of each group."""
-    told: dict[str, int | Policy] = {}
-    for name, count in arguments.workers or ():
+    told: dict[str, Policy] = {}
+    for name, policy in arguments.workers or ():
         group = name or arguments.group
         if group in told:
             raise InvalidArgumentError(f"--workers has group {group!r} twice: name another group, as NAME=MIN:MAX")
-        told[group] = count
+        told[group] = policy
     return told
 
 
 def _worlds(arguments: argparse.Namespace) -> dict[str, Policy]:
     """Collect the policies of the groups of --workers. The other options apply to all of them."""
-    from gradserver.engine.policy import Policy, lateness_of
+    from gradserver.engine.policy import lateness_of
 
     sizes = _sizes(arguments)
     lateness = lateness_of(arguments.quorum, arguments.backup or 0, arguments.grace, arguments.late)
@@ -477,7 +477,7 @@ def _worlds(arguments: argparse.Namespace) -> dict[str, Policy]:
     for option in ("gather", "rejoin_for", "backlog", "state_timeout", "state_rate"):
         if not sizes and getattr(arguments, option) is not None:
             raise InvalidArgumentError(f"--{option.replace('_', '-')} needs the number of workers: give --workers")
-    return {name: _policy(arguments, Policy.of(size), lateness) for name, size in sizes.items()}
+    return {name: _policy(arguments, size, lateness) for name, size in sizes.items()}
 
 
 def _policy(arguments: argparse.Namespace, size: Policy, lateness: Lateness | None) -> Policy:

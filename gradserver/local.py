@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -87,8 +88,8 @@ class LocalCluster:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidArgumentError(f"world_size is a number of workers, not {world_size!r}")
         lateness = lateness_of(quorum, backup, grace, late)
-        sizes = elastic or (world_size, world_size)
-        policy = Policy(*sizes, backlog=backlog, lateness=lateness, rejoin=rejoin_for)
+        size = Policy(*elastic) if elastic else Policy.of(world_size)
+        policy = dataclasses.replace(size, backlog=backlog, lateness=lateness, rejoin=rejoin_for)
         if not policy.minimum <= world_size <= policy.maximum:
             raise InvalidWorldSizeError(f"a world size of {world_size} for a group of {policy}")
         self._timeout, self._wire = timeout, wire

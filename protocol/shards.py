@@ -14,7 +14,7 @@ Results do not depend on it: contributions are combined element by element.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -65,28 +65,33 @@ class Table:
     Args:
         world_size: number of participants.
         rates: of all shards, compared with one another; none at all stand for one shard.
+
+    Attributes:
+        busy_shards: number of shards that have a part of each section of the plan, by the section's number.
     """
 
     def __init__(self, world_size: int, rates: tuple[float, ...] = ()) -> None:
         self.world_size = world_size
         self.rates = rates if len(rates) > 1 else ()
         self.shards = max(len(rates), 1)
+        self.busy_shards: Mapping[int, int] = {}
         self._buckets: Sequence[Share] = ()
 
     def set_plan(self, plan: Plan) -> None:
         """Take this plan for buckets from now on. A section's shares do not depend on other sections."""
-        if not self.rates:
-            return
+        self._buckets = self._shares(plan) if self.rates else ()
+        self.busy_shards = self.busy(plan)
+
+    def _shares(self, plan: Plan) -> Sequence[Share]:
         if not plan.sections:
-            self._buckets = share_plan(plan, self.world_size, self.rates)
-            return
+            return share_plan(plan, self.world_size, self.rates)
         nothing = whole(layout_of(VACANT.operation, self.world_size), 0, self.shards)
         buckets = [nothing] * len(plan.buckets)
         for section in plan.sections:
             buckets[section.first : section.first + section.size] = share_plan(
                 plan.alone(section), self.world_size, self.rates
             )
-        self._buckets = buckets
+        return buckets
 
     def share(self, key: ExchangeKey, operation: Operation) -> Share:
         """Return the share of the exchange ``key``. A bucket must be in the plan."""

@@ -38,8 +38,6 @@ class ElasticCluster(Cluster):
         self.over: dict[int, list[RoundDone]] = {rank: [] for rank in self.clients}
         self.told: dict[int, list[int]] = {rank: [] for rank in self.clients}
         self.gone: list[int] = []
-        for client in self.clients.values():
-            client.over = -1
 
     def push(self, client: Client, part: Part) -> None:
         self.pushed.setdefault((part.key, part.sent), {})[client.rank] = part

@@ -137,7 +137,7 @@ class Boundaries:
                     raise
 
     def _await_boundary(self, timeout: float | None) -> None:
-        """Wait until the round is over for all members of an elastic group, and go by what that changes."""
+        """Wait until the round is over for all members, and go by what that changes."""
         rounds, traffic = self._member.rounds, self._traffic
         with traffic.mutex:
             if rounds.announced.pass_over(rounds.number):

@@ -159,8 +159,6 @@ class Policy:
     rejoin: float | None = None
 
     def __post_init__(self) -> None:
-        if self.minimum == self.maximum and not 1 <= self.minimum <= MAX_WORLD_SIZE:
-            raise InvalidWorldSizeError(f"a world size is 1 to {MAX_WORLD_SIZE}, not {self.minimum}")
         if not 1 <= self.minimum <= self.maximum <= MAX_WORLD_SIZE:
             raise InvalidWorldSizeError(
                 f"a group has MIN to MAX workers, 1 ≤ MIN ≤ MAX ≤ {MAX_WORLD_SIZE}, "
@@ -174,9 +172,14 @@ class Policy:
             )
 
     @classmethod
-    def of(cls, size: int | Policy) -> Policy:
-        """Give the policy of a group with exactly ``size`` members, or the policy itself."""
-        return size if isinstance(size, Policy) else cls(size, size)
+    def of(cls, size: int | Policy, group: str = "") -> Policy:
+        """Give the policy of a group with exactly ``size`` members, or the policy itself. An error names ``group``."""
+        if isinstance(size, Policy):
+            return size
+        if not 1 <= size <= MAX_WORLD_SIZE:
+            named = f"group {group!r}: " if group else ""
+            raise InvalidWorldSizeError(f"{named}a world size is 1 to {MAX_WORLD_SIZE}, not {size}")
+        return cls(size, size)
 
     @property
     def is_elastic(self) -> bool:

@@ -73,8 +73,6 @@ class Exchanges:
         self.effects = effects
         self.shards = [ShardTraffic(0)]
         self.table = Table(1)
-        self._busy: dict[int, int] = {}
-        """Number of shards that have a part in the rounds of a section, by its number."""
         self.slots = Slots(channel)
         self.feedback: dict[int, Feedback] = {}
         self.inventory: Inventory | None = None
@@ -103,13 +101,12 @@ class Exchanges:
         if self.inventory is not None:
             self.inventory.retained.forget_buckets()
         self.table.set_plan(plan)
-        self._busy = self.table.busy(plan)
         self.expect(plan, kept)
 
     def busy_shards(self, part: int) -> int:
         """Give the number of shards that have a part in the rounds of bucket ``part``."""
         plan = self._rounds.plan
-        return 1 if plan is None or len(self.shards) == 1 else self._busy[plan.section_of(part).number]
+        return 1 if plan is None or len(self.shards) == 1 else self.table.busy_shards[plan.section_of(part).number]
 
     def expect(self, plan: Plan, kept: Collection[int] = ()) -> None:
         """Take what comes unasked as ``plan``'s from now on."""

@@ -38,7 +38,6 @@ from gradserver.protocol.limits import (
     MAX_TOKEN,
     MAX_UNWRITTEN_ROUNDS,
     MAX_URL,
-    MAX_WORLD_SIZE,
 )
 from gradserver.protocol.messages import Join, Membership
 from gradserver.protocol.plan import Plan
@@ -376,12 +375,6 @@ class Group:
         return ", ".join(called[:_MOST_CALLED]) + more
 
 
-def check_world(world: int, where: str) -> None:
-    """InvalidWorldSizeError unless ``world`` is a number of workers that a group can have."""
-    if not 1 <= world <= MAX_WORLD_SIZE:
-        raise InvalidWorldSizeError(f"{where}: a world size is 1 to {MAX_WORLD_SIZE}, not {world}")
-
-
 def new_group(join: Join, told: Policy | None, others: int, nonfinite: OnNonFinite) -> Group:
     """Make the group that ``join`` is the first to ask for, beside ``others``. ``told`` is what the coordinator was."""
     if told is not None and not _suits(join, told):
@@ -394,11 +387,9 @@ def new_group(join: Join, told: Policy | None, others: int, nonfinite: OnNonFini
             f"nobody said how many workers group {join.group!r} has: give world_size= to connect (or WORLD_SIZE "
             f"in the environment), or --workers N to `gradserver serve`"
         )
-    if told is None:
-        check_world(join.world_size, f"group {join.group!r}")
+    policy = told or Policy.of(join.world_size, join.group)
     if others >= MAX_GROUPS:
         raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
-    policy = told or Policy.of(join.world_size)
     return Group(join.group, policy.maximum, policy, nonfinite)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from gradserver.engine.control.access import OPEN, Access
-from gradserver.engine.control.group import Group, check_world
+from gradserver.engine.control.group import Group
 from gradserver.engine.control.quota import Quotas
 from gradserver.engine.control.rounds import go_on, is_steady
 from gradserver.engine.control.shards import Roster
@@ -62,10 +62,7 @@ class Registry:
     ) -> None:
         if credit < MIN_CREDIT_BYTES:
             raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
-        for name, world in worlds.items():
-            if not isinstance(world, Policy):
-                check_world(world, f"group {name!r}")
-        self.worlds = {name: Policy.of(world) for name, world in worlds.items()}
+        self.worlds = {name: Policy.of(world, name) for name, world in worlds.items()}
         self.groups: dict[str, Group] = {}
         self.places: dict[int, str] = {}
         self.quotas = Quotas(quota, {*(worlds.keys() - {OTHERS}), *(access.groups or ())})
