@@ -184,7 +184,7 @@ def _load(name: str) -> object:
 
 
 def _is_import_statement(frame: FrameType) -> bool:
-    """Whether ``from gradserver import …`` looks for a name."""
+    """Return true if ``from gradserver import …`` looks for a name."""
     return frame.f_globals.get("__name__") == "importlib._bootstrap"
 
 

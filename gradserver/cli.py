@@ -212,7 +212,7 @@ def _add_silence(parser: argparse._ArgumentGroup) -> None:
         type=seconds(0.5, 3600),
         default=1.0,
         metavar="S",
-        help="seconds after which a worker whose connection broke is lost (default 1)",
+        help="seconds from the break of a connection until its worker is lost (default 1)",
     )
     parser.add_argument(
         "--frozen-after",

@@ -80,7 +80,7 @@ def serve(
 
     Args:
         bind: ``tcp://HOST:PORT``; port 0 picks a free one.
-        worlds: world size or policy by group, for groups whose size is given here.
+        worlds: world size or policy by group, for groups that have their size from here.
         credit: bytes that one worker may have in flight at each shard; None for the default.
         share_memory: whether workers of this host may share memory instead of sending gradients.
         shards: processes of this host that hold slices; the coordinator itself is one of them.

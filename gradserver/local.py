@@ -30,7 +30,7 @@ from gradserver.worker.handle import Handle
 from gradserver.worker.session import Session
 
 _LOOK_AGAIN_SECONDS: Final = 0.05
-"""Interval at which to look again at a returned worker whose exchanges are not done, and which others wait for."""
+"""Interval of looks at a worker that has returned, has exchanges under way, and that others wait for."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -109,8 +109,8 @@ class LocalCluster:
     def run(self, fn: Callable[Concatenate[Worker, P], T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call ``fn(worker, …)`` in a thread for each worker, and return the results by rank.
 
-        A worker whose function has returned leaves the cluster when others wait for it. They are told at once. Those of
-        an elastic cluster continue without it. A worker that no other waits for stays for the next `run`.
+        A worker leaves the cluster after its function has returned, when others wait for it. They are told at once.
+        In an elastic cluster they continue without it. A worker that no other waits for stays for the next `run`.
 
         The first error of any worker is raised here, when all have ended. That worker is removed from the cluster, so
         that the others do not wait for it. The result of a killed worker is None, and its error is ignored. Added
@@ -223,7 +223,7 @@ class _Running:
         self._cluster = cluster
         self._work = work
         self.returned: set[Worker] = set()
-        """Workers whose function has returned, and which are still in the cluster."""
+        """Workers that are in the cluster after their function has returned."""
         self._threads: list[threading.Thread] = []
         self._results: list[Any] = []
         self._errors: list[BaseException] = []

@@ -1,6 +1,6 @@
 """Residuals of lossy codecs at the coordinator, kept in files so that the next coordinator has them.
 
-For each slice of a lossy bucket there are two slots, each with the number of the round whose result left it. Computing
+For each slice of a lossy bucket there are two slots, each with the number of the round that left it. Computing
 the result of round n reads the slot of the last round before n and writes the other one. The number of that slot is set
 when it is complete, and before any member is sent the result. So whenever this process dies, the residual that the
 result of round n was computed from still exists: computed once more, the result has the same bits. If a member already
@@ -41,7 +41,7 @@ _PAGE: Final = 4096
 
 
 class Residuals:
-    """Residuals of the durable groups whose records are kept in a directory."""
+    """Residuals of the durable groups that have their records in one directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

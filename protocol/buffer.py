@@ -6,6 +6,6 @@ import numpy as np
 import numpy.typing as npt
 
 Buffer = bytes | bytearray | memoryview
-"""Anything contiguous whose `len` counts bytes. A numpy array is passed as ``array.view(np.uint8).data``."""
+"""Anything contiguous with a `len` in bytes. A numpy array is passed as ``array.view(np.uint8).data``."""
 Bytes = npt.NDArray[np.uint8]
 """Memory as it is exchanged: contiguous, and counted in bytes."""

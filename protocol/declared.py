@@ -74,7 +74,7 @@ class Declared:
 
 
 def named(error: ProtocolError, kind: type[Any], values: Sequence[Any]) -> ProtocolError:
-    """Return an error of a check again, with the name of the kind and of the first field whose value is wrong."""
+    """Return an error of a check again, with the name of the kind and of the first field with a wrong value."""
     for (name, field), value in zip(_FIELDS[kind].items(), values, strict=False):
         try:
             field.check(value)
@@ -115,7 +115,7 @@ class Family(Generic[Code, Base]):
 
 
 def nested(kind: type[Any]) -> Field:
-    """Return the field that holds a named tuple, whose own fields are declared in the same way."""
+    """Return the field that holds a named tuple with fields that are declared in the same way."""
     fields = tuple(_declared(kind).items())
 
     def check(value: Any) -> Any:

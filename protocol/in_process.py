@@ -34,7 +34,7 @@ class InProcessChannel:
         if peer is None:
             raise ClosedError(f"{self._name} is closed")
         if peer._receiver is None:
-            raise UsageError(f"nobody is attached to {peer._name} yet")
+            raise UsageError(f"no other side is attached to {peer._name} yet")
         peer._receiver.receive(message, payloads)
 
     def empty(self, _nbytes: int) -> npt.NDArray[np.uint8] | None:

@@ -62,6 +62,8 @@ MANY: Final = 6
 MAX_LINES: Final = 400
 """Lines of a module, at most."""
 PERSONS: Final = ("who", "whoever", "whose")
+ALLOWED: Final = {"member whose buffers are sent": "the name of a bucket's component, which is part of the plan's hash"}
+"""Texts that are not counted, with the reason of each."""
 MASCULINE: Final = ("he", "him", "his")
 OPENINGS: Final = ("What", "Whether", "Who", "Whoever", "Of", "Those", "Whom", "Whose")
 """First words of docstrings that begin with neither a verb nor a noun."""
@@ -485,7 +487,10 @@ def _package(module: Module) -> str:
 def words(source: Source, which: Iterable[str]) -> Places:
     """Words in docstrings, comments, string literals, and in documents."""
     pattern = re.compile(rf"\b(?:{'|'.join(which)})\b", re.IGNORECASE)
-    texts = {module.path: [*module.strings, *module.comments] for module in source.modules.values()}
+    texts = {
+        module.path: [text for text in (*module.strings, *module.comments) if text not in ALLOWED]
+        for module in source.modules.values()
+    }
     texts |= {path: [text] for path, text in source.documents.items()}
     return _most_first({path: sum(len(pattern.findall(text)) for text in found) for path, found in texts.items()})
 
@@ -544,9 +549,9 @@ FIGURES: Final = {
         Figure(f"modules of more than {MAX_LINES} lines", long_modules, 16, 0),
     ),
     "English": (
-        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 352, 0),
-        Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 32, 0),
-        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 181, 0),
+        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 290, 0),
+        Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 31, 0),
+        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 175, 0),
     ),
 }
 

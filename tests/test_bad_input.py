@@ -157,16 +157,16 @@ STRANGE: dict[str, tuple[list[bytes], type[GradServerError], str]] = {
     "push": (
         [encode(Push(KEY, 0)), b"data"],
         UnexpectedMessageError,
-        "Push from someone who is in no group: join first",
+        "Push from a worker that is in no group: join first",
     ),
-    "plan": ([encode(Propose(PLAN.hash)), PLAN.encoded], UnexpectedMessageError, "Propose from someone who"),
+    "plan": ([encode(Propose(PLAN.hash)), PLAN.encoded], UnexpectedMessageError, "Propose from a worker"),
     "inquiry": (
         [encode(Inquire(KEY))],
         UnexpectedMessageError,
-        "Inquire from someone who is in no group",
+        "Inquire from a worker that is in no group",
     ),
-    "goodbye": ([encode(Leave("bye"))], UnexpectedMessageError, "Leave from someone who is in no group"),
-    "coordinator's": ([encode(Agreed(PLAN.hash, 0))], UnexpectedMessageError, "Agreed from someone who"),
+    "goodbye": ([encode(Leave("bye"))], UnexpectedMessageError, "Leave from a worker that is in no group"),
+    "coordinator's": ([encode(Agreed(PLAN.hash, 0))], UnexpectedMessageError, "Agreed from a worker"),
     "empty group": ([encode(Join("", "n", 0, 2, 5.0))], InvalidArgumentError, "and must be printable text"),
     "name that writes on terminals": (
         [encode(Join("crowd", "\x1b[2J", 0, 2, 5.0))],

@@ -120,7 +120,7 @@ def test_a_receiver_may_close_a_channel_that_is_lost(ends: Ends) -> None:
 def test_a_message_is_not_dropped_before_a_receiver_is_attached() -> None:
     worker, _ = in_process_pair()
 
-    with pytest.raises(UsageError, match="nobody is attached"):
+    with pytest.raises(UsageError, match="no other side is attached"):
         worker.send(Ping())
 
 

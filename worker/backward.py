@@ -80,7 +80,7 @@ class Backward:
         self._broken = ""
         """The error that broke the exchange: its text is the BROKEN state."""
         self._abandonable = False
-        """Whether the backward broke it, and all exchanges are whole."""
+        """True if the backward broke it, and all exchanges are whole."""
         self._number = 0
         """The number of the present backward: an error of an earlier one may be noticed late."""
         self._lock = threading.RLock()

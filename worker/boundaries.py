@@ -102,7 +102,7 @@ class Boundaries:
             self._await(handle, timeout)
         if any(plan.buckets[part].numel for part in parts):
             self._await_boundary(timeout)
-        elif plan.is_shared:  # nobody else has heard of it
+        elif plan.is_shared:  # no other member knows of it
             pushed.clear()
             return
         warning = rounds.note_not_finite() if member.identity.sifts else None

@@ -2,8 +2,8 @@
 
 Workers agree on it without a message, so it has to be the same on machines that may differ in processor and in versions
 of torch and numpy. ``torch.randperm`` and numpy's ``Generator.permutation`` may both change their algorithms. So each
-sample gets a 64-bit key from Philox4x64-10, a published counter-based generator whose integer stream numpy promises to
-keep, and the permutation is the stable sort of the keys, of which only one answer can be right.
+sample gets a 64-bit key from Philox4x64-10, a published counter-based generator: numpy promises to keep its integer
+stream. The permutation is the stable sort of the keys, of which only one answer can be right.
 """
 
 from __future__ import annotations

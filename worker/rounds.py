@@ -1,4 +1,4 @@
-"""Exchanges a module's buckets, one round at a time: gradients, buffers, and who uses what."""
+"""Exchange of a module's buckets, one round at a time: gradients, buffers, and which parameters were used."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Options:
 
     @property
     def tracks_used(self) -> bool:
-        """Whether parameters may be without a gradient, so that workers tell each other which have one."""
+        """True if parameters may be without a gradient, so that workers tell each other which have one."""
         return self.find_unused_parameters or self.static_graph
 
 
@@ -61,14 +61,14 @@ class Rounds:
 
     Attributes:
         agreement: what the replicas have agreed on.
-        plan: what a round exchanges: gradients, whose buffers are sent, buffers, and which parameters have a gradient.
+        plan: what a round exchanges: gradients, the sender of buffers, buffers, and which parameters have a gradient.
         gradients: the buckets of gradients.
         slots: all parameters that are exchanged, in the plan's order.
         weight: this worker's weight, from the next round on.
         modes: compares the workers' modes, if eval mode exchanges nothing.
         seconds: time that the caller's thread has spent in exchanges so far.
-        skipped: whether the last round is not to be applied, as somebody's gradients were not finite.
-        left_out: whether something that this worker gave to it was not finite, and did not count.
+        skipped: true if the last round must not be applied, as gradients of a member were not finite.
+        left_out: true if gradients of this worker in it were not finite, and did not count.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Rounds:
             bucket.place(self._staging.new_memory(bucket.spec.numel, bucket.dtype, bucket.device))
         self._sender = self._staging.new_memory(1, torch.int32, torch.device("cpu"))
         self._saved: dict[int, Tensor] = {}
-        """What buckets held before this worker put its buffers there, in this round, by their index."""
+        """Contents of buckets before this worker put its buffers there, in this round, by their index."""
         self._adopted = False
         self._used = self._staging.new_memory(len(self.slots), torch.uint8, torch.device("cpu"))
         self.modes = Modes(worker, compares=not options.exchange_in_eval)
@@ -133,19 +133,19 @@ class Rounds:
 
     def adopt_buffers(self) -> None:
         """Take the buffers, as they are now, for those that all members have, before the first round."""
-        if not self._adopted and not self._worker.joins:  # who joins has yet to get them
+        if not self._adopted and not self._worker.joins:  # a learner has yet to get them
             for bucket in self._buffers:
                 bucket.pack()
             self._adopted = True
 
     @property
     def buffer_names(self) -> frozenset[str]:
-        """Which buffers are exchanged."""
+        """Names of the buffers that are exchanged."""
         return frozenset(component.name for bucket in self._buffers for component in bucket.spec.components)
 
     @property
     def begun(self) -> bool:
-        """Whether anything of this round was pushed, so that only its end can follow."""
+        """True if anything of this round was pushed, so that only its end can follow."""
         return self._staging.pushed
 
     @property
@@ -177,7 +177,7 @@ class Rounds:
                 slot.parameter.grad = None
 
     def finish(self) -> bool:
-        """Push what was not, wait for every result and hand them out; whether anybody took part with a weight."""
+        """Push the rest, wait for every result and hand them out. Return true if any worker took part with a weight."""
         for index in sorted(self._unpushed):
             self.push(index)
         with self._timed():
@@ -209,7 +209,7 @@ class Rounds:
     def _push_buffers(self) -> None:
         """Send what has changed of the buffers, if it is this worker's that all are to have.
 
-        Whose they are is known when all have begun their backward, and so, as a rule, long before its end.
+        The sender is known when all have begun their backward: as a rule, long before its end.
         """
         if not self._buffers:
             return
@@ -255,7 +255,7 @@ class Rounds:
 
     def _hand_out(self, handles: dict[int, Handle]) -> None:
         self._hand_out_buffers(handles)
-        # Where nobody has a gradient nobody shall get one, not even zeros: optimizers tell these from none.
+        # Where no member has a gradient none gets one, not even zeros: optimizers tell these from none.
         used = self._used.tolist() if self._options.tracks_used else [1] * len(self.slots)
         for slot, anybody in zip(self.slots, used, strict=True):
             if anybody and not self.skipped:

@@ -282,7 +282,7 @@ class Session:
                 setattr(channel, method, self._refuse)
 
     def _channels(self) -> set[Channel]:
-        """Channels that somebody may wait at."""
+        """Channels at which a thread may wait."""
         waiting = self.member.exchanges.waiting()
         return {one._channel for one in waiting if isinstance(one, Handle) and one._channel is not None}
 

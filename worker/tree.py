@@ -282,7 +282,7 @@ def from_bytes(data: bytes) -> Tree:
     """Return the tree that `to_bytes` has encoded. Raises MalformedMessageError."""
     at = 4 + int.from_bytes(data[:4], "little")
     if at > len(data):
-        raise MalformedMessageError(f"a tree of {len(data)} bytes whose manifest ends at {at}")
+        raise MalformedMessageError(f"a tree of {len(data)} bytes, with a manifest that ends at {at}")
     manifest = data[4:at]
 
     def take(nbytes: int) -> bytearray:

@@ -111,4 +111,6 @@ class Turns:
 
     def _overdue(self, seconds: float) -> DeadlineError:
         number = self._session.round
-        return DeadlineError(f"nobody has begun round {number} for {seconds:g} s, which this worker has no data for")
+        return DeadlineError(
+            f"no member has begun round {number} for {seconds:g} s, and this worker has no data for it"
+        )

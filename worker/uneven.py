@@ -116,7 +116,7 @@ def all_to_all_uneven(
 
 def _check_alike(rank: int, one: Binding, first: Binding) -> None:
     if not one.shape:
-        raise InvalidArgumentError(f"the tensor for rank {rank} has no dimension whose length could be any")
+        raise InvalidArgumentError(f"the tensor for rank {rank} has no dimension that may have any length")
     if one.dtype != first.dtype:
         raise DTypeError(f"the tensor for rank {rank} is {one.dtype.name}, that for rank 0 {first.dtype.name}")
     if one.shape[1:] != first.shape[1:]:

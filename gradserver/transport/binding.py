@@ -19,7 +19,7 @@ _KEEPALIVE: Final = {
     zmq.TCP_KEEPALIVE_INTVL: 5,
     zmq.TCP_KEEPALIVE_CNT: 4,
 }
-"""Options by which the system closes connections after 30 s whose host is gone.
+"""Options by which the system closes connections to a lost host, after 30 s.
 
 The system asks, and not libzmq by its heartbeats: whatever comes, an answer to one too, has libzmq wait for the next
 beat of a beacon (`.liveness`) before it looks for silence again, so one that froze right behind it went unnoticed.

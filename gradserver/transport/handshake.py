@@ -173,7 +173,7 @@ class Handshake:
             return False
         if saying.one_more(now):
             return True
-        error = LimitExceededError("too many messages from someone who is in no group")
+        error = LimitExceededError("too many messages from a worker that is in no group")
         self._connections.silence(saying, self._route(identity, encode(Failure.of(error, Scope.CONNECTION))))
         return False
 
@@ -189,11 +189,11 @@ class Handshake:
             self._waiting.pop(identity, None)
         if role is None:
             what = type(message).__name__
-            self.turn_away(identity, UnexpectedMessageError(f"{what} from someone who is in no group: join first"))
+            self.turn_away(identity, UnexpectedMessageError(f"{what} from a worker that is in no group: join first"))
         return role
 
     def hold(self) -> None:
-        """Let those wait from now on whose role waits, until `release`."""
+        """Let strangers with a role that waits wait from now on, until `release`."""
         self._waiting = {}
 
     def release(self) -> Mapping[bytes, Sequence[Buffer]]:

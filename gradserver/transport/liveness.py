@@ -3,7 +3,7 @@
 Beside the connection that its messages pass through, each peer opens a second one, its *beacon*. Through that libzmq's
 own thread shows from time to time that the process runs, and nothing else ever passes there. So
 
-- a peer whose Python is busy for minutes is alive, and one that froze is not;
+- a peer with Python code that is busy for minutes is alive, and one that froze is not;
 - it does not matter how many messages of peers are still unread: where heartbeats come behind messages, a server that
   stood still for a while would take every peer for dead;
 - a server that stood still finds beacons closed, and a moment later open again: the peers' libzmq sees to that. That
@@ -134,7 +134,7 @@ class Liveness:
         return None if self._unix is None else self._unix.lives(peer.identity)
 
     def ended(self, peer: Peer) -> Verdict:
-        """Return the verdict on a peer whose process has ended."""
+        """Return the verdict on a peer after its process has ended."""
         return Verdict(peer, _ENDED, ended=True)
 
     def look(self, peers: Collection[Peer]) -> list[Verdict]:

@@ -365,7 +365,7 @@ class UnixServer:
                 break
 
     def _end(self, line: Line) -> None:
-        """Close a ``line`` whose other side has closed it, or has died. Does nothing the second time."""
+        """Close a ``line`` after its other side has closed it, or has died. Does nothing the second time."""
         if self._connections.get(line.descriptor) is line:
             self._hang_up(line)
             if line.guest is not None:

@@ -1,4 +1,4 @@
-"""The router's monitor: it says that a connection closed, and not whose. So peers are probed some moments after."""
+"""The router's monitor: it says that a connection closed, and not which one. So peers are probed some moments after."""
 
 from __future__ import annotations
 

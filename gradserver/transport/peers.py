@@ -25,7 +25,7 @@ class Server(Protocol):
         """Send; False if there is no connection to send on."""
 
     def forget(self, identity: bytes, farewell: Failure | None) -> None:
-        """Drop a peer. From now on ``identity`` is a stranger, whose last words were ``farewell``."""
+        """Drop a peer. From now on ``identity`` is a stranger with ``farewell`` as its last words."""
 
     def welcomed(self, peer: Peer, welcome: Welcome) -> None:
         """Ask for another beacon: ``peer`` is about to get a Welcome to a group that it may come back to."""

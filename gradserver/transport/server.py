@@ -386,7 +386,7 @@ class TcpServer:
                 raise MalformedMessageError(f"a Push of what lies in memory that is not shared: {where}")
             views.append(view)
         if views[-1].readonly:
-            raise MalformedMessageError("a Push whose result belongs into memory that was shared for reading only")
+            raise MalformedMessageError("a Push with its result in memory that was shared for reading only")
         return views
 
     # ── out ───────────────────────────────────────────────────────────────────────────────────────────
@@ -416,7 +416,7 @@ class TcpServer:
         return True
 
     def forget(self, identity: bytes, farewell: Failure | None = None) -> None:
-        """Drop a peer whose last words were ``farewell``: nothing that still comes from there is taken."""
+        """Drop a peer with the last words ``farewell``. Nothing that still comes from it is taken."""
         if (peer := self._peers.pop(identity, None)) is not None:
             self._liveness.forget(peer)
             self._connections.part(identity, peer.traffic, time.monotonic())
@@ -457,7 +457,7 @@ class TcpServer:
             self.suspect()
 
     def ended(self, identity: bytes) -> None:
-        """Lose a worker whose process has ended. Messages on its ZeroMQ connection may be on their way."""
+        """Lose a worker after its process has ended. Messages on its ZeroMQ connection may be on their way."""
         if (peer := self._peers.get(identity)) is not None:
             if peer.talked:
                 self._lose(self._liveness.ended(peer))

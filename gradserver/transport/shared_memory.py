@@ -170,7 +170,7 @@ def _check_size(descriptor: int, size: int) -> None:
     if not stat.S_ISREG(facts.st_mode) or facts.st_size != size:
         raise MalformedMessageError(f"memory of {facts.st_size} bytes was announced as {size}")
     if facts.st_blocks * 512 < size:
-        raise MalformedMessageError("memory with holes: it has to be allocated by whoever shares it")
+        raise MalformedMessageError("memory with holes: the process that shares it has to allocate it")
 
 
 def _mapping(descriptor: int, size: int, access: int) -> mmap.mmap:

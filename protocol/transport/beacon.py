@@ -21,7 +21,7 @@ def beacon_socket(context: zmq.Context[zmq.Socket[bytes]], wanted: BePresent, ad
     option = dealer.setsockopt
     option(zmq.ROUTING_ID, wanted.identity.encode())
     option(zmq.IPV6, int("[" in address))
-    option(zmq.CONFLATE, 1)  # nobody reads what comes
+    option(zmq.CONFLATE, 1)  # what comes is not read
     option(zmq.LINGER, 0)
     option(zmq.RECONNECT_IVL, _RECONNECT_MS)
     option(zmq.HEARTBEAT_IVL, int(beat_seconds(wanted) * 1000))

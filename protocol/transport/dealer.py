@@ -26,7 +26,7 @@ _ENDS: Final = (
 )
 """Events of the monitor after which nothing arrives any more."""
 _BROKEN: Final = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED)
-"""Those of them that end a connection which was one of gradserver's."""
+"""Events among these that end a connection which was one of gradserver's."""
 
 
 class Dealer:

@@ -22,9 +22,9 @@ class Announced:
         self._latest = self._in_force = 0
         self._done = RoundDone(-1, 0)
         self._ends: dict[int, set[int]] = {}
-        """Shards whose last results said that a round is over, by its number."""
+        """Shards that said with their last results that a round is over, by its number."""
         self._steady: set[int] = set()
-        """Rounds whose last results said that they are over, with the membership as it was before."""
+        """Rounds of which the last results said that they are over, with the membership as it was before."""
         self._epochs: dict[int, int] = {}
         """Epochs in force after rounds that are over for the others, and not for this worker."""
         self._waiting: list[tuple[Callable[[], bool], Waiter]] = []
@@ -43,7 +43,7 @@ class Announced:
     def take(self, epoch: int, ended: int) -> Membership | None:
         """Take the membership that is in force from now on, behind round ``ended``; None if it is already.
 
-        Earlier ones will never be. A membership with a member whose first round is not over yet comes again.
+        Earlier ones never come into force. A membership with a member in its first round comes again.
         """
         self._in_force = max(self._in_force, epoch)
         found = self._memberships.get(epoch)
@@ -81,7 +81,7 @@ class Announced:
         return self._satisfied() if self._waiting else []
 
     def pass_over(self, number: int) -> bool:
-        """Tell whether the results of round ``number`` said that it is over; nobody asks for that a second time."""
+        """Return true if the results of round ``number`` said that it is over. Forgets it: it is asked for once."""
         if number not in self._steady:
             return False
         self._steady.discard(number)

@@ -46,7 +46,7 @@ class Effects:
     """Effects that are to be carried out. Not safe to share: the session's lock guards it.
 
     Attributes:
-        pending: those that nobody has taken yet.
+        pending: effects that are not taken yet.
     """
 
     def __init__(self) -> None:

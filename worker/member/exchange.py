@@ -93,7 +93,7 @@ class Exchange:
         sent: slices that were pushed.
         epoch: the membership on which it depends; 0 if it depends on none.
         heavier: slices that weigh more than the others, because what did not count before was added to them.
-        answered: slices whose result is here.
+        answered: slices with their result here.
         settled: slices that are not sent: they had their result before all was begun again.
         first: the first slice that is sent.
     """
@@ -163,7 +163,7 @@ class Exchange:
         self.start, self.stop = (0, layout.count) if interval is None else interval
         self.siblings = siblings
         self.dropped = False
-        """The exchange has failed elsewhere: what is still to come of this part is nobody's."""
+        """True after a failure at another shard: what still comes of this part is ignored."""
         self.held_back = False
         """Slices that were not sent would not count."""
         self.sent = self.first = self.start
@@ -329,7 +329,7 @@ class Exchange:
         self._slots.give_back(staged.slot)
 
     def kept_payload(self, index: int, result: Result, payload: Buffer | None) -> Buffer | None:
-        """The result of slice ``index``, one of those in ``result``, in memory that nobody changes."""
+        """Give the payload of slice ``index``, one of those in ``result``, in memory that does not change."""
         if not result.placed:
             return payload
         if self._region is not None:
@@ -377,7 +377,7 @@ class Exchange:
         """Note for the caller what ``result`` is made of."""
         waiter = self.handle
         waiter.present |= result.present
-        waiter.weight = max(waiter.weight, result.weight)  # slices differ where somebody died in between
+        waiter.weight = max(waiter.weight, result.weight)  # slices differ if a member died in between
 
     @property
     def done(self) -> bool:

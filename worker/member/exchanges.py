@@ -216,7 +216,7 @@ class Exchanges:
         return None
 
     def _frontier(self, shard: ShardTraffic) -> Exchange | None:
-        """Give the exchange whose next slice is the first in the plan's order that was not answered, if it is ready.
+        """Give the exchange with the first slice in the plan's order that was not answered, if it sends that next.
 
         That is, of the slices that ``shard`` has to do with: the reasons hold for each shard by itself.
         """
@@ -345,9 +345,9 @@ class Exchanges:
     ) -> tuple[bool, GradServerError | None]:
         """End one shard's part of an exchange. Return whether all of it has ended, and with which error.
 
-        What has failed at one shard is sent to the others no more. Credit there is free when they have answered, or
-        have found out that somebody else has given it up too. The caller is told at once, unless something may
-        still be written to its memory.
+        After a failure at one shard nothing more is sent to the others. Credit there is free when they have answered,
+        or have found that another member failed it too. The caller is told at once, unless something may still be
+        written to its memory.
         """
         siblings.left -= 1
         if isinstance(error, AbandonedError):
@@ -366,7 +366,7 @@ class Exchanges:
         return siblings.left == 0 or failed, siblings.error or siblings.verdict
 
     def void(self, part: Exchange) -> None:
-        """End a part that was given up, and that nobody will answer."""
+        """End a part that was given up, and that no shard will answer."""
         assert part.siblings is not None
         del self.shards[part.shard].exchanges[part.key]
         done, error = self._part_over(part, part.siblings, None)

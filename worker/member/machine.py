@@ -72,7 +72,7 @@ class Member:
         before = learner.transfer
         waiting = [*self.rounds.announced.round_done(done), *learner.heard(done, me)]
         if before is not None and (latest := learner.transfer) is not None and latest is not before:
-            # The member that was to send the state before cannot, and nobody says more.
+            # The member that was to send the state before cannot. No other message says so.
             self.exchanges.fail_states(WorkerLostError(NOT_SENT), latest.number)
         self.effects.complete_all(waiting)
 

@@ -44,7 +44,7 @@ class Plans:
         self._rounds = rounds
         self._proposal: Proposal | None = None
         self._agreements: dict[int, Callable[[], object | None]] = {}
-        """By the number of the section; those that nobody keeps are None."""
+        """Agreements by the number of the section; None for one that was garbage collected."""
 
     @property
     def open(self) -> Proposal | None:

@@ -101,7 +101,7 @@ class Recovery:
         return Holding(*self._stands_at), pack_spans(inventory.spans(shard))
 
     def fetch(self, message: Fetch) -> tuple[Held, Buffer | None]:
-        """Give a result that this member keeps, and somebody lacks."""
+        """Give a result that this member keeps and another lacks."""
         kept = self._inventory.retained.find(message.key, message.slice)
         if kept is None:
             raise MalformedMessageError(f"a Fetch of slice {message.slice} of {tuple(message.key)}, which is not held")

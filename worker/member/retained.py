@@ -2,7 +2,7 @@
 
 Of a bucket's slice it is the last result, until the same slice of a later round is answered: one copy of the gradients,
 which over TCP is what was received, and in shared memory where the coordinator wrote it. Of collectives and transfers
-it is what was answered last, as much as anybody can still lack (`gradserver.protocol.resuming` says why that is
+it is what was answered last, as much as a member can still lack (`gradserver.protocol.resuming` says why that is
 enough).
 """
 
@@ -20,7 +20,7 @@ from gradserver.protocol.resuming import MAX_OVER, Span, State
 
 
 class Kept(NamedTuple):
-    """The result of a slice, as it came; the payload's memory is nobody else's to change."""
+    """The result of a slice, as it came. Nothing else changes the payload's memory."""
 
     result: Result
     payload: Buffer | None
@@ -58,7 +58,7 @@ class Retained:
         """Slices of which only others get bytes, and that this member was told of since it said what it holds."""
 
     def keep_slice(self, index: int, kept: Kept) -> None:
-        """Slice ``index`` of a bucket was answered: what is kept of it so far nobody can lack any more."""
+        """Keep the result of slice ``index`` of a bucket, in place of an earlier one that no member lacks any more."""
         self._buckets.setdefault(kept.result.key.part, {})[index] = kept
 
     def keep_past(self, kept: Kept, cost: int) -> None:

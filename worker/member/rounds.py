@@ -24,8 +24,8 @@ class Rounds:
         open: the buckets that are exchanged in the present round, from its first push on.
         weight: of this worker in the present round.
         announced: memberships and ends of rounds that the coordinator told of.
-        skipped: whether the last round that is over is not to be applied, as somebody's gradients were not finite.
-        left_out: whether something that this worker gave to it was not finite.
+        skipped: true if the last round that is over must not be applied, as gradients of a member were not finite.
+        left_out: true if gradients of this worker in it were not finite.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -79,7 +79,7 @@ class Rounds:
         return [buckets[part].key for part in parts if buckets[part].numel and part not in self.pushed]
 
     def note_not_finite(self) -> Warn | None:
-        """Note what became of a round in which somebody's gradients were not finite."""
+        """Note the outcome of a round in which gradients of a member were not finite."""
         found = [waiter.not_finite for waiter in self.pushed.values() if waiter.not_finite is not None]
         self.skipped, self.left_out = any(one.skips for one in found), any(one.own for one in found)
         if not self.left_out:

@@ -4,7 +4,7 @@ Each pool (`gradserver.protocol.exchange.Pool`) may have so many bytes in flight
 in the order in which they were called, which all members share. Buckets become ready in an order that
 members do not share, so two of them could each fill their credit with what the other has not begun.
 Therefore the *frontier*, the first slice in the plan's order that was not answered, may always be sent:
-the first unfinished slice of all is everybody's frontier, so something can always move.
+the first unfinished slice of all is the frontier of all members, so something can always move.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SendQueue:
             exchange = unsent[0]
             if self._in_flight[pool] + exchange.next_cost() <= credit and (push := self._push(exchange)) is not None:
                 return push
-            # Neither credit nor slots that are taken may hold back what everybody waits for.
+            # Neither credit nor slots that are taken may hold back what all wait for.
             first = frontier() if pool is Pool.BUCKETS else None
             if first is not None and (push := self._push(first)) is not None:
                 return push

@@ -1,10 +1,10 @@
-"""A member's part in a group that does not wait for everybody: results that it has not asked for, and late gradients.
+"""A member's part in a group that does not wait for all: results that it has not asked for, and late gradients.
 
     result                                      what happens
     ──────────────────────────────────────────  ─────────────────────────────────────────────────────────────────
     of a bucket that it has yet to come to      kept in the backlog; when the bucket is pushed, it is there
     … and there is no room                      LeftOutError: it has to join again
-    in which what it gave does not count        nothing more of this round is sent, whose other results come unasked
+    in which what it gave does not count        nothing more of this round is sent; its other results come unasked
     … and late contributions are to be kept     what it gave to these slices is added to what it gives next
     … and it is not finite                      it is forgotten, unless that halts the group
 
@@ -96,7 +96,7 @@ class Stragglers:
         return self._read.more(shard, payload)
 
     def keep(self, result: Result, payload: Buffer | None) -> bool:
-        """Keep a result for what has not begun; false if there is no room. What has ended is nobody's any more."""
+        """Keep a result for what has not begun; false if there is no room. One for what has ended is dropped."""
         key, rounds = result.key, self._rounds
         to_come = key.number > rounds.number or (key.number == rounds.number and key.part not in rounds.pushed)
         if key.stream != Stream.BUCKET or not to_come:

@@ -8,7 +8,7 @@ from gradserver.protocol.errors import GradServerError
 
 
 class NotFinite(NamedTuple):
-    """Outcome of an exchange to which somebody gave what is not finite."""
+    """Outcome of an exchange with a contribution that is not finite."""
 
     own: bool
     """True if this worker did."""

@@ -184,9 +184,9 @@ class Lifeline:
         return self._channel.place_of(data, shard)
 
     def prepare_to_leave(self, patience: float) -> None:
-        """From now on waits end. If there is no coordinator, give it ``patience`` seconds to be back first.
+        """End waits from now on. If there is no coordinator, give it ``patience`` seconds to be back first.
 
-        Who leaves while the books are open may take with him what others lack.
+        A worker that leaves during a recovery may hold results that others lack.
         """
         self._channel.look()
         self._clock.wait(patience)

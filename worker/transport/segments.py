@@ -83,7 +83,7 @@ def allocate(size: int) -> tuple[int, mmap.mmap]:
     """Return new memory of ``size`` bytes: its descriptor and its mapping.
 
     All of it is allocated at once, because the coordinator trusts in no page that does not exist. The kernel would
-    not refuse what it does not have, but kill someone: so we look before.
+    not refuse what it does not have, but kill a process: so we look before.
     """
     available = _available()
     if size > available:

@@ -79,7 +79,7 @@ class SharedMemory:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._freed: deque[Block] = deque()
-        """Blocks whose arrays are garbage, until a thread that holds the lock frees them."""
+        """Blocks with arrays that are garbage, until a thread that holds the lock frees them."""
         self._segments: dict[int, Segment] = {}
         self._index: tuple[list[int], list[Segment]] = ([], [])
         """Segments by their first addresses. Never changed but replaced, so that it is read without the lock."""

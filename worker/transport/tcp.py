@@ -92,7 +92,7 @@ class TcpChannel:
         self._locals: dict[int, Line] = {}
         """Lines by their local sockets' descriptors."""
         self._edgy: tuple[Line, ...] = tuple(self._lines)
-        """Lines whose messages must be taken before a wait."""
+        """Lines with messages that must be taken before a wait."""
         self._listen(self._lines[0])
         self.heard = False
         """True once a message has come that a coordinator or a shard would send."""
@@ -265,7 +265,7 @@ class TcpChannel:
             self._wake()
 
     def ask(self, shard: int = 0) -> None:
-        """Send a Ping, whose answer shows whether a message was lost. It follows the first message at once."""
+        """Send a Ping. Its answer shows whether a message was lost, and follows the first message at once."""
         self.send(_PING, (), shard)
 
     def _send_locally(self, line: Line, header: bytes, payloads: Sequence[Buffer]) -> bool:

@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float32]
 _NUMEL = 300_000
 """Number of elements for the errors: two slices, of which the second is no whole number of blocks."""
 _TOLERANCE = 2e-5
-"""Largest rounding of fp32 in one round of gradients whose elements are about 1."""
+"""Largest rounding of fp32 in one round of gradients with elements of about 1."""
 
 
 def codecs(arguments: argparse.Namespace, session: Session) -> None:

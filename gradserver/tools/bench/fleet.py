@@ -196,7 +196,7 @@ class Fleet:
         """Count the wrong values over all ranks, and compute the mean over the ranks of every other figure."""
         answers = self._ask(self._of(contender), {"do": "check", "name": contender.name})
         wrong = sum(int(answer["wrong"]) for answer in answers)
-        # Replicas whose weights are not rank 0's are wrong, too.
+        # Replicas with other weights than rank 0's are wrong, too.
         wrong += sum(answer.get("sha256") != answers[0].get("sha256") for answer in answers)
         numbers = [name for name, value in answers[0].items() if name != "wrong" and isinstance(value, float)]
         return wrong, {name: sum(answer[name] for answer in answers) / len(answers) for name in numbers}

@@ -53,7 +53,7 @@ def _draw_sizes(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_bars(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw a bar for each row, whose darker part is computing."""
+    """Draw a bar for each row. Its darker part is computing."""
     names = [f"{row.variant}\n{row.wire}" for row in rows]
     colours = [OURS if row.variant == "gradserver" else REFERENCE for row in rows]
     places = range(len(rows))

@@ -72,7 +72,7 @@ def cluster(arguments: argparse.Namespace, session: Session) -> None:
 
 
 def latency(arguments: argparse.Namespace, session: Session) -> None:
-    """Measure small tensors, whose time is latency."""
+    """Measure small tensors: their time is latency."""
     channels = {"default": "", "tcp": "tcp"}
     needs = Needs(tuple(Link(channel=channel) for channel in channels.values()), hub=True)
     ours = [

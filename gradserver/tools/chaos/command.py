@@ -206,7 +206,7 @@ class _Course:
 
     Attributes:
         done: events that took effect.
-        missed: events whose target did not run, or that had no effect.
+        missed: events without effect, or with a target that did not run.
         faults: workers that are not back in the end.
     """
 

@@ -83,7 +83,7 @@ class Fleet(Family):
         self._number = itertools.count()
         self._by_name: dict[str, Child] = {}
         self._ending: set[Child] = set()
-        """Processes whose end is no surprise."""
+        """Processes that are expected to end."""
         self._disturbed: dict[str, float] = {}
         """Times until which it is no surprise that a worker is out of the group."""
         self._forgetful = 0.0

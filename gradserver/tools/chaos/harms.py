@@ -42,7 +42,7 @@ class Harms:
         self._open: dict[tuple[str, str], Event] = {}
         """Events that had no effect yet."""
         self._calls: dict[str, float] = {}
-        """Workers whose connection breaks in their next collective, and the time until which this must begin."""
+        """Workers that lose their connection in their next collective, and the time until which this must begin."""
         fleet.on_hit, fleet.on_call = self._meets, self._breaks
         say = fleet.say
         self._does: dict[str, Callable[[str, float], None]] = {

@@ -136,7 +136,7 @@ class Oracle:
                 pass
 
     def settle(self, everything: bool = False) -> None:
-        """Check all rounds whose evidence is complete; with ``everything`` all rounds."""
+        """Check all rounds with complete evidence; with ``everything`` all rounds."""
         last = self._newest if everything else self._newest - LAG
         while self._next <= last:
             self._check(self._next, self._books.pop(self._next, Book()))

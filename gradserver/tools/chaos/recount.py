@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 Row = tuple[str, float, Array]
 """A contribution: name of the worker, weight, values."""
 Cut = Mapping[str, frozenset[int]]
-"""Slices that counted, of each worker whose contribution did not count in full."""
+"""Slices that counted, of each worker with a contribution that did not count in full."""
 MODULUS: Final = 1 << 64
 _ROW_WORDS: Final = 1024
 _ROW_BYTES: Final = 8 * _ROW_WORDS

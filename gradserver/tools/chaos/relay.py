@@ -255,7 +255,7 @@ class Relay:
             if identity not in self.connections:
                 self._note()  # descriptors are used again
                 fd = int(frames[-1].get(zmq.SRCFD))
-                if fd not in self._alive:  # the last messages of a connection whose counterpart is closed
+                if fd not in self._alive:  # the last messages of a connection with a closed counterpart
                     continue
                 self.connections[identity] = Connection(self._context, self._target, self.faults, fd)
             self.connections[identity].up.take(frames, now)
@@ -289,7 +289,7 @@ class Relay:
             self.break_off()
 
     def _bury(self) -> None:
-        """Close ended connections whose last messages were read, before a successor's messages go on."""
+        """Close connections that have ended and were read to the end, before a successor's messages go on."""
         for identity in self._doomed:
             self.connections.pop(identity).close()
         self._doomed.clear()

@@ -1,4 +1,4 @@
-"""Breakable connections: for each worker a port whose bytes go on to the coordinator.
+"""Breakable connections: for each worker a port that passes its bytes on to the coordinator.
 
 It is run as ``python -m gradserver.tools.chaos.wires HOST:PORT NAME…``. It prints the ports by name. On standard input
 it takes lines, each of which it answers with ``done``, before that with ``hit WHAT NAME`` if it was connected:

@@ -88,7 +88,7 @@ def links(workers: int, rate: float, coordinator_rate: float, congestion: str | 
 
 
 def remove_leftovers() -> None:
-    """Remove the namespaces of runs whose process has ended."""
+    """Remove the namespaces of runs after the end of their process."""
     _remove({pid for pid in _owners() if pid != os.getpid() and not Path(f"/proc/{pid}").exists()})
 
 

@@ -275,7 +275,7 @@ def uninterrupted() -> Iterator[set[int]]:
 
 
 def _before_exec(parent: int, mask: set[int], last: signal.Signals) -> None:
-    """Request, in the child, a ``last`` signal when the parent ends. It ends daemons whose run was killed."""
+    """Request, in the child, a ``last`` signal when the parent ends. It ends daemons after their run was killed."""
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _LIBC.prctl(_SET_DEATH_SIGNAL, last)
     if os.getppid() != parent:  # it ended before the request

@@ -1,4 +1,4 @@
-"""History of a group whose members change: the lives of workers, the use of samples, and the waiting of others."""
+"""History of a group with changing members: the lives of workers, the use of samples, and the waiting of others."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Joined:
     """A worker has joined its group. If there is a donor, the group was training already."""
 
     at: float  # time on the clock that all processes of a machine share, in seconds
-    donor: str = ""  # name of the member whose state it received
+    donor: str = ""  # name of the member that sent it the state
     nbytes: int = 0
     seconds: float = 0.0  # duration of this transfer
 
@@ -44,7 +44,7 @@ class TooLate:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of a group whose members change, as one of them reports it."""
+    """One round of a group with changing members, as one of them reports it."""
 
     number: int  # from 0
     loss: float | None  # mean over its samples, in nats per byte; None if it had none

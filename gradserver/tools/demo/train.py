@@ -45,7 +45,7 @@ def train(
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Make AdamW, whose learning rate is set before each step."""
+    """Make AdamW. Its learning rate is set before each step."""
     return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), eps=ADAM_EPSILON, weight_decay=0.1)
 
 
