@@ -19,7 +19,7 @@ GradServerError
 │   ├── CollectiveMismatchError
 │   ├── AbandonedError            between a data shard and a worker: a member went on without this exchange
 │   ├── DivergedError             replicas that must hold the same weights do not
-│   └── MembershipChangedError    the membership of an elastic group changed during this call: call it again
+│   └── MembershipChangedError    the membership of the group changed during this call: call it again
 ├── PeerError                     another worker's
 │   ├── WorkerLostError           it died, or its connection broke
 │   ├── WorkerLeftError           it left politely, but was still needed
@@ -158,7 +158,7 @@ class DivergedError(DisagreementError):
 
 
 class MembershipChangedError(DisagreementError):
-    """A worker left an elastic group, or was lost, during a collective that cannot continue without it.
+    """A worker left the group, or was lost, during a collective that cannot continue without it.
 
     The collective raises this at every member, once. Rank and world size are those of ``epoch`` from then on. The call
     can be repeated.
@@ -191,7 +191,7 @@ class WorkerLeftError(PeerError):
 
 
 class LeftOutError(PeerError):
-    """The others of an elastic group continue without this worker, which did not come in time."""
+    """The others continue without this worker, which did not come in time."""
 
 
 class NonFiniteError(PeerError):

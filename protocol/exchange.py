@@ -33,8 +33,8 @@ class Stream(IntEnum):
     COLLECTIVE = 1
     """``number`` counts the group's collectives, which all members call in the same order.
 
-    In an elastic group ``part`` is the round in which it was called, and ``number`` counts those of that round. So a
-    worker that joins needs to know no number.
+    ``part`` is the round in which it was called, and ``number`` counts those of that round. So a worker that joins
+    needs to know no number.
     """
     TRANSFER = 2
     """``number`` counts the sends from ``source`` to ``target`` with tag ``part``; a state's have `STATE_TAG`."""

@@ -59,7 +59,7 @@ Counts = Annotated[tuple[int, ...], Field(listed(count, MAX_LIST))]
 Stated = Annotated[int, Field(integer(0, MAX_CLAIMED))]
 """A round or an epoch that a worker says it is in."""
 Rank = Annotated[int, Field(rank)]
-"""A rank, or a seat: the identity of a member for the life of an elastic group."""
+"""A rank, or a seat: the identity of a member for the life of a group."""
 Ranks = Annotated[tuple[int, ...], Field(listed(rank, MAX_WORLD_SIZE))]
 AnyRank = Annotated[int, Field(any_rank)]
 """A rank, or -1 for none or any."""

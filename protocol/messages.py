@@ -14,7 +14,7 @@ worker                                  coordinator
   ◄────────────────────────────────────── Agreed (or Failure)
   Push + slice ──────────────────────────►
   ◄────────────────────────────────────── Result + slice, until every slice of the Push has one
-  ◄────────────────────────────────────── Result + slice, unasked, in an elastic group: to a listener
+  ◄────────────────────────────────────── Result + slice, unasked, to a listener
   Taken ─────────────────────────────────► so much of that was read
   Register, Claim, Used ─────────────────► data: `gradserver.protocol.positions` has them, and the answers
   Inquire ───────────────────────────────► "which members are missing?", when a wait ran out
@@ -25,13 +25,13 @@ worker                                  coordinator
   Present ───────────────────────────────► a moment later (from a worker)
   ◄────────────────────────────────────── Failure at any time; Ping at any time, not answered
   Ping ──────────────────────────────────► answered with a Ping, which shows whether anything was lost
-  ◄────────────────────────────────────── Membership, in an elastic group, when a member departed or came in
-  ◄────────────────────────────────────── RoundDone, in an elastic group, after the last Result of a round
+  ◄────────────────────────────────────── Membership, when a member departed or came in
+  ◄────────────────────────────────────── RoundDone, after the last Result of a round
   (Resume, Resumed, Holding, Fetch, Held, Standing, after a connection broke: drawn in `gradserver.protocol.resuming`)
   Serve ─────────────────────────────────► may ask this member for its state, for a learner
   StateFailed ───────────────────────────► asks another one
 
-learner                                 coordinator of an elastic group that has begun
+learner                                 coordinator of a group that has begun
   Join ──────────────────────────────────► waits until there is a seat, and all shards know of it
   ◄────────────────────────────────────── Welcome, which says that it joins; then as above, up to Agreed
   Enter ─────────────────────────────────► waits for the end of a round
@@ -157,13 +157,13 @@ class Welcome(MessageKind):
     needs_all: Flag = False
 
 
-# ── members and learners of an elastic group ──────────────────────────────────────────────────────────
+# ── members and learners ──────────────────────────────────────────────────────────
 
 
 @message(21)
 @dataclass(frozen=True, slots=True)
 class Membership(MessageKind):
-    """Membership of an elastic group, from ``epoch`` on.
+    """Membership of a group, from ``epoch`` on.
 
     It takes effect for a member when it is told so: by the RoundDone of a round, or by the failure of a collective,
     that names this epoch or a later one.
@@ -213,7 +213,7 @@ class Transfer(NamedTuple):
 @message(22)
 @dataclass(frozen=True, slots=True)
 class RoundDone(MessageKind):
-    """The end of a round of an elastic group at all shards; ``epoch`` is that of the next one.
+    """The end of a round at all shards; ``epoch`` is that of the next one.
 
     ``transfers`` are of the state that members have when they have applied this round.
     """
@@ -274,7 +274,7 @@ class StateFailed(MessageKind):
 class Attend(MessageKind):
     """The message to a data shard that this connection is that of ``rank``. ``token`` is from the Welcome.
 
-    In an elastic group ranks are seats here, and ``epoch`` is the first one, or the version of the latest Resumed.
+    Ranks are seats here, and ``epoch`` is the first one, or the version of the latest Resumed.
     """
 
     group: Text
@@ -523,7 +523,7 @@ class Result(NamedTuple):
     """The result of a slice, or of several. ``weight`` is the sum over contributions that counted; 0 if none did.
 
     Without data (``present``) the result is zeros, or none was called for. If it is ``placed``, it lies in
-    shared memory where the Push said (at its target, if it named one); else it is the payload. In elastic groups some
+    shared memory where the Push said (at its target, if it named one); else it is the payload. Some
     of the seats that were there when the exchange began may be ``without`` a part in these slices: cut off, or late.
     A listener is sent results of buckets that it has not pushed, always as payloads. In durable groups a bucket's
     result names the ``weights`` of the contributions that counted, by seat; 0 for the others.

@@ -75,7 +75,7 @@ Guarantees
 - The connections to all data shards are one: a member that loses one of them makes all anew, and says Attend to each
   shard behind Resumed, with its ``version`` for an epoch.
 - All waits end: a member that does not come back, or does not say Holding, departs. The others hear of it (Membership).
-- A member of an elastic group that is not durable is out when its connection breaks. It says Resume too, to hear that
+- A member of a group that is not durable is out when its connection breaks. It says Resume too, to hear that
   from a coordinator that lives: LeftOutError.
 """
 

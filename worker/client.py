@@ -78,9 +78,8 @@ class Worker(ObjectCollectives):
     def rank(self) -> int:
         """Place of this worker among the members, ``0 … world_size - 1``.
 
-        In an elastic group, rank, world size, names and epoch change when other workers leave or are lost. They change
-        in `finish_round` (and so in ``backward()``), in a collective that raises MembershipChangedError, and nowhere
-        else.
+        Rank, world size, names and epoch change when other workers join, leave or are lost. They change in
+        `finish_round` (and so in ``backward()``), in a collective that raises MembershipChangedError, and nowhere else.
         """
         return self._session.membership.rank
 
@@ -107,7 +106,7 @@ class Worker(ObjectCollectives):
 
     @property
     def joins(self) -> bool:
-        """True if this worker joins an elastic group that already trains, and has not entered it yet.
+        """True if this worker joins a group that already trains, and has not entered it yet.
 
         Until it calls `enter`, it can only `agree` on the plan. Rank and names are those that it would have as a
         member.

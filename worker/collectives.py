@@ -64,9 +64,8 @@ class Collectives:
     def rank(self) -> int:
         """Place of this worker among the members, ``0 … world_size - 1``.
 
-        In an elastic group, rank and world size change when other workers leave or are lost. They change in
-        `Worker.finish_round` (and so in ``backward()``), in a collective that raises MembershipChangedError, and
-        nowhere else.
+        Rank and world size change when other workers join, leave or are lost. They change in `Worker.finish_round`
+        (and so in ``backward()``), in a collective that raises MembershipChangedError, and nowhere else.
         """
         return self._session.membership.rank
 

@@ -548,7 +548,7 @@ class Job:
             )
 
     def _place_of(self, data: ShardSampler | DataRanges) -> Callable[[], tuple[int, int]] | None:
-        """Return the place by which epochs are dealt in an elastic group, for a sampler of the worker's own rank."""
+        """Return the source of rank and world size, for a sampler of the worker's own rank; None if they stay."""
         worker = self._worker
         if isinstance(data, DataRanges):
             return None
