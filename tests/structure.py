@@ -527,7 +527,7 @@ FIGURES: Final = {
     "Fields that other modules write": (
         Figure("control's Group", partial(written_outside, where=GROUP), 59, 0),
         Figure("data's Group", partial(written_outside, where=DATA_GROUP), 36, 0),
-        Figure("Exchange", partial(written_outside, where=EXCHANGE), 12, 0),
+        Figure("Exchange", partial(written_outside, where=EXCHANGE), 0, 0),
     ),
     "Outputs of control's functions": (
         Figure("kinds of outputs", kinds_of_outputs, 3, 1),
@@ -551,7 +551,7 @@ FIGURES: Final = {
     "English": (
         Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 269, 0),
         Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 30, 0),
-        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 175, 0),
+        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 174, 0),
     ),
 }
 

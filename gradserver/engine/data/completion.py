@@ -48,7 +48,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
             passed = portions(payload, len(piece.given)) if operation.kind in PORTIONED else payload
             answer(group, exchange, piece, passed, now, effects)
             return
-    exchange.reducing[piece.start] = piece
+    exchange.begin_reduction(piece)
     layout = exchange.layout
     nbytes, numel = layout.run_bytes(piece.start, piece.stop), layout.run_numel(piece.start, piece.stop)
     keep = len(targets) < len(getters) or bool(listeners(group, exchange, piece))
@@ -99,16 +99,12 @@ def answer(
     ``findings`` say of which slices what is not to count, or which have none. In a durable group it waits for those of
     earlier slices, so that what members hold of a bucket is a prefix.
     """
-    reducing = exchange.reducing
-    if group.order.durable and reducing and exchange.key.stream == Stream.BUCKET and min(reducing) < piece.start:
-        exchange.made = {**exchange.made, piece.start: (piece, payload, findings)}
+    if group.order.durable and exchange.key.stream == Stream.BUCKET and exchange.keeps_back(piece):
+        exchange.keep_back(piece, payload, findings)
         return
     _send(group, exchange, piece, payload, findings, now, effects)
     if exchange.made:
-        before = min(reducing, default=exchange.stop)
-        ready = [exchange.made[start] for start in sorted(exchange.made) if start < before]
-        exchange.made = {start: made for start, made in exchange.made.items() if start >= before}
-        for later in ready:
+        for later in exchange.release():
             _send(group, exchange, *later, now, effects)
 
 
@@ -133,8 +129,7 @@ def _send(
     # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
     effects.commands += acknowledged
     group.slices += piece.stop - piece.start
-    exchange.answered += piece.stop - piece.start
-    if exchange.answered < exchange.stop - exchange.start:
+    if not exchange.answer(piece.stop - piece.start):
         return
     key = exchange.key
     del group.exchanges[key]

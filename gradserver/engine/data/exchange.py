@@ -115,15 +115,30 @@ class Exchange:
         """Whether slices ``start`` to ``stop`` contain a settled one."""
         return bool(self.settled) and not self.settled.isdisjoint(range(start, stop))
 
-    def take(self, rank: int, run: Run) -> Iterable[Piece]:
+    def settle(self, slices: frozenset[int], counted: Mapping[int, int]) -> None:
+        """Begin behind ``slices``, which have a result: each member ``counted`` in so many of them."""
+        self.settled, self.before = slices, counted
+        self.complete = self.open_from(self.start)
+        self.answered = len(slices)
+
+    def weigh(self, rank: int, weight: float) -> None:
+        """Note the ``weight`` of one contribution of ``rank``: the largest is its weight in the exchange."""
+        self.weights[rank] = max(self.weights[rank], weight)
+
+    def put_off(self, now: float) -> None:
+        """Let the deadline run from ``now`` on."""
+        self.touched = now
+
+    def take(self, rank: int, run: Run, now: float) -> Iterable[Piece]:
         """Keep one contribution, and give what has become complete by it."""
+        self.touched = now
         was_behind = self.pushed[rank] == self.complete
         self.pushed[rank] = self.open_from(run.stop)
         self.runs[rank].append(run)
-        return self.ready() if was_behind else ()
+        return self.ready(rank) if was_behind else ()
 
-    def ready(self) -> Iterator[Piece]:
-        """What has become complete, after a push or a cut, in pieces as long as possible."""
+    def ready(self, last: int) -> Iterator[Piece]:
+        """Yield what a push or a cut of ``last`` has completed, in pieces as long as possible."""
         if len(self.pushed) < len(self.participants) or not self.pushed:
             return
         everybody_has = min(self.pushed.values())
@@ -135,6 +150,7 @@ class Exchange:
                 if rank in given and not self.runs[rank]:
                     del self.runs[rank]
             self.complete = self.open_from(stop)
+            self.last = last
             yield Piece(start, stop, given)
 
     def kept_of(self, rank: int, ended: bool) -> int:
@@ -161,8 +177,12 @@ class Exchange:
         self.late |= {rank}
         self._stop_waiting(rank, self.pushed.get(rank, self.start))
 
-    def _stop_waiting(self, rank: int, kept: int) -> None:
+    def excuse(self, rank: int) -> None:
+        """Tell ``rank`` nothing of the failure: it has departed."""
         self.participants = tuple(other for other in self.participants if other != rank)
+
+    def _stop_waiting(self, rank: int, kept: int) -> None:
+        self.excuse(rank)
         self.absent = tuple(sorted({*self.absent, rank}))
         if rank in self.pushed:
             del self.pushed[rank]
@@ -190,6 +210,44 @@ class Exchange:
             return run._replace(payload=None, shared=False, target=None)
         nbytes = self.layout.run_bytes(run.start, run.stop)
         return run._replace(payload=memoryview(run.payload)[:nbytes], shared=False, target=None)
+
+    def begin_reduction(self, piece: Piece) -> None:
+        """Wait for the reduction of ``piece``."""
+        self.reducing[piece.start] = piece
+
+    def end_reduction(self, start: int) -> Piece | None:
+        """Take the piece that begins with slice ``start`` back from its reduction; None if none was waited for."""
+        return self.reducing.pop(start, None)
+
+    def keeps_back(self, piece: Piece) -> bool:
+        """Tell whether a reduction in front of ``piece`` is under way."""
+        return bool(self.reducing) and min(self.reducing) < piece.start
+
+    def keep_back(self, piece: Piece, payload: Payload, findings: Sequence[Finding]) -> None:
+        """Keep a result until those in front of it are there."""
+        self.made = {**self.made, piece.start: (piece, payload, findings)}
+
+    def release(self) -> list[tuple[Piece, Payload, Sequence[Finding]]]:
+        """Take the results that were kept back and have none in front of them any more."""
+        before = min(self.reducing, default=self.stop)
+        ready = [self.made[start] for start in sorted(self.made) if start < before]
+        self.made = {start: made for start, made in self.made.items() if start >= before}
+        return ready
+
+    def answer(self, slices: int) -> bool:
+        """Count ``slices`` that have their results, and tell whether all have."""
+        self.answered += slices
+        return self.answered >= self.stop - self.start
+
+    def fail(self, error: GradServerError) -> list[tuple[int, Run]]:
+        """Give up, and return the contributions that are never answered, with their ranks."""
+        self.failure = error
+        given = list(self.unanswered())
+        self.runs.clear()
+        self.made = {}
+        if not self.writes():
+            self.reducing.clear()
+        return given
 
     def spoil(self, rank: int, slices: int) -> None:
         """So many slices of ``rank`` do not count."""

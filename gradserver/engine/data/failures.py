@@ -29,13 +29,8 @@ def fail(group: Group, exchange: Exchange, error: GradServerError, effects: Effe
     """Fail ``exchange``, and tell those who contributed. Others are told when they come."""
     if exchange.failure is not None:
         return
-    exchange.failure = error
-    for rank, run in exchange.unanswered():
+    for rank, run in exchange.fail(error):
         group.refund(exchange, rank, run)
-    exchange.runs.clear()
-    exchange.made = {}
-    if not exchange.writes():
-        exchange.reducing.clear()
     if exchange.key.stream == Stream.BUCKET and group.buckets_halted is None:
         group.buckets_halted = error
     remember(group, exchange)

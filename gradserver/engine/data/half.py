@@ -215,12 +215,10 @@ class Data:
         except GradServerError as violation:
             effects.report(Violation(connection, violation))
             return
-        exchange.touched = now
         if push.key.stream == Stream.BUCKET and (run.start == exchange.start or run.stop == exchange.stop):
             group.rounds[push.key.number].arrived(rank, now)
         before = exchange.complete
-        for piece in exchange.take(rank, run):
-            exchange.last = rank
+        for piece in exchange.take(rank, run, now):
             complete(group, exchange, piece, now, effects)
         if group.entered and push.key.stream == Stream.TRANSFER:
             state_comes(group, exchange, rank, before, now, effects)
@@ -268,7 +266,7 @@ class Data:
                 recovery.advance(group, now, effects)
             return
         exchange = group.exchanges.get(event.key)
-        piece = exchange.reducing.pop(event.slice, None) if exchange is not None else None
+        piece = exchange.end_reduction(event.slice) if exchange is not None else None
         if exchange is None or piece is None:
             return
         if exchange.failure is not None:

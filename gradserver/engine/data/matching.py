@@ -124,19 +124,18 @@ def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch
     if group.closed and key.stream == Stream.BUCKET:
         late = tuple(seat for seat in participants if is_closed(group, seat, key))
         participants = tuple(seat for seat in participants if seat not in late)
-    exchange = Exchange(key, operation, layout, start, stop, participants, rank, now, now, start, absent=late)
     halted = group.halted or (group.buckets_halted if key.stream == Stream.BUCKET else None)
     first_to_depart = next((rank for rank in group.departed if rank in participants), None)
-    exchange.failure = halted or (None if first_to_depart is None else group.departed[first_to_depart])
-    if exchange.failure is not None:  # for the others too, when they come: there is nothing to remember
+    failure = halted or (None if first_to_depart is None else group.departed[first_to_depart])
+    exchange = Exchange(
+        key, operation, layout, start, stop, participants, rank, now, now, start, absent=late, failure=failure
+    )
+    if failure is not None:  # for the others too, when they come: there is nothing to remember
         return exchange
     if is_bucket and group.rounds and min(group.rounds) < key.number:
         raise OutOfStepError(f"{group.describe(key)} from {group.call(rank)}: the round before it is not over")
     if key in group.settled:
-        exchange.settled = group.settled[key]
-        exchange.complete = exchange.open_from(start)
-        exchange.answered = len(exchange.settled)
-        exchange.before = group.settled_of(key)
+        exchange.settle(group.settled[key], group.settled_of(key))
     group.exchanges[key] = exchange
     if key.stream == Stream.BUCKET and key.number not in group.rounds:
         section = 0 if group.plan is None else group.plan.section_of(key.part).number
@@ -183,7 +182,7 @@ def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: S
     weight = exchange.weights[rank]
     if group.order.lateness is not None:  # slices to which something was added weigh more
         weight = push.weight
-        exchange.weights[rank] = max(exchange.weights[rank], weight)
+        exchange.weigh(rank, weight)
     return Run(start, stop, payload, push.present, shared, target, weight)
 
 

@@ -59,11 +59,11 @@ def depart(group: Group, order: Depart, now: float, effects: Effects) -> None:
             exchange.withdraw(seat)
             continue
         if exchange.failure is not None:
-            exchange.participants = tuple(other for other in exchange.participants if other != seat)
+            exchange.excuse(seat)
             forget_if_over(group, exchange)
         elif (error := _why_not(group, exchange, order)) is not None:
             fail(group, exchange, error, effects)
-            exchange.participants = tuple(other for other in exchange.participants if other != seat)
+            exchange.excuse(seat)
             forget_if_over(group, exchange)
         else:
             cut(group, exchange, seat, order.ended, now, effects)
@@ -72,8 +72,7 @@ def depart(group: Group, order: Depart, now: float, effects: Effects) -> None:
 def cut(group: Group, exchange: Exchange, seat: int, ended: bool, now: float, effects: Effects) -> None:
     """Go on with ``exchange`` without ``seat``, whose process ``ended``, or who knows."""
     exchange.leave_out(seat, ended)
-    for piece in exchange.ready():
-        exchange.last = seat
+    for piece in exchange.ready(seat):
         complete(group, exchange, piece, now, effects)
 
 
@@ -105,8 +104,8 @@ def outdated(
     gone = operation.kind in ROOTED and operation.root not in participants
     if not gone and not is_outdated(group, key, operation, epoch):
         return None
-    exchange = Exchange(key, operation, _NOTHING, 0, 1, participants, rank, now, now, 0)
-    exchange.failure = changed(group, key, operation)
+    error = changed(group, key, operation)
+    exchange = Exchange(key, operation, _NOTHING, 0, 1, participants, rank, now, now, 0, failure=error)
     remember(group, exchange)
     return exchange
 
@@ -128,16 +127,16 @@ def do_without(group: Group, exchange: Exchange, piece: Piece, rank: int, now: f
 def do_without_overdue(group: Group, exchange: Exchange, now: float, effects: Effects) -> bool:
     """Have those left out for whom ``exchange`` waited too long; False if it is to fail instead."""
     if not exchange.pushed:
-        exchange.touched = now
+        exchange.put_off(now)
         return True
     missing = exchange.missing()
     if exchange.key.stream != Stream.BUCKET or not missing:
         return False
     receiving = max((group.heard.get(seat, 0.0) for seat in missing if group.since.get(seat) == -1), default=0.0)
     if receiving > exchange.touched:
-        exchange.touched = receiving
+        exchange.put_off(receiving)
         return True
-    exchange.touched = now
+    exchange.put_off(now)
     what = f"{group.describe(exchange.key)} waited {group.order.timeout:g} s (--round-timeout) for it"
     for seat in missing:
         effects.report(left_out(group, seat, what))

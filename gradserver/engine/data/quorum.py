@@ -172,8 +172,7 @@ def _without(group: Group, exchange: Exchange, seat: int, now: float, effects: E
         tell(group, exchange, seat, effects)
         return
     exchange.pass_over(seat)
-    for piece in exchange.ready():
-        exchange.last = seat
+    for piece in exchange.ready(seat):
         complete(group, exchange, piece, now, effects)
 
 
