@@ -108,6 +108,7 @@ def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) ->
         patch.setattr("gradserver.protocol.exchange.SLICE_BYTES", size)
         patch.setattr("gradserver.protocol.exchange.MIN_SLICE_COST", smallest_cost)
         patch.setattr("gradserver.protocol.exchange.SHARED_SLICE_COST", 0)
+        patch.setattr("gradserver.engine.data.traffic.SLICE_BYTES", size)
         patch.setattr("gradserver.engine.data.group.SLICE_BYTES", size)
         patch.setattr("gradserver.engine.control.registry.MIN_CREDIT_BYTES", smallest_credit)
         for cached in (layout_of, share_of):

@@ -181,9 +181,9 @@ MUTANTS: Final = (
         (
             Change(
                 "gradserver/engine/data/recovery.py",
-                "    for table in (\n        group.exchanges,\n",
+                "    group.start_over(",
                 "    results.OPEN |= {key for key, one in group.exchanges.items() if one.pushed}\n"
-                "    for table in (\n        group.exchanges,\n",
+                "    group.start_over(",
             ),
             Change(
                 "gradserver/engine/data/recovery.py",
@@ -231,8 +231,8 @@ MUTANTS: Final = (
             ),
             Change(
                 RESULTS,
-                "from collections.abc import Iterator, Sequence\n",
-                "from collections.abc import Iterator, Sequence\nfrom typing import Any\n",
+                "from collections.abc import Iterable, Iterator, Sequence\n",
+                "from collections.abc import Iterable, Iterator, Sequence\nfrom typing import Any\n",
             ),
         ),
     ),

@@ -1043,7 +1043,7 @@ def test_failures_that_others_have_yet_to_hear_of_are_bounded() -> None:
 def test_tags_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 100
     assert most < MAX_TRANSFERS
-    monkeypatch.setattr("gradserver.engine.data.group.MAX_TRANSFERS", most)
+    monkeypatch.setattr("gradserver.engine.data.matching.MAX_TRANSFERS", most)
     harness = Harness(checked=False)
     harness.assemble(2)
     send = operation(Kind.TRANSFER, 1)

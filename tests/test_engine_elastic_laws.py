@@ -149,7 +149,7 @@ def test_nothing_is_left_behind(
 
     group = cluster.harness.engine.data.groups["default"]
     assert all(not exchange.pushed for exchange in group.exchanges.values()), "but what only those who went began"
-    assert not any(owed for (seat, _), owed in group.outstanding.items() if seat in cluster.members)
+    assert not any(owed for (seat, _), owed in group.traffic.outstanding.items() if seat in cluster.members)
     for seat in list(cluster.members):
         cluster.harness.leave(seat)
     assert cluster.harness.engine.data.groups == {}

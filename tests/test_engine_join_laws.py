@@ -161,7 +161,7 @@ def test_no_learner_waits_for_ever_and_nothing_is_left_behind(
     cluster = run(world, buckets, program, happens, seed)
 
     group = cluster.harness.engine.data.groups["default"]
-    assert not any(owed for (seat, _), owed in group.outstanding.items() if seat in cluster.members)
+    assert not any(owed for (seat, _), owed in group.traffic.outstanding.items() if seat in cluster.members)
     cluster.harness.wait(TIMEOUT)
     cluster.deliver()
     waiting = [newcomer for newcomer in cluster.newcomers if not newcomer.refused]

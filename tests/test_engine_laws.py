@@ -335,7 +335,7 @@ class Cluster:
         if group is not None:
             assert group.exchanges == {}
             assert not group.rounds or self.errors()
-            assert not any(owed for (rank, _), owed in group.outstanding.items() if rank in self.clients)
+            assert not any(owed for (rank, _), owed in group.traffic.outstanding.items() if rank in self.clients)
         assert self.harness.reduces == []
         self.harness.wait(TIMEOUT)
         assert self.harness.engine.next_deadline() is None

@@ -360,7 +360,7 @@ class Cluster:
             for group in mind.data.groups.values():
                 open_ones = [exchange for exchange in group.exchanges.values() if exchange.failure is None]
                 assert open_ones == []
-                assert not any(owed for (rank, _), owed in group.outstanding.items() if rank in self.clients)
+                assert not any(owed for (rank, _), owed in group.traffic.outstanding.items() if rank in self.clients)
 
 
 def check_outcomes(cluster: Cluster) -> None:

@@ -325,7 +325,7 @@ def test_a_state_for_the_seats_former_worker_goes_nowhere(expected: bool) -> Non
     assert isinstance(failure, WorkerLostError)
     assert "this state is not waited for any more" in str(failure)
     assert driven.states() == []
-    assert driven.engine.data.groups["default"].outstanding[told.donor, Pool.SENDS] == 0
+    assert driven.engine.data.groups["default"].traffic.outstanding[told.donor, Pool.SENDS] == 0
 
 
 def test_a_state_of_the_seats_former_worker_is_not_waited_for() -> None:

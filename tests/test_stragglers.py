@@ -198,7 +198,7 @@ def test_a_round_has_its_quorum_and_nothing_is_left_behind(course: Course) -> No
     assert [record.round for record in ledger] == list(range(4))
     group = cluster.harness.engine.data.groups["default"]
     assert not group.exchanges
-    assert not any(group.outstanding.values())
+    assert not any(group.traffic.outstanding.values())
     for member in cluster.members.values():
         assert member.session.member.stragglers.backlog.nbytes == 0
         assert all(not any(shard.queue._in_flight.values()) for shard in member.session.member.exchanges.shards)

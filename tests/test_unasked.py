@@ -54,7 +54,7 @@ def observe(data: Data, first: int = 0) -> None:
     group = data.groups["default"]
     group.seats.depart(OBSERVER)
     group.table.world_size = 2
-    group.listening[OBSERVER] = first
+    group.listeners.rounds[OBSERVER] = first
 
 
 def observed(*sizes: int, first: int = 0, backlog: int = 64 * MIB) -> Harness:
@@ -106,12 +106,12 @@ def test_a_collective_is_nothing_to_a_listener() -> None:
 
 def test_a_member_that_has_pushed_gets_one_result_whether_it_listens_or_not() -> None:
     harness = observed(6)
-    harness.engine.data.groups["default"].listening[1] = 0
+    harness.engine.data.groups["default"].listeners.rounds[1] = 0
 
     one_round(harness)
 
     assert len(results(harness, 1)) == 3
-    assert harness.engine.data.groups["default"].unread[1] == 0
+    assert harness.engine.data.groups["default"].listeners.unread[1] == 0
 
 
 def test_results_travel_slice_by_slice_to_a_listener_also_if_the_others_share_memory() -> None:
@@ -156,7 +156,7 @@ def test_a_result_names_members_that_did_not_count_in_it() -> None:
 def test_a_listener_that_reads_too_little_is_left_out_and_the_others_go_on() -> None:
     harness = observed(6, backlog=4 * SLICE)
     one_round(harness, 0)
-    assert harness.engine.data.groups["default"].unread[OBSERVER] == 3 * SLICE
+    assert harness.engine.data.groups["default"].listeners.unread[OBSERVER] == 3 * SLICE
     harness.sent(OBSERVER)
 
     one_round(harness, 1)
@@ -181,7 +181,7 @@ def test_what_was_read_makes_room() -> None:
         harness.receive(SEATS + OBSERVER, Taken(3 * SLICE))
 
     assert len(results(harness, OBSERVER)) == 15
-    assert harness.engine.data.groups["default"].unread[OBSERVER] == 0
+    assert harness.engine.data.groups["default"].listeners.unread[OBSERVER] == 0
 
 
 def test_no_listener_can_have_read_more_than_was_sent() -> None:
@@ -189,7 +189,7 @@ def test_no_listener_can_have_read_more_than_was_sent() -> None:
     harness.receive(SEATS + OBSERVER, Taken(1 << 40))
     one_round(harness, 0)
 
-    assert harness.engine.data.groups["default"].unread[OBSERVER] == 3 * SLICE
+    assert harness.engine.data.groups["default"].listeners.unread[OBSERVER] == 3 * SLICE
 
 
 def test_a_stranger_has_nothing_to_read() -> None:
@@ -201,7 +201,7 @@ def test_a_stranger_has_nothing_to_read() -> None:
 
 def test_a_departed_member_listens_no_more() -> None:
     harness = observed(6)
-    harness.engine.data.groups["default"].listening[1] = 0
+    harness.engine.data.groups["default"].listeners.rounds[1] = 0
     harness.lose(1)
     harness.sent(1)
 
@@ -247,7 +247,7 @@ def test_a_listener_gets_equal_bytes_in_any_order_of_slices_and_never_more_than_
             if unread and (chance.random() < 0.5 or unread > (room - 1) * SLICE):
                 harness.receive(SEATS + OBSERVER, Taken(unread))
                 unread = 0
-            assert unread == group.unread[OBSERVER]
+            assert unread == group.listeners.unread[OBSERVER]
     assert heard == {where: outcome for where, outcome in told.items() if where[0] >= first}
 
 
@@ -265,7 +265,7 @@ def test_every_shard_sends_its_slices_and_reports_a_listener_that_reads_too_litt
     if backlog > SLICE:
         assert len(results(harness, OBSERVER)) == 4
         harness.receive_at(1, SEATS + OBSERVER, Taken(4 * SLICE))
-        assert harness.shard(1).data.groups["default"].unread[OBSERVER] == 0
+        assert harness.shard(1).data.groups["default"].listeners.unread[OBSERVER] == 0
     else:
         assert SEATS + OBSERVER in harness.closed
         assert OBSERVER in harness.shard(1).data.groups["default"].departed

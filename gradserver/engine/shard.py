@@ -282,7 +282,9 @@ class ShardEngine:
     def _seat(self, connection: int, attend: Attend, effects: Effects) -> None:
         group = self.data.groups.get(attend.group)
         void = self._void.get((attend.group, attend.rank), 0)
-        if group is None or not (attend.epoch == group.order.epoch or (group.recovered and attend.epoch > void)):
+        if group is None or not (
+            attend.epoch == group.order.epoch or (group.sequences.restarted and attend.epoch > void)
+        ):
             raise UnexpectedMessageError(f"membership {attend.epoch} of group {attend.group[:128]!r} is over")
         tokens, rank = group.tokens, attend.rank
         token = tokens[rank] if 0 <= rank < len(tokens) else ""

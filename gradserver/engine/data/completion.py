@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from gradserver.engine.data.exchange import WEIGHED, Exchange, Payload, Piece, Run
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.rounds import Round
 from gradserver.engine.data.sifting import counting, sifted
-from gradserver.engine.data.unasked import listeners, send_unasked, without
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import Command, Contribution, Digests, Finding, Reduce, RoundCompleted, Send
+from gradserver.engine.events import Behind, Command, Contribution, Digests, Finding, Reduce, RoundCompleted, Send
 from gradserver.engine.policy import HALT, PROPAGATE
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.exchange import JOINED, PORTIONED, Kind, Layout, Op, Stream, gets
+from gradserver.protocol.exchange import JOINED, PORTIONED, Kind, Layout, Op, Stream, gets, unasked_cost
 from gradserver.protocol.messages import Result
 
 _GIVEN_BY_ALL: Final = JOINED | {Kind.ALL_TO_ALL}
@@ -51,7 +50,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     exchange.begin_reduction(piece)
     layout = exchange.layout
     nbytes, numel = layout.run_bytes(piece.start, piece.stop), layout.run_numel(piece.start, piece.stop)
-    keep = len(targets) < len(getters) or bool(listeners(group, exchange, piece))
+    keep = len(targets) < len(getters) or bool(group.listeners.of(exchange, piece))
     key = exchange.key
     digests, nonfinite = None, PROPAGATE  # a collective carries any number
     spans: Sequence[tuple[int, int]] = ()
@@ -128,7 +127,7 @@ def _send(
         _tell(group, exchange, piece, payload, (), over, acknowledged, effects)
     # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
     effects.commands += acknowledged
-    group.slices += piece.stop - piece.start
+    group.traffic.answer(piece.stop - piece.start)
     if not exchange.answer(piece.stop - piece.start):
         return
     key = exchange.key
@@ -166,7 +165,7 @@ def _tell(
     start, stop, given = piece
     weight = sum(run.weight for run in given.values())
     owner = exchange.owner(piece)
-    lacking = without(exchange, piece)
+    lacking = exchange.lacking(piece)
     weights = _weights(given) if group.order.durable and key.stream == Stream.BUCKET else ()
     if nonfinite:
         weight = counting(group, given, nonfinite)
@@ -180,7 +179,7 @@ def _tell(
     connections, departed = group.connections, group.departed
     whole: Any = payload  # where it is the same for all
     parts = dict(zip(given, payload, strict=True)) if type(payload) is tuple else None
-    nbytes = layout.reply_bytes(start, stop)
+    nbytes, sent = layout.reply_bytes(start, stop), 0
     for rank in _receivers(exchange, piece):
         if rank in departed:
             continue
@@ -189,7 +188,7 @@ def _tell(
             empty = empty or result(False, stop - start, False)
             acknowledged.append(Send(connection, empty))
             continue
-        group.bytes_out += nbytes
+        sent += nbytes
         if given[rank].shared:
             placed = placed or result(True, stop - start, True)
             effects.send(connection, placed)
@@ -200,11 +199,28 @@ def _tell(
         travels = travels or list(_by_slice(layout, piece, result(True, 1, False), whole))
         for one, payloads in travels:
             effects.send(connection, one, payloads)
-    if listening := listeners(group, exchange, piece):
+    if sent:
+        group.traffic.send(sent)
+    if listening := group.listeners.of(exchange, piece):
         if payload is None:
             travels = [(empty or result(False, stop - start, False), ())]
         travels = travels or list(_by_slice(layout, piece, result(True, 1, False), whole))
-        send_unasked(group, listening, travels, effects)
+        _send_unasked(group, listening, travels, effects)
+
+
+def _send_unasked(
+    group: Group, seats: Iterable[int], results: Sequence[tuple[Result, Sequence[Buffer]]], effects: Effects
+) -> None:
+    """Send ``results`` to listeners, as far as each has read what it was sent before."""
+    for seat in seats:
+        for result, payloads in results:
+            unread = unasked_cost(payloads[0] if payloads else None)
+            if group.connections[seat] < 0 or not group.listeners.charge(seat, unread):
+                group.listeners.end(seat)
+                effects.report(Behind(group.order.group, seat, result.key.number))
+                break
+            group.traffic.send(len(payloads[0]) if payloads else 0)
+            effects.send(group.connections[seat], result, payloads)
 
 
 def _weights(given: dict[int, Run]) -> tuple[float, ...]:
@@ -225,7 +241,7 @@ def _receivers(exchange: Exchange, piece: Piece) -> Sequence[int]:
 def refund(group: Group, exchange: Exchange, piece: Piece) -> None:
     """What was given for ``piece`` is nobody's debt any more."""
     for rank, run in piece.given.items():
-        group.refund(exchange, rank, run)
+        group.traffic.refund(exchange, rank, run)
 
 
 def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effects: Effects) -> None:
@@ -242,7 +258,8 @@ def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effec
         return
     del group.rounds[number]
     took = now - current.opened - current.waited
-    group.pace.completed(took if current.quorum_at is None else current.quorum_at - current.opened, current.arrivals)
+    took = took if current.quorum_at is None else current.quorum_at - current.opened
+    group.stragglers.pace.completed(took, current.arrivals)
     if group.hashing is not None:
         group.hashing.completed(now)
     record = current.record(number, group.world, group.plan, now)

@@ -292,6 +292,10 @@ class Exchange:
         scatters = self.operation.kind is Kind.REDUCE_SCATTER
         return list(piece.given)[self.layout.owner(piece.start)] if scatters else -1
 
+    def lacking(self, piece: Piece) -> tuple[int, ...]:
+        """Return the members that should have contributed to ``piece``, and did not."""
+        return tuple(seat for seat in self.absent if seat not in piece.given) if self.absent else ()
+
     def missing(self) -> list[int]:
         """Ranks that have yet to contribute to the earliest slice that is not complete."""
         return [rank for rank in self.participants if self.pushed.get(rank, self.start) <= self.complete < self.stop]

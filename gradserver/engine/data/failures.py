@@ -30,7 +30,7 @@ def fail(group: Group, exchange: Exchange, error: GradServerError, effects: Effe
     if exchange.failure is not None:
         return
     for rank, run in exchange.fail(error):
-        group.refund(exchange, rank, run)
+        group.traffic.refund(exchange, rank, run)
     if exchange.key.stream == Stream.BUCKET and group.buckets_halted is None:
         group.buckets_halted = error
     remember(group, exchange)
@@ -69,6 +69,11 @@ def forget_if_over(group: Group, exchange: Exchange) -> None:
     if (
         exchange.failure is not None
         and not exchange.reducing
-        and all(group.has_heard(exchange, rank) for rank in exchange.participants)
+        and all(_has_heard(group, exchange, rank) for rank in exchange.participants)
     ):
         group.exchanges.pop(exchange.key, None)
+
+
+def _has_heard(group: Group, exchange: Exchange, rank: int) -> bool:
+    """Tell whether ``rank`` was told that ``exchange`` has failed, or has gone on without it."""
+    return rank in exchange.pushed or rank in group.departed or group.sequences.is_past(rank, exchange.key)

@@ -5,26 +5,26 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Final
+from typing import Any
 
 from gradserver.engine.data.collecting import Recovery
-from gradserver.engine.data.exchange import Exchange, Run
-from gradserver.engine.data.pace import Pace
+from gradserver.engine.data.exchange import Exchange
+from gradserver.engine.data.listeners import Listeners
 from gradserver.engine.data.rounds import Hashing, Round
+from gradserver.engine.data.sequences import Sequences
+from gradserver.engine.data.stragglers import Stragglers
+from gradserver.engine.data.traffic import Traffic
 from gradserver.engine.events import OpenGroup
 from gradserver.engine.seats import Seats
 from gradserver.protocol.digest import places
-from gradserver.protocol.errors import GradServerError, LimitExceededError, OutOfStepError
+from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import WORLD_BOUND, ExchangeKey, Layout, Operation, Pool, Stream, pool_of
-from gradserver.protocol.limits import MAX_TRANSFERS, SLICE_BYTES
+from gradserver.protocol.limits import SLICE_BYTES
 from gradserver.protocol.messages import Push
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.shards import Table, share_of
-
-_NUMBERS: Final = 1 << 62
-"""Of collectives in one round."""
 
 
 @dataclass(slots=True)
@@ -53,31 +53,16 @@ class Group:
     tokens: list[str] = field(default_factory=list)
     """What members show here, by rank."""
     exchanges: dict[ExchangeKey, Exchange] = field(default_factory=dict)
-    due: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """The next number of each sequence, by (rank, stream, part, source, target)."""
     plan: Plan | None = None
     planned: int = 0
     """The first round of this plan."""
-    first_round: int = 0
-    """The first that somebody can begin of whom nothing has been heard."""
     full_buckets: Mapping[int, int] = field(default_factory=dict)
     """How many buckets of each section this shard has to do with, by the section's number."""
     places: tuple[int, ...] = ()
     """Where each bucket begins in what is hashed of a round."""
     hashing: Hashing | None = None
     rounds: dict[int, Round] = field(default_factory=dict)
-    outstanding: Counter[tuple[int, Pool]] = field(default_factory=Counter)
-    """Bytes in flight, by rank and pool."""
     departed: dict[int, GradServerError] = field(default_factory=dict)
-    closed: dict[int, int] = field(default_factory=dict)
-    """The last round that was closed without it, by seat."""
-    pace: Pace = field(default_factory=Pace)
-    quiet_until: float = -math.inf
-    """When people may be told again of somebody who is late."""
-    listening: dict[int, int] = field(default_factory=dict)
-    """Seats that are sent results of buckets unasked, and from which round on."""
-    unread: Counter[int] = field(default_factory=Counter)
-    """Bytes of these that each seat has not read."""
     change: str = ""
     """What has changed in the membership last."""
     entered: dict[int, int] = field(default_factory=dict)
@@ -92,8 +77,6 @@ class Group:
     """When more of its state came to whoever is to join."""
     coming: dict[int, Coming] = field(default_factory=dict)
     """What of the states of those has yet to be reported."""
-    transfers: Counter[int] = field(default_factory=Counter)
-    """Sequences of transfers that each rank takes part in."""
     failed: deque[ExchangeKey] = field(default_factory=deque)
     """Exchanges that failed, the latest ones; some of them not everybody has heard of yet."""
     state: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -104,18 +87,49 @@ class Group:
     """Collectives and transfers that had failed at a member when the books were opened: what to tell others of them."""
     recovery: Recovery | None = None
     """While it is being found out who holds which results."""
-    recovered: bool = False
-    """Whether it ever was. Then a sequence begins with any number."""
+    next_check: float | None = None
+    """Time at which deadlines are to be looked at."""
+    sequences: Sequences = field(default_factory=Sequences)
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    traffic: Traffic = field(init=False)
+    listeners: Listeners = field(init=False)
     _is_steady: bool = field(init=False)
     halted: GradServerError | None = None
     buckets_halted: GradServerError | None = None
-    next_check: float | None = None
-    bytes_in: int = 0
-    bytes_out: int = 0
-    slices: int = 0
 
     def __post_init__(self) -> None:
         self._is_steady = self.order.steady
+        self.traffic = Traffic(self.seats, self.order.credit)
+        self.listeners = Listeners(self.order.backlog)
+        if self.order.lateness is not None:  # a member that turns out to be late is sent what it cannot ask for
+            self.listeners.begin(self.seats.present, 0)
+
+    def check_by(self, at: float) -> None:
+        """Look at deadlines at ``at``, if not before."""
+        if self.next_check is None or at < self.next_check:
+            self.next_check = at
+
+    def plan_check(self, at: float | None) -> None:
+        """Look at deadlines at ``at`` next; None if there are none."""
+        self.next_check = at
+
+    def start_over(self, recovery: Recovery) -> None:
+        """Forget all that is open, as members are about to say what they hold."""
+        self.recovery = recovery
+        self.order = replace(self.order, epoch=recovery.version)
+        for table in (self.exchanges, self.rounds, self.settled):
+            table.clear()
+        self.failed.clear()
+        self.sequences.restart()
+        self.traffic.void()
+        self.listeners.void()
+        self.disturb()
+        self.next_check = recovery.touched + self.order.timeout
+
+    def resume(self, number: int) -> None:
+        """Go on with round ``number``: members have said what they hold."""
+        self.recovery = None
+        self.sequences.resume_buckets(number)
 
     @property
     def is_steady(self) -> bool:
@@ -160,20 +174,6 @@ class Group:
         if key.stream == Stream.BUCKET and self.plan is not None:
             return self.plan.buckets[key.part].key
         return ""
-
-    def charge(self, exchange: Exchange, rank: int, run: Run) -> None:
-        """Let ``rank`` have more in flight. It may overdraw its credit by one slice, for its frontier."""
-        account = rank, pool_of(exchange.key, rank)
-        outstanding = self.outstanding[account] + exchange.cost(run)
-        if outstanding > self.order.credit + SLICE_BYTES:
-            raise LimitExceededError(
-                f"{self.call(rank)} has {outstanding} bytes in flight, its credit is {self.order.credit}"
-            )
-        self.outstanding[account] = outstanding
-
-    def refund(self, exchange: Exchange, rank: int, run: Run) -> None:
-        """Slices of ``rank`` are answered, or will not be."""
-        self.outstanding[rank, pool_of(exchange.key, rank)] -= exchange.cost(run)
 
     def begins(self, push: Push) -> bool:
         """Whether this is the first that its sender says of an exchange at this shard."""
@@ -236,78 +236,10 @@ class Group:
             return tuple(sorted(expected.union(seat for seat in present if seat not in entered)))
         return tuple(seat for seat in present if entered.get(seat, -1) < key.part)
 
-    def take_number(self, rank: int, key: ExchangeKey) -> list[Exchange]:
-        """Numbers of a sequence come without gaps; that is how members' exchanges are matched.
-
-        Of several shards not every one has to do with every collective or transfer, so that at each of them there
-        are gaps. But who has begun a later one contributes nothing more to an earlier one, because it failed
-        elsewhere: these are given back.
-        """
-        sequence = _sequence(rank, key)
-        before = self.due.get(sequence)
-        due = self._first_due(rank, key) if before is None else before
-        if key.stream == Stream.BUCKET and rank in self.closed:
-            due = max(due, self.closed[rank] + 1)
-        place = _place(key)
-        begins_round = key.stream == Stream.COLLECTIVE and key.number == 0
-        of_another = key.stream == Stream.BUCKET and self.plan is not None and self.plan.is_shared
-        skips = begins_round or of_another or (self.table.rates and key.stream != Stream.BUCKET)
-        if place != due and not (skips and place > due):
-            what = "round" if key.stream == Stream.BUCKET else "number"
-            number = due % _NUMBERS if key.stream == Stream.COLLECTIVE else due
-            raise OutOfStepError(
-                f"{self.describe(key)} from {self.call(rank)}: {what} {number} is due, {key.number} came"
-            )
-        self.due[sequence] = place + 1
-        if not self.table.rates or key.stream == Stream.BUCKET:
-            return []
-        return self._abandoned(rank, key, due if before is not None or not self.recovered else 0)
-
-    def pass_over(self, rank: int, key: ExchangeKey) -> None:
-        """``rank`` has done with ``key``, which was settled before anybody began it here."""
-        self.due[_sequence(rank, key)] = _place(key) + 1
-
-    def _abandoned(self, rank: int, key: ExchangeKey, due: int) -> list[Exchange]:
-        """Open exchanges that ``rank`` has not contributed to in full, and never will, as it has begun ``key``."""
-        last, place = due - 1, _place(key)
-        if key.stream == Stream.TRANSFER and place - last <= len(self.exchanges):
-            keys = [key._replace(number=number) for number in range(last, place)]
-        else:
-            sequence = _sequence(0, key)
-            keys = [k for k in self.exchanges if last <= _place(k) < place and _sequence(0, k) == sequence]
-        found = [self.exchanges.get(earlier) for earlier in keys]
-        return [
-            exchange
-            for exchange in found
-            if exchange is not None and exchange.failure is None and exchange.pushed.get(rank, -1) < exchange.stop
-        ]
-
-    def _first_due(self, rank: int, key: ExchangeKey) -> int:
-        if key.stream == Stream.TRANSFER:
-            self.transfers[rank] += 1
-            if self.transfers[rank] > MAX_TRANSFERS:
-                raise LimitExceededError(
-                    f"{self.call(rank)} has used {MAX_TRANSFERS} different pairs of peer and tag: use old ones again"
-                )
-        if key.stream == Stream.BUCKET:
-            return max(self.first_round, self.entered.get(rank, 0))
-        return _place(key) if self.recovered else 0
-
-    def is_past(self, rank: int, key: ExchangeKey) -> bool:
-        """Whether ``rank`` has begun ``key`` before."""
-        return _place(key) < self.due.get(_sequence(rank, key), 0)
-
-    def has_heard(self, exchange: Exchange, rank: int) -> bool:
-        """Whether ``rank`` was told that ``exchange`` has failed, or has gone on without it."""
-        return rank in exchange.pushed or rank in self.departed or self.is_past(rank, exchange.key)
-
     def snapshot(self, now: float) -> dict[str, object]:
         """Traffic, as plain JSON values. Ages in seconds, sizes in bytes."""
         return {
-            "bytes_in": self.bytes_in,
-            "bytes_out": self.bytes_out,
-            "slices": self.slices,
-            "outstanding": [sum(self.outstanding[rank, pool] for pool in Pool) for rank in range(self.world)],
+            **self.traffic.snapshot(self.world),
             "open": [
                 {
                     "what": self.describe(exchange.key, exchange.operation),
@@ -328,23 +260,13 @@ class Group:
             exchange.validate()
             for rank, run in exchange.unanswered():
                 expected[rank, pool_of(exchange.key, rank)] += exchange.cost(run)
-        for (rank, pool), outstanding in self.outstanding.items():
+        for (rank, pool), outstanding in self.traffic.outstanding.items():
             if rank not in self.departed:
                 assert outstanding == expected[rank, pool], (rank, pool, outstanding)
                 assert outstanding <= self.order.credit + SLICE_BYTES, "credit exceeded"
-        assert all(0 <= unread <= self.order.backlog for unread in self.unread.values()), "an overrun backlog"
-        assert not self.listening.keys() & self.departed.keys(), "who has departed listens"
+        self.listeners.validate(self.departed)
         assert (
             self.exchanges == {}
             or self.next_check is not None
             or all(exchange.failure for exchange in self.exchanges.values())
         ), "an exchange without a deadline"
-
-
-def _place(key: ExchangeKey) -> int:
-    """Where in its sequence an exchange is. Collectives count from 0 in each round."""
-    return key.part * _NUMBERS + key.number if key.stream == Stream.COLLECTIVE else key.number
-
-
-def _sequence(rank: int, key: ExchangeKey) -> tuple[int, ...]:
-    return (rank, key.stream, 0 if key.stream == Stream.COLLECTIVE else key.part, key.source, key.target)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradserver.engine.data import recovery, unasked
+from gradserver.engine.data import recovery
 from gradserver.engine.data.completion import answer, complete, refund
 from gradserver.engine.data.exchange import Exchange, Piece
 from gradserver.engine.data.failures import fail, forget_if_over, halt_all, tell_all
@@ -99,8 +99,6 @@ class Data:
                 places = Seats(seat.name for seat in seats)  # some may be nobody's: of who has gone no record is left
                 table = Table(len(places.present), order.rates)
                 group = self.groups[name] = Group(order, table, connections, places, epoch, list(order.tokens))
-                if order.lateness is not None:  # whoever turns out to be late is sent what it cannot ask for
-                    group.listening = dict.fromkeys(places.present, 0)
                 for rank, connection in enumerate(connections):
                     if connection >= 0:
                         self._seats[connection] = (group, rank)
@@ -143,9 +141,7 @@ class Data:
             case Steady(name):
                 self.groups[name].settle()
             case Recover(name):
-                self.groups[name].disturb()
                 recovery.begin(self.groups[name], order, now)
-                self.groups[name].next_check = now + self.groups[name].order.timeout
                 self._plan_next_check()
             case Proceed(name):
                 recovery.proceed(self.groups[name], now, effects)
@@ -174,14 +170,14 @@ class Data:
                 fail(group, exchange, error, effects)
                 effects.report(Halted(group.order.group, error, True))
         group.keep(plan)
-        group.plan, group.planned, group.first_round = plan, first_round, first_round
+        group.plan, group.planned = plan, first_round
+        group.sequences.begin_buckets(first_round)
         group.table.set_plan(plan)
         group.full_buckets = group.table.buckets_of(plan, group.order.shard)
         if group.order.digests:
             group.hash(plan)
-        group.due = {key: due for key, due in group.due.items() if key[1] != Stream.BUCKET}
         group.rounds.clear()
-        group.pace.changed()
+        group.stragglers.pace.changed()
 
     def _break_without(self, group: Group, rank: int, error: GradServerError, effects: Effects) -> None:
         group.departed[rank] = error
@@ -211,7 +207,7 @@ class Data:
             if exchange is None:
                 return
             run = checked(group, exchange, rank, push, payloads)
-            group.charge(exchange, rank, run)
+            group.traffic.charge(exchange, rank, run)
         except GradServerError as violation:
             effects.report(Violation(connection, violation))
             return
@@ -229,8 +225,8 @@ class Data:
         self, group: Group, number: int, rank: int, ended: bool, now: float, effects: Effects
     ) -> None:
         look_at = contributed(group, number, rank, ended, now, effects)
-        if look_at is not None and (group.next_check is None or look_at < group.next_check):
-            group.next_check = look_at
+        if look_at is not None:
+            group.check_by(look_at)
             self._plan_next_check()
 
     # ── who holds what ────────────────────────────────────────────────────────────────────────────────
@@ -336,7 +332,7 @@ class Data:
         timeout = group.order.timeout
         if group.recovery is not None:
             recovery.overdue(group, now, effects)
-            group.next_check = now + timeout
+            group.plan_check(now + timeout)
             return
         for exchange in list(group.exchanges.values()):
             if exchange.failure is None and exchange.touched + timeout <= now:
@@ -349,7 +345,7 @@ class Data:
         look(group, now, effects)
         waiting = [e.touched + timeout for e in group.exchanges.values() if e.failure is None]
         look_at = next_look(group)
-        group.next_check = min([*waiting, *([] if look_at is None else [look_at])], default=None)
+        group.plan_check(min([*waiting, *([] if look_at is None else [look_at])], default=None))
 
     def inquire(self, connection: int, inquire: Inquire, effects: Effects) -> None:
         """Say who is missing from an exchange."""
@@ -369,7 +365,7 @@ class Data:
             effects.report(Violation(connection, UnexpectedMessageError("a Taken from someone who is in no group")))
             return
         group, rank = seat
-        unasked.taken(group, rank, taken.nbytes)
+        group.listeners.read(rank, taken.nbytes)
 
     def awaited(self, name: str) -> set[int]:
         """Connections of those in a group who have yet to begin what others have begun."""

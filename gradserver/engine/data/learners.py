@@ -16,15 +16,13 @@ him, as he does not know yet that he is gone, names the membership that he goes 
 
 from __future__ import annotations
 
-from collections import Counter
-
 from gradserver.engine.data.exchange import Exchange
 from gradserver.engine.data.group import Coming, Group
 from gradserver.engine.data.membership import cut
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Admit, Excuse, Expect, Reseat, StateComes
 from gradserver.protocol.errors import OutOfStepError, WorkerLostError
-from gradserver.protocol.exchange import STATE_TAG, ExchangeKey, Stream, is_state, pool_of
+from gradserver.protocol.exchange import STATE_TAG, ExchangeKey, Stream, is_state
 from gradserver.protocol.messages import Failure, Push, Scope
 
 NOT_YET = -1
@@ -40,32 +38,22 @@ def admit(group: Group, order: Admit) -> None:
     group.tokens += [""] * (seat + 1 - len(group.tokens))
     group.connections[seat], group.tokens[seat] = order.occupant.connection, order.token
     group.departed.pop(seat, None)
-    group.closed.pop(seat, None)
+    group.stragglers.hand_over(seat)
     group.entered[seat] = group.since[seat] = NOT_YET
     group.heard.pop(seat, None)
     group.states.pop(seat, None)
     group.coming.pop(seat, None)
-    group.due = {sequence: due for sequence, due in group.due.items() if not _concerns(sequence, seat)}
-    group.transfers = Counter(sequence[0] for sequence in group.due if sequence[1] == Stream.TRANSFER)
-    for account in [account for account in group.outstanding if account[0] == seat]:
-        del group.outstanding[account]
-    for exchange in group.exchanges.values():  # what counts of his predecessor is not answered yet
-        for rank, run in exchange.unanswered() if exchange.failure is None else ():
-            if rank == seat:
-                group.outstanding[seat, pool_of(exchange.key, seat)] += exchange.cost(run)
-
-
-def _concerns(sequence: tuple[int, ...], seat: int) -> bool:
-    rank, stream, _, source, target = sequence
-    return rank == seat or (stream == Stream.TRANSFER and seat in (source, target))
+    group.sequences.hand_over(seat)
+    group.traffic.hand_over(seat, group.exchanges.values())
 
 
 def expect(group: Group, order: Expect) -> None:
     """They contribute from a round on, or are sent its results unasked."""
+    listens = order.listen or group.order.lateness is not None  # a member that contributes can be late from then on
     for seat in order.seats:
-        group.listening.pop(seat, None)
-        if order.listen or group.order.lateness is not None:  # who contributes can be late from then on
-            group.listening[seat] = order.round
+        group.listeners.end(seat)
+        if listens:
+            group.listeners.begin((seat,), order.round)
         if not order.listen:
             group.entered[seat] = order.round
     if order.transfers:
@@ -75,8 +63,7 @@ def expect(group: Group, order: Expect) -> None:
 def excuse(group: Group, order: Excuse, now: float, effects: Effects) -> None:
     """He contributes to nothing, and nothing waits for him any more."""
     group.entered[order.seat] = NOT_YET
-    group.listening.pop(order.seat, None)
-    group.unread.pop(order.seat, None)
+    group.listeners.forget(order.seat)
     group.states.pop(order.seat, None)
     for exchange in list(group.exchanges.values()):
         if exchange.key.stream == Stream.BUCKET and order.seat in exchange.participants and exchange.failure is None:
@@ -91,7 +78,7 @@ def reseat(group: Group, order: Reseat) -> None:
     group.seats.reseat(order.seats)
     group.epoch, group.change = order.epoch, f"{group.calls(new)} joined"
     group.table.world_size = len(order.seats)
-    group.pace.changed()
+    group.stragglers.pace.changed()
 
 
 def check_may_begin(group: Group, rank: int, key: ExchangeKey) -> None:

@@ -12,14 +12,15 @@ from gradserver.engine.data.failures import fail, forget_if_over, say_failed, te
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.learners import check_may_begin, is_stale, turn_away
 from gradserver.engine.data.membership import changed, is_outdated, outdated
-from gradserver.engine.data.quorum import is_closed
 from gradserver.engine.data.rounds import Round
+from gradserver.engine.data.sequences import NUMBERS, place_of, sequence_of
 from gradserver.engine.data.wording import abandoned, mismatch
 from gradserver.engine.effects import Effects
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
     InvalidArgumentError,
     InvalidRankError,
+    LimitExceededError,
     OutOfStepError,
     SizeMismatchError,
     UnexpectedMessageError,
@@ -36,6 +37,7 @@ from gradserver.protocol.exchange import (
     check_reducible,
     gives,
 )
+from gradserver.protocol.limits import MAX_TRANSFERS
 from gradserver.protocol.messages import Push
 
 
@@ -43,17 +45,17 @@ def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) 
     """The exchange that ``push`` is for, opened if need be; None if there is nothing more to do."""
     key = push.key
     exchange = group.exchanges.get(key)
-    if is_closed(group, rank, key):
+    if group.stragglers.is_closed(rank, key):
         _refuse_late(group, rank, key, effects)
         return None
-    begins = group.begins(push) if group.table.rates or group.recovered else push.slice == 0
+    begins = group.begins(push) if group.table.rates or group.sequences.restarted else push.slice == 0
     if begins:
         if group.entered:
             if is_stale(group, rank, push):
                 turn_away(group, rank, push, effects)
                 return None
             check_may_begin(group, rank, key)
-        for earlier in group.take_number(rank, key):
+        for earlier in _take_number(group, rank, key):
             fail(group, earlier, abandoned(group, earlier, rank, key), effects)
         operation = _operation(group, rank, push)
         if exchange is None and (error := group.failed_before.get(key)) is not None:
@@ -72,7 +74,7 @@ def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) 
             return None
         exchange.join(rank, push.weight)
     elif exchange is None:
-        if group.is_past(rank, key) or (group.entered and key.stream == Stream.TRANSFER):
+        if group.sequences.is_past(rank, key) or (group.entered and key.stream == Stream.TRANSFER):
             return None  # the tail of an exchange that failed meanwhile, or of one that never began
         raise UnexpectedMessageError(f"slice {push.slice} of an exchange that did not begin with its first slice")
     if exchange.failure is not None:
@@ -81,6 +83,60 @@ def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) 
             forget_if_over(group, exchange)
         return None
     return exchange
+
+
+def _take_number(group: Group, rank: int, key: ExchangeKey) -> list[Exchange]:
+    """Begin ``key``, and return open exchanges before it that ``rank`` will never contribute to.
+
+    Numbers of a sequence come without gaps; that is how members' exchanges are matched. Of several shards not every one
+    has to do with every collective or transfer, so that at each of them there are gaps. But a member that has begun a
+    later one contributes nothing more to an earlier one, because it failed elsewhere.
+    """
+    sequences, sequence, place = group.sequences, sequence_of(rank, key), place_of(key)
+    before = sequences.due.get(sequence)
+    due = _first_due(group, rank, key) if before is None else before
+    if key.stream == Stream.BUCKET and rank in group.stragglers.closed:
+        due = max(due, group.stragglers.closed[rank] + 1)
+    begins_round = key.stream == Stream.COLLECTIVE and key.number == 0
+    of_another = key.stream == Stream.BUCKET and group.plan is not None and group.plan.is_shared
+    skips = begins_round or of_another or (group.table.rates and key.stream != Stream.BUCKET)
+    if place != due and not (skips and place > due):
+        what = "round" if key.stream == Stream.BUCKET else "number"
+        number = due % NUMBERS if key.stream == Stream.COLLECTIVE else due
+        raise OutOfStepError(
+            f"{group.describe(key)} from {group.call(rank)}: {what} {number} is due, {key.number} came"
+        )
+    sequences.advance(sequence, place)
+    if not group.table.rates or key.stream == Stream.BUCKET:
+        return []
+    return _abandoned(group, rank, key, due if before is not None or not sequences.restarted else 0)
+
+
+def _first_due(group: Group, rank: int, key: ExchangeKey) -> int:
+    sequences = group.sequences
+    if key.stream == Stream.TRANSFER and sequences.begin_transfers(rank) > MAX_TRANSFERS:
+        raise LimitExceededError(
+            f"{group.call(rank)} has used {MAX_TRANSFERS} different pairs of peer and tag: use old ones again"
+        )
+    if key.stream == Stream.BUCKET:
+        return max(sequences.first_round, group.entered.get(rank, 0))
+    return place_of(key) if sequences.restarted else 0
+
+
+def _abandoned(group: Group, rank: int, key: ExchangeKey, due: int) -> list[Exchange]:
+    """Return open exchanges that ``rank`` has not contributed to in full, and never will, as it has begun ``key``."""
+    last, place = due - 1, place_of(key)
+    if key.stream == Stream.TRANSFER and place - last <= len(group.exchanges):
+        keys = [key._replace(number=number) for number in range(last, place)]
+    else:
+        sequence = sequence_of(0, key)
+        keys = [k for k in group.exchanges if last <= place_of(k) < place and sequence_of(0, k) == sequence]
+    found = [group.exchanges.get(earlier) for earlier in keys]
+    return [
+        exchange
+        for exchange in found
+        if exchange is not None and exchange.failure is None and exchange.pushed.get(rank, -1) < exchange.stop
+    ]
 
 
 def _is_outdated(group: Group, push: Push, operation: Operation) -> bool:
@@ -121,8 +177,8 @@ def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch
         )
     participants: tuple[int, ...] = group.participants(key)
     late: tuple[int, ...] = ()
-    if group.closed and key.stream == Stream.BUCKET:
-        late = tuple(seat for seat in participants if is_closed(group, seat, key))
+    if group.stragglers.closed and key.stream == Stream.BUCKET:
+        late = tuple(seat for seat in participants if group.stragglers.is_closed(seat, key))
         participants = tuple(seat for seat in participants if seat not in late)
     halted = group.halted or (group.buckets_halted if key.stream == Stream.BUCKET else None)
     first_to_depart = next((rank for rank in group.departed if rank in participants), None)
@@ -141,7 +197,7 @@ def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch
         section = 0 if group.plan is None else group.plan.section_of(key.part).number
         group.rounds[key.number] = Round(now, group.is_hashed(key.number), section)
     if group.next_check is None:  # else an exchange that began earlier is due earlier
-        group.next_check = now + group.order.timeout
+        group.check_by(now + group.order.timeout)
     return exchange
 
 
@@ -178,7 +234,7 @@ def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: S
             f"bytes, {expected if has_to_give else 0} were agreed"
         )
     if push.present:
-        group.bytes_in += min(size, expected)
+        group.traffic.receive(min(size, expected))
     weight = exchange.weights[rank]
     if group.order.lateness is not None:  # slices to which something was added weigh more
         weight = push.weight

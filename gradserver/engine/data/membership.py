@@ -43,8 +43,7 @@ def depart(group: Group, order: Depart, now: float, effects: Effects) -> None:
     group.entered.pop(seat, None)
     group.change = order.error.message
     group.seats.depart(seat)
-    group.listening.pop(seat, None)
-    group.unread.pop(seat, None)
+    group.listeners.forget(seat)
     group.states.pop(seat, None)
     if order.epoch != group.epoch:
         group.epoch = order.epoch
@@ -52,8 +51,8 @@ def depart(group: Group, order: Depart, now: float, effects: Effects) -> None:
     group.table.world_size = len(group.seats.present)
     for number, current in group.rounds.items():
         note_what_counted(group, number, current, seat)
-    group.pace.changed()
-    group.pace.forget(seat)
+    group.stragglers.pace.changed()
+    group.stragglers.pace.forget(seat)
     for exchange in list(group.exchanges.values()):
         if seat not in exchange.participants:
             exchange.withdraw(seat)

@@ -31,15 +31,13 @@ from gradserver.engine.data.group import Group
 from gradserver.engine.data.rounds import Round
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import CutRound, Late
-from gradserver.protocol.exchange import ExchangeKey, Pool, Stream
+from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.limits import SLICE_BYTES
 
 _AGAIN_SECONDS: Final = 1.0
 """Before the same is reported again, if control did not decide so."""
 _UNREMARKABLE_SECONDS: Final = 0.5
 """That a quorum waits for others before people are told of it, however quick rounds are."""
-_QUIET_SECONDS: Final = 10.0
-"""Between two times that people are told."""
 
 
 def contributed(group: Group, number: int, seat: int, ended: bool, now: float, effects: Effects) -> float | None:
@@ -49,11 +47,11 @@ def contributed(group: Group, number: int, seat: int, ended: bool, now: float, e
         return None
     if ended:
         current.contributed(seat, group.full_buckets[current.section])
-    if current.quorum_at is not None or not (ended or _has_no_credit(group, seat)):
+    if current.quorum_at is not None or not (ended or group.traffic.has_no_credit(seat)):
         return None
     lateness = group.order.lateness
     may_be_stuck = group.plan is None or group.plan.nbytes > group.order.credit - SLICE_BYTES
-    if may_be_stuck or group.closed or group.entered or group.departed:
+    if may_be_stuck or group.stragglers.closed or group.entered or group.departed:
         present = _present(group, number)
         given = sum([_has_given(group, current, other) for other in present])
     else:  # as in most rounds: all that are present are waited for, and none can have used up its credit
@@ -66,7 +64,7 @@ def contributed(group: Group, number: int, seat: int, ended: bool, now: float, e
     elif lateness.backup:
         _report(group, number, current, now, effects)
     else:
-        deadline = group.pace.deadline(lateness.grace, group.order.timeout, now - current.opened)
+        deadline = group.stragglers.pace.deadline(lateness.grace, group.order.timeout, now - current.opened)
         if deadline is not None:
             current.look_at = max(current.opened + deadline, now + lateness.grace)
     return current.look_at
@@ -78,7 +76,7 @@ def look(group: Group, now: float, effects: Effects) -> None:
         if current.look_at is None or current.look_at > now:
             continue
         if group.order.lateness is None:
-            deadline = group.pace.deadline(0.0, group.order.timeout)
+            deadline = group.stragglers.pace.deadline(0.0, group.order.timeout)
             current.look_at = None if deadline is None else current.opened + deadline
             if current.look_at is None or current.look_at > now:
                 continue
@@ -97,15 +95,15 @@ def _report(group: Group, number: int, current: Round, now: float, effects: Effe
         current.quorum_at = None
         return
     closes = group.order.lateness is not None
-    tell = now >= group.quiet_until
+    tell = not group.stragglers.is_quiet(now)
     if closes:
         current.look_at = now + _AGAIN_SECONDS
     elif not tell:
         return
     if tell:
-        group.quiet_until = now + _QUIET_SECONDS
+        group.stragglers.tell(now)
     present = group.participants(_any_bucket(number))
-    why = group.pace.explain(len(present) - len(late), len(present))
+    why = group.stragglers.pace.explain(len(present) - len(late), len(present))
     effects.report(Late(group.order.group, number, tuple(late), f"after {now - current.opened:.2g} s: {why}", tell))
 
 
@@ -126,7 +124,7 @@ def _late(group: Group, number: int, current: Round) -> list[int]:
 
 def _present(group: Group, number: int) -> list[int]:
     """Those who are waited for in round ``number``, with those who join in it."""
-    return [seat for seat in group.participants(_any_bucket(number)) if group.closed.get(seat, -1) < number]
+    return [seat for seat in group.participants(_any_bucket(number)) if group.stragglers.closed.get(seat, -1) < number]
 
 
 def _any_bucket(number: int) -> ExchangeKey:
@@ -139,11 +137,7 @@ def _needed(group: Group, number: int) -> int:
 
 
 def _has_given(group: Group, current: Round, seat: int) -> bool:
-    return current.given[seat] >= group.full_buckets[current.section] or _has_no_credit(group, seat)
-
-
-def _has_no_credit(group: Group, seat: int) -> bool:
-    return group.outstanding[seat, Pool.BUCKETS] > group.order.credit - SLICE_BYTES
+    return current.given[seat] >= group.full_buckets[current.section] or group.traffic.has_no_credit(seat)
 
 
 # ── closing a round ───────────────────────────────────────────────────────────────────────────────────
@@ -158,7 +152,7 @@ def close(group: Group, order: CutRound, now: float, effects: Effects) -> None:
     for seat in order.seats:
         if seat in group.departed:
             continue
-        group.closed[seat] = max(order.round, group.closed.get(seat, -1))
+        group.stragglers.close(seat, order.round)
         if current is not None:
             note_what_counted(group, order.round, current, seat)
         for exchange in list(group.exchanges.values()):
@@ -183,8 +177,3 @@ def note_what_counted(group: Group, number: int, current: Round, seat: int) -> N
     for part in current.done:
         _, start, stop = group.share(ExchangeKey(Stream.BUCKET, number, part), group.plan.buckets[part].operation)
         current.cut.setdefault((seat, part), current.counted.get((seat, part), stop - start))
-
-
-def is_closed(group: Group, seat: int, key: ExchangeKey) -> bool:
-    """Whether what ``seat`` gives to ``key`` does not count any more."""
-    return key.stream == Stream.BUCKET and key.number <= group.closed.get(seat, -1)

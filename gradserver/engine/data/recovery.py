@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
 from gradserver.engine.data.collecting import FAILED, Holder, Place, Recovery, Stage, Wanted
@@ -67,20 +66,7 @@ def begin(group: Group, order: Recover, now: float) -> None:
     """Forget all that is open. Reductions of before come back with an earlier number than the order's version."""
     draining = group.recovery.draining if group.recovery is not None else set()
     draining |= {(group.order.epoch, key, start) for key, one in group.exchanges.items() for start in one.reducing}
-    group.recovery = Recovery(order.version, order.round, order.latest, now, order.own, draining)
-    group.order = replace(group.order, epoch=order.version)
-    for table in (
-        group.exchanges,
-        group.due,
-        group.rounds,
-        group.outstanding,
-        group.transfers,
-        group.settled,
-        group.unread,
-    ):
-        table.clear()
-    group.failed.clear()
-    group.recovered = True
+    group.start_over(Recovery(order.version, order.round, order.latest, now, order.own, draining))
 
 
 def forget(group: Group, seat: int, now: float, effects: Effects) -> None:
@@ -327,8 +313,7 @@ def _ask(group: Group, recovery: Recovery, effects: Effects) -> None:
 def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> None:
     """Everybody has what anybody has: go on."""
     holders, number = recovery.holders, recovery.round
-    group.recovery = None
-    group.first_round = number
+    group.resume(number)
     done: list[int] = []
     found: dict[int, frozenset[int]] = {}
     for part, start, stop in shares(group):
@@ -341,7 +326,7 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
         if len(settled) == stop - start:
             done.append(part)
             for seat in holders:
-                group.pass_over(seat, key)
+                group.sequences.pass_over(seat, key)
         elif settled:
             group.settled[key] = settled
     for holder in holders.values():

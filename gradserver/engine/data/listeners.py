@@ -1,0 +1,67 @@
+"""Listeners: members that are sent results without having pushed, because they are late or about to become members.
+
+A listener is sent the results of all buckets from a round on. What it has not read is bounded: it says how much it has
+read, with `Taken`. A listener that lets too much pile up is *behind*, and listens no more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from gradserver.engine.data.exchange import Exchange, Piece
+from gradserver.protocol.exchange import Stream
+
+
+@dataclass(slots=True)
+class Listeners:
+    """Listeners of one group."""
+
+    backlog: int
+    """Bytes that a listener may leave unread."""
+    rounds: dict[int, int] = field(default_factory=dict)
+    """The first round whose results each is sent, by seat."""
+    unread: Counter[int] = field(default_factory=Counter)
+    """Bytes of these that each seat has not read."""
+
+    def begin(self, seats: Iterable[int], number: int) -> None:
+        """Send ``seats`` the results of rounds from ``number`` on."""
+        self.rounds.update(dict.fromkeys(seats, number))
+
+    def end(self, seat: int) -> None:
+        """Send ``seat`` no more results. It may still read what it was sent."""
+        self.rounds.pop(seat, None)
+
+    def forget(self, seat: int) -> None:
+        """End with a seat that has left, or that nothing is sent to any more."""
+        self.end(seat)
+        self.unread.pop(seat, None)
+
+    def void(self) -> None:
+        """Begin to count anew, on new connections."""
+        self.unread.clear()
+
+    def of(self, exchange: Exchange, piece: Piece) -> list[int]:
+        """Return the seats that are sent ``piece`` besides those that have pushed it."""
+        key = exchange.key
+        if not self.rounds or key.stream != Stream.BUCKET:
+            return []
+        return [seat for seat, first in self.rounds.items() if first <= key.number and seat not in piece.given]
+
+    def charge(self, seat: int, nbytes: int) -> bool:
+        """Count bytes that ``seat`` is sent now; False, and nothing is counted, if too much would be unread."""
+        unread = self.unread[seat] + nbytes
+        if unread > self.backlog:
+            return False
+        self.unread[seat] = unread
+        return True
+
+    def read(self, seat: int, nbytes: int) -> None:
+        """Note that ``seat`` has read so much."""
+        self.unread[seat] = max(0, self.unread[seat] - nbytes)
+
+    def validate(self, departed: Iterable[int]) -> None:
+        """Raise AssertionError if an invariant does not hold."""
+        assert all(0 <= unread <= self.backlog for unread in self.unread.values()), "an overrun backlog"
+        assert self.rounds.keys().isdisjoint(departed), "a member that has departed listens"

@@ -1,0 +1,81 @@
+"""Sequences: numbers of exchanges come without gaps in each; so exchanges of members are matched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final
+
+from gradserver.protocol.exchange import ExchangeKey, Stream
+
+NUMBERS: Final = 1 << 62
+"""Collectives in one round, at most."""
+
+Sequence = tuple[int, ...]
+"""Rank, stream, part, source and target."""
+
+
+@dataclass(slots=True)
+class Sequences:
+    """Sequences of all members of a group."""
+
+    due: dict[Sequence, int] = field(default_factory=dict)
+    """The next place in each."""
+    transfers: Counter[int] = field(default_factory=Counter)
+    """Sequences of transfers that each rank takes part in."""
+    first_round: int = 0
+    """The first round that a member can begin that has begun none."""
+    restarted: bool = False
+    """Whether members once said what they hold. Then a sequence begins with any number."""
+
+    def advance(self, sequence: Sequence, place: int) -> None:
+        """Go on behind ``place``."""
+        self.due[sequence] = place + 1
+
+    def pass_over(self, rank: int, key: ExchangeKey) -> None:
+        """Take ``key`` as begun and ended by ``rank``: it was settled before a member began it here."""
+        self.due[sequence_of(rank, key)] = place_of(key) + 1
+
+    def is_past(self, rank: int, key: ExchangeKey) -> bool:
+        """Tell whether ``rank`` has begun ``key`` before."""
+        return place_of(key) < self.due.get(sequence_of(rank, key), 0)
+
+    def begin_transfers(self, rank: int) -> int:
+        """Count one more sequence of transfers of ``rank``, and return how many there are."""
+        self.transfers[rank] += 1
+        return self.transfers[rank]
+
+    def begin_buckets(self, first_round: int) -> None:
+        """Begin the sequences of buckets anew with ``first_round``, as there is another plan."""
+        self.first_round = first_round
+        self.due = {key: due for key, due in self.due.items() if key[1] != Stream.BUCKET}
+
+    def resume_buckets(self, number: int) -> None:
+        """Go on with round ``number``, after members have said what they hold."""
+        self.first_round = number
+
+    def hand_over(self, seat: int) -> None:
+        """Forget all that a predecessor in ``seat`` has begun."""
+        self.due = {sequence: due for sequence, due in self.due.items() if not _concerns(sequence, seat)}
+        self.transfers = Counter(sequence[0] for sequence in self.due if sequence[1] == Stream.TRANSFER)
+
+    def restart(self) -> None:
+        """Forget all numbers: members say where they are."""
+        self.due.clear()
+        self.transfers.clear()
+        self.restarted = True
+
+
+def place_of(key: ExchangeKey) -> int:
+    """Return the place of an exchange in its sequence. Collectives count from 0 in each round."""
+    return key.part * NUMBERS + key.number if key.stream == Stream.COLLECTIVE else key.number
+
+
+def sequence_of(rank: int, key: ExchangeKey) -> Sequence:
+    """Return the sequence of ``rank`` that ``key`` is in."""
+    return (rank, key.stream, 0 if key.stream == Stream.COLLECTIVE else key.part, key.source, key.target)
+
+
+def _concerns(sequence: Sequence, seat: int) -> bool:
+    rank, stream, _, source, target = sequence
+    return rank == seat or (stream == Stream.TRANSFER and seat in (source, target))

@@ -1,0 +1,44 @@
+"""Stragglers: members that rounds were closed without, and how long rounds take without them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+from gradserver.engine.data.pace import Pace
+from gradserver.protocol.exchange import ExchangeKey, Stream
+
+_QUIET_SECONDS: Final = 10.0
+"""Between two times that people are told."""
+
+
+@dataclass(slots=True)
+class Stragglers:
+    """Stragglers of one group."""
+
+    pace: Pace = field(default_factory=Pace)
+    closed: dict[int, int] = field(default_factory=dict)
+    """The last round that was closed without it, by seat."""
+    quiet_until: float = -math.inf
+    """Time at which people may be told again of a straggler."""
+
+    def close(self, seat: int, number: int) -> None:
+        """Count nothing more that ``seat`` gives to rounds up to ``number``."""
+        self.closed[seat] = max(number, self.closed.get(seat, -1))
+
+    def is_closed(self, seat: int, key: ExchangeKey) -> bool:
+        """Tell whether what ``seat`` gives to ``key`` does not count any more."""
+        return key.stream == Stream.BUCKET and key.number <= self.closed.get(seat, -1)
+
+    def hand_over(self, seat: int) -> None:
+        """Give ``seat`` to a new member: nothing was closed without it."""
+        self.closed.pop(seat, None)
+
+    def is_quiet(self, now: float) -> bool:
+        """Tell whether people were told a short time ago."""
+        return now < self.quiet_until
+
+    def tell(self, now: float) -> None:
+        """Note that people are told now."""
+        self.quiet_until = now + _QUIET_SECONDS

@@ -1,0 +1,79 @@
+"""Traffic of a group: bytes that came and went, and bytes that each member has in flight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from gradserver.engine.data.exchange import Exchange, Run
+from gradserver.engine.seats import Seats
+from gradserver.protocol.errors import LimitExceededError
+from gradserver.protocol.exchange import Pool, pool_of
+from gradserver.protocol.limits import SLICE_BYTES
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counters of one group."""
+
+    seats: Seats
+    credit: int
+    """Bytes that a member may have in flight in each pool."""
+    outstanding: Counter[tuple[int, Pool]] = field(default_factory=Counter)
+    """Bytes in flight, by member and pool."""
+    bytes_in: int = 0
+    bytes_out: int = 0
+    slices: int = 0
+
+    def charge(self, exchange: Exchange, rank: int, run: Run) -> None:
+        """Let ``rank`` have more in flight. It may overdraw its credit by one slice, for its frontier."""
+        account = rank, pool_of(exchange.key, rank)
+        outstanding = self.outstanding[account] + exchange.cost(run)
+        if outstanding > self.credit + SLICE_BYTES:
+            raise LimitExceededError(
+                f"{self.seats.call(rank)} has {outstanding} bytes in flight, its credit is {self.credit}"
+            )
+        self.outstanding[account] = outstanding
+
+    def refund(self, exchange: Exchange, rank: int, run: Run) -> None:
+        """Take slices of ``rank`` off its debt: they are answered, or never will be."""
+        self.outstanding[rank, pool_of(exchange.key, rank)] -= exchange.cost(run)
+
+    def has_no_credit(self, rank: int) -> bool:
+        """Tell whether ``rank`` has used up its credit for buckets."""
+        return self.outstanding[rank, Pool.BUCKETS] > self.credit - SLICE_BYTES
+
+    def receive(self, nbytes: int) -> None:
+        """Count bytes that came."""
+        self.bytes_in += nbytes
+
+    def send(self, nbytes: int) -> None:
+        """Count bytes that are sent."""
+        self.bytes_out += nbytes
+
+    def answer(self, slices: int) -> None:
+        """Count slices that have their results."""
+        self.slices += slices
+
+    def hand_over(self, seat: int, exchanges: Iterable[Exchange]) -> None:
+        """Give ``seat`` to a new member, with the debt for what its predecessor gave to open ``exchanges``."""
+        for pool in Pool:
+            self.outstanding.pop((seat, pool), None)
+        for exchange in exchanges:
+            for rank, run in exchange.unanswered() if exchange.failure is None else ():
+                if rank == seat:
+                    self.outstanding[seat, pool_of(exchange.key, seat)] += exchange.cost(run)
+
+    def void(self) -> None:
+        """Forget what is in flight: it is given once more."""
+        self.outstanding.clear()
+
+    def snapshot(self, world: int) -> dict[str, object]:
+        """Return the counters, as plain JSON values."""
+        return {
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "slices": self.slices,
+            "outstanding": [sum(self.outstanding[rank, pool] for pool in Pool) for rank in range(world)],
+        }
