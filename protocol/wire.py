@@ -18,15 +18,9 @@ from typing import Any, Final
 
 import msgpack
 
-from gradserver.protocol import positions, resuming  # noqa: F401 - they declare messages
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.declared import named
-from gradserver.protocol.errors import (
-    LimitExceededError,
-    MalformedMessageError,
-    ProtocolError,
-    VersionMismatchError,
-)
+from gradserver.protocol.errors import LimitExceededError, MalformedMessageError, ProtocolError, VersionMismatchError
 from gradserver.protocol.exchange import ExchangeKey
 from gradserver.protocol.fields import LAST_STREAM, MAX_TOTAL, weights
 from gradserver.protocol.limits import (

@@ -1,8 +1,9 @@
 """A durable group that may lose its coordinator between any two commands, and its members at any time.
 
-A `Durable` member does what `gradserver.protocol.resuming` asks of one: it keeps what it gives, and results. `Crashing`
-runs a program with such members. Each message to a member waits in its connection until it is read, so a connection
-that breaks loses any suffix of its messages. A lost coordinator leaves its records, and the next one begins with these.
+A `Durable` member does what `gradserver.protocol.messages.recovery` asks of one: it keeps what it gives, and results.
+`Crashing` runs a program with such members. Each message to a member waits in its connection until it is read, so a
+connection that breaks loses any suffix of its messages. A lost coordinator leaves its records, and the next one begins
+with these.
 The records of a round must name the members that made its results.
 """
 
@@ -38,7 +39,17 @@ from gradserver.protocol.messages import (
     Scope,
     Welcome,
 )
-from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
+from gradserver.protocol.messages.recovery import (
+    Fetch,
+    Held,
+    Holding,
+    Resume,
+    Resumed,
+    Span,
+    Standing,
+    State,
+    pack_spans,
+)
 from tests import receivers
 from tests.elastic_harness import Cluster, Giver, Member, Step, contribution
 from tests.engine_harness import SEATS, Array, Harness, Outcome, Task, bucket

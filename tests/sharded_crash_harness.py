@@ -48,7 +48,17 @@ from gradserver.protocol.messages import (
     Transfer,
     Welcome,
 )
-from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
+from gradserver.protocol.messages.recovery import (
+    Fetch,
+    Held,
+    Holding,
+    Resume,
+    Resumed,
+    Span,
+    Standing,
+    State,
+    pack_spans,
+)
 from gradserver.protocol.shards import Share, Table
 from tests import receivers
 from tests.crash_harness import CrashError, Crashing, Durable, Fused, steady

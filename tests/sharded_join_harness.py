@@ -32,7 +32,7 @@ from gradserver.protocol.messages import (
     Serve,
     Welcome,
 )
-from gradserver.protocol.resuming import Resumed, Span
+from gradserver.protocol.messages.recovery import Resumed, Span
 from gradserver.protocol.shards import Share
 from tests.elastic_harness import Step, state
 from tests.engine_harness import TIMEOUT, Outcome, Task, all_reduce, bucket, proposal

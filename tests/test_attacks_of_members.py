@@ -15,8 +15,8 @@ from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import DeadlineError
 from gradserver.protocol.limits import MAX_CLAIMED, MIB, PROTOCOL_VERSION
 from gradserver.protocol.messages import Enter, Failure
+from gradserver.protocol.messages.recovery import Holding, Resume, Resumed
 from gradserver.protocol.plan import simple_plan
-from gradserver.protocol.resuming import Holding, Resume, Resumed
 from gradserver.worker.donor import HEAD
 from tests.cluster import Daemon, Task, wait_until
 from tests.engine_harness import Array

@@ -68,9 +68,19 @@ from gradserver.protocol.messages import (
     Taken,
     Welcome,
 )
-from gradserver.protocol.positions import Claim, Register, Used
+from gradserver.protocol.messages.leases import Claim, Register, Used
+from gradserver.protocol.messages.recovery import (
+    Fetch,
+    Held,
+    Holding,
+    Resume,
+    Resumed,
+    Span,
+    Standing,
+    State,
+    pack_spans,
+)
 from gradserver.protocol.ranges import pack
-from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from gradserver.runtime import Runtime
 from tests.crash_harness import Crashing, Durable
 from tests.elastic_harness import Step

@@ -1,7 +1,7 @@
 """The laws of durable groups: coordinators are lost between any two commands, members and connections at any time.
 
-`gradserver.protocol.resuming` claims that nothing is lost which any present member has or needs. Here programs are run
-while all of that happens, and the claim is compared with what members have in the end.
+`gradserver.protocol.messages.recovery` claims that nothing is lost which any present member has or needs. Here programs
+are run while all of that happens, and the claim is compared with what members have in the end.
 """
 
 from __future__ import annotations

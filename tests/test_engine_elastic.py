@@ -17,7 +17,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import MAX_WORLD_SIZE
 from gradserver.protocol.messages import Agreed, Failure, Leave, Membership, Result, RoundDone, Serve, Welcome
-from gradserver.protocol.resuming import Resume
+from gradserver.protocol.messages.recovery import Resume
 from tests.crash_harness import Fused
 from tests.engine_harness import SEATS, TIMEOUT, Harness, bucket, collective, floats, plan_of
 from tests.test_engine_departures import BARRIER

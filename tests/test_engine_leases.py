@@ -10,7 +10,7 @@ from gradserver.engine.policy import Policy
 from gradserver.engine.records import Round
 from gradserver.protocol.errors import DisagreementError, GradServerError, MalformedMessageError, UnexpectedMessageError
 from gradserver.protocol.messages import Failure, Membership, Result, Scope
-from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.ranges import Ranges, count, pack, unpack
 from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of
 from tests.sharded_harness import ShardedHarness

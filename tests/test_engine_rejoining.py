@@ -24,7 +24,7 @@ from gradserver.protocol.messages import (
     Transfer,
     Welcome,
 )
-from gradserver.protocol.resuming import Resume, Resumed, Span, Standing, State
+from gradserver.protocol.messages.recovery import Resume, Resumed, Span, Standing, State
 from tests.engine_harness import SEATS, all_reduce, bucket, collective, plan_of
 from tests.test_engine_resuming import BACK, ONE, Group
 

@@ -26,10 +26,20 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.exchange import Kind, Op, Operation
 from gradserver.protocol.limits import MAX_COUNTER
 from gradserver.protocol.messages import Agreed, Enlist, Failure, Membership, Propose, Push, Result, RoundDone, Welcome
+from gradserver.protocol.messages.leases import Claim, Register, Used
+from gradserver.protocol.messages.recovery import (
+    Fetch,
+    Held,
+    Holding,
+    Resume,
+    Resumed,
+    Span,
+    Standing,
+    State,
+    pack_spans,
+)
 from gradserver.protocol.plan import Plan
-from gradserver.protocol.positions import Claim, Register, Used
 from gradserver.protocol.ranges import pack
-from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, pack_spans
 from tests.crash_harness import POLICY, Fused
 from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, collective, floats, plan_of, small_slices
 

@@ -24,7 +24,7 @@ from gradserver.protocol.messages import (
     Push,
     Welcome,
 )
-from gradserver.protocol.resuming import Holding, Resume, Resumed, Standing
+from gradserver.protocol.messages.recovery import Holding, Resume, Resumed, Standing
 from gradserver.tools.chaos.relay import Fate
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from gradserver.protocol.messages import Enlist, Join, Message, Ping
-from gradserver.protocol.resuming import Resume
+from gradserver.protocol.messages.recovery import Resume
 from gradserver.transport.handshake import ROLES, Handshake
 from gradserver.transport.liveness import Liveness, Patience
 from gradserver.transport.traffic import Connections

@@ -20,10 +20,10 @@ from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import GradServerError, JoinRefusedError, QuotaExceededError
 from gradserver.protocol.limits import KIB
 from gradserver.protocol.messages import Enter, Failure, Propose, Ready, RoundDone, Scope, Serve
+from gradserver.protocol.messages.leases import Claim, Claimed, Register, Used
+from gradserver.protocol.messages.recovery import Resumed
 from gradserver.protocol.plan import Plan, simple_plan
-from gradserver.protocol.positions import Claim, Claimed, Register, Used
 from gradserver.protocol.ranges import pack
-from gradserver.protocol.resuming import Resumed
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
 from tests.cluster import Daemon, joined, wait_until

@@ -75,8 +75,8 @@ from gradserver.protocol.messages import (
     Transfer,
     Welcome,
 )
-from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
-from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Standing
+from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Resume, Resumed, Standing
 from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of
 
 LONG = "w" * MAX_NAME_BYTES

@@ -13,8 +13,8 @@ from gradserver.protocol.errors import CollectiveMismatchError, GradServerError,
 from gradserver.protocol.exchange import ExchangeKey, Op, Stream
 from gradserver.protocol.limits import SLICE_BYTES
 from gradserver.protocol.messages import Agreed, Leave, Membership, Place, Push, Result, RoundDone, Taken, Welcome
+from gradserver.protocol.messages.recovery import Holding, Span, State, unpack_spans
 from gradserver.protocol.plan import Plan, simple_plan
-from gradserver.protocol.resuming import Holding, Span, State, unpack_spans
 from gradserver.worker.coder import Coder
 from gradserver.worker.member.effects import Complete, Lose, Tell
 from gradserver.worker.member.inventory import Inventory

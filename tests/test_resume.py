@@ -37,8 +37,18 @@ from gradserver.protocol.messages import (
     RoundDone,
     Scope,
 )
+from gradserver.protocol.messages.recovery import (
+    Fetch,
+    Held,
+    Holding,
+    Resume,
+    Resumed,
+    Span,
+    Standing,
+    State,
+    unpack_spans,
+)
 from gradserver.protocol.plan import Plan, simple_plan
-from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, Resumed, Span, Standing, State, unpack_spans
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
 from gradserver.worker.transport import reconnect

@@ -6,7 +6,7 @@ import pytest
 
 from gradserver.protocol.errors import ClosedError, DeadlineError, DisagreementError
 from gradserver.protocol.messages import Failure, Push, Result, RoundDone, Scope
-from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.ranges import pack
 from gradserver.worker.client import Worker
 from gradserver.worker.ranges import DataRanges

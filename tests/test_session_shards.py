@@ -33,8 +33,8 @@ from gradserver.protocol.messages import (
     Scope,
     Welcome,
 )
+from gradserver.protocol.messages.recovery import Resumed, Standing
 from gradserver.protocol.plan import simple_plan
-from gradserver.protocol.resuming import Resumed, Standing
 from gradserver.worker.clock import Clock
 from gradserver.worker.handle import Handle
 from gradserver.worker.member.regions import Regions

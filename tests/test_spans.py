@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError, ProtocolError
 from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.limits import MAX_COUNTER, MAX_FRAME_BYTES, MAX_WEIGHT, MAX_WORLD_SIZE, SLICE_BYTES
-from gradserver.protocol.resuming import MAX_COLUMNS, MAX_SPANS_BYTES, Span, State, pack_spans, unpack_spans
+from gradserver.protocol.messages.recovery import MAX_COLUMNS, MAX_SPANS_BYTES, Span, State, pack_spans, unpack_spans
 
 ranks = st.integers(-1, MAX_WORLD_SIZE - 1)
 counters = st.integers(0, 99) | st.integers(0, MAX_COUNTER)
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_named(values: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("room", [1_000_000, pytest.param(MAX_SPANS_BYTES, marks=pytest.mark.long)])
 def test_as_much_as_fits_into_a_frame_can_be_said(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_SPANS_BYTES <= MAX_FRAME_BYTES
-    monkeypatch.setattr("gradserver.protocol.resuming.MAX_SPANS_BYTES", room)
+    monkeypatch.setattr("gradserver.protocol.messages.recovery.MAX_SPANS_BYTES", room)
     span = Span(State.HELD, BUCKET, 0, 1, (1.0,) * MAX_WORLD_SIZE)
     most = (room - len(pack_spans([span]))) // SPAN.size + 1
 

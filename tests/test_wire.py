@@ -78,8 +78,8 @@ from gradserver.protocol.messages import (
     Transfer,
     Welcome,
 )
-from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
-from gradserver.protocol.resuming import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
+from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.messages.recovery import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
 from gradserver.protocol.wire import decode, encode
 from tests.declarations import ALL_MESSAGES
 

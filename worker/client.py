@@ -22,8 +22,9 @@ from gradserver.protocol.exchange import Op
 from gradserver.protocol.messages import Membership
 from gradserver.protocol.plan import Plan, simple_plan, with_codec
 from gradserver.worker.agreement import Agreement
-from gradserver.worker.collectives import S, check_weight, finished
-from gradserver.worker.handle import Handle, Timeout, seconds
+from gradserver.worker.arguments import check_weight
+from gradserver.worker.collectives import S
+from gradserver.worker.handle import Handle, Timeout, finished, seconds
 from gradserver.worker.joiner import enter
 from gradserver.worker.member.learner import Arrival, Stage
 from gradserver.worker.objects import ObjectCollectives

@@ -1,53 +1,34 @@
-"""Collectives and transfers for users, on torch tensors and numpy arrays."""
+"""Collectives for users, on torch tensors and numpy arrays."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from gradserver.protocol.codecs import Codec
 from gradserver.protocol.dtypes import FLOAT32, UINT8
-from gradserver.protocol.errors import (
-    DTypeError,
-    InvalidArgumentError,
-    InvalidRankError,
-    SendToSelfError,
-    SizeMismatchError,
-)
-from gradserver.protocol.exchange import EXACT, STATE_TAG, Kind, Op, Operation, layout_of, operation_of
-from gradserver.protocol.limits import MAX_WEIGHT
+from gradserver.protocol.errors import DTypeError, InvalidArgumentError, SizeMismatchError
+from gradserver.protocol.exchange import EXACT, Kind, Op, Operation, layout_of, operation_of
 from gradserver.protocol.plan import EXEMPT_BYTES
-from gradserver.worker.handle import Handle, Timeout, seconds
+from gradserver.worker.arguments import Maybe, Reduction, check_weight, op_of, root_of
+from gradserver.worker.handle import Handle, Timeout, finished, seconds
 from gradserver.worker.member.exchange import Destination, Source
-from gradserver.worker.session import Session
 from gradserver.worker.tensors import Binding, bind, like
+from gradserver.worker.transfers import No, T, Transfers, V, Yes
 from gradserver.worker.uneven import all_to_all_uneven
 from gradserver.worker.writers import Columns, Rows, into_columns, into_part, into_portion, into_rows
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ReduceOp
 
-T = TypeVar("T", bound="torch.Tensor | npt.NDArray[np.generic]")
 S = TypeVar("S", bound=np.generic)
-V = TypeVar("V")
-ReductionName: TypeAlias = Literal[
-    "mean", "avg", "sum", "min", "max", "product", "prod", "MEAN", "AVG", "SUM", "MIN", "MAX", "PRODUCT", "PROD"
-]
-Reduction: TypeAlias = "ReductionName | ReduceOp.RedOpType"
-"""The name of a reduction, or torch's constant (``torch.distributed.ReduceOp.SUM``)."""
-Yes: TypeAlias = Literal[True]
-No: TypeAlias = Literal[False]
-
-_OPS = {op.name.lower(): op for op in (Op.MEAN, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT)}
-_SYNONYMS = {"avg": Op.MEAN, "prod": Op.PRODUCT}
+Array: TypeAlias = npt.NDArray[S]
 
 
-class Collectives:
+class Collectives(Transfers):
     """Collectives and transfers of tensors among the members of a group.
 
     All members must call collectives in the same order. Transfers are matched by source, target and tag.
@@ -57,22 +38,7 @@ class Collectives:
     fails. The exchange continues, and the tensor must be left alone until the worker is closed.
     """
 
-    _session: Session
     _codec: Codec
-
-    @property
-    def rank(self) -> int:
-        """Place of this worker among the members, ``0 … world_size - 1``.
-
-        Rank and world size change when other workers join, leave or are lost. They change in `Worker.finish_round`
-        (and so in ``backward()``), in a collective that raises MembershipChangedError, and nowhere else.
-        """
-        return self._session.membership.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers in the group."""
-        return len(self._session.membership.names)
 
     # ── all to all alike ──────────────────────────────────────────────────────────────────────────────
 
@@ -85,13 +51,7 @@ class Collectives:
         self, tensor: T, op: Reduction = ..., weight: float = ..., *, async_op: Yes, timeout: Timeout = ...
     ) -> Handle[T]: ...
     def all_reduce(
-        self,
-        tensor: T,
-        op: Reduction = "mean",
-        weight: float = 1.0,
-        *,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        self, tensor: T, op: Reduction = "mean", weight: float = 1.0, *, async_op: bool = False, timeout: Timeout = None
     ) -> T | Handle[T]:
         """Replace ``tensor`` by its combination over all members, in place.
 
@@ -116,20 +76,14 @@ class Collectives:
 
     @overload
     def broadcast(
-        self, tensor: T, root: int = ..., *, src: int | None = ..., async_op: No = ..., timeout: Timeout = ...
+        self, tensor: T, root: int = ..., *, src: Maybe = ..., async_op: No = ..., timeout: Timeout = ...
     ) -> T: ...
     @overload
     def broadcast(
-        self, tensor: T, root: int = ..., *, src: int | None = ..., async_op: Yes, timeout: Timeout = ...
+        self, tensor: T, root: int = ..., *, src: Maybe = ..., async_op: Yes, timeout: Timeout = ...
     ) -> Handle[T]: ...
     def broadcast(
-        self,
-        tensor: T,
-        root: int = 0,
-        *,
-        src: int | None = None,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        self, tensor: T, root: int = 0, *, src: int | None = None, async_op: bool = False, timeout: Timeout = None
     ) -> T | Handle[T]:
         """Overwrite ``tensor`` at every member by that of rank ``root`` (or ``src``; 0), in place.
 
@@ -148,11 +102,9 @@ class Collectives:
     @overload
     def all_gather(self, tensor: torch.Tensor, *, async_op: Yes, timeout: Timeout = ...) -> Handle[torch.Tensor]: ...
     @overload
-    def all_gather(self, tensor: npt.NDArray[S], *, async_op: No = ..., timeout: Timeout = ...) -> npt.NDArray[S]: ...
+    def all_gather(self, tensor: Array[S], *, async_op: No = ..., timeout: Timeout = ...) -> Array[S]: ...
     @overload
-    def all_gather(
-        self, tensor: npt.NDArray[S], *, async_op: Yes, timeout: Timeout = ...
-    ) -> Handle[npt.NDArray[S]]: ...
+    def all_gather(self, tensor: Array[S], *, async_op: Yes, timeout: Timeout = ...) -> Handle[Array[S]]: ...
     def all_gather(self, tensor: Any, *, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Stack every member's ``tensor`` by rank. All have the same shape; the result has ``(world_size, *shape)``."""
         source = bind(tensor, writes=False)
@@ -180,18 +132,12 @@ class Collectives:
     ) -> Handle[torch.Tensor]: ...
     @overload
     def reduce_scatter(
-        self,
-        tensor: npt.NDArray[S],
-        op: Reduction = ...,
-        weight: float = ...,
-        *,
-        async_op: No = ...,
-        timeout: Timeout = ...,
-    ) -> npt.NDArray[S]: ...
+        self, tensor: Array[S], op: Reduction = ..., weight: float = ..., *, async_op: No = ..., timeout: Timeout = ...
+    ) -> Array[S]: ...
     @overload
     def reduce_scatter(
-        self, tensor: npt.NDArray[S], op: Reduction = ..., weight: float = ..., *, async_op: Yes, timeout: Timeout = ...
-    ) -> Handle[npt.NDArray[S]]: ...
+        self, tensor: Array[S], op: Reduction = ..., weight: float = ..., *, async_op: Yes, timeout: Timeout = ...
+    ) -> Handle[Array[S]]: ...
     def reduce_scatter(
         self,
         tensor: Any,
@@ -237,52 +183,22 @@ class Collectives:
 
     @overload
     def gather(
-        self,
-        tensor: torch.Tensor,
-        root: int = ...,
-        *,
-        dst: int | None = ...,
-        async_op: No = ...,
-        timeout: Timeout = ...,
+        self, tensor: torch.Tensor, root: int = ..., *, dst: Maybe = ..., async_op: No = ..., timeout: Timeout = ...
     ) -> torch.Tensor | None: ...
     @overload
     def gather(
-        self,
-        tensor: torch.Tensor,
-        root: int = ...,
-        *,
-        dst: int | None = ...,
-        async_op: Yes,
-        timeout: Timeout = ...,
+        self, tensor: torch.Tensor, root: int = ..., *, dst: Maybe = ..., async_op: Yes, timeout: Timeout = ...
     ) -> Handle[torch.Tensor | None]: ...
     @overload
     def gather(
-        self,
-        tensor: npt.NDArray[S],
-        root: int = ...,
-        *,
-        dst: int | None = ...,
-        async_op: No = ...,
-        timeout: Timeout = ...,
-    ) -> npt.NDArray[S] | None: ...
+        self, tensor: Array[S], root: int = ..., *, dst: Maybe = ..., async_op: No = ..., timeout: Timeout = ...
+    ) -> Array[S] | None: ...
     @overload
     def gather(
-        self,
-        tensor: npt.NDArray[S],
-        root: int = ...,
-        *,
-        dst: int | None = ...,
-        async_op: Yes,
-        timeout: Timeout = ...,
-    ) -> Handle[npt.NDArray[S] | None]: ...
+        self, tensor: Array[S], root: int = ..., *, dst: Maybe = ..., async_op: Yes, timeout: Timeout = ...
+    ) -> Handle[Array[S] | None]: ...
     def gather(
-        self,
-        tensor: Any,
-        root: int = 0,
-        *,
-        dst: int | None = None,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        self, tensor: Any, root: int = 0, *, dst: int | None = None, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
         """Stack every member's ``tensor`` by rank, at rank ``root`` (or ``dst``; 0). All have the same shape.
 
@@ -308,7 +224,7 @@ class Collectives:
         parts: T | Sequence[T] | None = ...,
         root: int = ...,
         *,
-        src: int | None = ...,
+        src: Maybe = ...,
         async_op: No = ...,
         timeout: Timeout = ...,
     ) -> T: ...
@@ -319,7 +235,7 @@ class Collectives:
         parts: T | Sequence[T] | None = ...,
         root: int = ...,
         *,
-        src: int | None = ...,
+        src: Maybe = ...,
         async_op: Yes,
         timeout: Timeout = ...,
     ) -> Handle[T]: ...
@@ -365,11 +281,9 @@ class Collectives:
     @overload
     def all_to_all(self, tensor: torch.Tensor, *, async_op: Yes, timeout: Timeout = ...) -> Handle[torch.Tensor]: ...
     @overload
-    def all_to_all(self, tensor: npt.NDArray[S], *, async_op: No = ..., timeout: Timeout = ...) -> npt.NDArray[S]: ...
+    def all_to_all(self, tensor: Array[S], *, async_op: No = ..., timeout: Timeout = ...) -> Array[S]: ...
     @overload
-    def all_to_all(
-        self, tensor: npt.NDArray[S], *, async_op: Yes, timeout: Timeout = ...
-    ) -> Handle[npt.NDArray[S]]: ...
+    def all_to_all(self, tensor: Array[S], *, async_op: Yes, timeout: Timeout = ...) -> Handle[Array[S]]: ...
     @overload
     def all_to_all(self, tensor: Sequence[T], *, async_op: No = ..., timeout: Timeout = ...) -> list[T]: ...
     @overload
@@ -404,92 +318,6 @@ class Collectives:
         given = self._columns(operation, source.data.reshape(self.world_size, -1))
         rows = into_columns(bound.data.reshape(self.world_size, -1))
         return self._collective(operation, given, rows, bound, received, async_op, timeout)
-
-    # ── between two ───────────────────────────────────────────────────────────────────────────────────
-
-    @overload
-    def send(
-        self,
-        tensor: T,
-        target: int | None = ...,
-        tag: int = ...,
-        *,
-        dst: int | None = ...,
-        async_op: No = ...,
-        timeout: Timeout = ...,
-    ) -> T: ...
-    @overload
-    def send(
-        self,
-        tensor: T,
-        target: int | None = ...,
-        tag: int = ...,
-        *,
-        dst: int | None = ...,
-        async_op: Yes,
-        timeout: Timeout = ...,
-    ) -> Handle[T]: ...
-    def send(
-        self,
-        tensor: T,
-        target: int | None = None,
-        tag: int = 0,
-        *,
-        dst: int | None = None,
-        async_op: bool = False,
-        timeout: Timeout = None,
-    ) -> T | Handle[T]:
-        """Send ``tensor`` to rank ``target`` (or ``dst``). The send is done when that rank has taken it with `recv`.
-
-        Returns:
-            The tensor, or a Handle.
-        """
-        target = self._check_peer(_peer_of("target", target, "dst", dst), "target", tag)
-        bound = bind(tensor, writes=False)
-        return self._transfer((self.rank, target, tag), bound, True, tensor, async_op, timeout)
-
-    @overload
-    def recv(
-        self,
-        tensor: T,
-        source: int | None = ...,
-        tag: int = ...,
-        *,
-        src: int | None = ...,
-        async_op: No = ...,
-        timeout: Timeout = ...,
-    ) -> T: ...
-    @overload
-    def recv(
-        self,
-        tensor: T,
-        source: int | None = ...,
-        tag: int = ...,
-        *,
-        src: int | None = ...,
-        async_op: Yes,
-        timeout: Timeout = ...,
-    ) -> Handle[T]: ...
-    def recv(
-        self,
-        tensor: T,
-        source: int | None = None,
-        tag: int = 0,
-        *,
-        src: int | None = None,
-        async_op: bool = False,
-        timeout: Timeout = None,
-    ) -> T | Handle[T]:
-        """Overwrite ``tensor`` by what rank ``source`` (or ``src``) sends with the same tag.
-
-        Sends from one rank with one tag arrive in the order in which they were sent.
-
-        Returns:
-            The tensor, or a Handle.
-        """
-        source = self._check_peer(_peer_of("source", source, "src", src), "source", tag)
-        bound = bind(tensor, writes=True)
-        return self._transfer((source, self.rank, tag), bound, False, tensor, async_op, timeout)
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -540,89 +368,9 @@ class Collectives:
                 handle.within(patience)
         return handle if async_op else handle.wait()
 
-    def _transfer(
-        self, ends: tuple[int, int, int], bound: Binding, gives: bool, tensor: V, async_op: bool, timeout: Timeout
-    ) -> V | Handle[V]:
-        operation, patience = operation_of(Kind.TRANSFER, Op.NONE, bound.dtype, bound.numel), seconds(timeout)
-        if bound.numel == 0:
-            self._session.check_open()
-            handle: Handle[V] = finished(tensor)
-        elif gives:
-            handle = self._session.transfer(operation, ends, bound.data, None, tensor, async_op)
-        else:
-            handle = self._session.transfer(operation, ends, None, bound.data, tensor, async_op)
-            handle.then(bound.store)
-        if patience is not None:
-            handle.within(patience)
-        return handle if async_op else handle.wait()
-
-    def _check_rank(self, rank: int | None, what: str) -> int:
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise InvalidRankError(f"{what} is {rank!r}, ranks of this group are 0 to {self.world_size - 1}")
-        return rank
-
-    def _check_peer(self, rank: int | None, what: str, tag: int) -> int:
-        peer = self._check_rank(rank, what)
-        if peer == self.rank:
-            raise SendToSelfError(f"{what} is this worker's own rank, {rank}: there is nothing to send")
-        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < STATE_TAG:
-            raise InvalidArgumentError(f"a tag is a number from 0 to {STATE_TAG - 1}, not {tag!r}")
-        return peer
-
     def _check_divisible(self, what: str, shape: tuple[int, ...]) -> None:
         if not shape or shape[0] % self.world_size:
             raise SizeMismatchError(
                 f"{what} splits the first dimension among {self.world_size} workers, "
                 f"and that of shape {shape} cannot be split evenly"
             )
-
-
-def check_weight(weight: float) -> float:
-    """Return ``weight`` as a float. InvalidArgumentError unless it is finite, not negative and at most 1e30."""
-    if weight == 1.0:
-        return 1.0
-    try:
-        value = float(weight)
-    except (TypeError, ValueError, OverflowError):
-        value = math.nan
-    if not math.isfinite(value) or not 0.0 <= value <= MAX_WEIGHT:
-        raise InvalidArgumentError(f"a weight is a number from 0 to {MAX_WEIGHT:g}, not {weight!r}")
-    return value
-
-
-def finished(value: Any, weight: float = 1.0) -> Handle[Any]:
-    """Return a handle of a result that needed no exchange."""
-    handle: Handle[Any] = Handle(0.0, None, value)
-    handle.weight, handle.present = weight, True
-    handle._complete()
-    return handle
-
-
-def op_of(name: object) -> Op:
-    """Return the reduction of this name, ours or torch's."""
-    try:
-        return _OPS[name]  # type: ignore[index]  # whatever it is
-    except (KeyError, TypeError):
-        pass
-    said = name if isinstance(name, str) else getattr(name, "name", None)  # torch.distributed.ReduceOp.SUM has a name
-    found = None
-    if isinstance(said, str):
-        found = _OPS.get(said.lower()) or _SYNONYMS.get(said.lower())
-    if found is None:
-        known = ", ".join([*_OPS, *_SYNONYMS])
-        raise InvalidArgumentError(f"op is {name!r}, and must be one of {known}, or torch's ReduceOp of such a name")
-    return found
-
-
-def root_of(root: int, name: str, synonym: int | None) -> int:
-    """Return a root, which may be given by torch's name."""
-    if synonym is not None and root not in (0, synonym):
-        raise InvalidArgumentError(f"root is {root!r} and {name} is {synonym!r}: they mean the same, give one")
-    return root if synonym is None else synonym
-
-
-def _peer_of(name: str, value: int | None, torchs: str, synonym: int | None) -> int | None:
-    """Return another rank, which may be given by torch's name."""
-    if value is not None and synonym is not None and value != synonym:
-        raise InvalidArgumentError(f"{name} is {value!r} and {torchs} is {synonym!r}: they mean the same, give one")
-    return value if synonym is None else synonym

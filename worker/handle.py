@@ -174,3 +174,11 @@ def seconds(timeout: Timeout) -> float | None:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or math.isnan(timeout):
         raise InvalidArgumentError(f"timeout is {timeout!r}, and must be seconds, a timedelta or None")
     return timeout
+
+
+def finished(value: Any, weight: float = 1.0) -> Handle[Any]:
+    """Return a handle of a result that needed no exchange."""
+    handle: Handle[Any] = Handle(0.0, None, value)
+    handle.weight, handle.present = weight, True
+    handle._complete()
+    return handle

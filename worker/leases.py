@@ -11,7 +11,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.errors import ClosedError, DeadlineError, GradServerError, UsageError
 from gradserver.protocol.messages import Message
-from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.ranges import Ranges, pack, unpack
 from gradserver.worker.handle import Handle
 

@@ -14,7 +14,8 @@ import numpy as np
 from gradserver.protocol.errors import InvalidArgumentError, LimitExceededError, MalformedMessageError, UsageError
 from gradserver.protocol.exchange import Kind
 from gradserver.protocol.limits import MAX_OBJECT_BYTES
-from gradserver.worker.collectives import Collectives, root_of
+from gradserver.worker.arguments import root_of
+from gradserver.worker.collectives import Collectives
 from gradserver.worker.handle import Timeout, seconds
 from gradserver.worker.pickled import from_pickle, to_pickle
 from gradserver.worker.tree import from_bytes, to_bytes

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradserver.protocol.errors import InvalidArgumentError, UsageError
 from gradserver.protocol.limits import MAX_NAME_BYTES, MAX_NUMEL
-from gradserver.protocol.positions import Claim, Claimed, Located, Register
+from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register
 from gradserver.protocol.ranges import Ranges, count, lowest, union
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.errors import GradServerError
-from gradserver.protocol.resuming import Fetch, Resumed, Standing
+from gradserver.protocol.messages.recovery import Fetch, Resumed, Standing
 from gradserver.worker.clock import Clock
 from gradserver.worker.donor import Donor, nobody_takes_it
 from gradserver.worker.handle import Handle

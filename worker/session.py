@@ -37,9 +37,9 @@ from gradserver.protocol.messages import (
     Transfer,
     Welcome,
 )
+from gradserver.protocol.messages.leases import Claimed, Located
+from gradserver.protocol.messages.recovery import Fetch, Resumed, Standing
 from gradserver.protocol.plan import Plan, Section
-from gradserver.protocol.positions import Claimed, Located
-from gradserver.protocol.resuming import Fetch, Resumed, Standing
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.boundaries import Boundaries
 from gradserver.worker.coder import Coder

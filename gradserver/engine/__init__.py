@@ -39,7 +39,7 @@ from gradserver.engine.events import (
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.limits import CREDIT_BYTES
 from gradserver.protocol.messages import Inquire, Push, Taken
-from gradserver.protocol.resuming import Held, Holding
+from gradserver.protocol.messages.recovery import Held, Holding
 
 
 class Engine:

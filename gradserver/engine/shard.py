@@ -76,7 +76,7 @@ from gradserver.protocol.messages import (
     Scope,
     Taken,
 )
-from gradserver.protocol.resuming import Held, Holding, Resumed
+from gradserver.protocol.messages.recovery import Held, Holding, Resumed
 
 ATTENDING_SECONDS: Final = 10.0
 """How long a worker may be here before the coordinator's word of its group."""

@@ -36,7 +36,7 @@ import zmq
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import ConnectionLostError, GradServerError, LimitExceededError, UnexpectedMessageError
 from gradserver.protocol.messages import Attend, Enlist, Failure, Join, Message, Ping, Scope
-from gradserver.protocol.resuming import Resume
+from gradserver.protocol.messages.recovery import Resume
 from gradserver.protocol.transport.numbers import Frames, Numbers, split
 from gradserver.protocol.wire import encode
 from gradserver.transport.liveness import Liveness

@@ -32,7 +32,7 @@ import zmq
 
 from gradserver.protocol.beacon import beacon_id
 from gradserver.protocol.messages import BePresent, Message, Present, Welcome
-from gradserver.protocol.resuming import Resume
+from gradserver.protocol.messages.recovery import Resume
 from gradserver.protocol.transport.zeromq import NOBLOCK, NOBLOCK_MORE
 from gradserver.transport.local import UnixServer
 from gradserver.transport.monitor import Monitor

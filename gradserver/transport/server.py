@@ -21,12 +21,7 @@ from typing import TYPE_CHECKING, Final
 import zmq
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.errors import (
-    ConnectionLostError,
-    GradServerError,
-    LimitExceededError,
-    MalformedMessageError,
-)
+from gradserver.protocol.errors import ConnectionLostError, GradServerError, LimitExceededError, MalformedMessageError
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.messages import (
     Failure,
@@ -45,7 +40,7 @@ from gradserver.protocol.messages import (
     StatusRequest,
     Welcome,
 )
-from gradserver.protocol.resuming import Held, Holding
+from gradserver.protocol.messages.recovery import Held, Holding
 from gradserver.protocol.transport.numbers import Numbers
 from gradserver.protocol.transport.wakeup import Wakeup
 from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, NOBLOCK_MORE, POLLIN, ZERO_COPY_BYTES

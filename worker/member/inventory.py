@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import PERSONAL, PORTIONED, ROOTED, ExchangeKey, Kind, Stream, gets, is_state
 from gradserver.protocol.messages import Result
-from gradserver.protocol.resuming import Span, State
+from gradserver.protocol.messages.recovery import Span, State
 from gradserver.worker.member.exchange import Exchange
 from gradserver.worker.member.identity import Identity
 from gradserver.worker.member.regions import Regions

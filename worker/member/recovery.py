@@ -1,6 +1,6 @@
 """A member's part in a recovery: it says what it holds, and begins anew with what has no result.
 
-`gradserver.protocol.resuming` has the conversation. In it this member is, for each data half:
+`gradserver.protocol.messages.recovery` has the conversation. In it this member is, for each data half:
 
     state     event                       next      what happens
     ────────  ──────────────────────────  ────────  ───────────────────────────────────────────────────────────────
@@ -19,7 +19,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError, MalformedMessageError
 from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.limits import MAX_COUNTER
-from gradserver.protocol.resuming import Fetch, Held, Holding, Resume, pack_spans
+from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Resume, pack_spans
 from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.sendqueue import ShardTraffic

@@ -2,8 +2,8 @@
 
 Of a bucket's slice it is the last result, until the same slice of a later round is answered: one copy of the gradients,
 which over TCP is what was received, and in shared memory where the coordinator wrote it. Of collectives and transfers
-it is what was answered last, as much as a member can still lack (`gradserver.protocol.resuming` says why that is
-enough).
+it is what was answered last, as much as a member can still lack. `gradserver.protocol.messages.recovery` says why that
+is enough.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.limits import SLICE_BYTES
 from gradserver.protocol.messages import Result
-from gradserver.protocol.resuming import MAX_OVER, Span, State
+from gradserver.protocol.messages.recovery import MAX_OVER, Span, State
 
 
 class Kept(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Final
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import ConnectionLostError, GradServerError, LeftOutError
 from gradserver.protocol.messages import Failure, Message, Welcome
-from gradserver.protocol.resuming import Resume
+from gradserver.protocol.messages.recovery import Resume
 from gradserver.protocol.transport.reach import reach
 from gradserver.worker.handle import Handle
 from gradserver.worker.session import Session

@@ -49,7 +49,7 @@ from gradserver.protocol.errors import (
     reason_of,
 )
 from gradserver.protocol.messages import Message, Place, Push
-from gradserver.protocol.resuming import Resumed
+from gradserver.protocol.messages.recovery import Resumed
 from gradserver.protocol.transport.reach import reach
 from gradserver.worker.clock import Clock
 from gradserver.worker.handle import VERDICT_SECONDS

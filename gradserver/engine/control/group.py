@@ -40,8 +40,8 @@ from gradserver.protocol.limits import (
     MAX_URL,
 )
 from gradserver.protocol.messages import Join, Membership
+from gradserver.protocol.messages.leases import Claim, Register
 from gradserver.protocol.plan import Plan
-from gradserver.protocol.positions import Claim, Register
 from gradserver.protocol.ranges import Ranges
 from gradserver.protocol.shards import Table
 

@@ -33,7 +33,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import MAX_DATA, MAX_NAME_BYTES
 from gradserver.protocol.messages import Failure, Scope
-from gradserver.protocol.positions import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.ranges import Ranges, pack, unpack
 
 Question = Register | Claim

@@ -114,8 +114,8 @@ from gradserver.protocol.messages import (
     StateFailed,
     Steps,
 )
-from gradserver.protocol.positions import Claim, Register, Used
-from gradserver.protocol.resuming import Resume
+from gradserver.protocol.messages.leases import Claim, Register, Used
+from gradserver.protocol.messages.recovery import Resume
 
 
 class Control:

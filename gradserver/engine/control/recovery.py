@@ -23,7 +23,7 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.events import CaughtUp, Proceed, Recover, Recovered
 from gradserver.protocol.errors import UnexpectedMessageError
 from gradserver.protocol.messages import RoundDone
-from gradserver.protocol.resuming import Resumed
+from gradserver.protocol.messages.recovery import Resumed
 
 
 def promote_contributors(registry: Registry, group: Group, effects: Effects) -> None:

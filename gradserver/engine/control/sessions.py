@@ -39,7 +39,7 @@ from gradserver.engine.events import (
 )
 from gradserver.protocol.beacon import beacon_id
 from gradserver.protocol.errors import ConnectionLostError, JoinRefusedError, LeftOutError, UnexpectedMessageError
-from gradserver.protocol.resuming import Resume, Resumed
+from gradserver.protocol.messages.recovery import Resume, Resumed
 
 _LOOK_SECONDS = 0.25
 """How often to look whether the process of somebody who is away still runs, when he should be back."""

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import ExchangeKey
 from gradserver.protocol.messages import Result
-from gradserver.protocol.resuming import State
+from gradserver.protocol.messages.recovery import State
 
 FAILED: Final = (State.FAILED, State.CHANGED)
 """States of a collective or transfer that failed at a member."""

@@ -76,8 +76,8 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.exchange import WORLD_BOUND, Pool, Stream
 from gradserver.protocol.limits import CREDIT_BYTES, SLICE_BYTES
 from gradserver.protocol.messages import Inquire, Missing, Push, Taken
+from gradserver.protocol.messages.recovery import Held, Holding
 from gradserver.protocol.plan import Plan
-from gradserver.protocol.resuming import Held, Holding
 from gradserver.protocol.shards import Table
 
 

@@ -1,9 +1,9 @@
 """What members of a durable group say that they hold, and what follows from it for the record of the open round.
 
-Each result of a bucket names the weights of those who counted, and members keep that with it
-(`gradserver.protocol.resuming`). Some of these may have gone, or be unknown to a coordinator that was started anew; the
-round's record has them, too. Results come in the order of slices, so what is settled of a bucket is a prefix of it, and
-so is what anybody who has gone counted for: the number of slices says which.
+Each result of a bucket names the weights of the members that counted, and members keep that with it
+(`gradserver.protocol.messages.recovery`). Some of these members may have departed, or be unknown to a coordinator that
+was started anew; the round's record has them, too. Results come in the order of slices, so what is settled of a bucket
+is a prefix of it. So is what a departed member counted for: the number of slices says which.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import LimitExceededError, UnexpectedMessageError
 from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.limits import MAX_SLICES, MAX_WORLD_SIZE
-from gradserver.protocol.resuming import Holding, State, unpack_spans
+from gradserver.protocol.messages.recovery import Holding, State, unpack_spans
 
 _MAX_LOOSE: Final = 16 * MAX_SLICES
 """Slices of collectives and transfers that one member can speak of."""

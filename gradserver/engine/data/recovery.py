@@ -1,8 +1,8 @@
 """How the data half of a durable group finds out, after somebody has come back, who holds which results.
 
 All that was open is void: members hold what they give until they have its result, and results until nobody present can
-lack them (`gradserver.protocol.resuming`). Whoever comes back on a new connection, whether the coordinator was lost
-with its books or one connection broke, has everybody say what he holds: there is one way for both.
+lack them (`gradserver.protocol.messages.recovery`). When a member returns on a new connection, all members say what
+they hold. It is the same whether the coordinator was lost with its tables or one connection broke.
 
     stage       event                                     next        what happens
     ──────────  ────────────────────────────────────────  ──────────  ──────────────────────────────────────────────
@@ -53,7 +53,7 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.exchange import ExchangeKey, Op, Stream
 from gradserver.protocol.finite import is_finite
 from gradserver.protocol.messages import Result
-from gradserver.protocol.resuming import Fetch, Held, Holding, Standing, State
+from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Standing, State
 
 _MAX_ASKED: Final = 16
 """Results that are on their way from who holds them: so many are in memory at most."""

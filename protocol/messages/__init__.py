@@ -1,0 +1,96 @@
+"""The messages, each declared once: a frozen dataclass with its number, its payloads, and the checks of its fields.
+
+`gradserver.protocol.wire` encodes and decodes what is declared with `message`. `Push` and `Result` are named tuples:
+there are two for every slice, and a named tuple is made in a sixth of the time.
+
+worker                                  coordinator
+  Join ──────────────────────────────────► waits until the group is complete
+  ◄────────────────────────────────────── Welcome (or Failure)
+  Attend ────────────────────────────────► to every further data shard, with the token that the Welcome brought
+  ◄────────────────────────────────────── Attended
+  ShareMemory ───────────────────────────► "is there memory that both of us see?"
+  ◄────────────────────────────────────── MemoryAt, where to hand it over
+  Propose + plan ────────────────────────► compares, when all have proposed
+  ◄────────────────────────────────────── Agreed (or Failure)
+  Push + slice ──────────────────────────►
+  ◄────────────────────────────────────── Result + slice, until every slice of the Push has one
+  ◄────────────────────────────────────── Result + slice, unasked, to a listener
+  Taken ─────────────────────────────────► so much of that was read
+  Register, Claim, Used ─────────────────► data: `.leases` has them, and the answers
+  Inquire ───────────────────────────────► "which members are missing?", when a wait ran out
+  ◄────────────────────────────────────── Missing
+  Leave ─────────────────────────────────► forgets the worker
+  ◄────────────────────────────────────── Leave, the same: all that was said before it was heard
+  ◄────────────────────────────────────── BePresent, when it has come: also to a data shard that comes to a coordinator
+  Present ───────────────────────────────► a moment later (from a worker)
+  ◄────────────────────────────────────── Failure at any time; Ping at any time, not answered
+  Ping ──────────────────────────────────► answered with a Ping, which shows whether anything was lost
+  ◄────────────────────────────────────── Membership, when a member departed or came in
+  ◄────────────────────────────────────── RoundDone, after the last Result of a round
+  (Resume, Resumed, Holding, Fetch, Held, Standing, after a connection broke: drawn in `.recovery`)
+  Serve ─────────────────────────────────► may ask this member for its state, for a learner
+  StateFailed ───────────────────────────► asks another one
+
+learner                                 coordinator of a group that has begun
+  Join ──────────────────────────────────► waits until there is a seat, and all shards know of it
+  ◄────────────────────────────────────── Welcome, which says that it joins; then as above, up to Agreed
+  Enter ─────────────────────────────────► waits for the end of a round
+  ◄────────────────────────────────────── RoundDone, which names the member that sends it the state: in transfers
+  Ready ─────────────────────────────────►
+  ◄────────────────────────────────────── Entered: it contributes, and is a member when that round is over
+
+data shard                              coordinator
+  Enlist ────────────────────────────────► uses it for the groups that become complete from now on
+  ◄────────────────────────────────────── Enlisted (or Failure)
+  ◄────────────────────────────────────── Ordered + order     (`gradserver.engine.orders` has them)
+  Reported + report ─────────────────────►
+
+anyone
+  StatusRequest ─────────────────────────►
+  ◄────────────────────────────────────── Status + JSON
+"""
+
+from __future__ import annotations
+
+from gradserver.protocol.message_family import MessageKind
+from gradserver.protocol.messages import leases, recovery
+from gradserver.protocol.messages.core import (
+    BePresent,
+    Failure,
+    Join,
+    Leave,
+    Ping,
+    Present,
+    Scope,
+    Status,
+    StatusRequest,
+    Welcome,
+)
+from gradserver.protocol.messages.data import (
+    HERE,
+    Inquire,
+    MemoryAt,
+    Missing,
+    Place,
+    Push,
+    Result,
+    ShareMemory,
+    Taken,
+    pack_operation,
+    unpack_operation,
+)
+from gradserver.protocol.messages.membership import (
+    Enter,
+    Entered,
+    Membership,
+    Ready,
+    RoundDone,
+    Serve,
+    StateFailed,
+    Transfer,
+)
+from gradserver.protocol.messages.plans import Agreed, Follow, Opened, Opens, Propose, Steps
+from gradserver.protocol.messages.shards import Attend, Attended, Enlist, Enlisted, Ordered, Reported
+
+Message = MessageKind | Push | Result
+"""All messages; those of `.recovery` and `.leases` are among them."""

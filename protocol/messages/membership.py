@@ -1,0 +1,117 @@
+"""Messages about the members of a group, and about learners that become members."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple
+
+from gradserver.protocol.declared import nested, several
+from gradserver.protocol.fields import Count, Flag, Rank, Ranks, Text, Texts
+from gradserver.protocol.limits import MAX_LIST
+from gradserver.protocol.message_family import MessageKind, message
+
+
+@message(21)
+@dataclass(frozen=True, slots=True)
+class Membership(MessageKind):
+    """Membership of a group, from ``epoch`` on.
+
+    It takes effect for a member when it is told so: by the RoundDone of a round, or by the failure of a collective,
+    that names this epoch or a later one.
+
+    Attributes:
+        epoch: number of this membership.
+        seats: seats of the members, by rank. A seat is a member's for the group's life.
+        names: names of the members, by rank.
+        reason: the change, for people.
+        lost: true if a worker was lost, rather than left.
+        entering: seats among them of the members that contribute to ``round`` as their first one. For another member
+            they are not there until that round is over. It may still be in collectives that were called before they
+            came.
+        round: the round that they came with.
+    """
+
+    epoch: Count
+    seats: Ranks
+    names: Texts
+    reason: Text
+    lost: Flag
+    entering: Ranks = ()
+    round: Count = 0
+
+    def behind(self, number: int) -> Membership:
+        """Return the membership for a member that has ended round ``number``, and not the next one."""
+        if not self.entering or number >= self.round:
+            return self
+        there = [(seat, name) for seat, name in zip(self.seats, self.names, strict=True) if seat not in self.entering]
+        seats, names = zip(*there, strict=True) if there else ((), ())
+        return replace(self, seats=seats, names=names)
+
+
+class Transfer(NamedTuple):
+    """The order that the member with seat ``donor`` sends its state to the one with seat ``joiner``, by its number.
+
+    With ``waits`` the next round waits for the learner. Otherwise the learner is sent the results unasked, until it has
+    caught up.
+    """
+
+    number: Count
+    donor: Rank
+    joiner: Rank
+    waits: Flag = True
+
+
+@message(22)
+@dataclass(frozen=True, slots=True)
+class RoundDone(MessageKind):
+    """The end of a round at all shards; ``epoch`` is that of the next one.
+
+    ``transfers`` are of the state that members have when they have applied this round.
+    """
+
+    round: Count
+    epoch: Count
+    transfers: Annotated[tuple[Transfer, ...], several(nested(Transfer), MAX_LIST)] = ()
+
+
+@message(35)
+@dataclass(frozen=True, slots=True)
+class Serve(MessageKind):
+    """The offer of this member to send its state to learners."""
+
+
+@message(36)
+@dataclass(frozen=True, slots=True)
+class Enter(MessageKind):
+    """The request of this learner for the state, by the group's plan; again, if ``transfer`` did not bring it.
+
+    With ``waits`` the others are to wait for it, for example since more results come meanwhile than it can keep.
+    """
+
+    transfer: Count = 0
+    waits: Flag = False
+
+
+@message(37)
+@dataclass(frozen=True, slots=True)
+class Ready(MessageKind):
+    """The message that this learner has the state of that transfer, and has applied all rounds since that are over."""
+
+    transfer: Count
+
+
+@message(38)
+@dataclass(frozen=True, slots=True)
+class Entered(MessageKind):
+    """The answer that this learner contributes from ``round`` on."""
+
+    round: Count
+
+
+@message(39)
+@dataclass(frozen=True, slots=True)
+class StateFailed(MessageKind):
+    """The message that the donor of that transfer cannot send its state."""
+
+    transfer: Count
+    reason: Text
