@@ -663,6 +663,24 @@ def test_a_group_to_which_no_member_comes_back_ends() -> None:
     assert group.harness.engine.control.groups == {}, "that was written down, too"
 
 
+def test_a_member_that_returns_twice_in_one_recovery_waits_no_longer_for_the_dead() -> None:
+    group = Group(2)
+    group.harness.lose(0)
+    group.harness.lose(1)
+    for _ in range(2):
+        group.resume(0)
+        group.hold(0, 0)
+        group.harness.feed(Disconnected(BACK, "connection reset"))
+    group.resume(0)
+    group.hold(0, 0)
+    assert not any(isinstance(message, Standing) for message in group.told(0))
+
+    group.harness.wait(POLICY.missing)
+
+    assert isinstance(group.told(0)[-1], Standing)
+    assert group.state() == "active"
+
+
 def test_in_a_pause_the_wait_for_workers_stops_while_no_member_is_there() -> None:
     """Test that the last one has as long to return as any, and then the group's timeout for others to come."""
     policy = Policy(2, 3)

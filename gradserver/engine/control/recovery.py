@@ -43,13 +43,18 @@ def begin(registry: Registry, group: Group, version: int, now: float, effects: E
         order.waiting.clear()  # members hear of it now, and push only when shards have come to this
     here = [seat for seat in group.members if seat not in group.away]
     if here:
-        until = now + group.policy.missing
-        group.away = {other: min(at, until) for other, at in group.away.items()}
+        await_others(group, now)
     resumed = Resumed(registry.incarnation, version, group.urls)
     for seat in here:
         effects.send(group.members[seat].connection, resumed)
     own = group.latest + 1 if group.uncertain else group.own
     return Recover(group.name, version, group.due, group.latest, own)
+
+
+def await_others(group: Group, now: float) -> None:
+    """Give those who are away `missing` seconds from now on at most: somebody is here, and waits for them."""
+    until = now + group.policy.missing
+    group.away = {other: min(at, until) for other, at in group.away.items()}
 
 
 def begin_if_due(registry: Registry, group: Group, now: float, effects: Effects) -> None:

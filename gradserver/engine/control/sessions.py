@@ -214,6 +214,7 @@ def _attach(
     if not group.lacking and (group.shards or not group.recovering):
         orders.append(recovery.begin(registry, group, version, now, effects))
     elif not group.lacking:
+        recovery.await_others(group, now)  # all of them may have been away since the recovery began
         effects.send(connection, Resumed(registry.incarnation, group.version, group.urls))
     known = [news for news in group.news if seat in news.seats]  # of those before it had entered it never heard
     for news in known:
