@@ -52,7 +52,7 @@ def begin(registry: Registry, group: Group, version: int, now: float, effects: E
 
 
 def await_others(group: Group, now: float) -> None:
-    """Give those who are away `missing` seconds from now on at most: somebody is here, and waits for them."""
+    """Give members that are away `missing` seconds from now on at most, as another one is here and waits for them."""
     until = now + group.policy.missing
     group.away = {other: min(at, until) for other, at in group.away.items()}
 
