@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from gradserver.protocol.buffer import Bytes
+from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.dtypes import UINT8
 from gradserver.protocol.errors import (
     AbandonedError,
     CollectiveMismatchError,
+    ConnectionLostError,
     CoordinatorStoppedError,
     DeadlineError,
     GradServerError,
@@ -26,6 +30,7 @@ from gradserver.protocol.messages import (
     Inquire,
     Join,
     Leave,
+    Message,
     Missing,
     Place,
     Push,
@@ -33,7 +38,7 @@ from gradserver.protocol.messages import (
     Scope,
     Welcome,
 )
-from gradserver.protocol.messages.recovery import Resumed, Standing
+from gradserver.protocol.messages.recovery import Holding, Resumed, Standing
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.clock import Clock
 from gradserver.worker.handle import Handle
@@ -337,6 +342,25 @@ def test_a_result_in_a_slot_of_before_is_read_though_another_shard_stands(durabl
 
     handle.wait()
     assert (data == np.repeat(np.array([0, 77, 0], np.uint8), SLICE_BYTES)).all()
+
+
+def test_a_connection_that_breaks_while_the_inventory_is_said_interrupts_that(
+    durable: tuple[Session, Durable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test what the thread does that says it: the channel hears first that the connection is gone."""
+    session, tape = durable
+    broken = ConnectionLostError("the connection is gone")
+
+    def send(message: Message, _payloads: Sequence[Buffer] = (), _shard: int = 0) -> None:
+        if isinstance(message, Holding):
+            tape.resumption.interrupt(broken)
+
+    monkeypatch.setattr(tape, "send", send)
+    thread = threading.Thread(target=say, args=(session, 0, Resumed(2, 8, URLS)), daemon=True)
+    thread.start()
+    thread.join(2.0)
+
+    assert not thread.is_alive(), "it waits for itself"
 
 
 # ── coming and going ──────────────────────────────────────────────────────────────────────────────────

@@ -59,8 +59,8 @@ class Resumption:
         self._session = session
         self._traffic = session.traffic
         self._clock = clock
-        self._lock = threading.Lock()
-        """Held while the inventory is said."""
+        self._lock = threading.RLock()
+        """Held while the inventory is said. If that fails as the connection broke, the same thread interrupts."""
         self._expected: Handle | None = None
         """Done with the Resumed that answers this member's Resume."""
         self._silent = False
