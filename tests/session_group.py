@@ -1,0 +1,577 @@
+"""A group of real workers that follow a program, and the laws that their results must keep.
+
+A `Node` is one worker process. It joins, agrees on a plan of one or more modules, and does the acts of the program one
+after the other, as any user's script: rounds of gradients, and collectives. `Group` starts the nodes of one
+`tests.session_world.World`, and afterwards compares what they hold with what the ledger says.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
+from itertools import combinations
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gradserver.engine.policy import Policy
+from gradserver.engine.records import Round, RoundRecord
+from gradserver.protocol.dtypes import dtype_of
+from gradserver.protocol.errors import GradServerError, MembershipChangedError, WorkerLostError
+from gradserver.protocol.exchange import ExchangeKey, Layout, Stream
+from gradserver.protocol.messages import Join
+from gradserver.protocol.plan import Plan, simple_plan
+from gradserver.worker.agreement import Agreement
+from gradserver.worker.client import Worker
+from gradserver.worker.connect import Wish, join
+from gradserver.worker.member.learner import Stage
+from tests.engine_harness import TIMEOUT
+from tests.session_world import URL, World, running
+
+Doubles = npt.NDArray[np.float64]
+SECONDS = 3.0
+"""Seconds of virtual time from the last of some losses to the end of the next round, at most."""
+PATIENCE = 60.0
+
+
+class Act(NamedTuple):
+    """A step of the program: a round of a module, or a collective."""
+
+    kind: str = "round"
+    numel: int = 1
+    root: int = 0
+    section: int = 0
+
+
+class Outcome(NamedTuple):
+    """What became of a collective at one node: members by rank, and the result; or the error."""
+
+    ids: tuple[int, ...]
+    value: Any
+    error: GradServerError | None = None
+
+
+class Results(NamedTuple):
+    """A round as one node saw it."""
+
+    counts: bool
+    """True if what it gave was to count."""
+    weights: dict[int, float]
+    """The sum of weights of each bucket."""
+    values: dict[int, Doubles]
+
+
+@dataclass(eq=False)
+class Node:
+    """One worker process.
+
+    Attributes:
+        uid: a number that no other process has.
+        rounds: what it got, by round.
+        outcomes: what became of collectives, by their place in the program.
+        state: the sum of all results, by bucket.
+    """
+
+    group: Group
+    uid: int
+    name: str
+    rank: int = -1
+    waits: bool = False
+    at: int = 0
+    worker: Worker | None = None
+    finished: bool = False
+    closed: bool = False
+    error: GradServerError | None = None
+    rounds: dict[int, Results] = field(default_factory=dict)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    state: list[Doubles] = field(default_factory=list)
+    agreements: list[Agreement] = field(default_factory=list)
+    left: int = 0
+    """Rounds that were left in the program when it was let in."""
+
+    @property
+    def stage(self) -> Stage:
+        """How far it has come into the group."""
+        return Stage.JOINING if self.worker is None else self.worker._session.stage
+
+    @property
+    def is_inside(self) -> bool:
+        """True if it contributes, or was told that it is to."""
+        return self.worker is not None and self.worker._session.member.is_inside
+
+    @property
+    def member_id(self) -> int:
+        """Its identity in the group."""
+        assert self.worker is not None
+        return self.worker._session.member.identity.member_id
+
+    def run(self) -> None:
+        """Follow the program."""
+        try:
+            self._join()
+            self._follow()
+            self.finished = True
+        except GradServerError as error:
+            self.error = error
+
+    def _join(self) -> None:
+        group = self.group
+        self.state = [np.zeros(size) for size in group.buckets]
+        wish = Join("default", self.name, self.rank, 0 if self.rank < 0 else group.size, TIMEOUT)
+        self.worker = worker = join(Wish(URL, wish, "tcp", "fp32", PATIENCE))
+        self.left = group.rounds - len(group.world.ends)
+        worker.serve_state(self._snapshot)
+        for plan in group.plans:
+            self.agreements.append(worker.agree_beside(plan))
+        if worker.joins:
+            number = worker.enter(self._install, self.waits)
+            assert number == worker.round
+            self.at = group.place_of_round(number)
+
+    def _snapshot(self) -> dict[str, Any]:
+        assert self.worker is not None
+        return {"round": self.worker.round, "state": self.state}
+
+    def _install(self, tree: dict[str, Any]) -> None:
+        self.state = [np.array(one) for one in tree["state"]]
+
+    def _follow(self) -> None:
+        program, chance = self.group.program, self.group.world.random
+        while self.at < len(program):
+            act = program[self.at]
+            if act.kind == "round":
+                self._exchange(act, chance)
+            elif self.stage is Stage.MEMBER:
+                self._collect(act)
+            self.at += 1
+
+    def _exchange(self, act: Act, chance: random.Random) -> None:
+        group, worker = self.group, self.worker
+        assert worker is not None
+        number, agreement, session = worker.round, self.agreements[act.section], worker._session
+        parts, counts = list(agreement.parts), False
+        chance.shuffle(parts)
+        data, handles = dict[int, Doubles](), {}
+        for part in parts:
+            data[part] = group.given(self.uid, number, part)
+            group.pushed[self.member_id, number].add(self.uid)
+            handles[part] = worker.push(part, data[part], weight=group.weight(self.uid, number))
+            plan = session.plan
+            assert plan is not None
+            key, operation = ExchangeKey(Stream.BUCKET, number, part), plan.buckets[part].operation
+            self.layouts[part], _ = session.member.exchanges.table.share(key, operation)
+            counts = self.stage is not Stage.OBSERVING
+            if chance.random() < 0.3:
+                group.world.scheduler.pause()
+        agreement.finish(None)
+        weights = {part: handle.weight for part, handle in handles.items()}
+        self.rounds[number] = Results(counts, weights, {part: data[part].copy() for part in parts})
+        for part in parts:
+            self.state[part] += data[part]
+
+    def _collect(self, act: Act) -> None:
+        worker = self.worker
+        assert worker is not None
+        ids = worker._session.membership.seats
+        try:
+            value = COLLECTIVES[act.kind](self, worker, act)
+            self.outcomes[self.at] = Outcome(ids, value)
+        except (MembershipChangedError, WorkerLostError) as error:
+            self.outcomes[self.at] = Outcome(ids, None, error)
+
+    def tally(self, numel: int = 1) -> npt.NDArray[np.int64]:
+        """Return numbers in which this member has a digit of its own."""
+        return tally(self.member_id, self.at, numel)
+
+    def close(self) -> None:
+        """Leave."""
+        assert self.worker is not None
+        self.worker.close("done")
+        self.closed = True
+
+
+def tally(member_id: int, at: int, numel: int = 1) -> npt.NDArray[np.int64]:
+    """Return what a member gives to the collective at a place of the program."""
+    return np.array([8**member_id * (1 + (at + each) % 3) for each in range(numel)], np.int64)
+
+
+Do = Callable[[Node, Worker, Act], Any]
+
+
+def _rows(node: Node, act: Act, uneven: bool) -> list[npt.NDArray[np.int64]]:
+    """Return what a node has for each rank: its tally, and the receiver's rank."""
+    assert node.worker is not None
+    sizes = [act.numel + uneven * rank for rank in range(node.worker.world_size)]
+    return [node.tally(size) * 8 + rank for rank, size in enumerate(sizes)]
+
+
+def _all_reduce(op: Literal["sum", "max"], node: Node, worker: Worker, act: Act) -> Any:
+    return worker.all_reduce(node.tally(act.numel), op=op).tolist()
+
+
+def _barrier(_node: Node, worker: Worker, _act: Act) -> Any:
+    worker.barrier()
+    return None
+
+
+def _broadcast(node: Node, worker: Worker, act: Act) -> Any:
+    return worker.broadcast(node.tally(act.numel), root=act.root % worker.world_size).tolist()
+
+
+def _all_gather(node: Node, worker: Worker, act: Act) -> Any:
+    return worker.all_gather(node.tally(act.numel)).tolist()
+
+
+def _reduce_scatter(node: Node, worker: Worker, act: Act) -> Any:
+    data = np.concatenate(_rows(node, act, False))
+    return worker.reduce_scatter(data, op="sum").tolist()
+
+
+def _gather(node: Node, worker: Worker, act: Act) -> Any:
+    found = worker.gather(node.tally(act.numel), root=act.root % worker.world_size)
+    return None if found is None else found.tolist()
+
+
+def _scatter(node: Node, worker: Worker, act: Act) -> Any:
+    root = act.root % worker.world_size
+    rows = np.stack(_rows(node, act, False)) if worker.rank == root else None
+    return worker.scatter(np.zeros(act.numel, np.int64), rows, root=root).tolist()
+
+
+def _all_to_all(node: Node, worker: Worker, act: Act) -> Any:
+    return worker.all_to_all(np.stack(_rows(node, act, False))).tolist()
+
+
+def _uneven(node: Node, worker: Worker, act: Act) -> Any:
+    return [row.tolist() for row in worker.all_to_all(_rows(node, act, True))]
+
+
+def _gather_object(node: Node, worker: Worker, act: Act) -> Any:
+    return worker.all_gather_object(["x" * (node.member_id + act.numel), int(node.tally()[0])])
+
+
+def _broadcast_object(node: Node, worker: Worker, act: Act) -> Any:
+    return worker.broadcast_object({"it": int(node.tally()[0])}, root=act.root % worker.world_size)
+
+
+def _scatter_object(node: Node, worker: Worker, act: Act) -> Any:
+    root = act.root % worker.world_size
+    values = [[int(row[0])] * rank for rank, row in enumerate(_rows(node, act, False))]
+    return worker.scatter_object(values if worker.rank == root else None, root=root)
+
+
+def _transfer(node: Node, worker: Worker, act: Act) -> Any:
+    source = act.root % worker.world_size
+    target = (source + 1) % worker.world_size
+    if source == target:
+        return None
+    if worker.rank == source:
+        worker.send(node.tally(act.numel), target)
+    elif worker.rank == target:
+        return worker.recv(np.zeros(act.numel, np.int64), source).tolist()
+    return None
+
+
+COLLECTIVES: dict[str, Do] = {
+    "sum": partial(_all_reduce, "sum"),
+    "max": partial(_all_reduce, "max"),
+    "barrier": _barrier,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "uneven": _uneven,
+    "gather_object": _gather_object,
+    "broadcast_object": _broadcast_object,
+    "scatter_object": _scatter_object,
+    "transfer": _transfer,
+}
+
+
+class Group:
+    """The nodes of one world.
+
+    Args:
+        size: how many found the group.
+        modules: the sizes of each module's buckets.
+        program: what each node does.
+        seed: decides on the order of everything.
+        rates: of the data shards.
+        fuses: after how many commands each process of the coordinator is lost, in turn.
+        policy: of the group.
+        preemption: how probable it is that a fiber loses its turn where it takes a lock.
+        zeros: whether some contributions have weight 0.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        modules: Sequence[Sequence[int]],
+        program: Sequence[Act],
+        seed: int,
+        rates: Sequence[float] = (1.0,),
+        fuses: Sequence[int] = (),
+        policy: Policy | int | None = None,
+        preemption: float = 0.0,
+    ) -> None:
+        self.size, self.program = size, list(program)
+        self.buckets = [size for module in modules for size in module]
+        names = iter(range(len(self.buckets)))
+        dtype = dtype_of("float64")
+        self.plans: list[Plan] = [
+            simple_plan([(f"b{next(names)}", size) for size in module], dtype) for module in modules
+        ]
+        self.policy = Policy(1, 8) if policy is None else policy
+        self.world = World(self.policy, rates, seed, fuses, preemption)
+        self.pushed: dict[tuple[int, int], set[int]] = defaultdict(set)
+        """The processes that pushed to a round, by member and round."""
+        self.nodes: list[Node] = []
+        """Those that run."""
+        self.dead: list[Node] = []
+        self.uids = 0
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the program has."""
+        return sum(act.kind == "round" for act in self.program)
+
+    def place_of_round(self, number: int) -> int:
+        """Return the place of a round in the program."""
+        places = [place for place, act in enumerate(self.program) if act.kind == "round"]
+        return places[number] if number < len(places) else len(self.program)
+
+    def weight(self, uid: int, number: int) -> float:
+        """Return the weight of a process in a round."""
+        return random.Random(f"{uid} {number}").choice([0.0, 0.5, 1.0, 1.0, 3.25])
+
+    def given(self, uid: int, number: int, part: int) -> Doubles:
+        """Return what a process gives to a bucket: whole numbers, of which sums are exact."""
+        chance = np.random.default_rng([uid, number, part])
+        return chance.integers(1, 2**30, self.buckets[part]).astype(np.float64)
+
+    # ── what happens ──────────────────────────────────────────────────────────────────────────────────
+
+    def start(self, name: str, rank: int = -1, waits: bool = False) -> Node:
+        """Start a process."""
+        node = Node(self, self.uids, name, rank, waits)
+        self.uids += 1
+        self.nodes.append(node)
+        self.world.scheduler.spawn(node.run, node)
+        return node
+
+    def kill(self, which: int) -> None:
+        """Let a process die, unless it is the last one that contributes."""
+        node = self.nodes[which % len(self.nodes)]
+        if any(other.is_inside for other in self.nodes if other is not node):
+            self.nodes.remove(node)
+            self.dead.append(node)
+            self.world.kill(node)
+
+    def break_line(self, which: int) -> None:
+        """Break the connections of a process."""
+        self.world.break_line(self.nodes[which % len(self.nodes)])
+
+    def join(self, which: int) -> None:
+        """Start a worker that joins: under the name of a dead one if there is one."""
+        names = [node.name for node in self.dead if all(node.name != other.name for other in self.nodes)]
+        self.start(names[0] if names else f"late{self.uids}", waits=bool(which % 2))
+
+    def _is_over(self) -> bool:
+        for node in [node for node in self.nodes if node.error is not None]:
+            if not node.rounds:  # a supervisor starts it again
+                self.nodes.remove(node)
+                self.dead.append(node)
+                self.world.kill(node)
+                if len(self.world.ends) < self.rounds and self.uids < 20:
+                    self.start(node.name, waits=node.waits)
+        inside = [node for node in self.nodes if node.is_inside or node.rank >= 0]
+        return all(node.finished or node.error is not None for node in inside)
+
+    def run(self) -> None:
+        """Run the program, and then let all leave."""
+        with running(self.world):
+            for rank in range(self.size):
+                self.start(f"w{rank}", rank)
+            self.world.found(lambda: all(len(node.agreements) == len(self.plans) for node in self.nodes))
+            self.world.run(self._is_over)
+            self.world.at.clear()
+            leaving = [node for node in self.nodes if node.finished]
+            for node in leaving:
+                self.world.scheduler.spawn(node.close, node)
+            self.world.run(lambda: all(node.closed for node in leaving))
+
+    # ── laws ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        """Check all laws."""
+        for node in self.nodes:
+            if node.finished or node.rounds:
+                assert node.error is None, f"{node.name} failed: {node.error}"
+        self._check_rounds()
+        self._check_states()
+        self._check_collectives()
+        self._check_times()
+
+    def check_entered(self) -> None:
+        """Check that each learner that the others wait for came in, if there was time."""
+        for node in self.nodes:
+            assert node.finished or not node.waits or node.left < 4, f"{node.name} never came in"
+
+    def _records(self) -> dict[int, RoundRecord]:
+        """Return the last record of each round: of one that was made again, that counts."""
+        found = {one.record.round: one.record for one in self.world.harness.records if isinstance(one, Round)}
+        assert sorted(found) == list(range(self.rounds)), "the ledger lacks a round"
+        return found
+
+    def _check_rounds(self) -> None:
+        for number, record in self._records().items():
+            nodes = [node for node in [*self.nodes, *self.dead] if number in node.rounds]
+            act = self.program[self.place_of_round(number)]
+            assert record.section == self.nodes[0].agreements[act.section].number
+            for node in nodes:
+                results = node.rounds[number]
+                for part, values in results.values.items():
+                    weights = self._check_bucket(record, part, values, node.layouts[part])
+                    assert results.weights[part] in weights, "another weight than the ledger's"
+            for node in nodes:
+                if node in self.nodes and node.rounds[number].counts:
+                    own, member = self.weight(node.uid, number), node.member_id
+                    assert record.weights[member] == own, f"{node.name} finished round {number} and does not count"
+                    assert all(seat != member for seat, _, _ in record.cut), f"{node.name} counts in part"
+
+    def _check_bucket(self, record: RoundRecord, part: int, values: Doubles, layout: Layout) -> set[float]:
+        """Check that a bucket is the mean of those that counted, slice by slice. Return the weights of the slices."""
+        cut = {seat: slices for seat, one, slices in record.cut if one == part}
+        departed = {seat for seat, _, _ in record.cut}
+        always = [seat for seat, weight in enumerate(record.weights) if weight and seat not in departed]
+        partly = [seat for seat, weight in enumerate(record.weights) if weight and seat in departed]
+        counted, sums = dict.fromkeys(partly, 0), set[float]()
+        for index in range(layout.count):
+            start, stop = layout.span(index)
+            for some in _subsets(partly):
+                members = [*always, *some]
+                expected = self._mean(record, members, part, start, stop)
+                if np.array_equal(expected, values[start:stop]):
+                    break
+            else:
+                raise AssertionError(f"slice {index} of bucket {part} of round {record.round} is no mean: {record}")
+            for seat in some:
+                counted[seat] += 1
+            sums.add(sum(record.weights[seat] for seat in members))
+        for seat in partly:
+            assert counted[seat] == cut.get(seat, 0), f"the ledger counts other slices of {seat}: {record}"
+        return sums or {sum(record.weights)}
+
+    def _mean(self, record: RoundRecord, members: list[int], part: int, start: int, stop: int) -> Doubles:
+        """Return the exact mean of some members' contributions, rounded once."""
+        number, total = record.round, Fraction(sum(record.weights[seat] for seat in members))
+        if not total:
+            return np.zeros(stop - start)
+        sums = np.zeros(stop - start)
+        for seat in members:
+            uids = [uid for uid in self.pushed[seat, number] if self.weight(uid, number) == record.weights[seat]]
+            assert uids, f"member {seat} did not give that weight to round {number}"
+            sums += record.weights[seat] * self.given(max(uids), number, part)[start:stop]
+        return np.array([float(Fraction(each) / total) for each in sums])
+
+    def _check_states(self) -> None:
+        """Check that all members have the same bits after each round."""
+        first: dict[tuple[int, int], bytes] = {}
+        for node in [*self.nodes, *self.dead]:
+            for number, results in node.rounds.items():
+                for part, values in results.values.items():
+                    bits = values.tobytes()
+                    assert first.setdefault((number, part), bits) == bits, "members hold different bits"
+        finished = [node for node in self.nodes if node.finished]
+        states = {tuple(one.tobytes() for one in node.state) for node in finished}
+        assert len(states) == 1, "replicas differ"
+        epochs = {node.worker.epoch for node in finished if node.worker is not None}
+        assert len(epochs) == 1, "members are in different epochs"
+
+    def _check_collectives(self) -> None:
+        for place, act in enumerate(self.program):
+            found = [(node, node.outcomes[place]) for node in self.nodes if place in node.outcomes]
+            good = [(node, outcome) for node, outcome in found if outcome.error is None]
+            for node, outcome in good:
+                check_collective(act, place, node.member_id, outcome)
+            if act.kind in ("sum", "max", "broadcast", "broadcast_object"):
+                assert len({repr(outcome.value) for _, outcome in good}) <= 1, f"{act.kind}: different results"
+            if not self.dead and not self.world.harness.minds:
+                assert len(good) == len(found), f"{act.kind} failed: {[outcome.error for _, outcome in found]}"
+
+    def _check_times(self) -> None:
+        """Check that a round ends soon after the coordinator was lost, and whatever else happened meanwhile."""
+        ends = sorted(self.world.ends.values())
+        for crash in self.world.crashes:
+            last = crash
+            for loss in sorted(self.world.losses):
+                if last < loss < last + SECONDS:
+                    last = loss
+            later = [end for end in ends if end > crash]
+            if later:
+                assert later[0] <= last + SECONDS, f"no round for {later[0] - last:.2f} s"
+
+
+def _subsets(members: list[int]) -> list[tuple[int, ...]]:
+    return [some for size in range(len(members), -1, -1) for some in combinations(members, size)]
+
+
+def check_collective(act: Act, place: int, me: int, outcome: Outcome) -> None:
+    """Check that a collective's result has each participant in it, once, and nobody else."""
+    ids, value = outcome.ids, outcome.value
+    rank, root = ids.index(me), ids[act.root % len(ids)]
+    own = [tally(one, place, act.numel).tolist() for one in ids]
+    rows = [[(tally(one, place, act.numel) * 8 + to).tolist() for to in range(len(ids))] for one in ids]
+    expected: Any
+    match act.kind:
+        case "sum":
+            unit = (1 + (place + np.arange(act.numel)) % 3).tolist()
+            for total, digit in zip(value, unit, strict=True):
+                digits = {one: total // 8**one % 8 for one in range(20)}
+                assert set(digits.values()) <= {0, digit}, "a contribution counts twice"
+                assert digits[me], "a member that was there does not count"
+            return
+        case "max":
+            expected = [max(column) for column in zip(*own, strict=True)]
+            assert value in [[max(c) for c in zip(*some, strict=True)] for some in _with(own, rank)]
+            return
+        case "broadcast":
+            expected = own[ids.index(root)]
+        case "all_gather":
+            expected = own
+        case "reduce_scatter":
+            expected = [sum(column) for column in zip(*(one[rank] for one in rows), strict=True)]
+        case "gather":
+            expected = own if me == root else None
+        case "scatter":
+            expected = rows[ids.index(root)][rank]
+        case "all_to_all":
+            expected = [one[rank] for one in rows]
+        case "uneven":
+            expected = [(tally(one, place, act.numel + rank) * 8 + rank).tolist() for one in ids]
+        case "gather_object":
+            expected = [["x" * (one + act.numel), int(tally(one, place)[0])] for one in ids]
+        case "broadcast_object":
+            expected = {"it": int(tally(root, place)[0])}
+        case "scatter_object":
+            expected = [int(tally(root, place)[0]) * 8 + rank] * rank
+        case "transfer":
+            target = ids[(ids.index(root) + 1) % len(ids)]
+            expected = own[ids.index(root)] if me == target != root else None
+        case _:
+            return
+    assert value == expected, f"{act.kind} at {place}: {value}, not {expected}"
+
+
+def _with(rows: list[list[int]], rank: int) -> list[list[list[int]]]:
+    """Return all choices of rows that have that of ``rank``."""
+    others = [row for place, row in enumerate(rows) if place != rank]
+    return [[rows[rank], *some] for size in range(len(others) + 1) for some in combinations(others, size)]

@@ -1,0 +1,94 @@
+"""The laws of durable groups with all of the workers' real code: any process is lost at any time.
+
+The coordinator and its data shards are lost between any two commands, connections break between any two messages, and
+workers die, join and return. `tests.session_group` has the laws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tests.examples import examples
+from tests.session_group import COLLECTIVES, Act, Group
+from tests.session_world import real_code
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _real_code() -> Iterator[None]:
+    with real_code():
+        yield
+
+
+Happenings = dict[int, list[int]]
+ROUND = Act()
+worlds = st.integers(1, 4)
+buckets = st.lists(st.integers(1, 40), min_size=1, max_size=3)
+rounds = st.lists(st.just(ROUND), min_size=1, max_size=5)
+collectives = st.builds(Act, st.sampled_from(sorted(COLLECTIVES)), st.integers(1, 20), st.integers(0, 3))
+programs = st.lists(st.one_of(st.just(ROUND), collectives), min_size=1, max_size=8)
+fuses = st.lists(st.integers(0, 80), max_size=4)
+many_rates = st.sampled_from([(1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
+sharded = many_rates.filter(lambda rates: len(rates) > 1)
+seeds = st.integers(0, 2**20)
+preemptions = st.sampled_from([0.0, 0.0, 0.05])
+happenings = st.dictionaries(st.integers(0, 600), st.lists(st.integers(0, 3), min_size=1, max_size=1), max_size=4)
+
+
+def plan(group: Group, happens: Happenings, what: Callable[[int], object]) -> None:
+    """Have something happen in these steps."""
+    for step, numbers in happens.items():
+        for number in numbers:
+            group.world.at[step].append(partial(what, number))
+
+
+@given(worlds, buckets, rounds, fuses, happenings, seeds, preemptions)
+@settings(max_examples=examples(25))
+def test_lost_coordinators_and_connections_cost_no_member_anything(
+    world: int, sizes: list[int], program: list[Act], crashes: list[int], breaks: Happenings, seed: int, chance: float
+) -> None:
+    group = Group(world, [sizes], program, seed, (1.0,), crashes, preemption=chance)
+    plan(group, breaks, group.break_line)
+    group.run()
+    group.check()
+
+
+@given(worlds, buckets, rounds, fuses, happenings, happenings, sharded, seeds, preemptions)
+@settings(max_examples=examples(25))
+def test_lost_data_shards_cost_no_member_anything(
+    world: int,
+    sizes: list[int],
+    program: list[Act],
+    crashes: list[int],
+    breaks: Happenings,
+    losses: Happenings,
+    rates: tuple[float, ...],
+    seed: int,
+    chance: float,
+) -> None:
+    group = Group(world, [sizes], program, seed, rates, crashes, preemption=chance)
+    plan(group, breaks, group.break_line)
+    plan(group, losses, group.world.kill_any_shard)
+    group.run()
+    group.check()
+
+
+@given(worlds, buckets, rounds, fuses, happenings, happenings, seeds)
+@settings(max_examples=examples(25))
+def test_members_that_are_left_lose_no_round_and_hold_the_same(
+    world: int,
+    sizes: list[int],
+    program: list[Act],
+    crashes: list[int],
+    breaks: Happenings,
+    deaths: Happenings,
+    seed: int,
+) -> None:
+    group = Group(world, [sizes], program, seed, (1.0,), crashes)
+    plan(group, breaks, group.break_line)
+    plan(group, deaths, group.kill)
+    group.run()
+    group.check()
