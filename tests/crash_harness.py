@@ -557,7 +557,7 @@ class Crashing(Cluster):
                 part = self.part(task, reduce.slice) if portioned else np.asarray(task.values)[span]
                 assert bytes(given.payload) == part.tobytes()
         if reduce.key.stream == Stream.BUCKET:
-            for seat in group.seats.present:
+            for seat in group.members.present:
                 assert seat in ranks or not self.pushed[reduce.key, reduce.slice][seat].weight
 
     def portion(self, seat: int, key: ExchangeKey, index: int) -> bytes | None:

@@ -215,19 +215,19 @@ MUTANTS: Final = (
             ),
             Change(
                 RESULTS,
-                "    for rank in exchange.cut:\n",
+                "    current.end_bucket(exchange)\n",
                 "    PARTLY.update((number, rank) for rank in exchange.spoiled)\n"
                 "    for rank in exchange.weights:\n"
                 "        COUNTS[number, rank, exchange.key.part] = exchange.counted(rank)\n"
-                "    for rank in exchange.cut:\n",
+                "    current.end_bucket(exchange)\n",
             ),
             Change(
                 RESULTS,
-                "    del group.rounds[number]\n",
+                "    group.rounds.end(number)\n",
                 "    for planted, rank, part in COUNTS:\n"
                 "        if planted == number and (number, rank) in PARTLY:\n"
                 "            current.cut[rank, part] = COUNTS[number, rank, part]\n"
-                "    del group.rounds[number]\n",
+                "    group.rounds.end(number)\n",
             ),
             Change(
                 RESULTS,
@@ -242,7 +242,8 @@ MUTANTS: Final = (
         ("lost",),
         (
             _before_the_sum(
-                "    new = {rank for rank in group.entered if group.entered[rank] == exchange.key.number}\n"
+                "    firsts = group.learners.first_rounds\n"
+                "    new = {rank for rank in firsts if firsts[rank] == exchange.key.number}\n"
                 "    if exchange.key.stream == Stream.BUCKET:\n"
                 "        for one in [one for one in contributions if one.rank in new]:\n"
                 "            contributions.remove(one)\n"
@@ -262,9 +263,9 @@ MUTANTS: Final = (
         ("wrong", "lost"),
         (
             Change(
-                RESULTS,
-                "        current.cut[rank, exchange.key.part] = exchange.counted(rank)\n",
-                "        current.cut[rank, exchange.key.part] = max(exchange.counted(rank) - 1, 0)\n",
+                "gradserver/engine/data/rounds.py",
+                "            self.cut[rank, part] = counted(rank)\n",
+                "            self.cut[rank, part] = max(counted(rank) - 1, 0)\n",
             ),
         ),
         events="midpush",

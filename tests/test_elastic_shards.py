@@ -49,7 +49,7 @@ class ElasticCluster(Cluster):
                 self.told[rank].append(news.epoch)
                 for shard in self.harness.shards[1:]:
                     assert shard is not None
-                    assert shard.data.groups["default"].epoch >= news.epoch, "told before all shards know"
+                    assert shard.data.groups["default"].members.epoch >= news.epoch, "told before all shards know"
             for done in self.harness.told(rank, RoundDone):
                 assert done.epoch in (1, *self.told[rank]), "an epoch that nobody was told of"
                 self.over[rank].append(done)

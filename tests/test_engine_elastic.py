@@ -382,7 +382,7 @@ def test_departures_are_worker_errors_that_name_the_rank_of_then() -> None:
     driven.lose(0)
     driven.leave(2)
 
-    departed = driven.engine.data.groups["default"].departed
+    departed = driven.engine.data.groups["default"].members.departed
     assert isinstance(departed[0], WorkerLostError)
     assert departed[0].fields == {"worker": "w0", "rank": 0}
     assert isinstance(departed[2], WorkerLeftError)

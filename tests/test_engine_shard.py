@@ -131,7 +131,7 @@ def test_a_wrong_token_is_found_out_also_if_it_came_early() -> None:
     harness.flush()
 
     assert "this is not the token of rank 0 in group 'default'" in str(told(harness, SEATS))
-    assert harness.shard(1).data.groups["default"].connections == [-1, -1]
+    assert harness.shard(1).data.groups["default"].members.connections == [-1, -1]
 
 
 def test_not_too_many_wait() -> None:
@@ -189,7 +189,7 @@ def test_a_broken_connection_to_a_shard_costs_the_membership() -> None:
         f"'w1' (rank 1) was lost and is needed to go on: its connection to the data shard at {url_of(1)}"
         in (harness.group()["broken"])
     )
-    assert 1 in harness.shard(1).data.groups["default"].departed
+    assert 1 in harness.shard(1).data.groups["default"].members.departed
 
 
 @pytest.mark.parametrize("how", ["garbage", "a push too far"])

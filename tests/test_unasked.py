@@ -52,7 +52,7 @@ def _small_slices() -> Iterator[None]:
 def observe(data: Data, first: int = 0) -> None:
     """Let the last of three seats listen from round ``first`` on, and take no part."""
     group = data.groups["default"]
-    group.seats.depart(OBSERVER)
+    group.members.seats.depart(OBSERVER)
     group.table.world_size = 2
     group.listeners.rounds[OBSERVER] = first
 
@@ -268,7 +268,7 @@ def test_every_shard_sends_its_slices_and_reports_a_listener_that_reads_too_litt
         assert harness.shard(1).data.groups["default"].listeners.unread[OBSERVER] == 0
     else:
         assert SEATS + OBSERVER in harness.closed
-        assert OBSERVER in harness.shard(1).data.groups["default"].departed
+        assert OBSERVER in harness.shard(1).data.groups["default"].members.departed
     assert len(results(harness, 0)) == 4
 
 

@@ -203,7 +203,7 @@ class ShardEngine:
     def _detach(self, order: Detach, effects: Effects) -> None:
         """A member has lost some connection, here or elsewhere: that to this shard is void, and it makes a new one."""
         self._void[order.group, order.seat] = self.data.groups[order.group].order.epoch
-        connection = self.data.groups[order.group].connections[order.seat]
+        connection = self.data.groups[order.group].members.connections[order.seat]
         if connection < 0:
             return
         del self._seats[connection]
@@ -217,7 +217,7 @@ class ShardEngine:
         if isinstance(order, OpenGroup):
             self._void = {who: until for who, until in self._void.items() if who[0] != order.group}
         else:
-            members = self.data.groups[order.group].seats.present
+            members = self.data.groups[order.group].members.present
             for connection, (name, rank) in self._seats.items():
                 if name == order.group and rank in members:
                     effects.send(connection, Resumed(0, epoch))
@@ -286,18 +286,18 @@ class ShardEngine:
             attend.epoch == group.order.epoch or (group.sequences.restarted and attend.epoch > void)
         ):
             raise UnexpectedMessageError(f"membership {attend.epoch} of group {attend.group[:128]!r} is over")
-        tokens, rank = group.tokens, attend.rank
+        tokens, rank = group.members.tokens, attend.rank
         token = tokens[rank] if 0 <= rank < len(tokens) else ""
         if not token or not hmac.compare_digest(token.encode(), attend.token.encode()):
             raise UnexpectedMessageError(f"this is not the token of rank {rank} in group {attend.group!r}")
-        if rank in group.departed:
-            raise group.departed[rank].again()
-        if group.connections[rank] >= 0:
+        if rank in group.members.departed:
+            raise group.members.departed[rank].again()
+        if group.members.connections[rank] >= 0:
             raise UnexpectedMessageError(f"{group.call(rank)} attends already, on another connection")
         self._seats[connection] = attend.group, rank
         self.data.seat(attend.group, rank, connection)
         effects.send(connection, Attended())
-        if group.recovery is not None and rank in group.seats.present:  # a joiner holds nothing yet
+        if group.recovery is not None and rank in group.members.present:  # a joiner holds nothing yet
             effects.send(connection, Resumed(0, group.recovery.version))
 
     def _absent(self, connection: int, error: GradServerError, effects: Effects, ended: bool = False) -> None:
@@ -352,8 +352,8 @@ class ShardEngine:
         self.data.validate()
         assert not self._seats.keys() & self._attending.keys(), "someone attends who is here"
         for connection, (name, rank) in self._seats.items():
-            assert self.data.groups[name].connections[rank] == connection, "a seat that data does not know"
-            assert rank not in self.data.groups[name].departed, "a seat of somebody who has departed"
-        seated = {c for group in self.data.groups.values() for c in group.connections if c >= 0}
-        departed = {g.connections[rank] for g in self.data.groups.values() for rank in g.departed}
+            assert self.data.groups[name].members.connections[rank] == connection, "a seat that data does not know"
+            assert rank not in self.data.groups[name].members.departed, "a seat of somebody who has departed"
+        seated = {c for group in self.data.groups.values() for c in group.members.connections if c >= 0}
+        departed = {g.members.connections[rank] for g in self.data.groups.values() for rank in g.members.departed}
         assert seated - departed == set(self._seats), "somebody sits here whom nobody has let in"

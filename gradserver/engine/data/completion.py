@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from gradserver.engine.data.exchange import WEIGHED, Exchange, Payload, Piece, Run
 from gradserver.engine.data.group import Group
-from gradserver.engine.data.rounds import Round
 from gradserver.engine.data.sifting import counting, sifted
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Behind, Command, Contribution, Digests, Finding, Reduce, RoundCompleted, Send
@@ -131,7 +130,7 @@ def _send(
     if not exchange.answer(piece.stop - piece.start):
         return
     key = exchange.key
-    del group.exchanges[key]
+    group.exchanges.end(exchange)
     if key.stream == Stream.BUCKET:
         _bucket_done(group, exchange, over, now, effects)
 
@@ -176,7 +175,7 @@ def _tell(
 
     placed = empty = None  # made when somebody is to get them: most often all get the same one
     travels: list[tuple[Result, Sequence[Buffer]]] = []
-    connections, departed = group.connections, group.departed
+    connections, departed = group.members.connections, group.members.departed
     whole: Any = payload  # where it is the same for all
     parts = dict(zip(given, payload, strict=True)) if type(payload) is tuple else None
     nbytes, sent = layout.reply_bytes(start, stop), 0
@@ -215,12 +214,12 @@ def _send_unasked(
     for seat in seats:
         for result, payloads in results:
             unread = unasked_cost(payloads[0] if payloads else None)
-            if group.connections[seat] < 0 or not group.listeners.charge(seat, unread):
+            if group.members.connections[seat] < 0 or not group.listeners.charge(seat, unread):
                 group.listeners.end(seat)
                 effects.report(Behind(group.order.group, seat, result.key.number))
                 break
             group.traffic.send(len(payloads[0]) if payloads else 0)
-            effects.send(group.connections[seat], result, payloads)
+            effects.send(group.members.connections[seat], result, payloads)
 
 
 def _weights(given: dict[int, Run]) -> tuple[float, ...]:
@@ -247,16 +246,10 @@ def refund(group: Group, exchange: Exchange, piece: Piece) -> None:
 def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effects: Effects) -> None:
     number = exchange.key.number
     current = group.rounds[number]
-    current.done.add(exchange.key.part)
-    current.weights.update((rank, weight) for rank, weight in exchange.weights.items() if exchange.counted(rank))
-    current.last = exchange.last
-    for rank in exchange.cut:
-        current.cut[rank, exchange.key.part] = exchange.counted(rank)
-    if exchange.settled:
-        _add_up(current, exchange)
+    current.end_bucket(exchange)
     if len(current.done) < group.full_buckets[current.section]:
         return
-    del group.rounds[number]
+    group.rounds.end(number)
     took = now - current.opened - current.waited
     took = took if current.quorum_at is None else current.quorum_at - current.opened
     group.stragglers.pace.completed(took, current.arrivals)
@@ -264,15 +257,6 @@ def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effec
         group.hashing.completed(now)
     record = current.record(number, group.world, group.plan, now)
     effects.report(RoundCompleted(group.order.group, record, told=over))
-
-
-def _add_up(current: Round, exchange: Exchange) -> None:
-    """What counted in a bucket's settled slices, and in those that were made anew."""
-    part = exchange.key.part
-    for seat in {*exchange.before, *exchange.weights}:
-        counted = current.counted[seat, part] = exchange.counted(seat)
-        if seat not in exchange.weights:  # it departed before it had given anything anew
-            current.cut[seat, part] = counted
 
 
 def _by_slice(

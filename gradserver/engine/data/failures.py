@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from gradserver.engine.data.exchange import Exchange
 from gradserver.engine.data.group import Group
 from gradserver.engine.effects import Effects
@@ -11,18 +9,15 @@ from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.messages import Failure, Scope
 
-_MAX_FAILED: Final = 1024
-"""Failed exchanges that are kept for those who come late; whoever is later still waits for its deadline."""
-
 
 def halt_all(group: Group, error: GradServerError, buckets_only: bool, effects: Effects) -> None:
     """Here, or at another shard, something happened after which this group hands out nothing any more."""
     if buckets_only:
-        group.buckets_halted = group.buckets_halted or error
+        group.halt_buckets(error)
         return
-    group.halted = group.halted or error
+    error = group.halt(error)
     for exchange in list(group.exchanges.values()):
-        fail(group, exchange, group.halted, effects)
+        fail(group, exchange, error, effects)
 
 
 def fail(group: Group, exchange: Exchange, error: GradServerError, effects: Effects) -> None:
@@ -31,18 +26,10 @@ def fail(group: Group, exchange: Exchange, error: GradServerError, effects: Effe
         return
     for rank, run in exchange.fail(error):
         group.traffic.refund(exchange, rank, run)
-    if exchange.key.stream == Stream.BUCKET and group.buckets_halted is None:
-        group.buckets_halted = error
-    remember(group, exchange)
+    if exchange.key.stream == Stream.BUCKET:
+        group.halt_buckets(error)
+    group.exchanges.keep_failed(exchange)
     tell_all(group, exchange, effects)
-
-
-def remember(group: Group, exchange: Exchange) -> None:
-    """Keep a failed exchange for those who have yet to hear of it."""
-    group.exchanges[exchange.key] = exchange
-    group.failed.append(exchange.key)
-    if len(group.failed) > _MAX_FAILED:
-        group.exchanges.pop(group.failed.popleft(), None)
 
 
 def tell_all(group: Group, exchange: Exchange, effects: Effects) -> None:
@@ -55,13 +42,13 @@ def tell_all(group: Group, exchange: Exchange, effects: Effects) -> None:
 
 def tell(group: Group, exchange: Exchange, rank: int, effects: Effects) -> None:
     """Tell ``rank`` why ``exchange`` failed."""
-    if rank not in group.departed and exchange.failure is not None:
+    if rank not in group.members.departed and exchange.failure is not None:
         say_failed(group, rank, exchange.key, exchange.failure, effects)
 
 
 def say_failed(group: Group, rank: int, key: ExchangeKey, error: GradServerError, effects: Effects) -> None:
     """Tell ``rank`` that its part in ``key`` has failed because of ``error``."""
-    effects.send(group.connections[rank], Failure.of(error, Scope.EXCHANGE, key))
+    effects.send(group.members.connections[rank], Failure.of(error, Scope.EXCHANGE, key))
 
 
 def forget_if_over(group: Group, exchange: Exchange) -> None:
@@ -71,9 +58,9 @@ def forget_if_over(group: Group, exchange: Exchange) -> None:
         and not exchange.reducing
         and all(_has_heard(group, exchange, rank) for rank in exchange.participants)
     ):
-        group.exchanges.pop(exchange.key, None)
+        group.exchanges.end(exchange)
 
 
 def _has_heard(group: Group, exchange: Exchange, rank: int) -> bool:
     """Tell whether ``rank`` was told that ``exchange`` has failed, or has gone on without it."""
-    return rank in exchange.pushed or rank in group.departed or group.sequences.is_past(rank, exchange.key)
+    return rank in exchange.pushed or rank in group.members.departed or group.sequences.is_past(rank, exchange.key)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 from gradserver.engine.data.collecting import Recovery
-from gradserver.engine.data.exchange import Exchange
+from gradserver.engine.data.exchanges import Exchanges
+from gradserver.engine.data.learners import NOT_YET, Learners
 from gradserver.engine.data.listeners import Listeners
-from gradserver.engine.data.rounds import Hashing, Round
+from gradserver.engine.data.members import Members
+from gradserver.engine.data.rounds import Hashing, Rounds
 from gradserver.engine.data.sequences import Sequences
 from gradserver.engine.data.stragglers import Stragglers
 from gradserver.engine.data.traffic import Traffic
 from gradserver.engine.events import OpenGroup
-from gradserver.engine.seats import Seats
 from gradserver.protocol.digest import places
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import WORLD_BOUND, ExchangeKey, Layout, Operation, Pool, Stream, pool_of
@@ -28,31 +28,13 @@ from gradserver.protocol.shards import Table, share_of
 
 
 @dataclass(slots=True)
-class Coming:
-    """Of the state in one transfer, how many bytes have come that were not reported, and when that was done last."""
-
-    key: tuple[int, int]
-    """The number of the transfer, and the donor's seat."""
-    nbytes: int = 0
-    reported: float = -math.inf
-    begun: bool = False
-    """Whether any have been reported."""
-
-
-@dataclass(slots=True)
 class Group:
     """What data knows of one group."""
 
     order: OpenGroup
     table: Table
-    connections: list[int]
-    """By rank; -1 for whoever has yet to come to this shard."""
-    seats: Seats
-    epoch: int
-    """That of the latest membership."""
-    tokens: list[str] = field(default_factory=list)
-    """What members show here, by rank."""
-    exchanges: dict[ExchangeKey, Exchange] = field(default_factory=dict)
+    members: Members
+    exchanges: Exchanges = field(default_factory=Exchanges)
     plan: Plan | None = None
     planned: int = 0
     """The first round of this plan."""
@@ -61,30 +43,10 @@ class Group:
     places: tuple[int, ...] = ()
     """Where each bucket begins in what is hashed of a round."""
     hashing: Hashing | None = None
-    rounds: dict[int, Round] = field(default_factory=dict)
-    departed: dict[int, GradServerError] = field(default_factory=dict)
-    change: str = ""
-    """What has changed in the membership last."""
-    entered: dict[int, int] = field(default_factory=dict)
-    """Of those who joined later, the first round that each contributes to; -1 for who does not yet."""
-    since: dict[int, int] = field(default_factory=dict)
-    """Of those, the epoch as of which each is a member; -1 for who is not yet."""
-    before: tuple[int, int] = (-1, 0)
-    """The latest round in which somebody joined, and the epoch of the membership without him."""
-    states: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Of those who are to join: the number of the transfer in which each gets the state, and the epoch of that time."""
-    heard: dict[int, float] = field(default_factory=dict)
-    """When more of its state came to whoever is to join."""
-    coming: dict[int, Coming] = field(default_factory=dict)
-    """What of the states of those has yet to be reported."""
-    failed: deque[ExchangeKey] = field(default_factory=deque)
-    """Exchanges that failed, the latest ones; some of them not everybody has heard of yet."""
+    rounds: Rounds = field(default_factory=Rounds)
+    learners: Learners = field(default_factory=Learners)
     state: dict[tuple[int, int], Any] = field(default_factory=dict)
     """What reductions keep from one round of the plan to the next."""
-    settled: dict[ExchangeKey, frozenset[int]] = field(default_factory=dict)
-    """Of exchanges that were open when the books were opened: slices that everybody has the result of."""
-    failed_before: dict[ExchangeKey, GradServerError] = field(default_factory=dict)
-    """Collectives and transfers that had failed at a member when the books were opened: what to tell others of them."""
     recovery: Recovery | None = None
     """While it is being found out who holds which results."""
     next_check: float | None = None
@@ -99,10 +61,10 @@ class Group:
 
     def __post_init__(self) -> None:
         self._is_steady = self.order.steady
-        self.traffic = Traffic(self.seats, self.order.credit)
+        self.traffic = Traffic(self.members.seats, self.order.credit)
         self.listeners = Listeners(self.order.backlog)
         if self.order.lateness is not None:  # a member that turns out to be late is sent what it cannot ask for
-            self.listeners.begin(self.seats.present, 0)
+            self.listeners.begin(self.members.present, 0)
 
     def check_by(self, at: float) -> None:
         """Look at deadlines at ``at``, if not before."""
@@ -117,9 +79,8 @@ class Group:
         """Forget all that is open, as members are about to say what they hold."""
         self.recovery = recovery
         self.order = replace(self.order, epoch=recovery.version)
-        for table in (self.exchanges, self.rounds, self.settled):
-            table.clear()
-        self.failed.clear()
+        self.exchanges.void()
+        self.rounds.void()
         self.sequences.restart()
         self.traffic.void()
         self.listeners.void()
@@ -147,16 +108,11 @@ class Group:
     @property
     def world(self) -> int:
         """Number of workers when the group was complete; in an elastic one, of seats that were ever taken."""
-        return len(self.connections)
+        return len(self.members.connections)
 
     def call(self, rank: int) -> str:
         """How to speak of a member."""
-        return self.seats.call(rank)
-
-    def calls(self, ranks: Iterable[int]) -> str:
-        """How to speak of several."""
-        names = [self.call(rank) for rank in ranks]
-        return ", ".join(names[:16]) + (f" and {len(names) - 16} more" if len(names) > 16 else "")
+        return self.members.seats.call(rank)
 
     def describe(self, key: ExchangeKey, operation: Operation | None = None) -> str:
         """How to speak of an exchange."""
@@ -165,7 +121,7 @@ class Group:
         if key.stream == Stream.BUCKET:
             return f"bucket {key.part} of round {key.number}"
         if key.stream == Stream.TRANSFER:
-            source, target = self.seats.rank(key.source), self.seats.rank(key.target)
+            source, target = self.members.seats.rank(key.source), self.members.seats.rank(key.target)
             return f"transfer {key.number} from rank {source} to rank {target} (tag {key.part})"
         return f"collective {key.number} of round {key.part}" + (f", {operation}," if operation else "")
 
@@ -182,19 +138,19 @@ class Group:
             if push.key.stream != Stream.BUCKET or self.plan is None or self.plan.is_vacant(push.key.part):
                 return push.operation is not None or push.key.stream == Stream.BUCKET
             _, first, _ = self.share(push.key, self.plan.buckets[push.key.part].operation)
-        settled = self.settled.get(push.key)
+        settled = self.exchanges.settled.get(push.key)
         return push.slice == (first if settled is None else next(i for i in count(first) if i not in settled))
 
     def share(self, key: ExchangeKey, operation: Operation) -> tuple[Layout, int, int]:
         """How an exchange is cut, and the slices that this shard has to do with."""
-        if self.entered and operation.kind in WORLD_BOUND:
+        if self.learners.first_rounds and operation.kind in WORLD_BOUND:
             layout, bounds = share_of(operation, len(self.participants(key)), self.table.rates)
         else:
             layout, bounds = self.table.share(key, operation)
         shard = self.order.shard
         return layout, bounds[shard], bounds[shard + 1]
 
-    def hash(self, plan: Plan) -> None:
+    def _hash(self, plan: Plan) -> None:
         """Hash rounds of ``plan``."""
         self.places = places(plan)
         keys = [ExchangeKey(Stream.BUCKET, 0, part) for part in range(len(plan.buckets))]
@@ -203,12 +159,38 @@ class Group:
         calls, sections = sum(self.full_buckets.values()), len(plan.each)
         self.hashing = Hashing.of(load * (self.world + 1) / sections, calls * (self.world + 1) / sections)
 
+    def agree(self, plan: Plan, first_round: int) -> None:
+        """Exchange the buckets of ``plan`` from ``first_round`` on."""
+        self._keep_state(plan)
+        self.plan, self.planned = plan, first_round
+        self.table.set_plan(plan)
+        self.full_buckets = self.table.buckets_of(plan, self.order.shard)
+        if self.order.digests:
+            self._hash(plan)
+        self.sequences.begin_buckets(first_round)
+        self.rounds.void()
+        self.stragglers.pace.changed()
+
+    def halt(self, error: GradServerError) -> GradServerError:
+        """Hand out nothing any more, and return why: the first error counts."""
+        self.halted = self.halted or error
+        return self.halted
+
+    def halt_buckets(self, error: GradServerError) -> None:
+        """Hand out no bucket any more; the first error counts."""
+        self.buckets_halted = self.buckets_halted or error
+
+    def follow_members(self) -> None:
+        """Cut exchanges for the members that are present, whose rounds may take another time."""
+        self.table.world_size = len(self.members.present)
+        self.stragglers.pace.changed()
+
     def is_hashed(self, number: int) -> bool:
         """Whether round ``number`` is; of several sections all are hashed alike if they take turns."""
         sections = 1 if self.plan is None else len(self.plan.each)
         return self.hashing is not None and self.hashing.is_due(number // sections)
 
-    def keep(self, plan: Plan) -> None:
+    def _keep_state(self, plan: Plan) -> None:
         """Forget what was kept for sections of the plan in force that ``plan`` has not any more."""
         here = () if self.plan is None else self.plan.each
         same = (one for one in here if plan.sections and plan.section(one.number) is not None)
@@ -228,13 +210,13 @@ class Group:
         """
         if key.stream == Stream.TRANSFER:
             return (key.source, key.target) if key.source < key.target else (key.target, key.source)
-        present, entered = self.seats.present, self.entered
-        if not entered:
+        present, first_rounds = self.members.seats.present, self.learners.first_rounds
+        if not first_rounds:
             return present
         if key.stream == Stream.BUCKET:
-            expected = {seat for seat, first in entered.items() if 0 <= first <= key.number}
-            return tuple(sorted(expected.union(seat for seat in present if seat not in entered)))
-        return tuple(seat for seat in present if entered.get(seat, -1) < key.part)
+            expected = {seat for seat, first in first_rounds.items() if 0 <= first <= key.number}
+            return tuple(sorted(expected.union(seat for seat in present if seat not in first_rounds)))
+        return tuple(seat for seat in present if first_rounds.get(seat, NOT_YET) < key.part)
 
     def snapshot(self, now: float) -> dict[str, object]:
         """Traffic, as plain JSON values. Ages in seconds, sizes in bytes."""
@@ -261,12 +243,12 @@ class Group:
             for rank, run in exchange.unanswered():
                 expected[rank, pool_of(exchange.key, rank)] += exchange.cost(run)
         for (rank, pool), outstanding in self.traffic.outstanding.items():
-            if rank not in self.departed:
+            if rank not in self.members.departed:
                 assert outstanding == expected[rank, pool], (rank, pool, outstanding)
                 assert outstanding <= self.order.credit + SLICE_BYTES, "credit exceeded"
-        self.listeners.validate(self.departed)
+        self.listeners.validate(self.members.departed)
         assert (
-            self.exchanges == {}
+            not self.exchanges
             or self.next_check is not None
             or all(exchange.failure for exchange in self.exchanges.values())
         ), "an exchange without a deadline"

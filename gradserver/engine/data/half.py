@@ -35,9 +35,9 @@ from gradserver.engine.data.completion import answer, complete, refund
 from gradserver.engine.data.exchange import Exchange, Piece
 from gradserver.engine.data.failures import fail, forget_if_over, halt_all, tell_all
 from gradserver.engine.data.group import Group
-from gradserver.engine.data.learners import admit, excuse, expect, reseat, state_comes
 from gradserver.engine.data.matching import admitted, checked
-from gradserver.engine.data.membership import depart, do_without, do_without_overdue
+from gradserver.engine.data.members import Members
+from gradserver.engine.data.membership import admit, depart, do_without, do_without_overdue, excuse, expect, reseat
 from gradserver.engine.data.quorum import close, contributed, look, next_look
 from gradserver.engine.data.wording import broken, non_finite, overdue, undecodable
 from gradserver.engine.effects import Effects
@@ -62,6 +62,7 @@ from gradserver.engine.events import (
     Reseat,
     SetPlan,
     Sifted,
+    StateComes,
     Steady,
     Undecodable,
     Violation,
@@ -98,13 +99,13 @@ class Data:
                 connections = [seat.connection for seat in seats]
                 places = Seats(seat.name for seat in seats)  # some may be nobody's: of who has gone no record is left
                 table = Table(len(places.present), order.rates)
-                group = self.groups[name] = Group(order, table, connections, places, epoch, list(order.tokens))
+                members = Members(places, connections, list(order.tokens), epoch)
+                group = self.groups[name] = Group(order, table, members)
                 for rank, connection in enumerate(connections):
                     if connection >= 0:
                         self._seats[connection] = (group, rank)
             case Admit(name, seat, occupant):
                 group = self.groups[name]
-                group.disturb()
                 admit(group, order)
                 if occupant.connection >= 0:
                     self._seats[occupant.connection] = (group, seat)
@@ -119,7 +120,7 @@ class Data:
             case Depart(name, rank, error):
                 group = self.groups[name]
                 group.disturb()
-                self._seats.pop(group.connections[rank], None)
+                self._seats.pop(group.members.connections[rank], None)
                 if order.breaks:
                     self._break_without(group, rank, error, effects)
                 else:
@@ -127,7 +128,7 @@ class Data:
                 recovery.forget(group, rank, now, effects)
             case CloseGroup(name):
                 group = self.groups.pop(name)
-                for connection in group.connections:
+                for connection in group.members.connections:
                     if connection in self._seats and self._seats[connection][0] is group:
                         del self._seats[connection]
                 self._plan_next_check()
@@ -136,7 +137,7 @@ class Data:
             case Attach(name, rank, connection):
                 self.seat(name, rank, connection)
             case Detach(name, rank):
-                self.unseat(self.groups[name].connections[rank])
+                self.unseat(self.groups[name].members.connections[rank])
                 recovery.forget(self.groups[name], rank, now, effects)
             case Steady(name):
                 self.groups[name].settle()
@@ -151,36 +152,28 @@ class Data:
     def seat(self, name: str, rank: int, connection: int) -> None:
         """``rank`` has come to this shard."""
         group = self.groups[name]
-        group.connections[rank] = connection
+        group.members.connect(rank, connection)
         self._seats[connection] = (group, rank)
 
     def unseat(self, connection: int) -> None:
         """Whoever had this connection is not here any more, whatever control will say of it."""
         group, rank = self._seats.pop(connection)
-        group.connections[rank] = -1
+        group.members.disconnect(rank)
 
     def _set_plan(self, group: Group, plan: Plan, first_round: int, effects: Effects) -> None:
         """From ``first_round`` on, buckets are this plan's. A round that was begun by another one is given up."""
         for exchange in list(group.exchanges.values()):
             if exchange.key.stream == Stream.BUCKET and exchange.failure is None:
                 if not exchange.pushed:  # nobody but those who have departed had begun it
-                    del group.exchanges[exchange.key]
+                    group.exchanges.end(exchange)
                     continue
                 error = OutOfStepError(f"{group.describe(exchange.key)} was open when a new plan was agreed on")
                 fail(group, exchange, error, effects)
                 effects.report(Halted(group.order.group, error, True))
-        group.keep(plan)
-        group.plan, group.planned = plan, first_round
-        group.sequences.begin_buckets(first_round)
-        group.table.set_plan(plan)
-        group.full_buckets = group.table.buckets_of(plan, group.order.shard)
-        if group.order.digests:
-            group.hash(plan)
-        group.rounds.clear()
-        group.stragglers.pace.changed()
+        group.agree(plan, first_round)
 
     def _break_without(self, group: Group, rank: int, error: GradServerError, effects: Effects) -> None:
-        group.departed[rank] = error
+        group.members.lose(rank, error)
         for exchange in list(group.exchanges.values()):
             if rank in exchange.participants:
                 if exchange.pushed.get(rank, 0) < exchange.stop:
@@ -216,8 +209,10 @@ class Data:
         before = exchange.complete
         for piece in exchange.take(rank, run, now):
             complete(group, exchange, piece, now, effects)
-        if group.entered and push.key.stream == Stream.TRANSFER:
-            state_comes(group, exchange, rank, before, now, effects)
+        if group.learners.first_rounds and push.key.stream == Stream.TRANSFER:
+            came = group.learners.take_state(exchange, rank, before, now)
+            if came is not None:
+                effects.report(StateComes(group.order.group, push.key.target, push.key.source, *came))
         if push.key.stream == Stream.BUCKET:
             self._look_who_is_late(group, push.key.number, rank, run.stop == exchange.stop, now, effects)
 
@@ -288,7 +283,7 @@ class Data:
     ) -> None:
         """A contribution to ``piece`` cannot be decoded: its giver departs, and others go on if they can."""
         guilty, error = found.rank, undecodable(group, exchange, found)
-        violation = Violation(group.connections[guilty], error)
+        violation = Violation(group.members.connections[guilty], error)
         if not group.order.needs_all and len(piece.given) > 1 and exchange.operation.kind not in WORLD_BOUND:
             do_without(group, exchange, piece, guilty, now, effects)
         else:
@@ -373,7 +368,7 @@ class Data:
         exchanges = () if group is None else group.exchanges.values()
         begun = [exchange for exchange in exchanges if exchange.failure is None and exchange.pushed]
         missing = {rank for exchange in begun for rank in exchange.participants if rank not in exchange.pushed}
-        return set() if group is None else {group.connections[rank] for rank in missing}
+        return set() if group is None else {group.members.connections[rank] for rank in missing}
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 

@@ -1,140 +1,133 @@
-"""How the data half of an elastic group takes somebody in.
+"""Learners: workers that join a running group, and what each has of the state that a donor sends it.
 
-    order    what changes
-    ───────  ────────────────────────────────────────────────────────────────────────────────────────────────────
-    Admit    the seat is somebody's; only the state's transfers have to do with him
-    Expect   from a round on, which nobody has begun, its buckets wait for him too; or he listens: he is sent their
-             results, unasked
-    Excuse   they do not: what was open goes on without him, and his state is sent no further
-    Reseat   he is a member: collectives and transfers, too, from the round after his first one on
-    Depart   as for members; what he gave before counts
-
-An exchange has the participants that it had when it began, and who comes later has no part in it: which those are
-follows from the round in which it was called. A seat can have been somebody else's before. Whoever sends something to
-him, as he does not know yet that he is gone, names the membership that he goes by, and is told.
+A learner contributes to buckets from a round on, and is a member when that round is over. A seat can have been another
+member's before. A member that does not know yet that its peer has gone sends to that seat. It names the epoch that it
+goes by, and is told.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
 from gradserver.engine.data.exchange import Exchange
-from gradserver.engine.data.group import Coming, Group
-from gradserver.engine.data.membership import cut
-from gradserver.engine.effects import Effects
-from gradserver.engine.events import Admit, Excuse, Expect, Reseat, StateComes
-from gradserver.protocol.errors import OutOfStepError, WorkerLostError
 from gradserver.protocol.exchange import STATE_TAG, ExchangeKey, Stream, is_state
-from gradserver.protocol.messages import Failure, Push, Scope
+from gradserver.protocol.messages import Push
 
-NOT_YET = -1
-_REPORT_SECONDS = 0.5
-"""How often it is reported that more of a state has come, at most, once it has begun."""
-
-
-def admit(group: Group, order: Admit) -> None:
-    """Somebody has a seat, which may have been somebody else's."""
-    seat = order.seat
-    group.seats.admit(seat, order.occupant.name)
-    group.connections += [-1] * (seat + 1 - len(group.connections))
-    group.tokens += [""] * (seat + 1 - len(group.tokens))
-    group.connections[seat], group.tokens[seat] = order.occupant.connection, order.token
-    group.departed.pop(seat, None)
-    group.stragglers.hand_over(seat)
-    group.entered[seat] = group.since[seat] = NOT_YET
-    group.heard.pop(seat, None)
-    group.states.pop(seat, None)
-    group.coming.pop(seat, None)
-    group.sequences.hand_over(seat)
-    group.traffic.hand_over(seat, group.exchanges.values())
+NOT_YET: Final = -1
+_REPORT_SECONDS: Final = 0.5
+"""Least time between two reports that more of a state has come, once it has begun."""
 
 
-def expect(group: Group, order: Expect) -> None:
-    """They contribute from a round on, or are sent its results unasked."""
-    listens = order.listen or group.order.lateness is not None  # a member that contributes can be late from then on
-    for seat in order.seats:
-        group.listeners.end(seat)
-        if listens:
-            group.listeners.begin((seat,), order.round)
-        if not order.listen:
-            group.entered[seat] = order.round
-    if order.transfers:
-        group.states.update(zip(order.seats, ((number, group.epoch) for number in order.transfers), strict=True))
+@dataclass(slots=True)
+class Coming:
+    """State in one transfer: bytes that have come and were not reported."""
+
+    key: tuple[int, int]
+    """Number of the transfer, and the donor's seat."""
+    nbytes: int = 0
+    reported: float = -math.inf
+    """Time of the latest report."""
+    begun: bool = False
+    """True if any bytes have been reported."""
 
 
-def excuse(group: Group, order: Excuse, now: float, effects: Effects) -> None:
-    """He contributes to nothing, and nothing waits for him any more."""
-    group.entered[order.seat] = NOT_YET
-    group.listeners.forget(order.seat)
-    group.states.pop(order.seat, None)
-    for exchange in list(group.exchanges.values()):
-        if exchange.key.stream == Stream.BUCKET and order.seat in exchange.participants and exchange.failure is None:
-            cut(group, exchange, order.seat, False, now, effects)
+@dataclass(slots=True)
+class Learners:
+    """Learners of one group, and members that were learners, by seat."""
 
+    first_rounds: dict[int, int] = field(default_factory=dict)
+    """The first round that each contributes to; `NOT_YET` if it does not yet."""
+    since: dict[int, int] = field(default_factory=dict)
+    """Epoch as of which each is a member; `NOT_YET` if it is none yet."""
+    states: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Number of the transfer in which each learner gets the state, and the epoch of that time."""
+    heard: dict[int, float] = field(default_factory=dict)
+    """Time when more of its state came to each."""
+    coming: dict[int, Coming] = field(default_factory=dict)
+    """State of each that has yet to be reported."""
 
-def reseat(group: Group, order: Reseat) -> None:
-    """Who is there from now on."""
-    new = [seat for seat in order.seats if group.since.get(seat) == NOT_YET]
-    group.before = max((group.entered[seat] for seat in new), default=group.before[0]), group.epoch
-    group.since.update(dict.fromkeys(new, order.epoch))
-    group.seats.reseat(order.seats)
-    group.epoch, group.change = order.epoch, f"{group.calls(new)} joined"
-    group.table.world_size = len(order.seats)
-    group.stragglers.pace.changed()
+    def admit(self, seat: int) -> None:
+        """Begin with a learner in ``seat``."""
+        self.first_rounds[seat] = self.since[seat] = NOT_YET
+        self.heard.pop(seat, None)
+        self.states.pop(seat, None)
+        self.coming.pop(seat, None)
 
+    def expect(self, seat: int, number: int) -> None:
+        """Wait for ``seat`` in rounds from ``number`` on."""
+        self.first_rounds[seat] = number
 
-def check_may_begin(group: Group, rank: int, key: ExchangeKey) -> None:
-    """Raise OutOfStepError if ``rank`` begins what it has no part in, because it joined later."""
-    entered = group.entered.get(rank)
-    if entered is None or key.stream == Stream.TRANSFER:
-        return
-    part = key.number if key.stream == Stream.BUCKET else key.part - 1
-    if entered == NOT_YET or part < entered or (key.stream == Stream.COLLECTIVE and group.since[rank] == NOT_YET):
-        raise OutOfStepError(f"{group.call(rank)} has no part in {group.describe(key)}: it was not a member then")
+    def expect_state(self, seat: int, number: int, epoch: int) -> None:
+        """Let ``seat`` get the state in transfer ``number``."""
+        self.states[seat] = number, epoch
 
+    def excuse(self, seat: int) -> None:
+        """Wait for ``seat`` in no round. Its state is sent no further."""
+        self.first_rounds[seat] = NOT_YET
+        self.states.pop(seat, None)
 
-def state_comes(group: Group, exchange: Exchange, rank: int, before: int, now: float, effects: Effects) -> None:
-    """``rank`` has pushed to a transfer that was complete up to slice ``before``: report what came of a state by that.
+    def promote(self, seats: Iterable[int], epoch: int) -> list[int]:
+        """Make members of the learners among ``seats``, and return them."""
+        new = [seat for seat in seats if self.since.get(seat) == NOT_YET]
+        self.since.update(dict.fromkeys(new, epoch))
+        return new
 
-    The first bytes are reported as they come, later ones twice a second, and also that somebody asks for it: what each
-    end says by itself is nothing that has come.
-    """
-    key, seat = exchange.key, exchange.key.target
-    if not is_state(key) or group.since.get(seat) != NOT_YET:
-        return
-    which = key.part - STATE_TAG, key.source
-    coming = group.coming.get(seat)
-    if coming is None or coming.key != which:
-        if rank != seat:
-            return  # it has yet to be asked for
-        coming = group.coming[seat] = Coming(which)
-    if exchange.complete > before:
-        coming.nbytes += exchange.layout.run_bytes(before, exchange.complete)
-        group.heard[seat] = now
-    begins = coming.nbytes > 0 and not coming.begun
-    if now < coming.reported + _REPORT_SECONDS and not begins:
-        return
-    coming.begun |= begins
-    nbytes, coming.nbytes, coming.reported = coming.nbytes, 0, now
-    effects.report(StateComes(group.order.group, seat, key.source, which[0], nbytes))
+    def depart(self, seat: int) -> None:
+        """Wait no more for ``seat``, which has departed."""
+        self.first_rounds.pop(seat, None)
+        self.states.pop(seat, None)
 
+    def is_learner(self, seat: int) -> bool:
+        """Tell whether ``seat`` is a learner's still."""
+        return self.since.get(seat) == NOT_YET
 
-def is_stale(group: Group, rank: int, push: Push) -> bool:
-    """Whether this is for whoever had somebody's seat before, or of a state that nobody is to get any more."""
-    key = push.key
-    if key.stream != Stream.TRANSFER:
-        return False
-    if is_state(key):
-        number, epoch = group.states.get(key.target, (0, 0))
-        since = group.since.get(key.source, 0)
-        return key.part - STATE_TAG != number or not 0 <= since <= epoch
-    other = key.target if key.source == rank else key.source
-    since = group.since.get(other, 0)
-    return since == NOT_YET or push.epoch < since
+    def has_part(self, seat: int, key: ExchangeKey) -> bool:
+        """Tell whether ``seat`` may begin ``key``: it may not if it joined later."""
+        first = self.first_rounds.get(seat)
+        if first is None or key.stream == Stream.TRANSFER:
+            return True
+        part = key.number if key.stream == Stream.BUCKET else key.part - 1
+        return first != NOT_YET and part >= first and (key.stream != Stream.COLLECTIVE or not self.is_learner(seat))
 
+    def is_stale(self, rank: int, push: Push) -> bool:
+        """Tell whether ``push`` is for an earlier member in a seat, or of a state that no learner waits for."""
+        key = push.key
+        if key.stream != Stream.TRANSFER:
+            return False
+        if is_state(key):
+            number, epoch = self.states.get(key.target, (0, 0))
+            return key.part - STATE_TAG != number or not 0 <= self.since.get(key.source, 0) <= epoch
+        since = self.since.get(key.target if key.source == rank else key.source, 0)
+        return since == NOT_YET or push.epoch < since
 
-def turn_away(group: Group, rank: int, push: Push, effects: Effects) -> None:
-    """Tell ``rank`` that whom it means is gone, or that it sends or takes a state in vain."""
-    what = "who had that rank is gone, and somebody else has joined"
-    if is_state(push.key):
-        what = "this state is not waited for any more"
-    error = WorkerLostError(f"{group.describe(push.key)}: {what}")
-    effects.send(group.connections[rank], Failure.of(error, Scope.EXCHANGE, push.key))
+    def take_state(self, exchange: Exchange, rank: int, before: int, now: float) -> tuple[int, int] | None:
+        """Note a push of ``rank`` to a transfer that was complete up to slice ``before``.
+
+        Return the number of the state and the bytes to report. Its first bytes are reported as they come, later ones
+        twice a second. A request for it is reported, too: pushes of one end alone are nothing that has come.
+        """
+        key, seat = exchange.key, exchange.key.target
+        if not is_state(key) or not self.is_learner(seat):
+            return None
+        which = key.part - STATE_TAG, key.source
+        coming = self.coming.get(seat)
+        if coming is None or coming.key != which:
+            if rank != seat:
+                return None  # it has yet to be asked for
+            coming = self.coming[seat] = Coming(which)
+        if exchange.complete > before:
+            coming.nbytes += exchange.layout.run_bytes(before, exchange.complete)
+            self.heard[seat] = now
+        begins = coming.nbytes > 0 and not coming.begun
+        if now < coming.reported + _REPORT_SECONDS and not begins:
+            return None
+        coming.begun |= begins
+        nbytes, coming.nbytes, coming.reported = coming.nbytes, 0, now
+        return which[0], nbytes
+
+    def last_heard(self, seats: Iterable[int]) -> float:
+        """Return the time when more of its state came to a learner among ``seats``; 0 if none did."""
+        return max((self.heard.get(seat, 0.0) for seat in seats if self.is_learner(seat)), default=0.0)

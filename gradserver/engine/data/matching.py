@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from gradserver.engine.data.exchange import WEIGHED, Exchange, Run
 from gradserver.engine.data.failures import fail, forget_if_over, say_failed, tell
 from gradserver.engine.data.group import Group
-from gradserver.engine.data.learners import check_may_begin, is_stale, turn_away
 from gradserver.engine.data.membership import changed, is_outdated, outdated
 from gradserver.engine.data.rounds import Round
 from gradserver.engine.data.sequences import NUMBERS, place_of, sequence_of
@@ -24,6 +23,7 @@ from gradserver.protocol.errors import (
     OutOfStepError,
     SizeMismatchError,
     UnexpectedMessageError,
+    WorkerLostError,
 )
 from gradserver.protocol.exchange import (
     FRAMING,
@@ -36,6 +36,7 @@ from gradserver.protocol.exchange import (
     Stream,
     check_reducible,
     gives,
+    is_state,
 )
 from gradserver.protocol.limits import MAX_TRANSFERS
 from gradserver.protocol.messages import Push
@@ -50,15 +51,17 @@ def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) 
         return None
     begins = group.begins(push) if group.table.rates or group.sequences.restarted else push.slice == 0
     if begins:
-        if group.entered:
-            if is_stale(group, rank, push):
-                turn_away(group, rank, push, effects)
+        if group.learners.first_rounds:
+            if group.learners.is_stale(rank, push):
+                _turn_away(group, rank, push, effects)
                 return None
-            check_may_begin(group, rank, key)
+            if not group.learners.has_part(rank, key):
+                what = group.describe(key)
+                raise OutOfStepError(f"{group.call(rank)} has no part in {what}: it was not a member then")
         for earlier in _take_number(group, rank, key):
             fail(group, earlier, abandoned(group, earlier, rank, key), effects)
         operation = _operation(group, rank, push)
-        if exchange is None and (error := group.failed_before.get(key)) is not None:
+        if exchange is None and (error := group.exchanges.failed_before.get(key)) is not None:
             say_failed(group, rank, key, error, effects)
             return None
         if exchange is None:
@@ -74,7 +77,7 @@ def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) 
             return None
         exchange.join(rank, push.weight)
     elif exchange is None:
-        if group.sequences.is_past(rank, key) or (group.entered and key.stream == Stream.TRANSFER):
+        if group.sequences.is_past(rank, key) or (group.learners.first_rounds and key.stream == Stream.TRANSFER):
             return None  # the tail of an exchange that failed meanwhile, or of one that never began
         raise UnexpectedMessageError(f"slice {push.slice} of an exchange that did not begin with its first slice")
     if exchange.failure is not None:
@@ -119,7 +122,7 @@ def _first_due(group: Group, rank: int, key: ExchangeKey) -> int:
             f"{group.call(rank)} has used {MAX_TRANSFERS} different pairs of peer and tag: use old ones again"
         )
     if key.stream == Stream.BUCKET:
-        return max(sequences.first_round, group.entered.get(rank, 0))
+        return max(sequences.first_round, group.learners.first_rounds.get(rank, 0))
     return place_of(key) if sequences.restarted else 0
 
 
@@ -142,6 +145,14 @@ def _abandoned(group: Group, rank: int, key: ExchangeKey, due: int) -> list[Exch
 def _is_outdated(group: Group, push: Push, operation: Operation) -> bool:
     """Whether somebody calls a collective, which is open, in a membership that has ended: as the others do not know."""
     return push.key.stream == Stream.COLLECTIVE and is_outdated(group, push.key, operation, push.epoch)
+
+
+def _turn_away(group: Group, rank: int, push: Push, effects: Effects) -> None:
+    """Tell ``rank`` that its peer has gone, or that it sends or takes a state in vain."""
+    what = "the worker that had that rank is gone, and another one has joined"
+    if is_state(push.key):
+        what = "this state is not waited for any more"
+    say_failed(group, rank, push.key, WorkerLostError(f"{group.describe(push.key)}: {what}"), effects)
 
 
 def _refuse_late(group: Group, rank: int, key: ExchangeKey, effects: Effects) -> None:
@@ -181,8 +192,8 @@ def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch
         late = tuple(seat for seat in participants if group.stragglers.is_closed(seat, key))
         participants = tuple(seat for seat in participants if seat not in late)
     halted = group.halted or (group.buckets_halted if key.stream == Stream.BUCKET else None)
-    first_to_depart = next((rank for rank in group.departed if rank in participants), None)
-    failure = halted or (None if first_to_depart is None else group.departed[first_to_depart])
+    departed = group.members.departed
+    failure = halted or next((departed[rank] for rank in departed if rank in participants), None)
     exchange = Exchange(
         key, operation, layout, start, stop, participants, rank, now, now, start, absent=late, failure=failure
     )
@@ -190,12 +201,12 @@ def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch
         return exchange
     if is_bucket and group.rounds and min(group.rounds) < key.number:
         raise OutOfStepError(f"{group.describe(key)} from {group.call(rank)}: the round before it is not over")
-    if key in group.settled:
-        exchange.settle(group.settled[key], group.settled_of(key))
-    group.exchanges[key] = exchange
+    if (settled := group.exchanges.settled.get(key)) is not None:
+        exchange.settle(settled, group.settled_of(key))
+    group.exchanges.begin(exchange)
     if key.stream == Stream.BUCKET and key.number not in group.rounds:
         section = 0 if group.plan is None else group.plan.section_of(key.part).number
-        group.rounds[key.number] = Round(now, group.is_hashed(key.number), section)
+        group.rounds.begin(key.number, Round(now, group.is_hashed(key.number), section))
     if group.next_check is None:  # else an exchange that began earlier is due earlier
         group.check_by(now + group.order.timeout)
     return exchange

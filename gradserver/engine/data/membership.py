@@ -1,4 +1,16 @@
-"""How the data half of an elastic group goes on without a member.
+"""Orders that change the membership of an elastic group, at its data half.
+
+    order    what changes
+    ───────  ────────────────────────────────────────────────────────────────────────────────────────────────────
+    Admit    the seat is a learner's; it takes part in nothing but the transfers of its state
+    Expect   from a round on, which no member has begun, its buckets wait for the learner, too; or the learner listens:
+             it is sent their results without having pushed
+    Excuse   they do not wait for it: what was open goes on without it, and its state is sent no further
+    Reseat   it is a member: collectives and transfers, too, from the round after its first one on
+    Depart   what it gave before counts; a learner may depart as well
+
+An exchange has the participants that it had when it began, and a member that comes later has no part in it. The round
+in which it was called says which members these are.
 
 A departure is a *cut*: from here on exchanges go on without that seat. What it gave as a prefix of an exchange's slices
 counts, the rest does not; so each element is the mean of those who counted for it, and everybody gets the same one.
@@ -25,33 +37,67 @@ from __future__ import annotations
 
 from gradserver.engine.data.completion import complete
 from gradserver.engine.data.exchange import Exchange, Piece
-from gradserver.engine.data.failures import fail, forget_if_over, remember
+from gradserver.engine.data.failures import fail, forget_if_over
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.quorum import note_what_counted
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import Absent, Depart
+from gradserver.engine.events import Absent, Admit, Depart, Excuse, Expect, Reseat
 from gradserver.protocol.errors import GradServerError, MembershipChangedError
 from gradserver.protocol.exchange import ROOTED, WORLD_BOUND, ExchangeKey, Kind, Layout, Operation, Stream
 
 _NOTHING = Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsize=0, replies=1)
 
 
+def admit(group: Group, order: Admit) -> None:
+    """Take a learner in, whose seat may have been another member's."""
+    seat = order.seat
+    group.disturb()
+    group.members.admit(seat, order.occupant.name, order.occupant.connection, order.token)
+    group.learners.admit(seat)
+    group.stragglers.hand_over(seat)
+    group.sequences.hand_over(seat)
+    group.traffic.hand_over(seat, group.exchanges.values())
+
+
+def expect(group: Group, order: Expect) -> None:
+    """Wait for learners from a round on, or send them its results without being asked."""
+    listens = order.listen or group.order.lateness is not None  # a member that contributes can be late from then on
+    for seat in order.seats:
+        group.listeners.end(seat)
+        if listens:
+            group.listeners.begin((seat,), order.round)
+        if not order.listen:
+            group.learners.expect(seat, order.round)
+    for seat, number in zip(order.seats, order.transfers, strict=True) if order.transfers else ():
+        group.learners.expect_state(seat, number, group.members.epoch)
+
+
+def excuse(group: Group, order: Excuse, now: float, effects: Effects) -> None:
+    """Go on without a learner in all rounds that are open, and in later ones."""
+    group.learners.excuse(order.seat)
+    group.listeners.forget(order.seat)
+    for exchange in list(group.exchanges.values()):
+        if exchange.key.stream == Stream.BUCKET and order.seat in exchange.participants and exchange.failure is None:
+            cut(group, exchange, order.seat, False, now, effects)
+
+
+def reseat(group: Group, order: Reseat) -> None:
+    """Begin a membership with learners that have become members."""
+    new = group.learners.promote(order.seats, order.epoch)
+    joined_in = max((group.learners.first_rounds[seat] for seat in new), default=None)
+    group.members.reseat(order.seats, new, joined_in, order.epoch)
+    group.follow_members()
+
+
 def depart(group: Group, order: Depart, now: float, effects: Effects) -> None:
     """Go on without a member, in all that is open."""
     seat = order.rank
-    group.departed[seat] = order.error
-    group.entered.pop(seat, None)
-    group.change = order.error.message
-    group.seats.depart(seat)
+    group.members.depart(seat, order.error, order.epoch)
+    group.learners.depart(seat)
     group.listeners.forget(seat)
-    group.states.pop(seat, None)
-    if order.epoch != group.epoch:
-        group.epoch = order.epoch
-        group.before = (group.before[0], order.epoch)
-    group.table.world_size = len(group.seats.present)
     for number, current in group.rounds.items():
         note_what_counted(group, number, current, seat)
-    group.stragglers.pace.changed()
+    group.follow_members()
     group.stragglers.pace.forget(seat)
     for exchange in list(group.exchanges.values()):
         if seat not in exchange.participants:
@@ -89,9 +135,9 @@ def _why_not(group: Group, exchange: Exchange, order: Depart) -> GradServerError
 def changed(group: Group, key: ExchangeKey, operation: Operation) -> MembershipChangedError:
     """What to tell everybody of ``operation``: some have called it in a membership that has ended."""
     return MembershipChangedError(
-        f"{group.describe(key, operation)} was called in a membership that has ended: {group.change}. "
+        f"{group.describe(key, operation)} was called in a membership that has ended: {group.members.change}. "
         f"Rank and world size are new: call it again",
-        epoch=group.epoch,
+        epoch=group.members.epoch,
     )
 
 
@@ -105,14 +151,13 @@ def outdated(
         return None
     error = changed(group, key, operation)
     exchange = Exchange(key, operation, _NOTHING, 0, 1, participants, rank, now, now, 0, failure=error)
-    remember(group, exchange)
+    group.exchanges.keep_failed(exchange)
     return exchange
 
 
 def is_outdated(group: Group, key: ExchangeKey, operation: Operation, epoch: int) -> bool:
     """Whether somebody sees ``operation`` in the membership ``epoch``, which has ended, and it is of one membership."""
-    due = group.before[1] if key.part <= group.before[0] else group.epoch
-    return operation.kind in WORLD_BOUND and epoch != due
+    return operation.kind in WORLD_BOUND and epoch != group.members.epoch_of(key.part)
 
 
 def do_without(group: Group, exchange: Exchange, piece: Piece, rank: int, now: float, effects: Effects) -> None:
@@ -131,7 +176,7 @@ def do_without_overdue(group: Group, exchange: Exchange, now: float, effects: Ef
     missing = exchange.missing()
     if exchange.key.stream != Stream.BUCKET or not missing:
         return False
-    receiving = max((group.heard.get(seat, 0.0) for seat in missing if group.since.get(seat) == -1), default=0.0)
+    receiving = group.learners.last_heard(missing)
     if receiving > exchange.touched:
         exchange.put_off(receiving)
         return True
@@ -145,4 +190,4 @@ def do_without_overdue(group: Group, exchange: Exchange, now: float, effects: Ef
 def left_out(group: Group, seat: int, why: str) -> Absent:
     """Control is to go on without ``seat``."""
     name = group.order.group
-    return Absent(name, seat, group.seats.left_out(seat, f"group {name!r}: {why}"))
+    return Absent(name, seat, group.members.seats.left_out(seat, f"group {name!r}: {why}"))

@@ -51,7 +51,7 @@ def contributed(group: Group, number: int, seat: int, ended: bool, now: float, e
         return None
     lateness = group.order.lateness
     may_be_stuck = group.plan is None or group.plan.nbytes > group.order.credit - SLICE_BYTES
-    if may_be_stuck or group.stragglers.closed or group.entered or group.departed:
+    if may_be_stuck or group.stragglers.closed or group.learners.first_rounds or group.members.departed:
         present = _present(group, number)
         given = sum([_has_given(group, current, other) for other in present])
     else:  # as in most rounds: all that are present are waited for, and none can have used up its credit
@@ -132,7 +132,7 @@ def _any_bucket(number: int) -> ExchangeKey:
 
 
 def _needed(group: Group, number: int) -> int:
-    count = len(group.participants(_any_bucket(number)) if group.entered else group.seats.present)
+    count = len(group.participants(_any_bucket(number)) if group.learners.first_rounds else group.members.present)
     return -(-count // 2) if group.order.lateness is None else group.order.lateness.needed(count)
 
 
@@ -150,7 +150,7 @@ def close(group: Group, order: CutRound, now: float, effects: Effects) -> None:
         current.waited += now - (current.quorum_at or now)
         current.quorum_at = current.look_at = None
     for seat in order.seats:
-        if seat in group.departed:
+        if seat in group.members.departed:
             continue
         group.stragglers.close(seat, order.round)
         if current is not None:

@@ -145,7 +145,7 @@ def _hand_on(group: Group, recovery: Recovery, effects: Effects) -> None:
         result, payloads = recovery.came.pop(place)
         for lacking in wanted.lacking:
             recovery.holders[lacking].take(result)
-            effects.send(group.connections[lacking], result, payloads)
+            effects.send(group.members.connections[lacking], result, payloads)
 
 
 def drained(group: Group, epoch: int, key: ExchangeKey, start: int) -> bool:
@@ -174,7 +174,7 @@ def advance(group: Group, now: float, effects: Effects) -> None:
     if recovery is None:
         return
     if recovery.stage is Stage.COLLECTING:
-        if not recovery.draining and all(seat in recovery.holders for seat in group.seats.present):
+        if not recovery.draining and all(seat in recovery.holders for seat in group.members.present):
             _previous(group, recovery, now, effects)
         return
     recovery.touched = now
@@ -193,7 +193,7 @@ def overdue(group: Group, now: float, effects: Effects) -> None:
     if recovery is None or recovery.touched + group.order.timeout > now:
         return
     recovery.touched = now
-    slow = [seat for seat in group.seats.present if seat not in recovery.holders]
+    slow = [seat for seat in group.members.present if seat not in recovery.holders]
     for seat in slow or sorted({source for place, (source, _) in recovery.asked.items() if place not in recovery.came}):
         effects.report(left_out(group, seat, f"it did not say within {group.order.timeout:g} s what it holds"))
 
@@ -293,7 +293,7 @@ def _why_not(group: Group, recovery: Recovery, key: ExchangeKey) -> GradServerEr
         return MembershipChangedError(
             f"{group.describe(key)} was called in a membership that has ended. Rank and world size are new: "
             f"call it again",
-            epoch=group.epoch,
+            epoch=group.members.epoch,
         )
     return ConnectionLostError(
         f"{group.describe(key)} was under way when the connection to the coordinator broke, and not every worker "
@@ -307,7 +307,7 @@ def _ask(group: Group, recovery: Recovery, effects: Effects) -> None:
         key, index = wanted.place
         source = wanted.holding[index % len(wanted.holding)]
         recovery.asked[wanted.place] = source, wanted
-        effects.send(group.connections[source], Fetch(recovery.version, key, index))
+        effects.send(group.members.connections[source], Fetch(recovery.version, key, index))
 
 
 def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> None:
@@ -328,24 +328,25 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
             for seat in holders:
                 group.sequences.pass_over(seat, key)
         elif settled:
-            group.settled[key] = settled
+            group.exchanges.settle(key, settled)
     for holder in holders.values():
         for key in holder.slices[State.LACKING]:
             loose = frozenset[int]().union(*(one.slices[State.HELD].get(key, ()) for one in holders.values()))
             if loose:
-                group.settled[key] = loose
+                group.exchanges.settle(key, loose)
     failed = {key for holder in holders.values() for state in FAILED for key in holder.slices[state]}
-    group.failed_before = {key: _why_not(group, recovery, key) for key in failed}
+    group.exchanges.recall({key: _why_not(group, recovery, key) for key in failed})
     effects.report(Recovered(group.order.group, number))
     for seat in holders:
-        effects.send(group.connections[seat], Standing(recovery.version, number))
+        effects.send(group.members.connections[seat], Standing(recovery.version, number))
     if found:
         assert group.plan is not None
         section = group.plan.section_of(next(iter(found))).number
-        current = group.rounds[number] = adopt(number, section, found, holders, now)
+        current = adopt(number, section, found, holders, now)
+        group.rounds.begin(number, current)
         current.done.update(done)
         if done and len(done) == group.full_buckets[section]:
-            del group.rounds[number]
+            group.rounds.end(number)
             current.last = min(holders)
             record = current.record(number, group.world, group.plan, now)
             effects.report(RoundCompleted(group.order.group, record, adopted=True))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Final
 
+from gradserver.engine.data.exchange import Exchange
 from gradserver.engine.events import RESULT
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.digest import MODULUS
@@ -94,6 +95,21 @@ class Round:
     nonfinite: dict[tuple[int, int], tuple[int, int]] | None = None
     """Of what was not finite, by rank and bucket: how many slices, and the first element, or -1."""
 
+    def end_bucket(self, exchange: Exchange) -> None:
+        """Note that a bucket was exchanged, and in how many of its slices each member counted."""
+        part, counted = exchange.key.part, exchange.counted
+        self.done.add(part)
+        self.weights.update((rank, weight) for rank, weight in exchange.weights.items() if counted(rank))
+        self.last = exchange.last
+        for rank in exchange.cut:
+            self.cut[rank, part] = counted(rank)
+        if not exchange.settled:
+            return
+        for seat in {*exchange.before, *exchange.weights}:  # settled slices, and those that were made anew
+            self.counted[seat, part] = counted(seat)
+            if seat not in exchange.weights:  # it departed before it had given anything anew
+                self.cut[seat, part] = counted(seat)
+
     def contributed(self, rank: int, buckets: int) -> None:
         """Note that ``rank`` has given everything to one bucket more, of so many ``buckets``."""
         count = self.given.get(rank, 0) + 1
@@ -141,3 +157,21 @@ class Round:
             if self.nonfinite
             else (),
         )
+
+
+class Rounds(dict[int, Round]):
+    """Open rounds by number. Other modules read it like any dict, and change it by the methods below."""
+
+    __slots__ = ()
+
+    def begin(self, number: int, current: Round) -> None:
+        """Open a round."""
+        self[number] = current
+
+    def end(self, number: int) -> None:
+        """Close a round: all its results are there."""
+        del self[number]
+
+    def void(self) -> None:
+        """Give up all that is open: there is another plan, or members are about to say what they hold."""
+        self.clear()

@@ -42,12 +42,12 @@ def non_finite(group: Group, exchange: Exchange, element: int, found: NonFinite)
     if found.rank < 0:
         who, name = "the mean overflowed, though every contribution was finite:", ""
     else:
-        who, name = f"{group.call(found.rank)} contributed", group.seats.names[found.rank]
+        who, name = f"{group.call(found.rank)} contributed", group.members.seats.names[found.rank]
     return NonFiniteError(
         f"{who} {found.value} in {where} of {group.describe(key, exchange.operation)}; the group is halted "
         f"and nothing of this slice was handed out. Look at that worker's data, loss and learning rate",
         worker=name,
-        rank=group.seats.rank(found.rank),
+        rank=group.members.seats.rank(found.rank),
         bucket=group.bucket_name(key),
         parameter=parameter,
         round=key.number,
@@ -74,10 +74,10 @@ def overdue(group: Group, exchange: Exchange) -> DeadlineError:
     timeout = group.order.timeout
     missing = exchange.missing()
     have = [rank for rank in exchange.participants if rank not in missing]
-    whom = group.calls(missing) if missing else "the coordinator to reduce it"
+    whom = group.members.calls(missing) if missing else "the coordinator to reduce it"
     return DeadlineError(
         f"{group.describe(exchange.key, exchange.operation)} waited {timeout:g} s (--round-timeout) for {whom}"
-        + (f"; {group.calls(have)} had come" if have else ""),
+        + (f"; {group.members.calls(have)} had come" if have else ""),
         missing=tuple(group.call(rank) for rank in missing),
         bucket=group.bucket_name(exchange.key),
         round=exchange.key.number if exchange.key.stream == Stream.BUCKET else -1,
