@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, zip_longest
 from math import prod
 from typing import Final, NamedTuple
 
-from gradserver.protocol.codecs import Codec, codec_from, codec_of
+from gradserver.protocol.codecs import Codec, codec_from
 from gradserver.protocol.dtypes import BY_CODE, FLOAT32, DType
 from gradserver.protocol.errors import InvalidArgumentError, LimitExceededError, MalformedMessageError, ProtocolError
 from gradserver.protocol.exchange import EXACT, Kind, Op, Operation, check_codec, check_reducible
 from gradserver.protocol.limits import (
-    KIB,
     MAX_BUCKETS,
     MAX_COMPONENTS,
     MAX_COUNTER,
@@ -393,37 +392,6 @@ def _read_component(reader: _Reader) -> Component:
     if dimensions > MAX_DIMENSIONS:
         raise LimitExceededError(f"{dimensions} dimensions in a plan, the limit is {MAX_DIMENSIONS}")
     return Component(name, reader.unpack(f"<{dimensions}Q"))
-
-
-EXEMPT_BYTES: Final = 64 * KIB
-"""Bytes below which a bucket travels without loss, unless a codec is named for it: biases and norms, which weigh
-little."""
-
-
-def with_codec(plan: Plan, codec: Codec) -> Plan:
-    """Return ``plan`` with ``codec`` for its means of float32, except for small buckets and those with a codec."""
-    if codec is EXACT:
-        return plan
-    return Plan(tuple(_with_codec(bucket, codec) for bucket in plan.buckets))
-
-
-def _with_codec(bucket: Bucket, codec: Codec) -> Bucket:
-    small = bucket.numel * bucket.dtype.itemsize < EXEMPT_BYTES
-    if bucket.codec is not None or bucket.dtype != FLOAT32 or bucket.op is not Op.MEAN or small:
-        return bucket
-    return replace(bucket, codec=codec)
-
-
-def with_named_codecs(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """Return ``plan`` with the codecs that ``names`` has for the keys of its buckets.
-
-    Raises:
-        InvalidArgumentError: there is no bucket of that key, or no codec of that name.
-        UnsupportedOperationError: a bucket cannot travel as its codec.
-    """
-    chosen = {plan.index(key): codec_of(name) for key, name in names.items()}
-    buckets = (replace(b, codec=chosen[i]) if i in chosen else b for i, b in enumerate(plan.buckets))
-    return Plan(tuple(buckets))
 
 
 def simple_plan(sizes: Iterable[tuple[str, int]], dtype: DType, op: Op = Op.MEAN) -> Plan:

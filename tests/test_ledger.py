@@ -25,7 +25,8 @@ from gradserver.protocol.codecs import codec_of, seed_of
 from gradserver.protocol.digest import MODULUS, digest, places
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import NonFiniteError
-from gradserver.protocol.plan import Plan as PlanTable, simple_plan, with_codec
+from gradserver.protocol.plan import Plan as PlanTable, simple_plan
+from gradserver.protocol.plan_codecs import with_codec
 from gradserver.worker.client import Worker
 from tests.cluster import ROOT, TIMEOUT, Daemon, joined, together, wait_until
 from tests.engine_harness import plan_of

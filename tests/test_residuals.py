@@ -16,7 +16,8 @@ from gradserver.lossy import reduce_lossy
 from gradserver.protocol.codecs import codec_of
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.exchange import ExchangeKey, Stream
-from gradserver.protocol.plan import simple_plan, with_codec
+from gradserver.protocol.plan import simple_plan
+from gradserver.protocol.plan_codecs import with_codec
 from gradserver.residuals import Residuals
 
 NUMEL = 40_000

@@ -11,7 +11,8 @@ from gradserver.protocol.codecs import codec_of
 from gradserver.protocol.dtypes import BY_NAME, FLOAT32, DType
 from gradserver.protocol.exchange import DIVIDED, IN_PLACE, ROOTED, ExchangeKey, Kind, Op, Operation, Stream, layout_of
 from gradserver.protocol.limits import KIB, MIB
-from gradserver.protocol.plan import Bucket, Component, Plan, with_codec
+from gradserver.protocol.plan import Bucket, Component, Plan
+from gradserver.protocol.plan_codecs import with_codec
 from gradserver.protocol.shards import (
     ALIGNMENT,
     EVEN,

@@ -36,7 +36,8 @@ from gradserver.ledger.state import EVERY_ROUND, StateDir
 from gradserver.protocol.codecs import codec_of
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import StateError
-from gradserver.protocol.plan import simple_plan, with_codec
+from gradserver.protocol.plan import simple_plan
+from gradserver.protocol.plan_codecs import with_codec
 from gradserver.residuals import Residuals
 from tests.cluster import Daemon, Program, wait_until, worker_program
 from tests.engine_harness import plan_of

@@ -1,14 +1,15 @@
-"""Comparison of a job's members: what they tell each other before they save, and before they continue."""
+"""Replicas that are alike: made so when they begin, and compared before they save and continue."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 
 from gradserver.protocol.digest import MODULUS, digest
@@ -113,6 +114,37 @@ def check_same_tensors(worker: Worker, tensors: Mapping[str, Tensor]) -> None:
                 f"{name!r} of {_named(worker.names, others)} is not that of "
                 f"{_named(worker.names, [column.index(usual)])}. {remedy}"
             )
+
+
+@torch.no_grad()
+def broadcast_tensors(worker: Worker, tensors: Iterable[Tensor], chunk_bytes: int) -> None:
+    """Overwrite ``tensors`` at every worker by those of rank 0; small ones travel together, in chunks."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for alike in by_kind.values():
+        chunk: list[Tensor] = []
+        room = chunk_bytes
+        for tensor in alike:
+            size = tensor.numel() * tensor.element_size()
+            if size > room and chunk:
+                _broadcast_chunk(worker, chunk)
+                chunk, room = [], chunk_bytes
+            chunk.append(tensor)
+            room -= size
+        _broadcast_chunk(worker, chunk)
+
+
+def _broadcast_chunk(worker: Worker, tensors: list[Tensor]) -> None:
+    if len(tensors) == 1:
+        worker.broadcast(tensors[0])
+        return
+    packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    worker.broadcast(packed)
+    if worker.rank != 0:
+        for tensor, part in zip(tensors, torch.split(packed, [t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 class _Asked(NamedTuple):

@@ -64,7 +64,6 @@ class Backward:
         leads: whether buckets are pushed while this backward is under way (`gradserver.worker.sequence`).
         fresh: whether there was an exchange since the gradients were last cleared (`gradserver.Job` says so).
         latest: what all modules of the latest exchanging backward share.
-        begun: whether the present backward has reached the module.
         ended: exchanges without any batch since `DistributedDataParallel.join` began: each ends one such block.
     """
 
@@ -88,8 +87,7 @@ class Backward:
         """For each bucket, the number of its parameters still to come."""
         self._pending = 0
         """Number of backwards that accumulated gradients since the last exchange."""
-        self._learned = False
-        self._warned = False
+        self._learned = self._warned = False
         self._versions: dict[str, int] | None = {}
         """Versions of the parameters when the first exchanging backward begins; None when it is over."""
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
@@ -215,8 +213,14 @@ class Backward:
         return waits or (self._options.static_graph and not self._learned)
 
     def _count(self, index: int, slot: Slot) -> None:
+        if slot.fired > slot.expected and self._options.static_graph:
+            raise self._graph_changed(slot)
         if slot.fired > slot.expected:
-            raise self._graph_changed(slot) if self._options.static_graph else _twice(slot)
+            raise UsageError(
+                f"the gradient of {slot.name!r} became ready a second time in one backward, as it does when a "
+                f"re-entrant checkpoint holds a part that is used twice: pass static_graph=True (or "
+                f"delay_all_reduce=True), or checkpoint with use_reentrant=False"
+            )
         if slot.fired == slot.expected:
             self._waiting[index] -= 1
             if not self._waiting[index]:
@@ -394,11 +398,3 @@ class _Ending:
     def __del__(self) -> None:
         if self._backward is not None:
             self._backward.fail(self._number)
-
-
-def _twice(slot: Slot) -> UsageError:
-    return UsageError(
-        f"the gradient of {slot.name!r} became ready a second time in one backward, as it does when a re-entrant "
-        f"checkpoint holds a part that is used twice: pass static_graph=True (or delay_all_reduce=True), or checkpoint "
-        f"with use_reentrant=False"
-    )

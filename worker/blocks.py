@@ -16,7 +16,8 @@ from gradserver.protocol.errors import (
     SizeMismatchError,
     StateError,
 )
-from gradserver.protocol.plan import Bucket, Component, Plan, with_named_codecs
+from gradserver.protocol.plan import Bucket, Component, Plan
+from gradserver.protocol.plan_codecs import with_named_codecs
 from gradserver.worker.client import Worker
 from gradserver.worker.flatten import (
     COMPONENT_NAMES,

@@ -20,7 +20,8 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.messages import Membership
-from gradserver.protocol.plan import Plan, simple_plan, with_codec
+from gradserver.protocol.plan import Plan, simple_plan
+from gradserver.protocol.plan_codecs import with_codec
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.arguments import check_weight
 from gradserver.worker.collectives import S

@@ -12,7 +12,7 @@ from gradserver.protocol.codecs import Codec
 from gradserver.protocol.dtypes import FLOAT32, UINT8
 from gradserver.protocol.errors import DTypeError, InvalidArgumentError, SizeMismatchError
 from gradserver.protocol.exchange import EXACT, Kind, Op, Operation, layout_of, operation_of
-from gradserver.protocol.plan import EXEMPT_BYTES
+from gradserver.protocol.plan_codecs import EXEMPT_BYTES
 from gradserver.worker.arguments import Maybe, Reduction, check_weight, op_of, root_of
 from gradserver.worker.handle import Handle, Timeout, finished, seconds
 from gradserver.worker.member.exchange import Destination, Source

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from gradserver.protocol.errors import InvalidArgumentError, UsageError
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.plan import Plan
-from gradserver.worker.alike import check_joined_weights, check_same_tensors
+from gradserver.worker.alike import broadcast_tensors, check_joined_weights, check_same_tensors
 from gradserver.worker.backward import Backward
 from gradserver.worker.client import Worker, check_weight
 from gradserver.worker.rounds import Options, Rounds
 from gradserver.worker.stepping import noting_steps
+from gradserver.worker.wrapping import checked_worker, ignored_names
 
 Step = Callable[[], object] | Optimizer
 """The part of a training loop after backward: an optimizer, or a function that steps one."""
@@ -135,7 +136,7 @@ class DistributedDataParallel(nn.Module):
         process_group: object | None = None,
     ) -> None:
         super().__init__()
-        worker = _checked(module, worker, device_ids, output_device, process_group)
+        worker = checked_worker(module, worker, device_ids, output_device, process_group)
         if accumulation not in ("sum", "mean"):
             raise InvalidArgumentError(f"accumulation is 'sum' or 'mean', not {accumulation!r}")
         options = Options(
@@ -144,7 +145,7 @@ class DistributedDataParallel(nn.Module):
             gradient_as_bucket_view=gradient_as_bucket_view,
             delay_all_reduce=delay_all_reduce,
             broadcast_buffers=broadcast_buffers,
-            ignored=_ignored(module, buffers_to_ignore),
+            ignored=ignored_names(module, buffers_to_ignore),
             exchange_in_eval=exchange_in_eval,
             accumulation=accumulation,
             timeout=timeout,
@@ -381,79 +382,6 @@ class DistributedDataParallel(nn.Module):
 
 
 _OF_THE_CONNECTION: Final = ("worker", "_rounds", "_backward")
-
-
-def _checked(
-    module: object,
-    worker: object,
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-    process_group: object,
-) -> Worker:
-    """Return ``worker`` if the arguments are possible; else raise an error that says what to give instead."""
-    connected = "worker = gradserver.connect(); model = gradserver.DistributedDataParallel(module, worker)"
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}, and must be a torch.nn.Module: {connected}")
-    if process_group is not None:
-        raise TypeError(f"process_group= belongs to torch.distributed. Groups are workers': {connected}")
-    if worker is None:
-        raise TypeError(f"there is no worker to exchange gradients with: {connected}")
-    if not isinstance(worker, Worker):
-        raise TypeError(f"worker is a {type(worker).__name__}, and must be what connect returns: {connected}")
-    there = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    for option, devices in (("device_ids", device_ids), ("output_device", output_device)):
-        for device in devices if isinstance(devices, Sequence) and not isinstance(devices, str) else (devices,):
-            if device is not None and {_device(device)} != there:
-                found = ", ".join(sorted(map(str, there))) or "no device"
-                raise TypeError(
-                    f"{option}={devices!r} is not needed, and moves nothing: this module is on {found}. Move it with "
-                    f"module.to(device) first, and then wrap it; one process trains on one device"
-                )
-    return worker
-
-
-def _device(device: int | str | torch.device) -> torch.device:
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-
-
-def _ignored(module: nn.Module, buffers: Iterable[str]) -> frozenset[str]:
-    """Return the names of the parameters and buffers that are not exchanged."""
-    known, named = [name for name, _ in module.named_buffers(remove_duplicate=False)], frozenset(buffers)
-    for name in sorted(named.difference(known)):
-        have = f"its buffers are {', '.join(map(repr, known[:16]))}" if known else "it has no buffers"
-        raise InvalidArgumentError(f"buffers_to_ignore names {name!r}, which is no buffer of this module: {have}")
-    return named.union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
-@torch.no_grad()
-def broadcast_tensors(worker: Worker, tensors: Iterable[Tensor], chunk_bytes: int) -> None:
-    """Overwrite ``tensors`` at every worker by those of rank 0; small ones travel together, in chunks."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for alike in by_kind.values():
-        chunk: list[Tensor] = []
-        room = chunk_bytes
-        for tensor in alike:
-            size = tensor.numel() * tensor.element_size()
-            if size > room and chunk:
-                _broadcast_chunk(worker, chunk)
-                chunk, room = [], chunk_bytes
-            chunk.append(tensor)
-            room -= size
-        _broadcast_chunk(worker, chunk)
-
-
-def _broadcast_chunk(worker: Worker, tensors: list[Tensor]) -> None:
-    if len(tensors) == 1:
-        worker.broadcast(tensors[0])
-        return
-    packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    worker.broadcast(packed)
-    if worker.rank != 0:
-        for tensor, part in zip(tensors, torch.split(packed, [t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:

@@ -11,18 +11,19 @@ from typing import Final, Literal
 import torch
 from torch import Tensor, nn
 
-from gradserver.protocol.plan import Plan, with_named_codecs
+from gradserver.protocol.plan import Plan
+from gradserver.protocol.plan_codecs import with_named_codecs
 from gradserver.worker.buckets import (
     BufferBucket,
     FlatBucket,
     GradientBucket,
     buffer_buckets,
-    group_parameters,
     sender_spec,
     used_spec,
 )
 from gradserver.worker.client import Worker
 from gradserver.worker.flatten import local_mean
+from gradserver.worker.grouping import group_parameters
 from gradserver.worker.handle import Handle
 from gradserver.worker.modes import Mode, Modes
 from gradserver.worker.staging import Staging

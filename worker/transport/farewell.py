@@ -70,3 +70,10 @@ class _Listener:
 
     def lost(self, error: GradServerError) -> None:
         self._answer._complete(error)
+
+
+def out_before_entry(welcome: Welcome, error: GradServerError) -> LeftOutError:
+    """Return the error for a worker that does not contribute yet: it has nothing that others need, and joins anew."""
+    name = welcome.names[welcome.rank]
+    what = f"this worker, {name!r}, was about to join group {welcome.group!r}, and has to do so again"
+    return LeftOutError(f"{what}: {error.message}", worker=name, rank=welcome.rank)

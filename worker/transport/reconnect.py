@@ -17,10 +17,9 @@
     RESUMING  Failure of the connection               CLOSED    for example LeftOutError
     any       close                                   CLOSED
 
-From Resumed on it is `gradserver.worker.resumption` that acts, and so also when the coordinator opens its books because
-of another member. What is sent meanwhile is dropped, since Standing says what is to be sent again. Threads that wait
-for a result when a connection breaks go on waiting where they are: for a lock that a message from the next connection
-lets go of, which is read by its own thread until they are through.
+From Resumed on `gradserver.worker.resumption` acts, as in a recovery because of another member. What is sent meanwhile
+is dropped: Standing says what is sent again. A thread that waits for a result when a connection breaks goes on waiting
+for its lock, which a message from the next connection releases. That connection's own thread reads until they are done.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from gradserver.protocol.errors import (
     CoordinatorStoppedError,
     CoordinatorUnreachableError,
     GradServerError,
-    LeftOutError,
     ProtocolError,
     reason_of,
 )
@@ -58,6 +56,7 @@ from gradserver.worker.member.regions import Regions
 from gradserver.worker.resumption import Resumption
 from gradserver.worker.session import Session, ShardReceiver
 from gradserver.worker.transport.beacon import Beacon
+from gradserver.worker.transport.farewell import out_before_entry
 from gradserver.worker.transport.shared_memory import SharedMemory
 from gradserver.worker.transport.tcp import TcpChannel
 
@@ -210,17 +209,15 @@ class Lifeline:
         """Handle the end of ``channel``."""
         session = self._session
         with self._lock:
-            if self._closing or session.closed or (channel is not self._trying and not self._is_up):
-                return
             is_trying = channel is self._trying
+            if self._closing or session.closed or not (is_trying or (self._is_up and channel is self._channel)):
+                return
             if is_trying:
                 self._failed = error
-            elif channel is not self._channel:
-                return
             else:
                 self._is_up = False
                 if not session.member.is_inside:
-                    error = _out(session, error)
+                    error = out_before_entry(session.membership, error)
                 elif not self._is_garbled_again(error):
                     self._clock.stop()
                     self.resumption.suspend()
@@ -333,8 +330,7 @@ class Lifeline:
             try:
                 channel.share_again(memory, _ANSWER_SECONDS)
             except BackendUnavailableError as error:
-                if self._failed is not None:
-                    raise self._failed from error
+                self._check_trying()
                 log.warning("gradients go through the connection from now on: %s", error)
         with self._lock:
             self._channel = channel
@@ -387,14 +383,6 @@ class Lifeline:
                 f"{reason.message}. With `gradserver serve` there, and the same --state-dir, the group had gone on"
             )
         )
-
-
-def _out(session: Session, error: GradServerError) -> LeftOutError:
-    """Return the error for a worker that does not contribute yet: it has nothing that others need, and joins anew."""
-    welcome = session.membership
-    name = welcome.names[welcome.rank]
-    what = f"this worker, {name!r}, was about to join group {welcome.group!r}, and has to do so again"
-    return LeftOutError(f"{what}: {error.message}", worker=name, rank=welcome.rank)
 
 
 class Ears:

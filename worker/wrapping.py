@@ -1,0 +1,97 @@
+"""Checks of what is wrapped: the module, its parameters, and arguments that torch's wrapper has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError
+from gradserver.worker.client import Worker
+
+
+def checked_worker(
+    module: object,
+    worker: object,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    process_group: object,
+) -> Worker:
+    """Return ``worker`` if the arguments are possible; else raise an error that says what to give instead."""
+    connected = "worker = gradserver.connect(); model = gradserver.DistributedDataParallel(module, worker)"
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}, and must be a torch.nn.Module: {connected}")
+    if process_group is not None:
+        raise TypeError(f"process_group= belongs to torch.distributed. Groups are workers': {connected}")
+    if worker is None:
+        raise TypeError(f"there is no worker to exchange gradients with: {connected}")
+    if not isinstance(worker, Worker):
+        raise TypeError(f"worker is a {type(worker).__name__}, and must be what connect returns: {connected}")
+    there = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    for option, devices in (("device_ids", device_ids), ("output_device", output_device)):
+        for device in devices if isinstance(devices, Sequence) and not isinstance(devices, str) else (devices,):
+            if device is not None and {_device(device)} != there:
+                found = ", ".join(sorted(map(str, there))) or "no device"
+                raise TypeError(
+                    f"{option}={devices!r} is not needed, and moves nothing: this module is on {found}. Move it with "
+                    f"module.to(device) first, and then wrap it; one process trains on one device"
+                )
+    return worker
+
+
+def _device(device: int | str | torch.device) -> torch.device:
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def ignored_names(module: nn.Module, buffers: Iterable[str]) -> frozenset[str]:
+    """Return the names of the parameters and buffers that are not exchanged."""
+    known, named = [name for name, _ in module.named_buffers(remove_duplicate=False)], frozenset(buffers)
+    for name in sorted(named.difference(known)):
+        have = f"its buffers are {', '.join(map(repr, known[:16]))}" if known else "it has no buffers"
+        raise InvalidArgumentError(f"buffers_to_ignore names {name!r}, which is no buffer of this module: {have}")
+    return named.union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def check_module(module: nn.Module, ignored: Collection[str] = ()) -> None:
+    """Refuse what cannot be trained as a replica. Raises InvalidArgumentError, or LayoutError for sparse gradients."""
+    for path, part in module.named_modules():
+        own = part.named_parameters(path, recurse=False)
+        trained = any(parameter.requires_grad and name not in ignored for name, parameter in own)
+        if trained and getattr(part, "sparse", False) is True:
+            raise LayoutError(
+                f"module {path!r} is an {type(part).__name__} with sparse=True, and only dense gradients travel: "
+                f"build it with sparse=False"
+            )
+        if isinstance(part, nn.SyncBatchNorm):
+            raise InvalidArgumentError(
+                f"module {path!r} is a torch.nn.SyncBatchNorm, which needs a process group of torch.distributed: "
+                f"before wrapping call module = gradserver.convert_sync_batchnorm(module, worker)"
+            )
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
+            raise InvalidArgumentError(
+                f"parameter {name!r} is a DTensor, of which this process has a part only: gradserver keeps whole "
+                f"replicas alike. Wrap a module that neither FSDP nor tensor parallelism has sharded"
+            )
+        if type(parameter).__name__ == "FlatParameter" and name not in ignored:
+            raise InvalidArgumentError(
+                f"parameter {name!r} is FSDP's, of which this process has a part only: gradserver keeps whole replicas "
+                f"alike. Wrap a module that FSDP has not wrapped"
+            )
+        if hasattr(parameter, "_in_backward_optimizers") and name not in ignored:
+            raise InvalidArgumentError(
+                f"the optimizer of parameter {name!r} steps inside backward (_apply_optimizer_in_backward), before "
+                f"gradients are averaged: step it after backward()"
+            )
+
+
+def is_exchangeable(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether there is anything to exchange; raise for parameters that cannot be exchanged."""
+    if isinstance(parameter, nn.UninitializedParameter):
+        raise InvalidArgumentError(f"parameter {name!r} has no shape yet: run the lazy module once before wrapping it")
+    if parameter.device.type not in ("cpu", "cuda"):
+        raise LayoutError(f"parameter {name!r} is on {parameter.device}; gradients travel from cpu and cuda")
+    if not parameter.dtype.is_floating_point and not parameter.dtype.is_complex:
+        raise DTypeError(f"parameter {name!r} is {parameter.dtype}, which has no mean")
+    return parameter.numel() > 0
