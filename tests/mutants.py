@@ -231,8 +231,8 @@ MUTANTS: Final = (
             ),
             Change(
                 RESULTS,
-                "from collections.abc import Iterable, Iterator, Sequence\n",
-                "from collections.abc import Iterable, Iterator, Sequence\nfrom typing import Any\n",
+                "from collections.abc import Iterable, Sequence\n",
+                "from collections.abc import Iterable, Sequence\nfrom typing import Any\n",
             ),
         ),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from gradserver.engine.data.exchange import WEIGHED, Exchange, Payload, Piece, Run
@@ -33,11 +33,8 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     if all(contribution.payload is None for contribution in contributions):
         answer(group, exchange, piece, None, now, effects)
         return
-    getters = [
-        piece.given[rank]
-        for rank in _receivers(exchange, piece)
-        if gets(operation, rank, exchange.key, exchange.owner(piece))
-    ]
+    owner, receivers = exchange.owner(piece), _receivers(exchange, piece)
+    getters = [piece.given[rank] for rank in receivers if gets(operation, rank, exchange.key, owner)]
     targets = [run.target or run.payload for run in getters if run.shared and run.payload is not None]
     if operation.op is Op.NONE and operation.kind not in _GIVEN_BY_ALL and not targets:
         (contribution,) = contributions  # one gives, others get: the bytes pass through as they are
@@ -195,7 +192,7 @@ def _tell(
         if parts is not None:
             effects.send(connection, result(True, 1, False), (parts[rank],))
             continue
-        travels = travels or list(_by_slice(layout, piece, result(True, 1, False), whole))
+        travels = travels or _by_slice(layout, piece, result(True, 1, False), whole)
         for one, payloads in travels:
             effects.send(connection, one, payloads)
     if sent:
@@ -203,7 +200,7 @@ def _tell(
     if listening := group.listeners.of(exchange, piece):
         if payload is None:
             travels = [(empty or result(False, stop - start, False), ())]
-        travels = travels or list(_by_slice(layout, piece, result(True, 1, False), whole))
+        travels = travels or _by_slice(layout, piece, result(True, 1, False), whole)
         _send_unasked(group, listening, travels, effects)
 
 
@@ -259,15 +256,15 @@ def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effec
     effects.report(RoundCompleted(group.order.group, record, told=over))
 
 
-def _by_slice(
-    layout: Layout, piece: Piece, first: Result, payload: Buffer
-) -> Iterator[tuple[Result, Sequence[Buffer]]]:
-    """The results of ``piece`` for who is to get them as payloads; ``first`` is that of its first slice."""
+def _by_slice(layout: Layout, piece: Piece, first: Result, payload: Buffer) -> list[tuple[Result, Sequence[Buffer]]]:
+    """Cut the results of ``piece`` for members that get them as payloads; ``first`` is that of its first slice."""
     if piece.stop - piece.start == 1:
-        yield first, (payload,)
-        return
+        return [(first, (payload,))]
     view, at = memoryview(payload), 0
+    results: list[tuple[Result, Sequence[Buffer]]] = []
     for index in range(piece.start, piece.stop):
         size = layout.nbytes(index)
-        yield first._replace(slice=index, over=first.over and index + 1 == piece.stop), (view[at : at + size],)
+        one = first._replace(slice=index, over=first.over and index + 1 == piece.stop)
+        results.append((one, (view[at : at + size],)))
         at += size
+    return results

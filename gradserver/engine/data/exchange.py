@@ -102,7 +102,7 @@ class Exchange:
     def join(self, rank: int, weight: float) -> None:
         """``rank`` begins to contribute."""
         self.weights[rank] = weight
-        self.pushed[rank] = self.open_from(self.start)
+        self.pushed[rank] = self.open_from(self.start) if self.settled else self.start
         self.runs[rank] = deque()
 
     def open_from(self, index: int) -> int:
@@ -133,7 +133,7 @@ class Exchange:
         """Keep one contribution, and give what has become complete by it."""
         self.touched = now
         was_behind = self.pushed[rank] == self.complete
-        self.pushed[rank] = self.open_from(run.stop)
+        self.pushed[rank] = self.open_from(run.stop) if self.settled else run.stop
         self.runs[rank].append(run)
         return self.ready(rank) if was_behind else ()
 
@@ -149,7 +149,7 @@ class Exchange:
             for rank in self.cut:
                 if rank in given and not self.runs[rank]:
                     del self.runs[rank]
-            self.complete = self.open_from(stop)
+            self.complete = self.open_from(stop) if self.settled else stop
             self.last = last
             yield Piece(start, stop, given)
 
@@ -252,6 +252,10 @@ class Exchange:
     def spoil(self, rank: int, slices: int) -> None:
         """So many slices of ``rank`` do not count."""
         self.spoiled = {**self.spoiled, rank: self.spoiled.get(rank, 0) + slices}
+
+    def counts_all(self) -> bool:
+        """Tell whether all slices of all contributions count."""
+        return not (self.cut or self.spoiled or self.settled)
 
     def counted(self, rank: int) -> int:
         """How many slices contributions of ``rank`` count for, once the exchange is done."""

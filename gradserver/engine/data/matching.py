@@ -221,7 +221,11 @@ def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: S
         if len(payloads) > 1:
             target, size = payloads[-1], min(size, len(payloads[-1]))
     start, stop = push.slice, push.slice + push.slices
-    if start != exchange.pushed.get(rank, -1) or stop > exchange.stop or exchange.crosses(start, stop):
+    if (
+        start != exchange.pushed.get(rank, -1)
+        or stop > exchange.stop
+        or (exchange.settled and exchange.crosses(start, stop))
+    ):
         raise OutOfStepError(
             f"{group.describe(exchange.key)} from {group.call(rank)}: slice {start} came, "
             f"{exchange.pushed.get(rank, exchange.start)} of {exchange.stop} is due"

@@ -99,8 +99,11 @@ class Round:
         """Note that a bucket was exchanged, and in how many of its slices each member counted."""
         part, counted = exchange.key.part, exchange.counted
         self.done.add(part)
-        self.weights.update((rank, weight) for rank, weight in exchange.weights.items() if counted(rank))
         self.last = exchange.last
+        if exchange.counts_all():  # as in most rounds
+            self.weights.update(exchange.weights)
+            return
+        self.weights.update((rank, weight) for rank, weight in exchange.weights.items() if counted(rank))
         for rank in exchange.cut:
             self.cut[rank, part] = counted(rank)
         if not exchange.settled:
