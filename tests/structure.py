@@ -525,13 +525,13 @@ class Figure:
 
 FIGURES: Final = {
     "Fields that other modules write": (
-        Figure("control's Group", partial(written_outside, where=GROUP), 59, 0),
+        Figure("control's Group", partial(written_outside, where=GROUP), 61, 0),
         Figure("data's Group", partial(written_outside, where=DATA_GROUP), 0, 0),
         Figure("Exchange", partial(written_outside, where=EXCHANGE), 0, 0),
     ),
     "Outputs of control's functions": (
         Figure("kinds of outputs", kinds_of_outputs, 3, 1),
-        Figure("functions that return orders or refusals", returned_outputs, 27, 0),
+        Figure("functions that return orders or refusals", returned_outputs, 3, 0),
     ),
     "Imports": (Figure("circles", circles, 0, 0),),
     "Places that name every kind by hand": (
@@ -545,13 +545,13 @@ FIGURES: Final = {
             Figure(package, partial(lines, package=package))
             for package in ("engine", "transport", "ledger", "gradserver", "worker", "protocol", *TOOLS)
         ),
-        Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 37_000, 25_000, room=500),
-        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 13, 0),
+        Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 37_600, 25_000, room=500),
+        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 8, 0),
     ),
     "English": (
-        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 243, 0),
-        Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 12, 0),
-        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 156, 0),
+        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 221, 0),
+        Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 6, 0),
+        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 146, 0),
     ),
 }
 

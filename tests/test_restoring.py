@@ -97,7 +97,7 @@ def test_a_group_goes_on_where_it_was(tmp_path: Path) -> None:
 
     assert logs == ["group 'g': waiting for b to come back, for 60 s; it was in round 8, epoch 2"]
     group = found.control.groups["g"]
-    assert (group.state, group.rounds, group.epoch, group.timeout) == ("suspended", 8, 2, 60.0)
+    assert (group.state.value, group.rounds, group.epoch, group.timeout) == ("suspended", 8, 2, 60.0)
     assert group.seats.present == (1,)
     assert found.next_deadline() == 60.0
 

@@ -10,7 +10,7 @@ Laws that this package keeps, whatever order events come in (each has a property
 - What a member has in flight is bounded by its credit (L7).
 - Whatever one connection sends, others lose nothing but the partner they cannot do without (L8).
 
-Control (`gradserver.engine.control.machine`) knows groups, membership and plans; data (`gradserver.engine.data.half`)
+Control (`gradserver.engine.control.half`) knows groups, membership and plans; data (`gradserver.engine.data.half`)
 holds slices and matches them. They share nothing: orders go one way and reports the other, and so several
 data halves can run elsewhere (`gradserver.engine.shard` is the mind of one).
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from gradserver.engine.control.access import OPEN, Access
-from gradserver.engine.control.machine import Control
+from gradserver.engine.control.half import Control
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.data.half import Data
 from gradserver.engine.effects import Effects

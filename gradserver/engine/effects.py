@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from gradserver.engine.declared import Kind
 from gradserver.engine.events import Close, Command, Hire, Log, Order, Record, Reduce, Report, Send
@@ -13,6 +13,14 @@ from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.messages import Failure, Message, Scope
 
 _NO_PAYLOADS: Final[tuple[Buffer, ...]] = ()
+
+
+class Eviction(NamedTuple):
+    """A worker that is to lose its connection, and why."""
+
+    connection: int
+    error: GradServerError
+    ended: bool
 
 
 class Effects:
@@ -25,14 +33,16 @@ class Effects:
         commands: for the runtime.
         orders: for the coordinator's own data half, which obeys them when control has dealt with the event.
         reports: for control, which heeds them when the data half has dealt with the event or obeyed.
+        evictions: connections that control takes from their workers, each with the reason.
     """
 
-    __slots__ = ("commands", "orders", "reports")
+    __slots__ = ("commands", "evictions", "orders", "reports")
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
         self.orders: list[Order] = []
         self.reports: list[Report] = []
+        self.evictions: list[Eviction] = []
 
     def send(self, connection: int, message: Message, payloads: Sequence[Buffer] = _NO_PAYLOADS) -> None:
         """Send a message on a connection."""
@@ -71,6 +81,10 @@ class Effects:
         """Tell control."""
         self.reports.append(report)
 
+    def evict(self, connection: int, error: GradServerError, *, ended: bool = False) -> None:
+        """Have ``error`` cost a worker its connection and its place. ``ended``: its process has."""
+        self.evictions.append(Eviction(connection, error, ended))
+
     def hire(self) -> None:
         """Start a data shard, if that is possible."""
         self.commands.append(Hire())
@@ -88,6 +102,11 @@ class Effects:
         """Give the reports, which are heeded now."""
         reports, self.reports = self.reports, []
         return reports
+
+    def take_evictions(self) -> list[Eviction]:
+        """Give the evictions, which are carried out now."""
+        evictions, self.evictions = self.evictions, []
+        return evictions
 
 
 def _is_decision(command: Command) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gradserver.engine.control import journal, learners
+from gradserver.engine.control import journal, members
 from gradserver.engine.control.group import Applicant, Group, check_applicant, check_name, join_timeout, new_group
-from gradserver.engine.control.members import abandon, connection_lost
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.welcome import welcome_to
 from gradserver.engine.effects import Effects
@@ -21,71 +20,85 @@ _NOBODY = Seat(-1, "")
 
 
 def may_begin(group: Group, now: float) -> bool:
-    """Whether a forming group has all that it waits for."""
+    """Tell whether a forming group has all that it waits for."""
     policy, count = group.policy, len(group.applicants)
     if count < policy.minimum:
         return False
     wishes = [applicant.join.world_size for applicant in group.applicants]
     if count == policy.maximum or (all(wishes) and count >= max(wishes)):
         return True
-    if group.opens is None:
-        group.opens = now + policy.gather
-    group.opens = min(group.opens, *(applicant.deadline for applicant in group.applicants))
-    return group.opens <= now
+    return group.opens is not None and group.opens <= now
 
 
-def join(registry: Registry, connection: int, message: Join, now: float, effects: Effects) -> None:
-    """Somebody wants to be in a group, which may begin with that. Raises why he cannot."""
-    registry.check_free(connection)
+def found(registry: Registry, message: Join, effects: Effects) -> Group:
+    """Return the group that a worker wants to join; make it if there is none.
+
+    Raises:
+        JoinRefusedError: no group may be founded under this name, or too many were.
+        InvalidWorldSizeError: its size is unknown, or another one than the coordinator was told.
+    """
     check_name("the group's name", message.group, MAX_NAME_BYTES)
     group = registry.groups.get(message.group)
-    if group is not None and _is_started_anew(group, message.name):
-        abandon(registry, group, f"{message.name!r} was started anew", effects)
+    if group is not None and is_started_anew(group, message.name):
+        members.abandon(registry, group, f"{message.name!r} was started anew", effects)
         group = None
     if group is None:
         registry.access.check_group(message.group)
-        told = registry.told(message.group)
         for news in registry.quotas.forget(registry.groups):
             effects.journal_behind(news)
         registry.quotas.check_founding(message.group, registry.groups)
-        group = new_group(message, told, len(registry.groups), registry.nonfinite)
-    check_applicant(group, message, now)
+        group = new_group(message, registry.told(message.group), len(registry.groups), registry.nonfinite)
+    check_applicant(group, message, registry.now)
     group.account = registry.quotas.account(message.group)
     group.account.check_join(message.name)
-    registry.groups[message.group] = group
-    applicant = Applicant(connection, message, now)
-    if group.begun:
-        orders = learners.arrive(group, applicant, registry.roster.token, effects)
-        registry.places[connection] = group.name
-        registry.order_all(group, orders, effects)
-        return
+    return group
+
+
+def arrive(group: Group, applicant: Applicant, effects: Effects) -> None:
+    """Have an applicant wait for the others; when there are enough, the gathering begins."""
     group.applicants.append(applicant)
-    registry.places[connection] = group.name
-    effects.log(f"group {group.name!r}: {message.name!r} joined ({len(group.applicants)} of {group.policy})")
-    if may_begin(group, now):
-        _activate(registry, group, effects)
+    effects.log(f"group {group.name!r}: {applicant.join.name!r} joined ({len(group.applicants)} of {group.policy})")
+    if len(group.applicants) < group.policy.minimum:
+        return
+    if group.opens is None:
+        group.opens = applicant.since + group.policy.gather
+    group.opens = min(group.opens, *(applicant.deadline for applicant in group.applicants))
 
 
-def _is_started_anew(group: Group, name: str) -> bool:
+def leave(registry: Registry, group: Group, connection: int, reason: str, effects: Effects) -> None:
+    """Forget an applicant, and with the last one the group."""
+    group.applicants = [applicant for applicant in group.applicants if applicant.connection != connection]
+    if len(group.applicants) < group.policy.minimum:
+        group.opens = None
+    effects.log(f"group {group.name!r}: an applicant left ({reason})")
+    if not group.applicants:
+        del registry.groups[group.name]
+        group.ended = True
+
+
+def is_started_anew(group: Group, name: str) -> bool:
     """Tell whether a worker called ``name`` shows that the processes of a group that needs them all are gone.
 
     All of them are away, and one joins instead of coming back: its process is another one.
     """
-    names = {group.seats.names[seat] for seat in group.away}
-    return group.begun and group.is_deserted and group.policy.needs_all and name in names
+    if not (group.is_deserted and group.policy.needs_all):
+        return False
+    return any(group.seats.names[seat] == name for seat in group.away)
 
 
-def overdue(registry: Registry, group: Group, now: float, effects: Effects) -> None:
-    """A group that forms may begin when the gathering is over; applicants whose patience has ended are told."""
-    if group.opens is not None and may_begin(group, now):
-        _activate(registry, group, effects)
-        return
-    for applicant in [applicant for applicant in group.applicants if applicant.deadline <= now]:
-        effects.dismiss(applicant.connection, join_timeout(group, applicant))
-        connection_lost(registry, applicant.connection, "waited too long", now, effects)
+def deadline(group: Group) -> float | None:
+    """Return when the patience of the first applicant ends."""
+    return min((applicant.deadline for applicant in group.applicants), default=None) if group.applicants else None
 
 
-def _activate(registry: Registry, group: Group, effects: Effects) -> None:
+def overdue(group: Group, now: float, effects: Effects) -> None:
+    """Tell applicants whose patience has ended which workers are missing."""
+    for applicant in group.applicants:
+        if applicant.deadline <= now:
+            effects.evict(applicant.connection, join_timeout(group, applicant))
+
+
+def activate(registry: Registry, group: Group, effects: Effects) -> None:
     """All are here: seat them, open the group at all data halves, and welcome everybody."""
     seats = _seat_all(registry, group, effects)
     order = registry.opening(group, seats, group.tokens)

@@ -6,15 +6,18 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
 
 from gradserver.engine.control.findings import Findings
 from gradserver.engine.control.learner import Learner, Stage
 from gradserver.engine.control.quota import Account
 from gradserver.engine.control.turn import Turns
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import RoundCompleted, Seat
+from gradserver.engine.events import RemoteOrder, RoundCompleted, Seat
 from gradserver.engine.journal_state import MAX_EPOCHS
 from gradserver.engine.lease_table import Positions
+from gradserver.engine.orders import encode_order
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.seats import Seats
@@ -39,12 +42,16 @@ from gradserver.protocol.limits import (
     MAX_UNWRITTEN_ROUNDS,
     MAX_URL,
 )
-from gradserver.protocol.messages import Join, Membership
+from gradserver.protocol.messages import Join, Membership, Ordered
 from gradserver.protocol.messages.leases import Claim, Register
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.ranges import Ranges
 from gradserver.protocol.shards import Table
 
+HERE: Final = 0
+"""Source of reports of the coordinator's own data half, in the place of a connection: these have larger numbers."""
+VACANT: Final = -1
+"""Place of a data shard that is lost, in the place of its connection."""
 _LEDGER_ROUNDS = 256
 _SHOWN = ("round", "weights", "opened", "completed", "last", "cut")
 """What the status has of the last round."""
@@ -58,6 +65,18 @@ _MAX_TOLD = 4000
 """Bytes of what has changed in a membership, in which others' names may be."""
 _MOST_CALLED = 16
 """Workers that are spoken of by name at once."""
+
+
+class State(Enum):
+    """State of a group; `gradserver.engine.control.machine` has the table of transitions."""
+
+    FORMING = "forming"
+    ACTIVE = "active"
+    PAUSED = "paused"
+    RECOVERING = "recovering"
+    SUSPENDED = "suspended"
+    BROKEN = "broken"
+    ENDED = "ended"
 
 
 @dataclass(slots=True)
@@ -184,6 +203,10 @@ class Group:
     proposals: dict[int, Proposal] = field(default_factory=dict)
     rounds: int = 0
     broken: GradServerError | None = None
+    state: State = State.FORMING
+    """As of the last event or rule that was dealt with."""
+    ended: bool = False
+    """True when the registry has forgotten the group."""
     shards: tuple[int, ...] = ()
     """Connections of the data shards that it uses beside the coordinator's own."""
     urls: tuple[str, ...] = ()
@@ -220,23 +243,32 @@ class Group:
     def __post_init__(self) -> None:
         self.table = Table(self.world)
 
-    @property
-    def state(self) -> str:
-        """As the table of states calls it."""
+    def present_state(self) -> State:
+        """Tell the state from what is known of the group."""
+        if self.ended:
+            return State.ENDED
         if not self.begun:
-            return "forming"
+            return State.FORMING
         if self.broken:
-            return "broken"
+            return State.BROKEN
         if self.is_deserted:
-            return "suspended"
+            return State.SUSPENDED
         if self.recovering:
-            return "recovering"
-        return "active" if self.paused is None else "paused"
+            return State.RECOVERING
+        return State.ACTIVE if self.paused is None else State.PAUSED
 
     @property
     def is_deserted(self) -> bool:
-        """Whether nobody is there: all members are away."""
-        return len(self.away) == len(self.members)
+        """True if all members are without a connection."""
+        return bool(self.away) and len(self.away) == len(self.members)
+
+    def order(self, order: RemoteOrder, effects: Effects, but: int | None = None) -> None:
+        """Have all data shards obey ``order``, those elsewhere and the one `HERE`, ``but`` one of them."""
+        for connection in self.shards:
+            if connection not in (but, VACANT):
+                effects.send(connection, Ordered(), (encode_order(order),))
+        if but != HERE:
+            effects.order(order)
 
     @property
     def pause_ends(self) -> float | None:
@@ -348,7 +380,8 @@ class Group:
         return -1
 
     def validate(self) -> list[int]:
-        """Raise AssertionError if an invariant does not hold. The connections of all who are here."""
+        """Raise AssertionError if an invariant does not hold. Return the connections of all workers that are here."""
+        assert self.state is self.present_state(), f"{self.name} is stored as {self.state}"
         assert self.begun != bool(self.applicants), f"{self.name} is neither forming nor active"
         assert len(self.applicants) < self.world, f"{self.name} is complete and not active"
         assert set(self.proposals) <= set(self.members), f"{self.name} holds proposals of strangers"
@@ -484,34 +517,12 @@ def announce(group: Group, what: str, lost: bool, effects: Effects) -> None:
     group.news.append(news)
 
 
-def deadlines(group: Group) -> Iterable[float]:
-    """When somebody's patience in this group ends."""
-    if group.opens is not None:
-        yield group.opens
-    if group.pause_ends is not None:
-        yield group.pause_ends
-    yield from group.away.values()
-    if group.lacking_since is not None and group.broken is None:
-        yield group.lacking_since + group.timeout
-    if group.hire_at is not None and group.broken is None:
-        yield group.hire_at
-    for applicant in group.applicants:
-        yield applicant.deadline
-    for proposal in group.proposals.values():
-        yield proposal.since + group.round_timeout
-    for applicant in group.queue:
-        yield applicant.deadline
-    for joiner in group.learners.values():
-        if joiner.deadline is not None:
-            yield joiner.deadline
-
-
 def describe(group: Group, now: float) -> dict[str, object]:
     """The group, as plain JSON values. Ages in seconds."""
     applicants = [*group.applicants, *group.queue]
     waiting = [{"name": a.join.name, "rank": a.join.rank, "waits": round(now - a.since, 3)} for a in applicants]
     return {
-        "state": group.state,
+        "state": group.state.value,
         "world_size": len(group.members) if group.begun and group.policy.is_elastic else group.policy.maximum,
         "elastic": [group.policy.minimum, group.policy.maximum] if group.policy.is_elastic else None,
         "epoch": group.epoch,

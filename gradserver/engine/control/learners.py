@@ -33,9 +33,9 @@ So nothing that happens to a joiner, or to its donor, changes a membership or co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Final
 
 from gradserver.engine.control import journal
@@ -48,7 +48,6 @@ from gradserver.engine.events import (
     Depart,
     Excuse,
     Expect,
-    RemoteOrder,
     Reseat,
     Seat,
     StateComes,
@@ -79,23 +78,25 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.plan import Plan, first_difference
 
-Refusals = list[tuple[int, GradServerError]]
-"""Connections that are to be closed, and why."""
 _REST: Final = 9.0
 """After waiting for a learner in vain the others train for so many times as long before they wait for one again."""
 
 # ── coming ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def arrive(group: Group, applicant: Applicant, entropy: Callable[[], str], effects: Effects) -> list[RemoteOrder]:
-    """Somebody wants to join a group that has begun: give it a seat, or let it wait for one."""
+def arrive(group: Group, applicant: Applicant, entropy: Callable[[], str], effects: Effects) -> None:
+    """Give a seat to a worker that joins a group that has begun, or let it wait for one.
+
+    Raises:
+        UsageError: no member can send the state.
+        JoinRefusedError: the others have waited for it in vain too often.
+    """
     check_can_serve(group, applicant.join.name)
     _check_attempts(group, applicant.join.name, applicant.since)
     group.queue.append(applicant)
-    orders = seat_the_next(group, entropy, effects)
+    admit_queued(group, entropy, effects)
     if applicant in group.queue:
         effects.log(f"group {group.name!r}: {applicant.join.name!r} waits: {_why_waits(group, applicant)}")
-    return orders
 
 
 def _check_attempts(group: Group, name: str, now: float) -> None:
@@ -113,17 +114,33 @@ def check_can_serve(group: Group, name: str) -> None:
     """Raise UsageError if nobody could send its state to ``name``, or what broke the group."""
     if group.broken is not None:
         raise group.broken.again()
-    if group.rounds and not group.donors and not group.away and not group.recovering:
-        raise UsageError(
-            f"{name!r} joins group {group.name!r} in round {group.rounds}, and needs the model's and the optimizer's "
-            f"state, which no member can send: wrap model and optimizer in gradserver.Job, at every worker, or give "
-            f"Worker.serve_state what to send"
-        )
+    if _lacks_donors(group):
+        raise _no_donor(group, name)
 
 
-def seat_the_next(group: Group, entropy: Callable[[], str], effects: Effects) -> list[RemoteOrder]:
-    """Give free seats to those who have waited longest."""
-    orders: list[RemoteOrder] = []
+def _lacks_donors(group: Group) -> bool:
+    """Tell whether the group trains and none of its members can send its state."""
+    return bool(group.rounds) and not group.donors and not group.away and not group.recovering
+
+
+def _no_donor(group: Group, name: str) -> UsageError:
+    return UsageError(
+        f"{name!r} joins group {group.name!r} in round {group.rounds}, and needs the model's and the optimizer's "
+        f"state, which no member can send: wrap model and optimizer in gradserver.Job, at every worker, or give "
+        f"Worker.serve_state what to send"
+    )
+
+
+def can_admit(group: Group) -> bool:
+    """Tell whether there is a seat for one of the applicants that wait for one."""
+    taken = {*group.members, *group.learners}
+    names, is_full = {group.seats.names[seat] for seat in taken}, len(taken) >= group.policy.maximum
+    wanted = [applicant.join.name for applicant in group.queue]
+    return any(namesake(name, group.seats.names, taken) >= 0 if name in names else not is_full for name in wanted)
+
+
+def admit_queued(group: Group, entropy: Callable[[], str], effects: Effects) -> None:
+    """Give free seats to the applicants that have waited longest."""
     for applicant in list(group.queue):
         taken = {*group.members, *group.learners}
         names = {group.seats.names[seat] for seat in taken}
@@ -143,9 +160,13 @@ def seat_the_next(group: Group, entropy: Callable[[], str], effects: Effects) ->
         joiner = Learner(applicant.connection, applicant.join, token, applicant.since)
         group.learners[seat] = joiner
         group.unheeded.append(Unheeded(set(group.shards), seat=seat))
-        orders.append(Admit(group.name, seat, Seat(applicant.connection, applicant.join.name), token))
+        group.order(Admit(group.name, seat, Seat(applicant.connection, applicant.join.name), token), effects)
         effects.log(f"group {group.name!r}: {group.call(seat)} joins in round {group.rounds}")
-    return orders
+
+
+def leave_queue(group: Group, connection: int) -> None:
+    """Forget an applicant that waits for a seat."""
+    group.queue = [applicant for applicant in group.queue if applicant.connection != connection]
 
 
 def _why_waits(group: Group, applicant: Applicant) -> str:
@@ -203,24 +224,26 @@ def compare_plans(group: Group, effects: Effects) -> None:
         effects.log(error.message, warning=True)
 
 
-def outdated(group: Group) -> Refusals:
-    """Joiners that agreed to a plan which the group has not any more."""
+def outdated(group: Group) -> list[Learner]:
+    """Return learners that agreed to a plan which is not the group's any more."""
     here = "" if group.plan is None else group.plan.hash
-    error = PlanMismatchError(f"group {group.name!r} has agreed on another plan meanwhile: start again with that one")
     numbers = [] if group.plan is None else [section.number for section in group.plan.each]
-    out = [
+    return [
         joiner
         for joiner in group.learners.values()
         if joiner.agreed not in ("", here)
         and (joiner.stage is not Stage.WELCOME or list(joiner.sections) != numbers[: len(joiner.sections)])
     ]
-    return _without_blame(out, error)
 
 
-def hear(
-    group: Group, seat: int, message: Serve | Enter | Ready | StateFailed, now: float, effects: Effects
-) -> list[RemoteOrder]:
-    """What members and joiners say of states."""
+def evict_outdated(group: Group, effects: Effects) -> None:
+    """Have learners join again that agreed to a plan which is not the group's any more."""
+    error = PlanMismatchError(f"group {group.name!r} has agreed on another plan meanwhile: start again with that one")
+    _evict_without_blame(outdated(group), error, effects)
+
+
+def hear(group: Group, seat: int, message: Serve | Enter | Ready | StateFailed, now: float, effects: Effects) -> None:
+    """Take what a member or a learner says of states."""
     match message:
         case Serve() if seat in group.members:
             group.donors[seat] += 0
@@ -229,7 +252,7 @@ def hear(
         case StateFailed(number, reason) if seat in group.members:
             group.donors.pop(seat, None)
             effects.log(f"{group.call(seat)} cannot send its state: {reason}", warning=True)
-            return _excuse_all(group, lambda joiner: joiner.number == number and joiner.donor == seat)
+            _excuse_all(group, lambda joiner: joiner.number == number and joiner.donor == seat, effects)
         case Enter(failed, waits) if (joiner := group.learners.get(seat)) is not None and joiner.agreed:
             check_can_serve(group, joiner.join.name)
             _check_sections(group, joiner)
@@ -240,7 +263,7 @@ def hear(
             joiner.waits |= waits
             if joiner.stage is Stage.WELCOME:
                 joiner.stage = Stage.WAITING
-            return _excuse_all(group, lambda other: other is joiner and other.number == failed)
+            _excuse_all(group, lambda other: other is joiner and other.number == failed, effects)
         case Ready(number) if (joiner := group.learners.get(seat)) is not None:
             if joiner.stage is Stage.RECEIVING and joiner.number == number:
                 if joiner.donor in group.donors:
@@ -252,7 +275,6 @@ def hear(
                     enter(group, joiner.round, effects)
         case _:
             raise UnexpectedMessageError(f"a {type(message).__name__} from {group.call(seat)}, who may not say it now")
-    return []
 
 
 def _check_sections(group: Group, joiner: Learner) -> None:
@@ -265,57 +287,67 @@ def _check_sections(group: Group, joiner: Learner) -> None:
         )
 
 
-def _excuse_all(group: Group, which: Callable[[Learner], bool]) -> list[RemoteOrder]:
-    """Those who do not get the state now wait for the next donor, and nobody for them."""
-    orders: list[RemoteOrder] = []
+def _excuse_all(group: Group, which: Callable[[Learner], bool], effects: Effects) -> None:
+    """Have learners that do not get the state now wait for the next donor, and nobody for them."""
     for seat, joiner in group.learners.items():
         if joiner.stage is Stage.RECEIVING and which(joiner):
             joiner.stage, joiner.donor, joiner.round, joiner.delivery = Stage.WAITING, -1, -1, None
             group.unheeded.append(Unheeded(set(group.shards)))
-            orders.append(Excuse(group.name, seat))
-    return orders
+            group.order(Excuse(group.name, seat), effects)
 
 
 # ── boundaries ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
-    """Those who have caught up contribute to the next round; those who wait, and for whom there is a donor, listen.
+def caught_up(group: Group) -> list[int]:
+    """Return the seats of learners that have caught up with the others."""
+    return [seat for seat, joiner in group.learners.items() if joiner.stage is Stage.READY]
 
-    Or they contribute to it as well, which then has to wait for them: if they could not read as fast as results
-    came, if there is to be no backlog, or if there are too few others.
+
+def donations(group: Group, now: float) -> dict[int, int]:
+    """Return which donor sends its state to which learner from the next round on, by the learner's seat.
+
+    A learner listens meanwhile. Or it is expected, so that the next round waits for it: if it could not read as fast as
+    results came, if there is to be no backlog, or if there are too few others.
     """
-    expected = [seat for seat, joiner in group.learners.items() if joiner.stage is Stage.READY]
+    waiting = [seat for seat, joiner in group.learners.items() if joiner.stage is Stage.WAITING]
+    if not waiting:
+        return {}
+    free = sorted(group.donors, key=lambda seat: (group.donors[seat], seat))
+    if group.lacks_workers:  # no round is open meanwhile, so that one donor may serve several
+        donors: Iterator[int] = cycle(free)
+    else:
+        busy = {joiner.donor for joiner in group.learners.values()}
+        donors = iter([seat for seat in free if seat not in busy])
+    may = [seat for seat in waiting if group.lacks_workers or _listens(group, seat) or now >= group.waits_again]
+    return dict(zip(may, donors, strict=False))
+
+
+def _listens(group: Group, seat: int) -> bool:
+    """Tell whether a learner gets the state while the others go on."""
+    return not (group.lacks_workers or group.learners[seat].waits or not group.policy.backlog)
+
+
+def expect(group: Group, record: RoundRecord, now: float, effects: Effects) -> None:
+    """Have learners contribute to the next round that have caught up, and others get the state."""
+    policy, listen, expected = group.policy, list[int](), caught_up(group)
     for seat in expected:
         group.learners[seat].stage, group.learners[seat].round = Stage.ENTERED, record.round + 1
-    listen: list[int] = []
-    policy = group.policy
-    few = group.lacks_workers
-    free = sorted(group.donors, key=lambda seat: (group.donors[seat], seat))
-    busy = {joiner.donor for joiner in group.learners.values()}
-    if few:  # nobody trains meanwhile
-        waiting_for = sum(joiner.stage is Stage.WAITING for joiner in group.learners.values())
-        free = list(islice(cycle(free), waiting_for)) if free else []
-    else:
-        free = [seat for seat in free if seat not in busy]
-    for seat, joiner in group.learners.items():
-        listens = not (few or joiner.waits or not policy.backlog)
-        may = listens or few or now >= group.waits_again
-        if joiner.stage is Stage.WAITING and free and may:
-            group.transfers += 1
-            joiner.stage, joiner.donor, joiner.number = Stage.RECEIVING, free.pop(0), group.transfers
-            joiner.round = record.round + 1
-            joiner.listens = listens
-            if not listens:
-                joiner.delivery = Delivery(policy.state_seconds, policy.state_rate, few)
-            (listen if joiner.listens else expected).append(seat)
-    orders: list[RemoteOrder] = []
-    for seats, listens in ((expected, False), (listen, True)):
+    given, few = donations(group, now), group.lacks_workers
+    listens = {seat: _listens(group, seat) for seat in given}
+    for seat, donor in given.items():
+        joiner = group.learners[seat]
+        group.transfers += 1
+        joiner.stage, joiner.donor, joiner.number = Stage.RECEIVING, donor, group.transfers
+        joiner.round, joiner.listens = record.round + 1, listens[seat]
+        if not joiner.listens:
+            joiner.delivery = Delivery(policy.state_seconds, policy.state_rate, few)
+        (listen if joiner.listens else expected).append(seat)
+    for seats, listening in ((expected, False), (listen, True)):
         if seats:
             group.unheeded.append(Unheeded(set(group.shards)))
             numbers = tuple(group.learners[seat].number for seat in seats)
-            orders.append(Expect(group.name, tuple(seats), record.round + 1, listens, numbers))
-    return orders
+            group.order(Expect(group.name, tuple(seats), record.round + 1, listening, numbers), effects)
 
 
 def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
@@ -368,11 +400,16 @@ def awaits_state(group: Group, seats: Iterable[int]) -> bool:
     return any(seat in group.learners and group.learners[seat].stage is Stage.RECEIVING for seat in seats)
 
 
-def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effects) -> list[RemoteOrder]:
-    """Those who contribute to round ``number`` are members from now on, as it is over or what they gave may count."""
-    entered = {s: j for s, j in group.learners.items() if j.entered and j.round <= number}
+def contributors(group: Group, number: int) -> dict[int, Learner]:
+    """Return learners that contribute to round ``number``, by seat."""
+    return {seat: joiner for seat, joiner in group.learners.items() if joiner.entered and joiner.round <= number}
+
+
+def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effects) -> None:
+    """Make members of learners that contribute to round ``number``: it is over, or their contributions may count."""
+    entered = contributors(group, number)
     if not entered:
-        return []
+        return
     for seat, joiner in entered.items():
         del group.learners[seat]
         if joiner.serves:
@@ -381,7 +418,7 @@ def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effect
     what = group.seat_in(seats, number, epoch())
     announce(group, what, False, effects)
     journal.members(group, what, effects)
-    return [Reseat(group.name, group.epoch, group.seats.present)]
+    group.order(Reseat(group.name, group.epoch, group.seats.present), effects)
 
 
 def waiting(group: Group) -> Iterable[Learner]:
@@ -399,31 +436,36 @@ def enter(group: Group, number: int, effects: Effects) -> None:
         journal.entered(group, effects)
 
 
-def fell_behind(group: Group, seat: int) -> list[RemoteOrder] | None:
-    """A joiner has not read what it was sent: it gets the state anew. None if it trains with that already."""
+def fell_behind(group: Group, seat: int, effects: Effects) -> bool:
+    """Have a learner get the state anew, as it has not read its results. False if it trains with the state already."""
     joiner = group.learners[seat]
     if joiner.stage is not Stage.RECEIVING:
-        return None
+        return False
     joiner.waits = True
-    return _excuse_all(group, lambda other: other is joiner)
+    _excuse_all(group, lambda other: other is joiner, effects)
+    return True
 
 
-def hopeless(group: Group) -> Refusals:
-    """Joiners to whom nobody can send the state."""
-    found: Refusals = []
-    for joiner in waiting(group):
-        try:
-            check_can_serve(group, joiner.join.name)
-        except UsageError as error:
-            found += _without_blame([joiner], error)
-    return found
+def hopeless(group: Group) -> list[Learner]:
+    """Return learners that wait for the state, if no member can send its own, now or soon."""
+    if not _lacks_donors(group):
+        return []
+    stuck = [joiner for joiner in group.learners.values() if joiner.stage is Stage.WAITING]
+    coming = (joiner for joiner in waiting(group) if joiner.stage is not Stage.WAITING)
+    return [] if any(joiner.serves for joiner in coming) else stuck
+
+
+def evict_hopeless(group: Group, effects: Effects) -> None:
+    """Tell learners that no member can send them the state."""
+    for joiner in hopeless(group):
+        _evict_without_blame([joiner], _no_donor(group, joiner.join.name), effects)
 
 
 # ── going ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def lost_donor(group: Group, seat: int) -> list[RemoteOrder]:
-    """A member is gone: whoever was to have its state takes that of another one.
+def lost_donor(group: Group, seat: int, effects: Effects) -> None:
+    """Have learners that were to get the state of a lost member get that of another one.
 
     A joiner that listens may have all of the state by now, and train with it. It says so, or that it lacks some: the
     others do not wait for it meanwhile. One that has yet to be told of its donor gets another one at once.
@@ -434,11 +476,11 @@ def lost_donor(group: Group, seat: int) -> list[RemoteOrder]:
     for joiner in group.learners.values():
         if joiner.donor == seat and joiner.listens and joiner.round <= told:
             joiner.donor = -1
-    return _excuse_all(group, lambda joiner: joiner.donor == seat)
+    _excuse_all(group, lambda joiner: joiner.donor == seat, effects)
 
 
-def gone(group: Group, seat: int, reason: str, politely: bool, now: float, effects: Effects) -> list[RemoteOrder]:
-    """A joiner is gone. Nobody hears of it but its donor."""
+def gone(group: Group, seat: int, reason: str, politely: bool, now: float, effects: Effects) -> None:
+    """Take note that a learner is gone. Only its donor hears of it."""
     _waited_in_vain(group, group.learners[seat], now)
     error = group.seats.departed(seat, politely, f"when it was about to join ({reason[:MAX_REASON]})")
     if group.learners.pop(seat).entered:
@@ -446,20 +488,19 @@ def gone(group: Group, seat: int, reason: str, politely: bool, now: float, effec
     group.vacant[seat] = group.epoch
     group.unheeded.append(Unheeded(set(group.shards)))
     effects.log(f"group {group.name!r}: {error.message}", warning=not politely)
-    return [Depart(group.name, seat, error, group.epoch)]
+    group.order(Depart(group.name, seat, error, group.epoch), effects)
 
 
-def bereft(group: Group) -> Refusals:
-    """All who wait to join, when the last member is gone."""
-    error = WorkerLostError(
+def bereft(group: Group) -> WorkerLostError:
+    """Return what workers that wait to join are told when the last member is gone."""
+    return WorkerLostError(
         f"the last member of group {group.name!r} is gone after {group.rounds} rounds, and with it the state: start "
         f"again from a checkpoint"
     )
-    return [(connection, error) for connection in group.connections]
 
 
-def disturbed(group: Group, all_of_them: bool = False) -> Refusals:
-    """Those who cannot go on when what is open is void, since a member has come back: they have to join again.
+def disturb(group: Group, effects: Effects, all_of_them: bool = False) -> None:
+    """Have learners join again that cannot go on, as all that is open is void: a member has come back.
 
     That is ``all_of_them`` if a data shard is lost, to which they were connected.
     """
@@ -468,30 +509,44 @@ def disturbed(group: Group, all_of_them: bool = False) -> Refusals:
         f"whoever was about to join has to begin anew"
     )
     here = group.learners.values() if all_of_them else [j for j in waiting(group) if j.stage is not Stage.WAITING]
-    return _without_blame([joiner for joiner in here if not joiner.entered], error)
+    _evict_without_blame([joiner for joiner in here if not joiner.entered], error, effects)
 
 
-def _without_blame(joiners: Iterable[Learner], error: GradServerError) -> Refusals:
-    """They have to go, and it is not because the others waited for them."""
-    found: Refusals = []
+def _evict_without_blame(joiners: Iterable[Learner], error: GradServerError, effects: Effects) -> None:
+    """Evict learners, and not because the others have waited for them in vain."""
     for joiner in joiners:
         joiner.delivery = None
-        found.append((joiner.connection, error))
-    return found
+        effects.evict(joiner.connection, error)
 
 
-def overdue(group: Group, now: float) -> Refusals:
-    """Those whose patience has ended."""
-    found: Refusals = []
+def queue_deadline(group: Group) -> float | None:
+    """Return when the patience of the first applicant ends that waits for a seat."""
+    return min((applicant.deadline for applicant in group.queue), default=None) if group.queue else None
+
+
+def queue_overdue(group: Group, now: float, effects: Effects) -> None:
+    """Tell applicants whose patience has ended that there was no seat."""
     for applicant in group.queue:
         if applicant.deadline <= now:
             what = f"{applicant.join.name!r} waited {applicant.join.timeout:g} s for a seat: "
-            found.append((applicant.connection, JoinTimeoutError(what + _why_waits(group, applicant))))
+            effects.evict(applicant.connection, JoinTimeoutError(what + _why_waits(group, applicant)))
+
+
+def deadline(group: Group) -> float | None:
+    """Return when the patience of the first learner ends, or that of the others with it."""
+    if not group.learners:
+        return None
+    found = [joiner.deadline for joiner in group.learners.values()]
+    return min((at for at in found if at is not None), default=None)
+
+
+def overdue(group: Group, now: float, effects: Effects) -> None:
+    """Tell learners whose patience has ended, or with which that of the others has."""
     for seat, joiner in group.learners.items():
         if joiner.deadline is None or joiner.deadline > now:
             continue
         if joiner.delivery is not None:
-            found.append((joiner.connection, _too_slow(group, seat, joiner.delivery, now)))
+            effects.evict(joiner.connection, _too_slow(group, seat, joiner.delivery, now))
         else:
             what = (
                 f"to agree on a plan ({group.calls(group.members)})"
@@ -503,8 +558,7 @@ def overdue(group: Group, now: float) -> Refusals:
                 missing=tuple(group.call(seat) for seat in group.members),
                 round=group.rounds,
             )
-            found.append((joiner.connection, error))
-    return found
+            effects.evict(joiner.connection, error)
 
 
 def _too_slow(group: Group, seat: int, delivery: Delivery, now: float) -> DeadlineError:

@@ -1,78 +1,32 @@
 """The control half: the members of each group, and what they agreed on.
 
-A group's life, from MIN to MAX members; with `--workers N` both are N:
+A group is a state machine, and this module has its tables. `TRANSITIONS` says what becomes of each event in each state.
+`RULES` say what follows whenever a condition holds; they are tried in their order after each event, until none applies.
+`TIMERS` say when a group has waited long enough. Each entry names the function that does it, in the module that knows:
+`forming` knows applicants, `learners` workers that join a running group, `members` departures, `rounds` the end of a
+round, `sessions` members that come back, `shard_replacement` lost data shards.
 
-    state     event                                   next      what happens
-    ────────  ──────────────────────────────────────  ────────  ──────────────────────────────────────────────────
-    (none)    Join                                    FORMING   the applicant waits
-    FORMING   Join, fewer than MIN are there          FORMING   the applicant waits
-    FORMING   Join, MIN are there                     FORMING   more are waited for, until the gathering is over
-    FORMING   … and MAX, or all that they ask for     ACTIVE    a new epoch; Welcome to every member
-    FORMING   the gathering is over                   ACTIVE    the same
-    FORMING   Join that cannot be                     FORMING   the newcomer is refused, and told why
-    FORMING   an applicant's deadline                 FORMING   it is told which workers are missing
-    FORMING   an applicant leaves or is lost          FORMING   it is forgotten; the last one: (none)
-    ACTIVE    Propose, not the last                   ACTIVE    kept
-    ACTIVE    Propose, the last, all alike            ACTIVE    the plan is set; other shards have to confirm it
-    ACTIVE    all of them have                        ACTIVE    Agreed to every member
-    ACTIVE    Propose, the last, not all alike        ACTIVE    the minority is told what differs
-    ACTIVE    proposals' deadline                     ACTIVE    proposers are told which members did not propose
-    ACTIVE    Join                                    ACTIVE    a learner, or it waits for a seat; refused if the group
-                                                                needs all its members
-    ACTIVE    a member leaves, is lost or evicted     ACTIVE    a new epoch: data cuts it off
-    ACTIVE    … fewer than MIN are left, and the      BROKEN    data fails what needs it; proposers are told
-              policy has no time for another one
-    ACTIVE    all shards have cut it off              ACTIVE    Membership to every member
-    ACTIVE    a round is complete at all shards       ACTIVE    its last results said that it is over; otherwise
-                                                                RoundDone says so, with the epoch in force
-    ACTIVE    … and a shard has yet to cut a member   ACTIVE    RoundDone when it has
-    ACTIVE    … and fewer than MIN are left           PAUSED    RoundDone is held back
-    ACTIVE    a shard says which members are late     ACTIVE    if the policy lets them go: CutRound to all shards
-    ACTIVE    data reports Halted                     BROKEN    the other shards halt it too
-    ACTIVE    data reports Absent                     ACTIVE    the member is told why, and is lost: as above
-    ACTIVE    a data shard that it uses is lost       BROKEN    everything open fails; a durable group replaces it
-    PAUSED    MIN can contribute, with learners       ACTIVE    RoundDone
-    PAUSED    the policy's patience is over           (none)    DeadlineError to every member
-    PAUSED    the last member leaves or is lost       (none)
-    BROKEN    Join                                    BROKEN    refused, with the reason
-    BROKEN    the last member leaves or is lost       (none)
-
-`Control` names the module that deals with each event: `forming` with applicants, `learners` with workers that join a
-running group, `members` with those that leave or are lost, `rounds` with the end of a round, `sessions` with members
-that come back. Functions are handed the time of the event.
+`docs/reference/group-states.md` has these tables for people; ``python -m tests.group_tables`` makes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
 
 from gradserver.engine.control import (
     forming,
-    journal,
     learners,
-    leases,
+    members,
     plans,
-    recovery,
-    restore,
+    reactions as do,
+    rounds,
     sessions,
     shard_replacement,
-    turns,
 )
-from gradserver.engine.control.group import Group, deadlines, describe, left_out
-from gradserver.engine.control.members import (
-    conflict,
-    connection_lost,
-    disband,
-    evict,
-    evict_all,
-    fell_behind,
-    halt,
-    halted,
-)
-from gradserver.engine.control.registry import HERE, Registry
-from gradserver.engine.control.rounds import close_round, completed, end_rounds, heeded
-from gradserver.engine.control.shards import count_round
-from gradserver.engine.declared import Kind
+from gradserver.engine.control.group import Group, State
+from gradserver.engine.control.reactions import Broke, Event, Lost, ShardEnlisted, ShardLost
+from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import (
     Absent,
@@ -83,33 +37,16 @@ from gradserver.engine.events import (
     Late,
     Planned,
     Recovered,
-    RemoteReport,
-    Report,
     RoundCompleted,
     StateComes,
-    Violation,
-)
-from gradserver.engine.orders import decode_report
-from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.errors import (
-    ConnectionLostError,
-    CoordinatorStoppedError,
-    GradServerError,
-    UnexpectedMessageError,
 )
 from gradserver.protocol.messages import (
-    Enlist,
     Enter,
-    Failure,
     Follow,
     Join,
-    Leave,
-    Message,
     Opens,
     Propose,
     Ready,
-    Reported,
-    Scope,
     Serve,
     StateFailed,
     Steps,
@@ -117,191 +54,279 @@ from gradserver.protocol.messages import (
 from gradserver.protocol.messages.leases import Claim, Register, Used
 from gradserver.protocol.messages.recovery import Resume
 
+STATES: Final = {
+    State.FORMING: "Workers have joined, and more are waited for.",
+    State.ACTIVE: "Its members train.",
+    State.PAUSED: "A round is complete, and fewer than MIN workers take part in the next one: it waits for others.",
+    State.RECOVERING: "Its members and shards find out which of them hold which results.",
+    State.SUSPENDED: "All its members are away. It is durable: they may come back.",
+    State.BROKEN: "It goes no further, and members that exchange anything are told why.",
+    State.ENDED: "It is forgotten. Its name is free.",
+}
+"""Meaning of each state."""
+FORMING, ACTIVE, PAUSED = State.FORMING, State.ACTIVE, State.PAUSED
+RECOVERING, SUSPENDED, BROKEN, ENDED = State.RECOVERING, State.SUSPENDED, State.BROKEN, State.ENDED
+_TRAINING: Final = (ACTIVE, PAUSED)
+_THERE: Final = (ACTIVE, PAUSED, RECOVERING)
+_BEGUN: Final = (ACTIVE, PAUSED, RECOVERING, SUSPENDED, BROKEN)
 
-class Control:
-    """The way in to all that."""
 
-    def __init__(self, registry: Registry) -> None:
-        self.groups, self.roster = registry.groups, registry.roster
-        self._registry = registry
+class Transition(NamedTuple):
+    """Rows of the table: in each of ``states``, each of ``events`` leads to one of ``next``, or the state stays.
 
-    # ── what happens ──────────────────────────────────────────────────────────────────────────────────
+    The docstring of ``react`` says what happens. ``why`` says why nothing does.
+    """
 
-    def receive(
-        self,
-        connection: int,
-        message: Message,
-        payloads: Sequence[Buffer],
-        now: float,
-        effects: Effects,
-    ) -> None:
-        """Take any message that is not data's business."""
-        self._registry.now = now
-        try:
-            self._receive(connection, message, payloads, now, effects)
-        except GradServerError as error:
-            evict(self._registry, connection, error, now, effects)
+    states: tuple[State, ...]
+    events: tuple[type, ...]
+    react: Callable[[Event], None]
+    next: tuple[State, ...] = ()
+    why: str = ""
 
-    def _receive(
-        self,
-        connection: int,
-        message: Message,
-        payloads: Sequence[Buffer],
-        now: float,
-        effects: Effects,
-    ) -> None:
-        registry = self._registry
-        match message:
-            case Join():
-                forming.join(registry, connection, message, now, effects)
-            case Propose():
-                group, seat = registry.seat(connection)
-                plans.propose(registry, group, seat, message, payloads[0], now, effects)
-                evict_all(registry, learners.outdated(group), now, effects)
-            case Register() | Claim() | Used():
-                group, seat = registry.seat(connection)
-                leases.receive(group, seat, message, payloads, effects)
-                end_rounds(group, effects)
-                registry.order_all(group, [], effects)
-            case Serve() | Enter() | Ready() | StateFailed():
-                group, seat = registry.seat(connection)
-                registry.order_all(group, learners.hear(group, seat, message, now, effects), effects)
-            case Opens() | Steps() | Follow():
-                group, seat = registry.seat(connection)
-                error = turns.hear(group, seat, message, effects)
-                if error is not None:
-                    conflict(registry, group, error, effects)
-            case Resume():
-                sessions.resume(registry, connection, message, now, effects)
-            case Leave(reason, failed):
-                if connection in registry.places:
-                    effects.send(connection, message)  # all that it said before has been heard
-                connection_lost(registry, connection, reason, now, effects, politely=not failed)
-            case Enlist() if connection not in registry.places:
-                self.roster.enlist(connection, message, registry.incarnation > 0, effects)
-                shard_replacement.fill_places(registry, now, effects)
-            case Reported() if connection in self.roster.shards:
-                self._heed_elsewhere(connection, payloads[0], now, effects)
-            case _:
-                raise UnexpectedMessageError(f"a {type(message).__name__} is not for a coordinator")
 
-    def _heed_elsewhere(self, source: int, payload: Buffer, now: float, effects: Effects) -> None:
-        epoch, report = decode_report(payload, now)
-        group = self.groups.get(report.group)
-        if group is not None and group.founded == epoch and source in group.shards:  # else it has ended meanwhile
-            self.heed(report, now, effects, source)
+ROWS: Final = (
+    Transition((FORMING,), (Join,), do.come, (ACTIVE,)),
+    Transition(_BEGUN, (Join,), do.come),
+    Transition((FORMING,), (Lost,), do.leave_before, (ENDED,)),
+    Transition(_THERE, (Lost,), do.leave, (ACTIVE, PAUSED, SUSPENDED, BROKEN, ENDED)),
+    Transition((SUSPENDED,), (Lost,), do.leave, (BROKEN, ENDED)),
+    Transition((BROKEN,), (Lost,), do.leave, (ENDED,)),
+    Transition(_THERE, (Broke,), do.detach, (ACTIVE, SUSPENDED)),
+    Transition((SUSPENDED,), (Broke,), do.detach),
+    Transition((*_THERE, SUSPENDED), (Resume,), do.resume, (RECOVERING,)),
+    Transition(_BEGUN, (Propose,), do.propose),
+    Transition(_BEGUN, (Register, Claim, Used), do.ask_of_data),
+    Transition(_BEGUN, (Serve, Enter, Ready, StateFailed), do.say_of_states, (ACTIVE,)),
+    Transition(_BEGUN, (Opens, Steps, Follow), do.say_of_modules, (BROKEN,)),
+    Transition(_BEGUN, (RoundCompleted,), do.complete, (ACTIVE, PAUSED)),
+    Transition(_BEGUN, (Heeded,), do.heed, (ACTIVE, PAUSED)),
+    Transition(_BEGUN, (Planned,), do.confirm),
+    Transition(_BEGUN, (Late,), do.be_late),
+    Transition(_BEGUN, (Behind,), do.fall_behind),
+    Transition(_BEGUN, (Absent,), do.be_absent, (ACTIVE, SUSPENDED)),
+    Transition(_BEGUN, (Halted,), do.halt, (BROKEN,)),
+    Transition(_BEGUN, (StateComes,), do.state_comes),
+    Transition((RECOVERING, SUSPENDED), (CaughtUp,), do.catch_up),
+    Transition((RECOVERING, SUSPENDED), (Recovered,), do.recover, (ACTIVE, PAUSED)),
+    Transition((*_TRAINING, BROKEN), (CaughtUp, Recovered), do.nothing, why="It is of a recovery that is over."),
+    Transition((*_THERE, SUSPENDED), (ShardLost,), do.lose_shard, (RECOVERING, BROKEN)),
+    Transition((BROKEN,), (ShardLost,), do.lose_shard),
+    Transition((FORMING,), (ShardLost,), do.nothing, why="The group has no shards yet."),
+    Transition((RECOVERING, SUSPENDED), (ShardEnlisted,), do.replace_shard),
+    Transition((FORMING, *_TRAINING, BROKEN), (ShardEnlisted,), do.nothing, why="The group lacks no shard."),
+)
+TRANSITIONS: Final = {(state, event): row for row in ROWS for state in row.states for event in row.events}
+"""Row of each state and type of event."""
 
-    def heed(self, report: Report, now: float, effects: Effects, source: int = HERE) -> None:
-        """Take a report from a data half: the coordinator's own, or the one with connection ``source``."""
-        registry = self._registry
-        registry.now = now
-        if isinstance(report, Violation):
-            evict(registry, report.connection, report.error, now, effects)
-        elif (group := self.groups.get(report.group)) is not None:  # else it has ended meanwhile
-            self._heed(group, report, now, effects, source)
+ILLEGAL: Final[dict[tuple[State, type], str]] = {
+    **{
+        (FORMING, event): "Nobody is a member yet: UnexpectedMessageError, or the report is of a group before."
+        for state, event in TRANSITIONS
+        if state is ACTIVE and (FORMING, event) not in TRANSITIONS
+    },
+    (FORMING, Broke): "An applicant has no place to come back to: Lost.",
+    (FORMING, Resume): "The group is not durable yet: JoinRefusedError.",
+    (BROKEN, Resume): "The error that broke the group.",
+    (BROKEN, Broke): "Nobody comes back to a broken group: Lost.",
+}
+"""Pairs that cannot be, and what is said instead. A group that has ended is in no table: its name is free."""
 
-    def _heed(self, group: Group, report: RemoteReport, now: float, effects: Effects, source: int) -> None:
-        registry = self._registry
-        match report:
-            case RoundCompleted(_, record, adopted):
-                group.made = group.made if adopted else max(group.made, record.round)
-                done = count_round(group, source, report) if group.shards else report
-                if done is not None:
-                    completed(group, done.record, group.made < done.record.round, done.told, effects)
-                    registry.order_all(group, [], effects)
-                    evict_all(registry, learners.hopeless(group), now, effects)
-            case Heeded():
-                heeded(group, source)
-                registry.order_all(group, [], effects)
-            case Planned(_, digest):
-                plans.confirm(group, source, digest, effects)
-                evict_all(registry, learners.outdated(group), now, effects)
-            case Late():
-                if (order := close_round(group, report, effects)) is not None:
-                    registry.order(group, order, effects)
-            case Behind():
-                fell_behind(registry, group, report, now, effects)
-            case Absent():
-                sessions.absent(registry, group, report, source, now, effects)
-            case Halted():
-                halted(registry, group, report, source, effects)
-            case StateComes():
-                learners.state_comes(group, report, now)
-            case CaughtUp():
-                recovery.caught_up(registry, group, report, source, effects)
-            case Recovered():
-                recovery.recovered(group, report, source, effects)
-                plans.agree(registry, group, effects)
-                evict_all(registry, learners.outdated(group), now, effects)
 
-    def disconnected(
-        self, connection: int, reason: str, ended: bool, final: bool, now: float, effects: Effects
-    ) -> None:
-        """A connection broke; its worker comes back, if it can: not if its process ``ended``, or that is ``final``."""
-        self._registry.now = now
-        sessions.disconnected(self._registry, connection, reason, ended, final, now, effects)
+# ── rules ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def left_out(self, connection: int, reason: str, effects: Effects) -> None:
-        """Tell somebody who is silent that he is too late, for when he can hear again."""
-        error: GradServerError = ConnectionLostError(f"the coordinator has given this connection up: {reason}")
-        group = self._registry.group_of(connection)
-        if group is not None and (seat := group.seat_of(connection)) >= 0:
-            error = left_out(group, seat, reason)
-        effects.dismiss(connection, error)
 
-    def restore(self, records: Sequence[Kind], kept: Collection[str], now: float, effects: Effects) -> None:
-        """Go on where an earlier coordinator was lost. Of the groups in ``kept`` what lossy codecs owe is there."""
-        self._registry.now = now
-        restore.restore(self._registry, records, kept, now, effects)
+class Rule(NamedTuple):
+    """What is done whenever a condition holds, until the group has ended.
 
-    def stop(self, reason: str, effects: Effects) -> None:
-        """Tell everybody that the coordinator stops."""
-        error = CoordinatorStoppedError(f"the coordinator was stopped ({reason})")
-        journal.stopped(self.groups, error, effects)
-        for connection in (*self._registry.places, *self.roster.shards):
-            effects.send(connection, Failure.of(error, Scope.CONNECTION))
+    An action makes its condition false, so the rules come to an end.
+    """
 
-    # ── time ──────────────────────────────────────────────────────────────────────────────────────────
+    holds: Callable[[Registry, Group], bool]
+    act: Callable[[Registry, Group, Effects], None]
+    when: str
+    what: str
 
-    def next_deadline(self) -> float | None:
-        """When somebody who waits runs out of time."""
-        groups = self.groups.values()
-        waiting = [
-            g for g in groups if g.applicants or g.proposals or g.away or g.learners or g.queue or g.paused or g.lacking
-        ]
-        return min((at for group in waiting for at in deadlines(group)), default=None) if waiting else None
 
-    def tick(self, now: float, effects: Effects) -> None:
-        """Tell those whose time is up."""
-        self._registry.now = now
-        for group in list(self.groups.values()):
-            self._tick(group, now, effects)
+def _contradicts(_: Registry, group: Group) -> bool:
+    return group.turns.conflict is not None and group.broken is None
 
-    def _tick(self, group: Group, now: float, effects: Effects) -> None:
-        registry = self._registry
-        forming.overdue(registry, group, now, effects)
-        if (error := shard_replacement.overdue(group, now, effects)) is not None:
-            halt(registry, group, error, effects)
-        if group.pause_ends is not None and group.pause_ends <= now:
-            disband(registry, group, effects)
-            return
-        evict_all(registry, learners.overdue(group, now), now, effects)
-        sessions.overdue(registry, group, now, effects)
-        plans.overdue(group, now, effects)
 
-    # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
+def _break(_: Registry, group: Group, effects: Effects) -> None:
+    assert group.turns.conflict is not None
+    members.conflict(group, group.turns.conflict, effects)
 
-    def awaited(self, name: str) -> set[int]:
-        """Connections of those in a group whose plan others wait for, or for whose next round somebody who joins."""
-        group = self.groups.get(name)
-        if group is None or not (group.proposals or group.learners):
-            return set()
-        return {member.connection for seat, member in group.members.items() if seat not in group.proposals}
 
-    def snapshot(self, now: float) -> dict[str, dict[str, object]]:
-        """The groups, as plain JSON values. Ages in seconds."""
-        return {name: describe(group, now) for name, group in self.groups.items()}
+def _can_promote(_: Registry, group: Group) -> bool:
+    if group.held is None or group.unheeded or not group.learners:
+        return False
+    return bool(learners.contributors(group, group.held.round))
 
-    def validate(self) -> None:
-        """Raise AssertionError if an invariant does not hold."""
-        self._registry.validate()
+
+def _promote(registry: Registry, group: Group, effects: Effects) -> None:
+    assert group.held is not None
+    learners.promote(group, group.held.round, registry.next_epoch, effects)
+
+
+def _can_expect(registry: Registry, group: Group) -> bool:
+    return bool(group.learners) and rounds.is_at_boundary(group) and rounds.can_expect(group, registry.now)
+
+
+def _can_end_round(_: Registry, group: Group) -> bool:
+    if group.held is None or not rounds.is_at_boundary(group):
+        return False
+    return group.broken is not None or not group.lacks_workers
+
+
+def _must_pause(_: Registry, group: Group) -> bool:
+    if group.held is None or not rounds.is_at_boundary(group):
+        return False
+    return group.broken is None and group.paused is None and group.lacks_workers
+
+
+RULES: Final = (
+    Rule(
+        lambda registry, group: group.state is FORMING and forming.may_begin(group, registry.now),
+        forming.activate,
+        "All that a forming group waits for are there, or the gathering is over.",
+        "Seats, a new epoch, OpenGroup to all shards, Welcome to every member.",
+    ),
+    Rule(_contradicts, _break, "Two members say different things of one round.", "The group is broken."),
+    Rule(
+        lambda _, group: bool(group.unsettled) and rounds.is_settled(group),
+        lambda _, group, effects: rounds.settle(group, effects),
+        "A round is complete at all shards, and each member that counted has said what it used.",
+        "Used data is committed, and the round is written down. It is over if its last results said so.",
+    ),
+    Rule(
+        lambda _, group: bool(group.queue) and learners.can_admit(group),
+        lambda registry, group, effects: learners.admit_queued(group, registry.roster.token, effects),
+        "There is a seat for an applicant that waits for one.",
+        "It is a learner: Admit to all shards.",
+    ),
+    Rule(
+        lambda _, group: bool(group.unheeded) and not group.unheeded[0].waiting,
+        lambda registry, group, effects: rounds.tell_heeded(group, registry.credit, registry.incarnation, effects),
+        "All shards go by the next change of who is there.",
+        "Membership to every member, or Welcome to the learner.",
+    ),
+    Rule(
+        _can_promote,
+        _promote,
+        "At a boundary: learners have contributed to the round.",
+        "They are members in a new epoch: Reseat to all shards.",
+    ),
+    Rule(
+        _can_expect,
+        lambda registry, group, effects: rounds.expect(group, registry.now, effects),
+        "At a boundary: learners have caught up, or wait for the state and a donor is free.",
+        "They contribute to the next round, or get the state in it: Expect to all shards.",
+    ),
+    Rule(
+        _can_end_round,
+        lambda registry, group, effects: rounds.end_round(group, registry.now, effects),
+        "At a boundary: enough workers take part in the next round.",
+        "RoundDone to every member, with the epoch in force.",
+    ),
+    Rule(
+        _must_pause,
+        lambda _, group, effects: rounds.pause(group, effects),
+        "At a boundary: fewer than MIN take part in the next round.",
+        "The group pauses: RoundDone is held back.",
+    ),
+    Rule(
+        lambda _, group: bool(group.proposals) and plans.are_complete(group),
+        lambda _, group, effects: plans.agree(group, effects),
+        "All members have proposed a plan.",
+        "SetPlan to all shards if all are alike; otherwise the minority is told what differs.",
+    ),
+    Rule(
+        lambda _, group: bool(group.learners) and bool(learners.outdated(group)),
+        lambda _, group, effects: learners.evict_outdated(group, effects),
+        "A learner has agreed to a plan that is not the group's any more.",
+        "It has to join again.",
+    ),
+    Rule(
+        lambda _, group: bool(group.learners) and bool(learners.hopeless(group)),
+        lambda _, group, effects: learners.evict_hopeless(group, effects),
+        "A learner waits for the state, and no member can send it, now or soon.",
+        "It is told so.",
+    ),
+)
+
+
+# ── timers ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Timer(NamedTuple):
+    """A deadline of a group, and what is done when it has passed."""
+
+    deadline: Callable[[Group], float | None]
+    fire: Callable[[Registry, Group, Effects], None]
+    until: str
+    what: str
+
+
+TIMERS: Final = (
+    Timer(
+        lambda group: group.opens,
+        lambda _registry, _group, _effects: None,
+        "The gathering of a forming group that has MIN applicants is over.",
+        "The rule for a forming group applies.",
+    ),
+    Timer(
+        forming.deadline,
+        lambda registry, group, effects: forming.overdue(group, registry.now, effects),
+        "An applicant's patience ends.",
+        "It is told which workers are missing.",
+    ),
+    Timer(
+        shard_replacement.deadline,
+        lambda _, group, effects: members.halt(group, shard_replacement.overdue(group), effects),
+        "Nobody has come in a lost data shard's place, for the group's timeout.",
+        "The group is broken.",
+    ),
+    Timer(
+        shard_replacement.hire_deadline,
+        lambda registry, group, effects: shard_replacement.hire(group, registry.now, effects),
+        "Nobody has come in a lost data shard's place, for another second.",
+        "The coordinator starts a data shard, if it can.",
+    ),
+    Timer(
+        lambda group: group.pause_ends,
+        members.disband,
+        "A paused group has waited for another worker for as long as its policy says.",
+        "DeadlineError to every member, and the group ends.",
+    ),
+    Timer(
+        learners.queue_deadline,
+        lambda registry, group, effects: learners.queue_overdue(group, registry.now, effects),
+        "The patience of an applicant that waits for a seat ends.",
+        "It is told that there was none.",
+    ),
+    Timer(
+        learners.deadline,
+        lambda registry, group, effects: learners.overdue(group, registry.now, effects),
+        "A learner's patience ends, or that of the others with it.",
+        "It is evicted.",
+    ),
+    Timer(
+        sessions.deadline,
+        sessions.overdue,
+        "A member that is away should be back.",
+        "It is lost, unless its process is known to run: then it has the round timeout.",
+    ),
+    Timer(
+        plans.deadline,
+        lambda _, group, effects: plans.overdue(group, effects),
+        "The patience of a member that has proposed a plan ends.",
+        "Members that have proposed one are told which others did not.",
+    ),
+)
+
+
+def deadlines(group: Group) -> Iterator[tuple[float, Timer]]:
+    """Give each deadline of a group, with its timer."""
+    for timer in TIMERS:
+        at = timer.deadline(group)
+        if at is not None:
+            yield at, timer

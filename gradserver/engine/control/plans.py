@@ -7,7 +7,6 @@ from typing import Final
 
 from gradserver.engine.control import journal, learners
 from gradserver.engine.control.group import Group, Proposal
-from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.welcome import tell_agreed
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import SetPlan
@@ -29,10 +28,8 @@ from gradserver.protocol.plan import Plan, decode_plan, extend, first_difference
 _HOW: Final = {False: "a plan in place of all others", True: "a plan beside those that there are"}
 
 
-def propose(
-    registry: Registry, group: Group, seat: int, message: Propose, data: Buffer, now: float, effects: Effects
-) -> None:
-    """A member, or who joins, has made its plan."""
+def propose(group: Group, seat: int, message: Propose, data: Buffer, now: float, effects: Effects) -> None:
+    """Take the plan of a member, or of a learner."""
     if seat in group.learners:
         learners.propose(group, seat, _plan_of(message, data), bool(message.beside), now, effects)
         return
@@ -50,7 +47,6 @@ def propose(
     if message.beside and (here is None or here.hash != message.beside):
         raise UnexpectedMessageError(f"{group.call(seat)} proposed a section of a plan that is not the group's")
     group.proposals[seat] = Proposal(plan, now, message.round, bool(message.beside), frozenset(message.dropped))
-    agree(registry, group, effects)
 
 
 def _plan_of(message: Propose, data: Buffer) -> Plan:
@@ -60,13 +56,16 @@ def _plan_of(message: Propose, data: Buffer) -> Plan:
     return plan
 
 
-def agree(registry: Registry, group: Group, effects: Effects) -> None:
-    """Agree on a plan, if all who are there have proposed one, and the same.
+def are_complete(group: Group) -> bool:
+    """Tell whether all members have proposed a plan, and nothing else has to come first."""
+    return 0 < len(group.proposals) == len(group.members) and not (group.unconfirmed or group.recovering)
 
-    Joiners that had agreed to the plan before are `gradserver.engine.control.learners.outdated` then.
+
+def agree(group: Group, effects: Effects) -> None:
+    """Agree on the plan that all members have proposed, or tell the minority what differs.
+
+    Learners that had agreed to the plan before are `gradserver.engine.control.learners.outdated` then.
     """
-    if not 0 < len(group.proposals) == len(group.members) or group.unconfirmed or group.recovering:
-        return
     votes = Counter((proposal.plan.hash, proposal.beside) for proposal in group.proposals.values())
     leading = max(votes.values())
     reference = min(rank for rank, p in group.proposals.items() if votes[p.plan.hash, p.beside] == leading)
@@ -91,7 +90,7 @@ def agree(registry: Registry, group: Group, effects: Effects) -> None:
         group.proposed, group.unconfirmed = plan, set(group.shards)
     else:
         _adopt(group, plan, effects)
-    registry.order(group, SetPlan(group.name, plan, group.rounds), effects)
+    group.order(SetPlan(group.name, plan, group.rounds), effects)
 
 
 def _whole(group: Group, proposal: Proposal) -> Plan:
@@ -162,10 +161,15 @@ def _fail(group: Group, rank: int, error: GradServerError, effects: Effects) -> 
     effects.send(group.members[rank].connection, Failure.of(error, Scope.PROPOSAL))
 
 
-def overdue(group: Group, now: float, effects: Effects) -> None:
-    """Tell those who have proposed, and waited too long, who did not."""
-    if all(proposal.since + group.round_timeout > now for proposal in group.proposals.values()):
-        return
+def deadline(group: Group) -> float | None:
+    """Return when the patience of the first member ends that has proposed a plan."""
+    if not group.proposals:
+        return None
+    return min(proposal.since for proposal in group.proposals.values()) + group.round_timeout
+
+
+def overdue(group: Group, effects: Effects) -> None:
+    """Tell members that have proposed a plan, and waited too long, which others did not."""
     missing = [rank for rank in group.members if rank not in group.proposals]
     what = f"{group.calls(missing)} to propose one" if missing else "its data shards to confirm it"
     error = DeadlineError(

@@ -1,17 +1,9 @@
-"""What control does about a durable group whose members find out who holds what: its books are opened.
+"""Recovery of a durable group: what control does while its members and shards find out who holds which results.
 
-    group       event                                   next        what happens
-    ──────────  ──────────────────────────────────────  ──────────  ──────────────────────────────────────────────────
-    (none)      Restored                                SUSPENDED   all its members are away
-    SERVING     the last of those attached is away      SUSPENDED
-    SUSPENDED   Resume                                  RECOVERING  data is to find out who holds what
-    SERVING     Resume                                  RECOVERING  the same, and Resumed to everybody
-    RECOVERING  Resume                                  RECOVERING  Resumed to it
-    RECOVERING  data reports CaughtUp                   RECOVERING  RoundDone to whom it lacks; Proceed
-    RECOVERING  data reports Recovered                  SERVING     members go on
-    any         the last member departs                 (none)
-
-SERVING stands for the states of the tables of `machine` and `rounds`. `gradserver.engine.data.recovery` has the rest.
+A recovery begins when a member comes back, or when another process has taken a lost shard's place. Each has a number of
+its own. When all shards have what members hold of the latest round, members that lack its end are told (`CaughtUp`,
+`Proceed`). When all shards have told members what stands, the group goes on (`Recovered`). `gradserver.engine.data` has
+the other half, in its module `recovery`.
 """
 
 from __future__ import annotations
@@ -20,7 +12,7 @@ from gradserver.engine.control import journal, learners
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import CaughtUp, Proceed, Recover, Recovered
+from gradserver.engine.events import CaughtUp, Proceed, Recover, Recovered, RoundCompleted
 from gradserver.protocol.errors import UnexpectedMessageError
 from gradserver.protocol.messages import RoundDone
 from gradserver.protocol.messages.recovery import Resumed
@@ -28,11 +20,11 @@ from gradserver.protocol.messages.recovery import Resumed
 
 def promote_contributors(registry: Registry, group: Group, effects: Effects) -> None:
     """When books are opened, who contributes counts as a member: what it gave may be in results that some hold."""
-    registry.order_all(group, learners.promote(group, group.rounds, registry.next_epoch, effects), effects)
+    learners.promote(group, group.rounds, registry.next_epoch, effects)
 
 
-def begin(registry: Registry, group: Group, version: int, now: float, effects: Effects) -> Recover:
-    """Have everybody who is here say what he holds. ``version`` is a new number, for what is found out of that."""
+def begin(registry: Registry, group: Group, version: int, now: float, effects: Effects) -> None:
+    """Have all members that are here say what they hold. ``version`` is the new number of the recovery."""
     group.recovering, group.version = True, version
     group.founded = version  # what shards have reported so far, and what we have heard of it, is void
     group.paused = group.held = None  # if a round is complete, data says so once more
@@ -48,7 +40,7 @@ def begin(registry: Registry, group: Group, version: int, now: float, effects: E
     for seat in here:
         effects.send(group.members[seat].connection, resumed)
     own = group.latest + 1 if group.uncertain else group.own
-    return Recover(group.name, version, group.due, group.latest, own)
+    group.order(Recover(group.name, version, group.due, group.latest, own), effects)
 
 
 def await_others(group: Group, now: float) -> None:
@@ -61,11 +53,16 @@ def begin_if_due(registry: Registry, group: Group, now: float, effects: Effects)
     """In a group with shards elsewhere: what they find out is of one membership, and of shards that are there."""
     if group.lacking or not group.recovering or not group.shards or group.broken is not None:
         return
-    order = begin(registry, group, registry.next_epoch(), now, effects)
-    registry.order_all(group, [order], effects)
+    begin(registry, group, registry.next_epoch(), now, effects)
 
 
-def caught_up(registry: Registry, group: Group, report: CaughtUp, source: int, effects: Effects) -> None:
+def note_adopted(group: Group, report: RoundCompleted) -> None:
+    """Note whether a shard has made a round anew, or adopted all its results from members."""
+    if not report.adopted:
+        group.made = max(group.made, report.record.round)
+
+
+def caught_up(group: Group, report: CaughtUp, source: int, effects: Effects) -> None:
     """Some have all of a round, and have yet to hear that it is over: when all shards say so."""
     if group.lacking:
         return  # a shard was lost meanwhile, and with it this recovery: the next one begins when there is another
@@ -79,7 +76,7 @@ def caught_up(registry: Registry, group: Group, report: CaughtUp, source: int, e
     here = [seat for seat in report.seats if seat in group.members]
     for seat in here:
         effects.send(group.members[seat].connection, RoundDone(number, epoch))
-    registry.order(group, Proceed(group.name), effects)
+    group.order(Proceed(group.name), effects)
 
 
 def recovered(group: Group, report: Recovered, source: int, effects: Effects) -> None:

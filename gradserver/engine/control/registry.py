@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping
 
+from gradserver.engine.control import journal
 from gradserver.engine.control.access import OPEN, Access
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.quota import Quotas
-from gradserver.engine.control.rounds import go_on, is_steady
+from gradserver.engine.control.rounds import is_steady
 from gradserver.engine.control.shards import Roster
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import OpenGroup, RemoteOrder, Seat
-from gradserver.engine.orders import encode_order
+from gradserver.engine.events import CloseGroup, OpenGroup, Seat
 from gradserver.engine.policy import OnNonFinite, Policy
-from gradserver.protocol.errors import InvalidArgumentError, UnexpectedMessageError
+from gradserver.protocol.errors import GradServerError, InvalidArgumentError, UnexpectedMessageError
 from gradserver.protocol.limits import MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS
-from gradserver.protocol.messages import Ordered
-
-HERE: Final = 0
-"""Where the coordinator's own data half reports from; connections have larger numbers."""
 
 
 class Registry:
@@ -154,19 +149,16 @@ class Registry:
             steady=is_steady(group),
         )
 
-    def order(self, group: Group, order: RemoteOrder, effects: Effects, but: int | None = None) -> None:
-        """Have all data halves of ``group`` obey ``order``, those elsewhere and the one `HERE`, ``but`` one of them."""
-        for connection in group.shards:
-            if connection != but and connection in self.roster.shards:
-                effects.send(connection, Ordered(), (encode_order(order),))
-        if but != HERE:
-            effects.order(order)
-
-    def order_all(self, group: Group, orders: Sequence[RemoteOrder], effects: Effects) -> None:
-        """Have ``orders`` concerning the membership carried out, and whatever may follow when shards go by them."""
-        orders = [*orders, *go_on(group, self.next_epoch, self.credit, self.incarnation, self.now, effects)]
-        for order in orders:
-            self.order(group, order, effects)
+    def end(self, group: Group, error: GradServerError, reason: str, effects: Effects) -> None:
+        """End a group: workers that are there are told ``error``, and the journal and data halves of the end."""
+        for connection in group.connections:
+            del self.places[connection]
+            effects.dismiss(connection, error)
+            effects.log(f"connection {connection} refused: {error.message}", warning=True)
+        del self.groups[group.name]
+        group.ended = True
+        journal.closed(group, reason, effects)
+        group.order(CloseGroup(group.name), effects)
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 

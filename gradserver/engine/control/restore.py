@@ -32,6 +32,7 @@ def restore(registry: Registry, records: Sequence[Kind], kept: Collection[str], 
     for group in _groups(registry, records, now, effects):
         registry.groups[group.name] = group
         group.account = registry.quotas.account(group.name)
+        group.state = group.present_state()
         group.owed_nothing = group.name not in kept and group.is_lossy
         for order in reopen(registry, group):
             effects.order(order)

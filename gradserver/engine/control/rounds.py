@@ -12,7 +12,7 @@ from collections.abc import Callable
 from gradserver.engine.control import journal, learners, leases, turns
 from gradserver.engine.control.group import MAX_REASON, Group, announce
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import CutRound, Depart, Late, RemoteOrder, Steady
+from gradserver.engine.events import CutRound, Depart, Late, Steady
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.errors import LeftOutError
 from gradserver.protocol.exchange import ExchangeKey, Stream
@@ -21,20 +21,16 @@ from gradserver.protocol.messages import RoundDone
 
 
 def depart(
-    group: Group,
-    seat: int,
-    reason: str,
-    politely: bool,
-    ended: bool,
-    number: Callable[[], int],
-    effects: Effects,
-) -> tuple[Depart, list[RemoteOrder]]:
-    """``seat`` is vacant, and ``reason`` says why: the others go on, as a new epoch. What else is to be ordered."""
+    group: Group, seat: int, reason: str, politely: bool, ended: bool, epoch: Callable[[], int], effects: Effects
+) -> None:
+    """Go on without ``seat``, in a new epoch. ``ended``: its process has."""
     error = group.seats.departed(seat, politely, f"in round {group.rounds} ({reason[:MAX_REASON]})")
     group.seats.depart(seat)
-    group.epoch = number()
+    group.epoch = epoch()
     announce(group, f"{error.message}; {_rest(group)}", not politely, effects)
-    return Depart(group.name, seat, error, group.epoch, ended), learners.lost_donor(group, seat)
+    journal.members(group, error.message, effects)
+    group.order(Depart(group.name, seat, error, group.epoch, ended), effects)
+    learners.lost_donor(group, seat, effects)
 
 
 def completed(group: Group, record: RoundRecord, adopted: bool, told: bool, effects: Effects) -> None:
@@ -46,18 +42,24 @@ def completed(group: Group, record: RoundRecord, adopted: bool, told: bool, effe
         _hold(group, record, True, effects)
         return
     group.unsettled.append((record, told))
-    end_rounds(group, effects)
 
 
-def end_rounds(group: Group, effects: Effects) -> None:
-    """Rounds are over, in their order, when all who counted have said what they used."""
-    while group.unsettled:
-        record, told = group.unsettled[0]
-        counted = [seat for seat in group.contributors if record.weights[seat] > 0] if group.shards else ()
-        if group.positions.awaits(record.round, counted):
-            return
-        group.unsettled.popleft()
-        _over(group, record, told, effects)
+def is_settled(group: Group) -> bool:
+    """Tell whether, of the first round that is complete, each member that counted has said what it used."""
+    record, _ = group.unsettled[0]
+    counted = [seat for seat in group.contributors if record.weights[seat] > 0] if group.shards else ()
+    return not group.positions.awaits(record.round, counted)
+
+
+def settle(group: Group, effects: Effects) -> None:
+    """Commit what was used in the first round that `is_settled`, and write it down."""
+    _over(group, *group.unsettled.popleft(), effects)
+
+
+def settle_all(group: Group, effects: Effects) -> None:
+    """Settle all rounds that can be, in their order."""
+    while group.unsettled and is_settled(group):
+        settle(group, effects)
 
 
 def _over(group: Group, record: RoundRecord, told: bool, effects: Effects) -> None:
@@ -116,28 +118,22 @@ def heeded(group: Group, shard: int) -> None:
             return
 
 
-def go_on(
-    group: Group, number: Callable[[], int], credit: int, incarnation: int, now: float, effects: Effects
-) -> list[RemoteOrder]:
-    """Tell members and joiners of what all shards know, and end a round that waited for that.
+def tell_heeded(group: Group, credit: int, incarnation: int, effects: Effects) -> None:
+    """Tell members and learners of the first change that all shards go by.
 
     A member that goes by an epoch may thus say so to any shard.
     """
-    while group.unheeded and not group.unheeded[0].waiting:
-        order = group.unheeded.popleft()
-        if (news := order.news) is not None:  # whoever has joined since then was not a member in that membership
-            for seat, member in group.members.items():
-                if seat in news.seats:
-                    effects.send(member.connection, news)
-        learners.welcome(group, order.seat, credit, incarnation, effects)
-    if group.held is None or group.unheeded:
-        return []
-    record = group.held
-    orders = learners.promote(group, record.round, number, effects) or _expect(group, record, now)
-    if orders:
-        return orders + go_on(group, number, credit, incarnation, now, effects)
-    _end_round(group, record, now, effects)
-    return [Steady(group.name)] if group.held is None and is_steady(group) else []
+    change = group.unheeded.popleft()
+    if (news := change.news) is not None:  # a member that has joined since then was not in that membership
+        for seat, member in group.members.items():
+            if seat in news.seats:
+                effects.send(member.connection, news)
+    learners.welcome(group, change.seat, credit, incarnation, effects)
+
+
+def is_at_boundary(group: Group) -> bool:
+    """Tell whether a round is complete, and all shards know who is there."""
+    return group.held is not None and not group.unheeded
 
 
 def is_steady(group: Group) -> bool:
@@ -148,28 +144,39 @@ def is_steady(group: Group) -> bool:
     return not (group.secret or group.learners)
 
 
-def _expect(group: Group, record: RoundRecord, now: float) -> list[RemoteOrder]:
-    """Have joiners take part in the next round, unless a member may have begun that round without them.
+def can_expect(group: Group, now: float) -> bool:
+    """Tell whether learners are to take part in the next round, or to get the state in it.
 
-    A member has begun it if it heard that the round is over, before results were lost and the round was done again.
+    Not if a member may have begun that round without them: it heard that the round is over, before results were lost
+    and the round was done again.
     """
     if group.held_again and not group.lacks_workers:
-        return []
-    return learners.expect(group, record, now)
+        return False
+    return bool(learners.caught_up(group) or learners.donations(group, now))
 
 
-def _end_round(group: Group, record: RoundRecord, now: float, effects: Effects) -> None:
-    """A round is complete: the next one may begin, with whoever is there, if they are enough."""
+def expect(group: Group, now: float, effects: Effects) -> None:
+    """Have learners take part in the next round, or get the state in it."""
+    assert group.held is not None
+    learners.expect(group, group.held, now, effects)
+
+
+def pause(group: Group, effects: Effects) -> None:
+    """Hold the end of a round back, as too few workers are left for the next one."""
+    assert group.held is not None
+    group.paused = group.held.completed
+    effects.log(
+        f"waiting for workers: group {group.name!r} has {group.next_count}, at least {group.policy.minimum} "
+        f"are needed to go on; it waits {group.policy.patience(group.timeout):g} s",
+        warning=True,
+    )
+
+
+def end_round(group: Group, now: float, effects: Effects) -> None:
+    """Tell all members that a round is over, with the membership of the next one."""
+    record = group.held
+    assert record is not None
     group.late.pop(record.round, None)
-    if group.lacks_workers and group.broken is None:  # else members hear of it in what they exchange next
-        if group.paused is None:
-            group.paused = record.completed
-            effects.log(
-                f"waiting for workers: group {group.name!r} has {group.next_count}, at least {group.policy.minimum} "
-                f"are needed to go on; it waits {group.policy.patience(group.timeout):g} s",
-                warning=True,
-            )
-        return
     group.held = group.paused = None
     journal.boundary(group, record.round, effects)
     while group.news and group.news[0].epoch < group.epoch:
@@ -182,25 +189,27 @@ def _end_round(group: Group, record: RoundRecord, now: float, effects: Effects) 
     for joiner in learners.waiting(group):
         joiner.since = record.completed
         effects.send(joiner.connection, done)
+    if is_steady(group):
+        group.order(Steady(group.name), effects)
 
 
-def close_round(group: Group, late: Late, effects: Effects) -> CutRound | None:
-    """Decide that a round is closed without those who are late, as many as the policy lets go; None if it is not."""
+def close_round(group: Group, late: Late, effects: Effects) -> None:
+    """Close a round without members that are late, as many as the policy lets go."""
     there = {*group.contributors}
     who = [seat for seat in late.seats if seat in there]
     if late.round != group.rounds or not who or learners.awaits_state(group, late.seats):
-        return None
+        return
     lateness = group.policy.lateness
     if lateness is None:
         text = f"round {late.round} of group {group.name!r} waits for {group.calls(who)} {late.why}"
         effects.log(text, warning=True)
-        return None
+        return
     gone = group.late.setdefault(late.round, set())
     count = group.next_count
     spared = count - lateness.needed(count) - len(gone & there)
     who = [seat for seat in who if seat not in gone][: max(spared, 0)]
     if not who:
-        return None
+        return
     gone.update(who)
     text = f"round {late.round} of group {group.name!r} closed without {group.calls(who)} {late.why}"
     journal.cut(group, late.round, who, text, effects)
@@ -208,7 +217,7 @@ def close_round(group: Group, late: Late, effects: Effects) -> CutRound | None:
         effects.log(text, warning=True)
     for seat in who:
         leases.not_counted(group, seat, late.round, group.late_are == "keep", effects)
-    return CutRound(group.name, late.round, tuple(who))
+    group.order(CutRound(group.name, late.round, tuple(who)), effects)
 
 
 def behind(group: Group, seat: int, number: int) -> LeftOutError:

@@ -23,22 +23,19 @@ from __future__ import annotations
 
 import hmac
 
-from gradserver.engine.control import journal, learners, recovery, shard_replacement, turns
+from gradserver.engine.control import journal, learners, members, recovery, shard_replacement, turns
 from gradserver.engine.control.group import Group, announce, left_out
-from gradserver.engine.control.members import connection_lost, evict, evict_all, remove
-from gradserver.engine.control.registry import HERE, Registry
+from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.welcome import token_of
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import (
-    Absent,
     Attach,
     Detach,
-    RemoteOrder,
     Reseat,
     Seat,
 )
 from gradserver.protocol.beacon import beacon_id
-from gradserver.protocol.errors import ConnectionLostError, JoinRefusedError, LeftOutError, UnexpectedMessageError
+from gradserver.protocol.errors import JoinRefusedError, LeftOutError, UnexpectedMessageError
 from gradserver.protocol.messages.recovery import Resume, Resumed
 
 _LOOK_SECONDS = 0.25
@@ -47,38 +44,13 @@ _LOOK_SECONDS = 0.25
 # ── being away ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def disconnected(
-    registry: Registry, connection: int, reason: str, ended: bool, final: bool, now: float, effects: Effects
-) -> None:
-    """A connection broke; its worker comes back, if it can: not if its process ``ended``, or that is ``final``."""
-    group = registry.group_of(connection)
-    durable = group is not None and group.members and group.secret and group.broken is None
-    seat = group.seat_of(connection) if group is not None else -1
-    if group is None or not durable or ended or final or not group.is_inside(seat):
-        connection_lost(registry, connection, reason, now, effects, ended=ended)
-        return
-    recovery.promote_contributors(registry, group, effects)
-    _detach(registry, group, seat, reason, now, effects)
+def may_return(group: Group, seat: int) -> bool:
+    """Tell whether the occupant of ``seat`` can come back when its connection has broken."""
+    return bool(group.members and group.secret) and group.broken is None and group.is_inside(seat)
 
 
-def absent(registry: Registry, group: Group, report: Absent, source: int, now: float, effects: Effects) -> None:
-    """At a data half somebody is not there any more."""
-    occupant = group.members.get(report.rank) or group.learners.get(report.rank)
-    if occupant is None or occupant.connection < 0:
-        return
-    broke = isinstance(report.error, ConnectionLostError) and not report.ended and group.is_inside(report.rank)
-    if not (group.secret and source != HERE and broke):
-        evict(registry, occupant.connection, report.error, now, effects, ended=report.ended)
-        return
-    if group.lacking:
-        return  # it makes all its connections anew, as everybody does
-    recovery.promote_contributors(registry, group, effects)  # as when its connection to the coordinator breaks
-    effects.dismiss(occupant.connection, report.error)
-    _detach(registry, group, report.rank, report.error.message, now, effects)
-
-
-def _detach(registry: Registry, group: Group, seat: int, reason: str, now: float, effects: Effects) -> None:
-    """A member is away."""
+def detach(registry: Registry, group: Group, seat: int, reason: str, now: float, effects: Effects) -> None:
+    """Keep the place of a member whose connection broke."""
     del registry.places[group.members[seat].connection]
     policy = group.policy
     group.members[seat] = Seat(-1, group.members[seat].name)
@@ -88,18 +60,23 @@ def _detach(registry: Registry, group: Group, seat: int, reason: str, now: float
     if group.is_deserted:
         group.away = dict.fromkeys(group.members, now + policy.reconnect)
         effects.log(f"group {group.name!r}: nobody is left; it is kept for {policy.reconnect:g} s", warning=True)
-    registry.order(group, Detach(group.name, seat), effects)
+    group.order(Detach(group.name, seat), effects)
 
 
-def overdue(registry: Registry, group: Group, now: float, effects: Effects) -> None:
-    """Members who should be back by now, and are not, depart."""
-    for seat in _not_back(registry, group, now, effects):
+def deadline(group: Group) -> float | None:
+    """Return when the first member that is away should be back."""
+    return min(group.away.values(), default=None) if group.away else None
+
+
+def overdue(registry: Registry, group: Group, effects: Effects) -> None:
+    """Go on without members that should be back by now, and are not."""
+    for seat in _not_back(registry, group, registry.now, effects):
         reason = "its connection broke, and it did not come back"
-        remove(registry, group, seat, reason, now, effects)
+        members.remove(registry, group, seat, reason, registry.now, effects)
 
 
 def _not_back(registry: Registry, group: Group, now: float, effects: Effects) -> list[int]:
-    """Who is not back. Who is busy, as his process runs, has the round timeout for that.
+    """Return the seats of members that should be back by now. One whose process runs has the round timeout for that.
 
     A worker inside of one long call that keeps Python's lock cannot connect again, but libzmq's thread can, and says
     so by its beacon.
@@ -122,34 +99,14 @@ def _not_back(registry: Registry, group: Group, now: float, effects: Effects) ->
 # ── coming back ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def resume(registry: Registry, connection: int, message: Resume, now: float, effects: Effects) -> None:
-    """A member is back, on another connection. Raises why it cannot go on."""
-    registry.check_free(connection)
-    group = _check(registry.groups.get(message.group), message)
-    is_later = message.epoch > group.epoch
-    if is_later:
-        group.account.check_join(group.seats.names[message.seat])
-        registry.skip_to(message.epoch)
-    recovery.promote_contributors(registry, group, effects)
-    if is_later:
-        registry.order_all(group, _catch_up(group, registry.next_epoch(), effects), effects)
-    registry.places.pop(group.members[message.seat].connection, None)
-    registry.places[connection] = group.name
-    shard_replacement.missed(group, now)
-    disturbed = [] if group.recovering else learners.disturbed(group)
-    version = registry.next_epoch()
-    for order in _attach(registry, group, message, connection, version, now, effects):
-        if isinstance(order, Attach):
-            effects.order(order)
-        else:
-            registry.order(group, order, effects)
-    evict_all(registry, disturbed, now, effects)  # all that waited for them is void by now: no result comes of it
-    if group.shards:
-        registry.order_all(group, [], effects)
+def check(group: Group | None, message: Resume) -> Group:
+    """Return the group that a member comes back to.
 
-
-def _check(group: Group | None, message: Resume) -> Group:
-    """The group that somebody comes back to. Raises why he cannot."""
+    Raises:
+        JoinRefusedError: there is no such durable group, or the member is another one.
+        LeftOutError: the others have gone on without it.
+        UnexpectedMessageError: it names an epoch that cannot have begun.
+    """
     name = group.seats.names[message.seat] if group is not None and message.seat < len(group.seats.names) else ""
     if group is None or not group.secret:
         if group is not None and name and group.broken is None:
@@ -178,13 +135,23 @@ def _check(group: Group | None, message: Resume) -> Group:
     return group
 
 
-def _catch_up(group: Group, epoch: int, effects: Effects) -> list[RemoteOrder]:
-    """Members know of an epoch that was never written down, as when the disk was full; ``epoch`` is a later one."""
-    group.epoch = epoch
+def catch_up(registry: Registry, group: Group, effects: Effects) -> None:
+    """Begin an epoch behind one that members know of and that was never written down, as when the disk was full."""
+    group.epoch = registry.next_epoch()
     what = f"{len(group.members)} workers go on, as the coordinator that was lost had not written down who was there"
     announce(group, what, True, effects)
     journal.members(group, what, effects)
-    return [Reseat(group.name, epoch, group.seats.present)]
+    group.order(Reseat(group.name, group.epoch, group.seats.present), effects)
+
+
+def resume(registry: Registry, group: Group, message: Resume, connection: int, now: float, effects: Effects) -> None:
+    """Attach a member that is back, on another connection, and begin a recovery if one has to."""
+    registry.places.pop(group.members[message.seat].connection, None)
+    registry.places[connection] = group.name
+    shard_replacement.missed(group, now)
+    if not group.recovering:  # no result comes any more of what they wait for
+        learners.disturb(group, effects)
+    _attach(registry, group, message, connection, registry.next_epoch(), now, effects)
 
 
 def _attach(
@@ -195,24 +162,24 @@ def _attach(
     version: int,
     now: float,
     effects: Effects,
-) -> list[Attach | RemoteOrder]:
-    """A member has ``connection`` from now on. If books have to be opened, they have the number ``version``.
+) -> None:
+    """Give a member its new ``connection``. If there is to be a recovery, it has the number ``version``.
 
-    In a group with shards elsewhere they always have: so they are of the same members and connections at all of them.
+    In a group with shards elsewhere there always is: so it is of the same members and connections at all of them.
     """
-    seat, orders = message.seat, list[Attach | RemoteOrder]()
+    seat = message.seat
     before = group.members[seat].connection
     if before >= 0:
         effects.close(before)
-        orders.append(Detach(group.name, seat))
+        group.order(Detach(group.name, seat), effects)
     group.members[seat] = Seat(connection, group.members[seat].name)
     group.away.pop(seat, None)
     group.busy.pop(seat, None)
     group.proposals.pop(seat, None)
     turns.departed(group, seat, effects)
-    orders.append(Attach(group.name, seat, connection))
+    effects.order(Attach(group.name, seat, connection))
     if not group.lacking and (group.shards or not group.recovering):
-        orders.append(recovery.begin(registry, group, version, now, effects))
+        recovery.begin(registry, group, version, now, effects)
     elif not group.lacking:
         recovery.await_others(group, now)  # all of them may have been away since the recovery began
         effects.send(connection, Resumed(registry.incarnation, group.version, group.urls))
@@ -227,4 +194,3 @@ def _attach(
         group.unaware.add(seat)
     here = len(group.members) - len(group.away)
     effects.log(f"group {group.name!r}: {group.call(seat)} is back, {here} of {len(group.members)} workers are here")
-    return orders

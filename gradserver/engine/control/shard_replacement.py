@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from gradserver.engine.control.group import Group
+from gradserver.engine.control.group import VACANT, Group
 from gradserver.engine.control.recovery import begin_if_due
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.restore import reopen
@@ -32,16 +32,19 @@ from gradserver.engine.policy import Policy
 from gradserver.protocol.errors import DeadlineError
 from gradserver.protocol.messages import Ordered
 
-VACANT: Final = -1
-"""In the place of a shard's connection."""
 HIRE_SECONDS: Final = 1.0
 """How long a place is kept for whoever had it, or offers himself."""
 
 
-def lost(group: Group, connection: int, now: float, effects: Effects) -> None:
-    """The shard with this connection is gone."""
+def vacate(group: Group, connection: int) -> int:
+    """Give no more orders to the shard with this connection. Return its place."""
     place = group.shards.index(connection)
     group.shards = (*group.shards[:place], VACANT, *group.shards[place + 1 :])
+    return place
+
+
+def lost(group: Group, place: int, now: float, effects: Effects) -> None:
+    """Wait for another process in the ``place`` of a shard."""
     group.lacking.add(place)
     group.recovering = True
     for void in (group.partial, group.caught_up, group.standing):
@@ -58,15 +61,8 @@ def missed(group: Group, now: float) -> None:
         group.lacking_since, group.hire_at = now, now + HIRE_SECONDS
 
 
-def fill_places(registry: Registry, now: float, effects: Effects) -> None:
-    """Have groups that lack data shards use those that are there."""
-    for group in registry.groups.values():
-        if group.lacking and not _fill(registry, group, effects):
-            begin_if_due(registry, group, now, effects)
-
-
-def _fill(registry: Registry, group: Group, effects: Effects) -> bool:
-    """Give vacant places to shards that the group does not use: to who had them, if possible. Whether any is left."""
+def fill(registry: Registry, group: Group, effects: Effects) -> None:
+    """Give vacant places to shards that the group does not use, each to the one that had it, if possible."""
     roster = registry.roster.shards
     spare = [connection for connection in roster if connection not in group.shards]
     for place in sorted(group.lacking):
@@ -87,20 +83,29 @@ def _fill(registry: Registry, group: Group, effects: Effects) -> bool:
         effects.log(f"group {group.name!r}: {what}")
     if not group.lacking:
         group.lacking_since = group.hire_at = None
-    return bool(group.lacking)
+        begin_if_due(registry, group, registry.now, effects)
 
 
-def overdue(group: Group, now: float, effects: Effects) -> DeadlineError | None:
-    """Look for somebody, or say that it was for nothing."""
-    if group.broken is not None:
-        return None
-    if group.lacking_since is not None and group.lacking_since + group.timeout <= now:
-        places = ", ".join(group.urls[place] or f"shard {place + 1}" for place in sorted(group.lacking))
-        return DeadlineError(
-            f"group {group.name!r} lacks data shards ({places}), and nobody has taken their place within "
-            f"{group.timeout:g} s: start as many with `gradserver serve --join`"
-        )
-    if group.hire_at is not None and group.hire_at <= now:
-        group.hire_at = now + HIRE_SECONDS
-        effects.hire()
-    return None
+def deadline(group: Group) -> float | None:
+    """Return when the group has lacked data shards for too long."""
+    return None if group.lacking_since is None or group.broken else group.lacking_since + group.timeout
+
+
+def overdue(group: Group) -> DeadlineError:
+    """Return what members are told when no process has come in the place of a lost shard."""
+    places = ", ".join(group.urls[place] or f"shard {place + 1}" for place in sorted(group.lacking))
+    return DeadlineError(
+        f"group {group.name!r} lacks data shards ({places}), and nobody has taken their place within "
+        f"{group.timeout:g} s: start as many with `gradserver serve --join`"
+    )
+
+
+def hire_deadline(group: Group) -> float | None:
+    """Return when another process is to be started in the place of a lost shard."""
+    return None if group.hire_at is None or group.broken else group.hire_at
+
+
+def hire(group: Group, now: float, effects: Effects) -> None:
+    """Have a process started in the place of a lost shard."""
+    group.hire_at = now + HIRE_SECONDS
+    effects.hire()

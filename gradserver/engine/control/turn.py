@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gradserver.protocol.errors import OutOfStepError
 from gradserver.protocol.messages import Follow, Opens, Steps
 
 
@@ -24,3 +25,5 @@ class Turns:
     rounds: dict[int, Turn] = field(default_factory=dict)
     following: dict[int, Follow] = field(default_factory=dict)
     """Question of each seat."""
+    conflict: OutOfStepError | None = None
+    """Error of two members that say different things of one round."""

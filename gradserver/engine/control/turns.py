@@ -36,25 +36,23 @@ _MOST_STEPS: Final = 64
 """Updates between two rounds."""
 
 
-def hear(group: Group, seat: int, message: Opens | Steps | Follow, effects: Effects) -> OutOfStepError | None:
-    """Take what a member says of a round; what ends the group, if it is another than somebody else has said."""
+def hear(group: Group, seat: int, message: Opens | Steps | Follow, effects: Effects) -> None:
+    """Take what a member says of a round. If another member has said otherwise, `Turns.conflict` has the error."""
     number = message.round
     group.check_round(number, type(message).__name__)
     if group.plan is None:
         raise UnexpectedMessageError(f"{group.call(seat)} speaks of round {number}, and the group has no plan")
     if number < group.rounds:
-        return None  # it is late, and gets what the others have made of it
+        return  # it is late, and gets what the others have made of it
     turn = group.turns.rounds.setdefault(number, Turn())
-    error: OutOfStepError | None = None
     match message:
         case Follow():
             group.turns.following[seat] = message
         case Opens():
-            error = _opens(group, turn, seat, message)
+            group.turns.conflict = _opens(group, turn, seat, message) or group.turns.conflict
         case Steps():
-            error = _steps(group, turn, seat, message)
+            group.turns.conflict = _steps(group, turn, seat, message) or group.turns.conflict
     _answer(group, number, effects)
-    return error
 
 
 def _opens(group: Group, turn: Turn, seat: int, message: Opens) -> OutOfStepError | None:

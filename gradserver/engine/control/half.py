@@ -1,0 +1,243 @@
+"""The control half: the members of each group, and what they agreed on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+
+from gradserver.engine.control import (
+    forming,
+    journal,
+    restore,
+    sessions,
+)
+from gradserver.engine.control.group import HERE, Group, State, describe, left_out
+from gradserver.engine.control.machine import RULES, TRANSITIONS, Rule, Transition, deadlines
+from gradserver.engine.control.reactions import Broke, Event, Lost, Notice, ShardEnlisted, ShardLost
+from gradserver.engine.control.registry import Registry
+from gradserver.engine.declared import Kind
+from gradserver.engine.effects import Effects
+from gradserver.engine.events import (
+    RemoteReport,
+    Report,
+    Violation,
+)
+from gradserver.engine.orders import decode_report
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.errors import (
+    ConnectionLostError,
+    CoordinatorStoppedError,
+    GradServerError,
+    LeftOutError,
+    ProtocolError,
+    UnexpectedMessageError,
+)
+from gradserver.protocol.messages import (
+    Enlist,
+    Failure,
+    Join,
+    Leave,
+    Message,
+    Reported,
+    Scope,
+)
+from gradserver.protocol.messages.recovery import Resume
+
+
+class Control:
+    """The control half. Each call deals with one event whole."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.groups, self.roster = registry.groups, registry.roster
+        self._registry = registry
+        self._surprises: list[str] = []
+        """Changes of state that the table does not have."""
+
+    # ── events ────────────────────────────────────────────────────────────────────────────────────────
+
+    def receive(
+        self, connection: int, message: Message, payloads: Sequence[Buffer], now: float, effects: Effects
+    ) -> None:
+        """Take a message that is not for a data half."""
+        self._registry.now = now
+        try:
+            self._receive(connection, message, payloads, effects)
+        except GradServerError as error:
+            self._evict(connection, error, effects)
+
+    def _receive(self, connection: int, message: Message, payloads: Sequence[Buffer], effects: Effects) -> None:
+        registry = self._registry
+        match message:
+            case Join():
+                registry.check_free(connection)
+                group = forming.found(registry, message, effects)
+                registry.groups[group.name] = group
+                self._happens(group, message, effects, connection)
+            case Resume():
+                registry.check_free(connection)
+                group = sessions.check(registry.groups.get(message.group), message)
+                self._happens(group, message, effects, connection, message.seat)
+            case Leave(reason, failed):
+                if connection in registry.places:
+                    effects.send(connection, message)  # all that it said before has been heard
+                self._lose(connection, Lost(reason, politely=not failed), effects)
+            case Enlist() if connection not in registry.places:
+                self.roster.enlist(connection, message, registry.incarnation > 0, effects)
+                self._shard_enlisted(effects)
+            case Reported() if connection in self.roster.shards:
+                self._take_report(connection, payloads[0], effects)
+            case _ if (State.ACTIVE, type(message)) in TRANSITIONS:
+                group, seat = registry.seat(connection)
+                self._happens(group, message, effects, connection, seat, payloads)
+            case _:
+                raise UnexpectedMessageError(f"a {type(message).__name__} is not for a coordinator")
+
+    def _take_report(self, source: int, payload: Buffer, effects: Effects) -> None:
+        epoch, report = decode_report(payload, self._registry.now)
+        group = self.groups.get(report.group)
+        if group is not None and group.founded == epoch and source in group.shards:  # else it has ended meanwhile
+            self._happens(group, report, effects, source)
+
+    def heed(self, report: Report, now: float, effects: Effects) -> None:
+        """Take a report from the coordinator's own data half."""
+        self._registry.now = now
+        if isinstance(report, Violation):
+            self._evict(report.connection, report.error, effects)
+        elif (group := self.groups.get(report.group)) is not None and group.state is not State.FORMING:
+            self._happens(group, report, effects)  # else the group that it is about has ended meanwhile
+
+    def disconnected(
+        self, connection: int, reason: str, ended: bool, final: bool, now: float, effects: Effects
+    ) -> None:
+        """A connection broke; its worker comes back, if it can: not if its process ``ended``, or that is ``final``."""
+        self._registry.now = now
+        group = self._registry.group_of(connection)
+        seat = -1 if group is None else group.seat_of(connection)
+        if group is None or ended or final or not sessions.may_return(group, seat):
+            self._lose(connection, Lost(reason, ended=ended), effects)
+        else:
+            self._happens(group, Broke(reason), effects, connection, seat)
+
+    def left_out(self, connection: int, reason: str, effects: Effects) -> None:
+        """Tell a worker that is silent that the others go on without it, for when it can hear again."""
+        error: GradServerError = ConnectionLostError(f"the coordinator has given this connection up: {reason}")
+        group = self._registry.group_of(connection)
+        if group is not None and (seat := group.seat_of(connection)) >= 0:
+            error = left_out(group, seat, reason)
+        effects.dismiss(connection, error)
+
+    def restore(self, records: Sequence[Kind], kept: Collection[str], now: float, effects: Effects) -> None:
+        """Go on where an earlier coordinator was lost. Of the groups in ``kept`` what lossy codecs owe is there."""
+        self._registry.now = now
+        restore.restore(self._registry, records, kept, now, effects)
+
+    def stop(self, reason: str, effects: Effects) -> None:
+        """Tell everybody that the coordinator stops."""
+        error = CoordinatorStoppedError(f"the coordinator was stopped ({reason})")
+        journal.stopped(self.groups, error, effects)
+        for connection in (*self._registry.places, *self.roster.shards):
+            effects.send(connection, Failure.of(error, Scope.CONNECTION))
+
+    def next_deadline(self) -> float | None:
+        """When the first timer fires; None when nothing waits."""
+        return min((at for group in self.groups.values() for at, _ in deadlines(group)), default=None)
+
+    def tick(self, now: float, effects: Effects) -> None:
+        """Fire the timers that are due."""
+        self._registry.now = now
+        for group in list(self.groups.values()):
+            for timer in [timer for at, timer in deadlines(group) if at <= now]:
+                due = timer.deadline(group)
+                if group.state is not State.ENDED and due is not None and due <= now:  # else another timer settled it
+                    timer.fire(self._registry, group, effects)
+                    self._follow(group, effects)
+
+    # ── what follows ──────────────────────────────────────────────────────────────────────────────────
+
+    def _happens(
+        self,
+        group: Group,
+        what: Message | RemoteReport | Notice,
+        effects: Effects,
+        source: int = HERE,
+        seat: int = -1,
+        payloads: Sequence[Buffer] = (),
+    ) -> None:
+        """Deal with an event of a group, and with all that follows from it."""
+        row = TRANSITIONS[group.state, type(what)]
+        follow = partial(self._follow, group, effects, row)
+        row.react(Event(self._registry, group, what, effects, follow, source, seat, payloads))
+        follow()
+
+    def _follow(self, group: Group, effects: Effects, row: Transition | None = None) -> None:
+        """Apply rules until none applies, and note the state that the group has come to because of ``row``."""
+        self._carry_out_evictions(group, effects, row)
+        while (rule := self._first_that_holds(group)) is not None:
+            rule.act(self._registry, group, effects)
+            self._carry_out_evictions(group, effects, row)
+        self._note_state(group, row)
+
+    def _first_that_holds(self, group: Group) -> Rule | None:
+        registry = self._registry
+        if not group.ended:
+            for rule in RULES:
+                if rule.holds(registry, group):
+                    return rule
+        return None
+
+    def _carry_out_evictions(self, group: Group, effects: Effects, row: Transition | None) -> None:
+        while effects.evictions:
+            self._note_state(group, row)
+            for eviction in effects.take_evictions():
+                self._evict(eviction.connection, eviction.error, effects, ended=eviction.ended)
+
+    def _note_state(self, group: Group, row: Transition | None) -> None:
+        before, group.state = group.state, group.present_state()
+        if row is not None and group.state not in (before, *row.next):
+            self._surprises.append(f"{before} to {group.state}, which the row of {row.events} has not")
+
+    def _evict(self, connection: int, error: GradServerError, effects: Effects, *, ended: bool = False) -> None:
+        """``error`` is this connection's own fault, and costs it the connection."""
+        effects.dismiss(connection, error)
+        effects.log(f"connection {connection} refused: {error.message}", warning=True)
+        blame = "it broke the protocol: " if isinstance(error, ProtocolError) else ""
+        why = "it did not come in time" if isinstance(error, LeftOutError) else f"{blame}{error.message}"
+        self._lose(connection, Lost(why, ended=ended), effects)
+
+    def _lose(self, connection: int, how: Lost, effects: Effects) -> None:
+        """The worker or the data shard on ``connection`` is gone."""
+        name = self._registry.places.pop(connection, None)
+        if name is not None:
+            self._happens(self.groups[name], how, effects, connection)
+            return
+        shard = self.roster.shards.pop(connection, None)
+        if shard is None:
+            return
+        effects.log(f"data shard {shard.number} at {shard.url} was lost ({how.reason})", warning=True)
+        error = ConnectionLostError(f"the data shard at {shard.url} was lost, and its slices with it: {how.reason}")
+        for group in list(self.groups.values()):
+            if connection in group.shards:
+                self._happens(group, ShardLost(error), effects, connection)
+        self._shard_enlisted(effects)  # there may be another one to take its place
+
+    def _shard_enlisted(self, effects: Effects) -> None:
+        for group in list(self.groups.values()):
+            self._happens(group, ShardEnlisted(), effects)
+
+    # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
+
+    def awaited(self, name: str) -> set[int]:
+        """Connections of members whose plan others wait for, or for whose next round a learner waits."""
+        group = self.groups.get(name)
+        if group is None or not (group.proposals or group.learners):
+            return set()
+        return {member.connection for seat, member in group.members.items() if seat not in group.proposals}
+
+    def snapshot(self, now: float) -> dict[str, dict[str, object]]:
+        """The groups, as plain JSON values. Ages in seconds."""
+        return {name: describe(group, now) for name, group in self.groups.items()}
+
+    def validate(self) -> None:
+        """Raise AssertionError if an invariant does not hold."""
+        assert not self._surprises, self._surprises
+        self._registry.validate()

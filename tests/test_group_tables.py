@@ -1,0 +1,78 @@
+"""The tables of a group's life: nothing is missing, and the coordinator does what they say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from gradserver.engine.control import machine
+from gradserver.engine.control.group import State
+from gradserver.engine.control.machine import ILLEGAL, TRANSITIONS
+from gradserver.engine.control.reactions import Broke, Lost, ShardEnlisted, ShardLost
+from gradserver.engine.events import report as reports
+from gradserver.protocol.errors import JoinRefusedError, UnexpectedMessageError
+from gradserver.protocol.messages import Failure, Join, Message
+from gradserver.protocol.messages.recovery import Resume
+from tests.declarations import ALL_MESSAGES
+from tests.engine_harness import SEATS, Harness
+from tests.group_tables import PAGE, page
+
+NOTICES = {Lost, Broke, ShardLost, ShardEnlisted}
+LIVING = [state for state in State if state is not State.ENDED]
+EVENTS = {event for _, event in TRANSITIONS}
+OF_MEMBERS = sorted(EVENTS & ALL_MESSAGES.keys() - {Join, Resume}, key=lambda kind: kind.__name__)
+
+
+def test_each_event_in_each_state_is_handled_or_named_illegal() -> None:
+    pairs = {(state, event) for state in LIVING for event in EVENTS}
+    assert not TRANSITIONS.keys() & ILLEGAL.keys()
+    assert TRANSITIONS.keys() | ILLEGAL.keys() == pairs
+
+
+def test_each_report_is_an_event() -> None:
+    assert EVENTS - NOTICES - ALL_MESSAGES.keys() == {*reports.kinds.values()}
+
+
+def test_each_row_of_the_table_is_one_of_its_own() -> None:
+    pairs = [(state, event) for row in machine.ROWS for state in row.states for event in row.events]
+    assert len(pairs) == len(TRANSITIONS), "a later row would hide an earlier one"
+
+
+def test_the_page_shows_the_tables_that_run() -> None:
+    shown = PAGE.read_text("utf-8") if PAGE.exists() else ""
+    assert shown == page(), "`python -m tests.group_tables` writes it anew"
+
+
+def test_a_state_that_the_table_does_not_allow_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = TRANSITIONS[State.FORMING, Join]
+    monkeypatch.setitem(machine.TRANSITIONS, (State.FORMING, Join), row._replace(next=()))
+    harness = Harness()
+
+    with pytest.raises(AssertionError, match="FORMING to State.ACTIVE"):
+        harness.join(SEATS, world=1)
+
+
+@given(st.sampled_from(OF_MEMBERS).flatmap(lambda kind: ALL_MESSAGES[kind]))
+def test_an_applicant_that_speaks_as_a_member_is_refused(said: tuple[Message, list[bytes]]) -> None:
+    message, payloads = said
+    harness = Harness()
+    harness.join(SEATS, "early", world=2)
+    harness.join(SEATS + 1, "other", world=3, group="others")
+
+    harness.receive(SEATS, message, *payloads)
+
+    ((failure, _),) = harness.inbox[SEATS]
+    assert isinstance(failure, Failure)
+    assert failure.error == UnexpectedMessageError.__name__
+    assert list(harness.engine.control.groups) == ["others"], "one that broke the protocol is forgotten"
+
+
+def test_nobody_comes_back_to_a_group_that_forms() -> None:
+    harness = Harness()
+    harness.join(SEATS, "early", world=2)
+
+    harness.receive(SEATS + 1, Resume("default", 0, "", 0, ""))
+
+    ((failure, _),) = harness.inbox[SEATS + 1]
+    assert isinstance(failure, Failure)
+    assert failure.error == JoinRefusedError.__name__
