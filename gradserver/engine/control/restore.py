@@ -101,6 +101,8 @@ def reopen(registry: Registry, group: Group, shard: int = 0) -> Iterable[RemoteO
     for seat, name in enumerate(group.seats.names):
         if name and seat not in group.members:
             yield Depart(group.name, seat, WorkerLostError(f"{name!r} had departed before"), group.epoch)
+    if shard and group.epoch != group.founded:  # it opens the group with the generation for an epoch
+        yield Reseat(group.name, group.epoch, group.seats.present)
     if group.plan is not None:
         yield SetPlan(group.name, group.plan, group.planned)
     for seat in new:

@@ -73,6 +73,6 @@ class Members:
 
     def reseat(self, present: tuple[int, ...], new: Sequence[int], joined_in: int | None, epoch: int) -> None:
         """Begin the membership ``epoch`` of the seats ``present``, of which ``new`` ones joined in a round."""
-        self.before = self.before[0] if joined_in is None else joined_in, self.epoch
+        self.before = (self.before[0], epoch) if joined_in is None else (joined_in, self.epoch)
         self.seats.reseat(present)
         self.epoch, self.change = epoch, f"{self.calls(new)} joined"
