@@ -20,7 +20,7 @@ from gradserver.protocol.errors import (
     MalformedMessageError,
     WorkerLostError,
 )
-from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, operation_of
 from gradserver.protocol.limits import MIB, SLICE_BYTES
 from gradserver.protocol.messages import (
     Agreed,
@@ -38,7 +38,7 @@ from gradserver.protocol.messages import (
     Scope,
     Welcome,
 )
-from gradserver.protocol.messages.recovery import Holding, Resumed, Standing
+from gradserver.protocol.messages.recovery import Holding, Resumed, Standing, unpack_spans
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.clock import Clock
 from gradserver.worker.handle import Handle
@@ -361,6 +361,19 @@ def test_a_connection_that_breaks_while_the_inventory_is_said_interrupts_that(
     thread.join(2.0)
 
     assert not thread.is_alive(), "it waits for itself"
+
+
+def test_a_member_that_lacks_frames_does_not_know_their_size(durable: tuple[Session, Durable]) -> None:
+    """Test that it says none: a member that holds them says the true one, and sizes that differ are refused."""
+    session, tape = durable
+    operation = operation_of(Kind.ALL_GATHER, Op.FRAMED, UINT8, 100)
+    session.collective(operation, np.zeros(20, np.uint8), lambda _start, _stop, _payload: None)
+
+    for shard in range(3):
+        say(session, shard, Resumed(2, 8, URLS))
+
+    said = [payloads[0] for message, payloads in tape.sent if isinstance(message, Holding)]
+    assert [span.nbytes for payload in said for span in unpack_spans(payload)] == [0]
 
 
 # ── coming and going ──────────────────────────────────────────────────────────────────────────────────

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.exchange import PERSONAL, PORTIONED, ROOTED, ExchangeKey, Kind, Stream, gets, is_state
+from gradserver.protocol.exchange import PERSONAL, PORTIONED, ROOTED, ExchangeKey, Kind, Op, Stream, gets, is_state
 from gradserver.protocol.messages import Result
 from gradserver.protocol.messages.recovery import Span, State
 from gradserver.worker.member.exchange import Exchange
@@ -90,9 +90,9 @@ class Inventory:
             exchange.give_again(self._of_others(exchange))
             open_ones = (index for index in range(exchange.start, exchange.stop) if index not in exchange.answered)
             layout = exchange.layout
+            replies = 0 if exchange.operation.op is Op.FRAMED else layout.replies  # frames may be any shorter
             yield from runs(
-                Span(State.LACKING, key, index, index + 1, (), layout.nbytes(index) * layout.replies)
-                for index in open_ones
+                Span(State.LACKING, key, index, index + 1, (), layout.nbytes(index) * replies) for index in open_ones
             )
 
     def _gets(self, exchange: Exchange, index: int) -> bool:
