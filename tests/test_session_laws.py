@@ -92,3 +92,32 @@ def test_members_that_are_left_lose_no_round_and_hold_the_same(
     plan(group, deaths, group.kill)
     group.run()
     group.check()
+
+
+@given(worlds, buckets, programs, fuses, happenings, happenings, seeds)
+@settings(max_examples=examples(30))
+def test_collectives_end_the_same_for_all_or_say_why_not(
+    world: int,
+    sizes: list[int],
+    program: list[Act],
+    crashes: list[int],
+    breaks: Happenings,
+    deaths: Happenings,
+    seed: int,
+) -> None:
+    group = Group(world, [sizes], program, seed, (1.0,), crashes)
+    plan(group, breaks, group.break_line)
+    plan(group, deaths, group.kill)
+    group.run()
+    group.check()
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "uneven"])
+def test_collectives_of_all_go_on_when_a_data_shard_was_replaced_twice(kind: str) -> None:
+    """Test that the one that opens the group in its second recovery knows the membership."""
+    group = Group(3, [[40]], [ROUND, ROUND, ROUND, Act(kind, 20), ROUND], 1, (1.0, 1.0))
+    for step in (5, 150):
+        group.world.at[step].append(partial(group.world.kill_any_shard, 0))
+    group.run()
+    group.check()
+    assert all(node.outcomes[3].error is None for node in group.nodes)

@@ -11,7 +11,13 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from gradserver.protocol.errors import InvalidArgumentError, LimitExceededError, MalformedMessageError, UsageError
+from gradserver.protocol.errors import (
+    InvalidArgumentError,
+    LimitExceededError,
+    MalformedMessageError,
+    UsageError,
+    WorkerLostError,
+)
 from gradserver.protocol.exchange import Kind
 from gradserver.protocol.limits import MAX_OBJECT_BYTES
 from gradserver.worker.arguments import root_of
@@ -70,7 +76,7 @@ class ObjectCollectives(Collectives):
         patience = seconds(timeout)
         data = np.frombuffer(_encoded(value, allow_pickle), np.uint8) if root == self.rank else np.empty(0, np.uint8)
         (length,) = agree_on(self._session, [data.size], patience)
-        _check_size(length)
+        self._check_root(root, length)
         if root != self.rank:
             data = np.empty(length, np.uint8)
         self.broadcast(data, root, timeout=patience)
@@ -111,7 +117,7 @@ class ObjectCollectives(Collectives):
     def _scatter_objects(self, given: list[bytes] | None, root: int, allow_pickle: bool, timeout: Timeout) -> Any:
         patience = seconds(timeout)
         (longest,) = agree_on(self._session, [max(map(len, given or ()), default=0)], patience)
-        _check_size(longest)
+        self._check_root(root, longest)
         name = self._session.membership.names[root]
 
         def made(parts: list[bytes]) -> Any:
@@ -119,6 +125,12 @@ class ObjectCollectives(Collectives):
 
         scattered = exchange_parts(self._session, Kind.SCATTER, given, longest, root, made=made, timeout=patience)
         return scattered.wait()
+
+    def _check_root(self, root: int, longest: int) -> None:
+        """Check what all members agreed on as the length of the objects of rank ``root``: no object takes 0 bytes."""
+        if not longest:
+            raise WorkerLostError(f"{self._session.membership.names[root]!r} (rank {root}) was lost before it gave any")
+        _check_size(longest)
 
 
 def _encoded(value: object, allow_pickle: bool) -> bytes:
