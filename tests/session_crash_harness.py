@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.engine.events import Disconnected
+from gradserver.engine.policy import Policy
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Lock, Receiver
 from gradserver.protocol.dtypes import dtype_of
@@ -112,10 +113,13 @@ class Sessions:
         is_lost: whether it is lost at the moment.
     """
 
+    policy: Policy = POLICY
+    """The policy of the group."""
+
     def __init__(self, world: int, buckets: Sequence[int], rounds: int, seed: int, fuses: Sequence[int]) -> None:
         self.world, self.buckets, self.rounds = world, tuple(buckets), rounds
         self.random = random.Random(seed)
-        self.harness = Fused({"default": POLICY}, lazy=True)
+        self.harness = Fused({"default": self.policy}, lazy=True)
         self.crashes, self.is_lost = 0, False
         self.breaks: dict[int, int] = {}
         """Members whose connection breaks, by step."""
@@ -177,10 +181,14 @@ class Sessions:
         """Do one possible thing, chosen at random. Return false if there is none."""
         choices: list[Callable[[], bool]] = [self.reduce] if self.harness.reduces else []
         for member in self.members:
-            for what in (self.resume, self.restate, self.deliver, self.push, self.finish):
+            for what in self.doings(member):
                 choices.append(lambda what=what, member=member: what(member))  # type: ignore[misc]
         self.random.shuffle(choices)
         return any(choice() for choice in choices)
+
+    def doings(self, _member: Returning) -> Sequence[Callable[[Returning], bool]]:
+        """Return what a member may do."""
+        return self.resume, self.restate, self.deliver, self.push, self.finish
 
     def reduce(self) -> bool:
         """Carry out a reduction that waits."""
@@ -207,8 +215,12 @@ class Sessions:
             return False
         part = self.random.choice(left)
         data = member.data[part] = self.given(member.rank, member.session.round, part)
-        member.handles[part] = member.session.push_bucket(part, data.view(np.uint8), 1.0 + member.rank, True)
+        member.handles[part] = member.session.push_bucket(part, data.view(np.uint8), self.weight_of(member), True)
         return True
+
+    def weight_of(self, member: Returning) -> float:
+        """Return the weight with which a member gives to its present round."""
+        return 1.0 + member.rank
 
     def given(self, rank: int, number: int, part: int) -> Doubles:
         """Return what a member gives to a bucket."""

@@ -200,7 +200,9 @@ class Durable(Alone):
 
     def __init__(self, slices: int) -> None:
         super().__init__(slices, durable=True, token="secret", seats=(0, 1, 2))
-        inventory = Inventory(self.member.identity, Regions(lambda _nbytes: None, lambda _data: None))
+        inventory = Inventory(
+            self.member.identity, self.member.rounds, Regions(lambda _nbytes: None, lambda _data: None)
+        )
         self.recovery = Recovery(self.member, inventory)
         memory = NoMemory()
         self.member.exchanges.endure(memory, Slots(memory), inventory)
@@ -228,7 +230,7 @@ def test_in_a_recovery_it_says_what_it_holds_and_pushes_again_what_has_no_result
     assert holding == Holding(1, 0, 1.0, -1)
     assert [(span.state, span.first, span.stop) for span in spans] == [(State.HELD, 1, 2)]
     assert durable.recovery.holding(primary) is None, "that is said once"
-    assert durable.recovery.stands(primary)
+    assert durable.recovery.stands(primary, 0)
     assert durable.recovery.again == 1
     assert durable.sends() == [0]
     durable.answer(0, 8, weights=(1.0, 1.0, 1.0))

@@ -34,6 +34,7 @@ from gradserver.engine.records import (
     Snapshot,
     Spent,
     Start,
+    Stragglers,
     decode,
     encode,
 )
@@ -63,6 +64,7 @@ RECORDS: list[Kind] = [
     Halt("default", 1, 8, "NonFiniteError", "'w1' contributed NaN"),
     Handling("default", OnNonFinite.PROPAGATE),
     Spent("default", 123_456_789),
+    Stragglers("default", True),
     Durable("default", "secret", (10.0, 2.5)),
     Boundary("default", 7, 3),
     Entered("default", 8, ((2, "w2"),)),

@@ -54,7 +54,7 @@ class Resumption:
 
     def __init__(self, session: Owner, clock: Clock, regions: Regions) -> None:
         member = session.traffic.member
-        self.inventory = Inventory(member.identity, regions)
+        self.inventory = Inventory(member.identity, member.rounds, regions)
         self.recovery = Recovery(member, self.inventory)
         self._session = session
         self._traffic = session.traffic
@@ -128,7 +128,7 @@ class Resumption:
                     held, payload = self.recovery.fetch(message)
                 self._traffic.channel.send(held, (payload,) if payload is not None else (), shard)
             case Standing() if message.version == self.recovery.generation:
-                self._stands(there)
+                self._stands(there, message.round)
 
     def _resumed(self, message: Resumed, shard: ShardTraffic) -> None:
         """Take everything that was pushed and is unanswered as void."""
@@ -163,11 +163,11 @@ class Resumption:
         with self._traffic.pumping:
             pass
 
-    def _stands(self, shard: ShardTraffic) -> None:
+    def _stands(self, shard: ShardTraffic, number: int) -> None:
         """Push (again) what has no result."""
         traffic = self._traffic
         with traffic.pumping, traffic.mutex:  # no thread is about to push what it took before
-            done = self.recovery.stands(shard)
+            done = self.recovery.stands(shard, number)
             effects = traffic.member.effects.take()
         traffic.carry_out(effects)
         if done:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Final, NamedTuple, TypeVar
 
@@ -11,6 +12,7 @@ from gradserver.engine.lease_table import Positions
 from gradserver.engine.records import (
     Boundary,
     Closed,
+    Cut,
     Durable,
     Entered,
     Epoch,
@@ -21,6 +23,7 @@ from gradserver.engine.records import (
     Round,
     Spent,
     Start,
+    Stragglers,
 )
 from gradserver.protocol.limits import MAX_ENDED_GROUPS
 
@@ -28,12 +31,16 @@ K = TypeVar("K", bound=Kind)
 
 _MAX_SPENT: Final = 2 * MAX_ENDED_GROUPS
 """Groups whose used quota is restated: more than there can be in all."""
+MAX_CUTS: Final = 256
+"""Rounds that are known to have been closed for late members."""
 MAX_EPOCHS: Final = 256
 """Memberships that a member may have to hear of when it comes back."""
-_BEFORE: Final[tuple[type[Kind], ...]] = (Group, Durable, Handling)
+_BEFORE: Final[tuple[type[Kind], ...]] = (Group, Durable, Handling, Stragglers)
 """Kinds of which a group's latest record is restated before its memberships, in this order."""
 _BEHIND: Final[tuple[type[Kind], ...]] = (Entered, Plan, Round, Boundary, Halt)
 """The same behind them."""
+_SEVERAL: Final[frozenset[type[Kind]]] = frozenset({Cut})
+"""Kinds of which several records matter."""
 _LATEST: Final = frozenset(_BEFORE + _BEHIND)
 
 
@@ -49,12 +56,14 @@ class GroupState:
 
     Attributes:
         epochs: the memberships from that on which is in force, by epoch; of more than some the latest.
+        cuts: decisions that a round goes on without late members, the latest, of durable groups.
         positions: which samples are used, and by which members.
     """
 
     def __init__(self, founded: Dated) -> None:
         self._latest: dict[type[Kind], Dated] = {Group: founded}
         self.epochs: dict[int, Dated] = {}
+        self.cuts: deque[Dated] = deque(maxlen=MAX_CUTS)
         self.positions = Positions()
         self._leased: Dated | None = None
 
@@ -91,17 +100,26 @@ class GroupState:
             case Round(_, epoch) | Boundary(_, _, epoch):
                 if isinstance(record, Round):
                     self._latest.pop(Boundary, None)
+                    self._forget_cuts_behind(record.record.round)
                     for used_up in record.used_up:
                         self.positions.restore(used_up)
                 self.epochs = {known: news for known, news in self.epochs.items() if known >= epoch}
         if type(record) in _LATEST:
             self._latest[type(record)] = dated
+        elif type(record) in _SEVERAL and self.is_durable:
+            self.cuts.append(dated)
+
+    def _forget_cuts_behind(self, number: int) -> None:
+        """Forget decisions about rounds behind ``number``, which are made anew when that has been made anew."""
+        while self.cuts and isinstance(last := self.cuts[-1].record, Cut) and last.round > number:
+            self.cuts.pop()
 
     def records(self, name: str) -> Iterable[Dated]:
         """What is to be restated of it, in an order in which it can be read."""
         yield from (self._latest[kind] for kind in _BEFORE if kind in self._latest)
         yield from self.epochs.values()
         yield from (self._latest[kind] for kind in _BEHIND if kind in self._latest)
+        yield from self.cuts
         for state in self.positions.states(name):
             yield Dated(0.0 if self._leased is None else self._leased.clock, state)
 

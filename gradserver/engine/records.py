@@ -25,7 +25,7 @@ from gradserver.engine.policy import OnNonFinite
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.checks import brief, integer, listed, number, text, unpack
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
-from gradserver.protocol.fields import Count, EncodedPlan, Ranks
+from gradserver.protocol.fields import Count, EncodedPlan, Flag, Ranks
 from gradserver.protocol.limits import (
     MAX_BUCKETS,
     MAX_COUNTER,
@@ -396,6 +396,18 @@ class Spent(Kind):
 
     group: Name
     nbytes: Count
+
+
+@kind(19)
+@dataclass(frozen=True, slots=True)
+class Stragglers(Kind):
+    """Rounds of a durable group are closed without late members. Without this record it waits for all of them.
+
+    ``keeps`` says whether a late member adds what did not count to what it gives next.
+    """
+
+    group: Name
+    keeps: Flag
 
 
 # ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -80,6 +80,12 @@ class Announced:
         self._steady.add(number)
         return self._satisfied() if self._waiting else []
 
+    def begin_again(self, number: int) -> None:
+        """Forget that rounds from ``number`` on are over: they are done again, and it is told again."""
+        if self._done.round >= number:
+            self._done = RoundDone(number - 1, self._epochs.get(number - 1, self._done.epoch))
+            self._epochs = {earlier: epoch for earlier, epoch in self._epochs.items() if earlier < number}
+
     def pass_over(self, number: int) -> bool:
         """Return true if the results of round ``number`` said that it is over. Forgets it: it is asked for once."""
         if number not in self._steady:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from gradserver.protocol.buffer import Buffer
@@ -76,9 +76,20 @@ class Backlog:
             self._rounds.pop(number, None)
         return taken
 
-    def of_round(self, number: int) -> list[Unasked]:
-        """List the results of a round."""
-        return [unasked for slices in self._rounds.get(number, {}).values() for unasked in slices.values()]
+    def all(self) -> list[Unasked]:
+        """List all results, those of earlier rounds first."""
+        rounds = (self._rounds[number] for number in sorted(self._rounds))
+        return [unasked for parts in rounds for slices in parts.values() for unasked in slices.values()]
+
+    def forget_if(self, is_void: Callable[[Result], bool]) -> None:
+        """Drop the results that are void."""
+        for result, _ in self.all():
+            if is_void(result):
+                key = result.key
+                there = self._rounds[key.number][key.part]
+                self.nbytes -= unasked_cost(there.pop(result.slice)[1])
+                if not there:
+                    self.take(key.number, key.part)
 
     def forget(self, before: int) -> None:
         """Drop what is there of rounds ``before`` this one."""

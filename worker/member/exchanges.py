@@ -28,7 +28,7 @@ from gradserver.protocol.exchange import (
 from gradserver.protocol.messages import Membership, Push, Result, Taken, Welcome
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.shards import Table
-from gradserver.worker.member.backlog import Unasked
+from gradserver.worker.member.backlog import Unasked, room_for
 from gradserver.worker.member.effects import Effects, Tell
 from gradserver.worker.member.exchange import NO_SLICES, Coding, Destination, Exchange, Siblings, Source
 from gradserver.worker.member.identity import Identity
@@ -99,7 +99,7 @@ class Exchanges:
         """Go by ``plan``. Buckets ``kept`` were there before."""
         self.feedback = {part: feedback for part, feedback in self.feedback.items() if part in kept}
         if self.inventory is not None:
-            self.inventory.retained.forget_buckets()
+            self.inventory.retained.forget_buckets(room_for(plan.nbytes))
         self.table.set_plan(plan)
         self.expect(plan, kept)
 
@@ -186,7 +186,7 @@ class Exchanges:
         regions = inventory.regions if inventory is not None else None
         if len(bounds) == 2:
             exchange = Exchange(*what, epoch=epoch, regions=regions, heavier=heavier)
-            if inventory is not None and inventory.begun(exchange, stragglers.came(key)):
+            if inventory is not None and inventory.begun(exchange, stragglers.came(key), self._heed_early):
                 self.effects.complete(waiter)
             else:
                 self.shards[0].add(exchange, stragglers.is_over(key))
@@ -196,10 +196,15 @@ class Exchanges:
         came: list[Unasked] = stragglers.came(key) if inventory is not None else []
         for shard, run in parts:
             exchange = Exchange(*what, shard, run, siblings, epoch, regions, heavier)
-            if inventory is None or not inventory.begun(exchange, came):
+            if inventory is None or not inventory.begun(exchange, came, self._heed_early):
                 self.shards[shard].add(exchange, stragglers.is_over(key))
             elif self._part_over(exchange, siblings, None)[0]:
                 self.effects.complete(waiter)
+
+    def _heed_early(self, exchange: Exchange, index: int, result: Result) -> None:
+        """Note, before it is written, whether a result of an exchange that begins lacks what this worker gives."""
+        if self.lacks_us(result) and self.settling(exchange, result) and self._stragglers.keeps(exchange):
+            self._stragglers.keep_own(exchange, [(index, exchange.given(index))])
 
     # ── sending, as credit allows ─────────────────────────────────────────────────────────────────────
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import PERSONAL, PORTIONED, ROOTED, ExchangeKey, Kind, Op, Stream, gets, is_state
@@ -12,6 +12,7 @@ from gradserver.worker.member.exchange import Exchange
 from gradserver.worker.member.identity import Identity
 from gradserver.worker.member.regions import Regions
 from gradserver.worker.member.retained import Kept, Retained, runs
+from gradserver.worker.member.rounds import Rounds
 from gradserver.worker.member.sendqueue import ShardTraffic
 
 
@@ -23,10 +24,10 @@ class Inventory:
         regions: where in shared memory results are written.
     """
 
-    def __init__(self, identity: Identity, regions: Regions) -> None:
+    def __init__(self, identity: Identity, rounds: Rounds, regions: Regions) -> None:
         self.retained = Retained(identity.membership.credit)
         self.regions = regions
-        self._identity = identity
+        self._identity, self._rounds = identity, rounds
 
     def forget(self) -> None:
         """Keep nothing any more: the membership has ended."""
@@ -38,7 +39,10 @@ class Inventory:
         slices, shard = range(result.slice, result.slice + result.slices), exchange.shard
         if result.key.stream == Stream.BUCKET:
             for index in slices:
-                self.retained.keep_slice(index, Kept(result, exchange.kept_payload(index, result, payload), shard))
+                kept = exchange.kept_payload(index, result, payload)
+                if result.placed and kept is not None and self._identity.membership.late:
+                    kept = bytes(kept)  # the next round's result may be written there while a late member lacks it
+                self.retained.keep_slice(index, Kept(result, kept, shard), self._rounds.number)
             return
         if is_state(result.key):
             return  # which is void when a recovery begins
@@ -57,10 +61,21 @@ class Inventory:
     def early(self, result: Result, payload: Buffer | None, shard: int) -> None:
         """Keep the result of a bucket that is not begun, until it is."""
         if result.key.stream == Stream.BUCKET and result.slices == 1 and not result.placed:
-            self.retained.keep_slice(result.slice, Kept(result, payload, shard))
+            self.retained.keep_slice(result.slice, Kept(result, payload, shard), self._rounds.number)
+        elif result.key.stream == Stream.BUCKET and payload is None:
+            for index in range(result.slice, result.slice + result.slices):
+                self.retained.keep_slice(index, Kept(result, None, shard), self._rounds.number)
 
-    def begun(self, exchange: Exchange, came: Iterable[tuple[Result, Buffer | None]]) -> bool:
-        """Give a bucket, or a shard's part of it, what came before it had begun. Return true if that was all."""
+    def begun(
+        self,
+        exchange: Exchange,
+        came: Iterable[tuple[Result, Buffer | None]],
+        heed: Callable[[Exchange, int, Result], None],
+    ) -> bool:
+        """Give a bucket, or a shard's part of it, what came before it had begun. Return true if that was all.
+
+        ``heed`` is told of each result before it is written.
+        """
         if exchange.key.stream != Stream.BUCKET:
             return False
         for result, payload in came:
@@ -69,6 +84,8 @@ class Inventory:
         for index, (result, payload, _) in self.retained.of_bucket(exchange.key).items():
             if not exchange.start <= index < exchange.stop:
                 continue
+            result = result._replace(slice=index, slices=1)
+            heed(exchange, index, result)
             exchange.write(result, payload)
             exchange.settle(index, index + 1)
             exchange.note(result)

@@ -91,12 +91,12 @@ class Recovery:
         member, inventory = self._member, self._inventory
         if self.generation not in self._said.values():
             inventory.retained.said()
+            for result, payload in member.stragglers.backlog.all():
+                inventory.early(result, payload, member.exchanges.shard_of(result))
             number = self._round()
             taking_part = member.rounds.pushed and number == member.rounds.number
             weight = member.rounds.weight if taking_part else 0.0
             self._stands_at = self.generation, number, weight, self._section_of(number - 1)
-        for result, payload in member.stragglers.backlog.of_round(self._stands_at[1]):
-            inventory.early(result, payload, member.exchanges.shard_of(result))
         self._said[shard.number] = self.generation
         return Holding(*self._stands_at), pack_spans(inventory.spans(shard))
 
@@ -109,9 +109,14 @@ class Recovery:
         what = message.version, message.key, message.slice
         return Held(*what, result.weight, result.present, result.without, result.weights), payload
 
-    def stands(self, shard: ShardTraffic) -> bool:
-        """Begin anew at ``shard`` with what has no result. Return true if that holds for all shards now."""
+    def stands(self, shard: ShardTraffic, number: int) -> bool:
+        """Begin anew at ``shard``, in round ``number``, with what has no result. Return true if all shards stand now.
+
+        What came of later rounds is void. It came before others, which were lost with the members that had them.
+        """
         exchanges, inventory = self._member.exchanges, self._inventory
+        if self._member.identity.membership.late:
+            self._begin_again(shard, number)
         if all(other.held for other in exchanges.shards):  # the first of them to say so
             exchanges.slots.forget()
             inventory.regions.forget()
@@ -124,6 +129,16 @@ class Recovery:
         inventory.retained.said()
         return True
 
+    def _begin_again(self, shard: ShardTraffic, number: int) -> None:
+        """Void what ``shard`` has said of rounds behind ``number``, and what this member did because it was late."""
+        member = self._member
+        self._inventory.retained.forget_behind(number, shard.number)
+        member.stragglers.begin_again(number, lambda result: member.exchanges.shard_of(result) == shard.number)
+        if shard.number == 0:
+            member.rounds.announced.begin_again(number)
+        for exchange in shard.exchanges.values():
+            exchange.held_back = False
+
     def _round(self) -> int:
         """Give the first round of which this member lacks something: a result, or to hear that it is over.
 
@@ -131,6 +146,8 @@ class Recovery:
         """
         rounds, exchanges = self._member.rounds, self._member.exchanges
         over, plan = rounds.announced.rounds, rounds.plan
+        if self._member.identity.membership.late and plan is not None:
+            return next((n for n in range(rounds.number, over) if not self._holds_all(n)), max(rounds.number, over))
         if over <= rounds.number or plan is None or len(exchanges.shards) == 1:
             return max(rounds.number, over)
         for part in plan.parts_of(self._section_of(over - 1)) or plan.each[0].parts:
@@ -139,6 +156,15 @@ class Recovery:
             if len(self._inventory.retained.of_bucket(key)) < slices:
                 return over - 1
         return over
+
+    def _holds_all(self, number: int) -> bool:
+        """Return true if this member holds all results of round ``number``."""
+        plan, table = self._member.rounds.plan, self._member.exchanges.table
+        assert plan is not None
+        keys = (ExchangeKey(Stream.BUCKET, number, part) for part in plan.parts_of(self._section_of(number)))
+        slices = ((key, table.share(key, plan.buckets[key.part].operation).layout.count) for key in keys)
+        counts = [len(self._inventory.retained.of_bucket(key)) == count for key, count in slices]
+        return bool(counts) and all(counts)
 
     def _section_of(self, number: int) -> int:
         """Give the section of round ``number``, if this member holds something of that; else -1."""

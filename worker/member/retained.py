@@ -4,19 +4,26 @@ Of a bucket's slice it is the last result, until the same slice of a later round
 which over TCP is what was received, and in shared memory where the coordinator wrote it. Of collectives and transfers
 it is what was answered last, as much as a member can still lack. `gradserver.protocol.messages.recovery` says why that
 is enough.
+
+In a group with a quorum, or with backups, a round is closed without late members, which may lack its results. A result
+that lacks no member's contribution shows that all members have those of the rounds before. Until one comes, the results
+before it are kept as well, of the latest rounds.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.exchange import ExchangeKey, Stream
-from gradserver.protocol.limits import SLICE_BYTES
+from gradserver.protocol.exchange import ExchangeKey, Stream, unasked_cost
+from gradserver.protocol.limits import MAX_COUNTER, SLICE_BYTES
 from gradserver.protocol.messages import Result
 from gradserver.protocol.messages.recovery import MAX_OVER, Span, State
+
+_MOST_OLDER: Final = 1 << 15
+"""Slices of rounds before the latest that are kept at most: one Holding has room for these."""
 
 
 class Kept(NamedTuple):
@@ -45,6 +52,10 @@ class Retained:
     def __init__(self, credit: int) -> None:
         self._buckets: dict[int, dict[int, Kept]] = {}
         """By bucket and slice; which round it is of, its key says."""
+        self._older: dict[int, dict[tuple[int, int], Kept]] = {}
+        """By round, bucket and slice: what a late member may lack."""
+        self._older_bytes = self._older_slices = 0
+        self._older_room = 0
         self._room = credit + SLICE_BYTES
         self._past: dict[tuple[int, int], deque[_Past]] = {}
         """By stream and shard, each of which has a credit of its own."""
@@ -57,9 +68,53 @@ class Retained:
         self._passed: dict[tuple[ExchangeKey, int], Kept] = {}
         """Slices of which only others get bytes, and that this member was told of since it said what it holds."""
 
-    def keep_slice(self, index: int, kept: Kept) -> None:
-        """Keep the result of slice ``index`` of a bucket, in place of an earlier one that no member lacks any more."""
-        self._buckets.setdefault(kept.result.key.part, {})[index] = kept
+    def keep_slice(self, index: int, kept: Kept, done: int) -> None:
+        """Keep the result of slice ``index`` of a bucket. This member has applied the rounds before ``done``.
+
+        No member can lack the result that was kept of the slice so far, unless some are late.
+        """
+        key, slices = kept.result.key, self._buckets.setdefault(kept.result.key.part, {})
+        before = slices.get(index)
+        if before is not None and before.result.key.number > key.number:
+            self._keep_older(index, kept)  # which this member has yet to come to, or it is handed on
+            return
+        slices[index] = kept
+        if not kept.result.without:
+            self._forget_older(min(key.number, done))
+        elif before is not None and before.result.key.number < key.number:
+            self._keep_older(index, before)
+            while self._older_bytes > self._older_room or self._older_slices > _MOST_OLDER:
+                if (oldest := min(self._older)) >= done:
+                    return  # this member has yet to come to it
+                self._forget_older(oldest + 1)
+
+    def _keep_older(self, index: int, kept: Kept) -> None:
+        key = kept.result.key
+        there = self._older.setdefault(key.number, {})
+        if (key.part, index) not in there:
+            there[key.part, index] = kept
+            self._older_bytes += unasked_cost(kept.payload)
+            self._older_slices += 1
+
+    def _forget_older(self, before: int) -> None:
+        """Forget rounds ``before`` this one, but for what is the latest of a slice."""
+        for number in [number for number in self._older if number < before]:
+            there = self._older.pop(number)
+            self._older_bytes -= sum(unasked_cost(kept.payload) for kept in there.values())
+            self._older_slices -= len(there)
+
+    def forget_behind(self, number: int, shard: int) -> None:
+        """Forget results of ``shard`` of rounds behind ``number``: the members that had the round are gone."""
+        for slices in self._buckets.values():
+            for index in [index for index, kept in slices.items() if _is_behind(kept, number, shard)]:
+                del slices[index]
+        for later in [later for later in self._older if later > number]:
+            there = self._older.pop(later)
+            self._older_bytes -= sum(unasked_cost(kept.payload) for kept in there.values())
+            self._older_slices -= len(there)
+            for (_, index), kept in there.items():
+                if not _is_behind(kept, number, shard):
+                    self._keep_older(index, kept)
 
     def keep_past(self, kept: Kept, cost: int) -> None:
         """A slice of a collective or a transfer was answered, which took ``cost`` bytes of credit."""
@@ -99,19 +154,26 @@ class Retained:
         self._failed[key] = State.CHANGED if again else State.FAILED
         _keep_latest(self._failed)
 
-    def forget_buckets(self) -> None:
-        """Another plan was agreed on."""
+    def forget_buckets(self, older_room: int = 0) -> None:
+        """Another plan was agreed on. Results that late members may lack may take ``older_room`` bytes."""
         self._buckets.clear()
+        self._forget_older(MAX_COUNTER)
+        self._older_room = older_room
 
     def of_bucket(self, key: ExchangeKey) -> dict[int, Kept]:
         """Give the results of this very round of a bucket, by slice."""
-        return {index: kept for index, kept in self._buckets.get(key.part, {}).items() if kept.result.key == key}
+        found = {index: kept for index, kept in self._buckets.get(key.part, {}).items() if kept.result.key == key}
+        if (older := self._older.get(key.number)) is not None:
+            found.update((index, kept) for (part, index), kept in older.items() if part == key.part)
+        return dict(sorted(found.items())) if older is not None else found
 
     def find(self, key: ExchangeKey, index: int) -> Kept | None:
         """The result of a slice, if it is kept."""
         if key.stream == Stream.BUCKET:
             kept = self._buckets.get(key.part, {}).get(index)
-            return kept if kept is not None and kept.result.key == key else None
+            if kept is not None and kept.result.key == key:
+                return kept
+            return self._older.get(key.number, {}).get((key.part, index))
         past = (one.kept for pool, past in self._past.items() if pool[0] == key.stream for one in past)
         found = next((kept for kept in past if kept.result.key == key and kept.result.slice == index), None)
         return found or self._passed.get((key, index))
@@ -121,6 +183,9 @@ class Retained:
         for slices in self._buckets.values():
             theirs = sorted(index for index, kept in slices.items() if kept.shard == shard)
             yield from runs(_held(slices[index].result, index) for index in theirs)
+        for number in sorted(self._older, reverse=True):
+            there = sorted(which for which, kept in self._older[number].items() if kept.shard == shard)
+            yield from runs(_held(self._older[number][which].result, which[1]) for which in there)
         for (_, whose), past in self._past.items():
             if whose == shard:
                 yield from runs(sorted(_held(one.kept.result, one.kept.result.slice, one.kept.payload) for one in past))
@@ -134,6 +199,10 @@ class Retained:
 def _keep_latest(found: dict[Any, Any]) -> None:
     while len(found) > MAX_OVER:
         del found[next(iter(found))]
+
+
+def _is_behind(kept: Kept, number: int, shard: int) -> bool:
+    return kept.result.key.number > number and kept.shard == shard
 
 
 def _held(result: Result, index: int, payload: Buffer | None = None) -> Span:

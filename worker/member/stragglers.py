@@ -13,7 +13,7 @@ When the round fails, that is told for one of its buckets at least, and then hol
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from gradserver.protocol.buffer import Buffer
@@ -82,6 +82,8 @@ class Stragglers:
         self._identity = identity
         self._rounds = rounds
         self._read = Read()
+        self._over = -1
+        """The round of which nothing more is sent, as it would not count."""
         self._late_rounds = 0
         """For how many rounds in a row it was late."""
 
@@ -109,11 +111,20 @@ class Stragglers:
 
     def is_over(self, key: ExchangeKey) -> bool:
         """Return true if nothing that is sent for ``key`` would count any more."""
-        return key.stream == Stream.BUCKET and key.number == self.late
+        return key.stream == Stream.BUCKET and key.number == self._over
 
     def note_late(self, number: int) -> None:
         """Note that something that this worker gives to round ``number`` does not count."""
-        self.late = number
+        self.late = self._over = number
+
+    def begin_again(self, number: int, is_from: Callable[[Result], bool]) -> None:
+        """Begin again in round ``number``, at the shard that a result ``is_from``.
+
+        What is sent may count there. Results of rounds behind it are void.
+        """
+        self._over = -1
+        self._read = Read()
+        self.backlog.forget_if(lambda result: result.key.number > number and is_from(result))
 
     def keeps(self, exchange: Exchange) -> bool:
         """Return true if what this worker gave to ``exchange`` is to count later where it does not now."""

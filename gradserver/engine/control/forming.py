@@ -138,8 +138,7 @@ def _seat_all(registry: Registry, group: Group, effects: Effects) -> tuple[Seat,
     group.timeout = max(applicant.join.timeout for applicant in group.applicants)
     group.round_timeout = registry.round_timeout or group.timeout
     group.applicants.clear()
-    waits_for_all = group.policy.lateness is None
-    if waits_for_all and registry.incarnation:
+    if registry.incarnation:
         group.secret = registry.roster.token()
     registry.roster.staff(group)
     return seats

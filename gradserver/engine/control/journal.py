@@ -25,6 +25,7 @@ from gradserver.engine.records import (
     Reset,
     Round,
     RoundRecord,
+    Stragglers,
 )
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.plan import Plan as PlanTable
@@ -36,6 +37,8 @@ def founded(group: Group, effects: Effects) -> None:
     _first(group, Founded(group.name, group.world, group.timeout), effects)
     if group.secret:
         _first(group, Durable(group.name, group.secret, group.table.rates), effects)
+    if group.secret and group.policy.lateness is not None:
+        _first(group, Stragglers(group.name, group.policy.lateness.keeps), effects)
     if group.nonfinite is not OnNonFinite.HALT:
         _first(group, Handling(group.name, group.nonfinite), effects)
     members(group, f"complete with {group.world} workers", effects)

@@ -2,8 +2,8 @@
 
     record                                       counted
     ───────────────────────────────────────────  ──────────────────────────────────────────────────────────────────
-    Group, Durable, Handling, Epoch, Entered,    whole
-    Plan, Halt, Closed, Reset
+    Group, Durable, Handling, Stragglers, Epoch, whole
+    Entered, Plan, Halt, Closed, Reset
     Data, Claim, and the used data of a Round    ranges beyond `FREE_RANGES` for each seat concerned
     Round, Boundary, Cut                         not at all
 

@@ -2,8 +2,8 @@
 
 A recovery begins when a member comes back, or when another process has taken a lost shard's place. Each has a number of
 its own. When all shards have what members hold of the latest round, members that lack its end are told (`CaughtUp`,
-`Proceed`). When all shards have told members what stands, the group goes on (`Recovered`). `gradserver.engine.data` has
-the other half, in its module `recovery`.
+`Proceed`), and shards that the round stays closed for late members (`CutRound`). When all shards have told members what
+stands, the group goes on (`Recovered`). `gradserver.engine.data` has the other half, in its module `recovery`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gradserver.engine.control import journal, learners
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import CaughtUp, Proceed, Recover, Recovered, RoundCompleted
+from gradserver.engine.events import CaughtUp, CutRound, Proceed, Recover, Recovered, RoundCompleted
 from gradserver.protocol.errors import UnexpectedMessageError
 from gradserver.protocol.messages import RoundDone
 from gradserver.protocol.messages.recovery import Resumed
@@ -76,6 +76,9 @@ def caught_up(group: Group, report: CaughtUp, source: int, effects: Effects) -> 
     here = [seat for seat in report.seats if seat in group.members]
     for seat in here:
         effects.send(group.members[seat].connection, RoundDone(number, epoch))
+    group.late = {number: seats for number, seats in group.late.items() if number <= report.round}
+    if late := group.late.get(report.round, set()).intersection(group.members):
+        group.order(CutRound(group.name, report.round, tuple(sorted(late))), effects)
     group.order(Proceed(group.name), effects)
 
 
@@ -107,5 +110,5 @@ def _check(group: Group, report: CaughtUp | Recovered) -> None:
     """A data shard elsewhere cannot have found a round that no member may speak of."""
     what = type(report).__name__
     group.check_round(report.round, what)
-    if report.round < group.rounds - 1:
+    if report.round < group.rounds - 1 and group.policy.lateness is None:  # late members can be left alone
         raise UnexpectedMessageError(f"a {what} of round {report.round} in group {group.name!r}, in {group.rounds}")

@@ -143,7 +143,7 @@ class Registry:
             needs_all=policy.needs_all,
             digests=self._digests,
             backlog=0 if policy.needs_all and policy.lateness is None else policy.backlog,
-            lateness=None if group.secret else policy.lateness,  # a durable one waits for all
+            lateness=policy.lateness,
             durable=bool(group.secret),
             nonfinite=group.nonfinite,
             steady=is_steady(group),

@@ -6,6 +6,7 @@ They are durable ones, and all their members are away (`gradserver.engine.contro
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from gradserver.engine.control import journal
 from gradserver.engine.control.group import Group
@@ -16,7 +17,19 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.events import Admit, Depart, Expect, RemoteOrder, Reseat, Seat, SetPlan
 from gradserver.engine.journal_state import Dated, GroupState, JournalState
 from gradserver.engine.policy import OnNonFinite, Policy
-from gradserver.engine.records import Durable, Entered, Epoch, Group as Founded, Halt, Handling, Plan, Round, Spent
+from gradserver.engine.records import (
+    Cut,
+    Durable,
+    Entered,
+    Epoch,
+    Group as Founded,
+    Halt,
+    Handling,
+    Plan,
+    Round,
+    Spent,
+    Stragglers,
+)
 from gradserver.engine.seats import Seats
 from gradserver.protocol.errors import ERRORS, GradServerError, WorkerLostError
 from gradserver.protocol.messages import Membership
@@ -68,6 +81,10 @@ def _policy(found: GroupState, told: Policy | None) -> Policy | None:
     """
     founded = found.latest(Founded)
     policy = told or (Policy.of(founded.world) if founded is not None else None)
+    if policy is not None and policy.lateness is not None:
+        began = found.latest(Stragglers)
+        lateness = None if began is None else replace(policy.lateness, keeps=began.keeps)
+        policy = replace(policy, lateness=lateness)  # its members know no other way
     if policy is None or not policy.needs_all:
         return policy
     *_, latest = (dated.record for dated in found.epochs.values())
@@ -142,8 +159,18 @@ def _group(name: str, found: GroupState, policy: Policy, now: float) -> Group:
         group.rounds = max(group.rounds, group.planned)
         group.table.set_plan(group.plan)
         group.busy_shards = group.table.busy(group.plan)
+    _close_again(group, found)
     _tell_again(group, found, epochs)
     return group
+
+
+def _close_again(group: Group, found: GroupState) -> None:
+    """Note which rounds were closed for late members: that holds, and is told again when the group has recovered."""
+    for cut in (dated.record for dated in found.cuts):
+        if isinstance(cut, Cut):
+            group.late.setdefault(cut.round, set()).update(cut.seats)
+            for seat in cut.seats:
+                group.positions.not_counted(seat, cut.round, group.late_are == "keep")
 
 
 def _tell_again(group: Group, found: GroupState, epochs: Iterable[Epoch]) -> None:

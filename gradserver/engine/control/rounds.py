@@ -13,6 +13,7 @@ from gradserver.engine.control import journal, learners, leases, turns
 from gradserver.engine.control.group import MAX_REASON, Group, announce
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import CutRound, Depart, Late, Steady
+from gradserver.engine.journal_state import MAX_CUTS
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.errors import LeftOutError
 from gradserver.protocol.exchange import ExchangeKey, Stream
@@ -68,7 +69,7 @@ def _over(group: Group, record: RoundRecord, told: bool, effects: Effects) -> No
     again = group.told[0] >= record.round
     journal.completed(group, record, used_up, effects)
     if told:
-        group.late.pop(record.round, None)
+        group.late.pop(record.round - MAX_CUTS, None)  # later ones may have to be closed again
         _begin_next(group, record, effects)
     else:
         _hold(group, record, again, effects)
@@ -176,7 +177,7 @@ def end_round(group: Group, now: float, effects: Effects) -> None:
     """Tell all members that a round is over, with the membership of the next one."""
     record = group.held
     assert record is not None
-    group.late.pop(record.round, None)
+    group.late.pop(record.round - MAX_CUTS, None)  # later ones may have to be closed again
     group.held = group.paused = None
     journal.boundary(group, record.round, effects)
     while group.news and group.news[0].epoch < group.epoch:

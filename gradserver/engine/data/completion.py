@@ -159,7 +159,7 @@ def _tell(
     """
     key, operation, layout = exchange.key, exchange.operation, exchange.layout
     start, stop, given = piece
-    weight = sum(run.weight for run in given.values())
+    weight = sum((run.weight for run in given.values()), 0.0)
     owner = exchange.owner(piece)
     lacking = exchange.lacking(piece)
     weights = _weights(given) if group.order.durable and key.stream == Stream.BUCKET else ()
@@ -211,17 +211,20 @@ def _send_unasked(
     for seat in seats:
         for result, payloads in results:
             unread = unasked_cost(payloads[0] if payloads else None)
-            if group.members.connections[seat] < 0 or not group.listeners.charge(seat, unread):
+            away = group.members.connections[seat] < 0
+            if (away and not group.order.durable) or not group.listeners.charge(seat, unread):
                 group.listeners.end(seat)
                 effects.report(Behind(group.order.group, seat, result.key.number))
                 break
+            if away:
+                continue  # other members keep the results for it, until it is back
             group.traffic.send(len(payloads[0]) if payloads else 0)
             effects.send(group.members.connections[seat], result, payloads)
 
 
 def _weights(given: dict[int, Run]) -> tuple[float, ...]:
     """Weights of those who counted, by seat up to the last who gave."""
-    weights = [0.0] * (max(given) + 1)
+    weights = [0.0] * (max(given, default=0) + 1)
     for seat, run in given.items():
         weights[seat] = run.weight
     return tuple(weights)
@@ -247,6 +250,7 @@ def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effec
     if len(current.done) < group.full_buckets[current.section]:
         return
     group.rounds.end(number)
+    group.stragglers.completed(number)
     took = now - current.opened - current.waited
     took = took if current.quorum_at is None else current.quorum_at - current.opened
     group.stragglers.pace.completed(took, current.arrivals)

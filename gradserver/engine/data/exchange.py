@@ -13,6 +13,7 @@ from gradserver.protocol.errors import (
     GradServerError,
 )
 from gradserver.protocol.exchange import ExchangeKey, Kind, Layout, Operation
+from gradserver.protocol.limits import MAX_SLICES
 
 if TYPE_CHECKING:
     from gradserver.engine.events import Finding
@@ -150,6 +151,23 @@ class Exchange:
                 if rank in given and not self.runs[rank]:
                     del self.runs[rank]
             self.complete = self.open_from(stop) if self.settled else stop
+            self.last = last
+            yield Piece(start, stop, given)
+
+    def rest(self, last: int) -> Iterator[Piece]:
+        """Yield what is left, when no participant is waited for: what was given in time counts, and then there is none.
+
+        The pieces are as long as possible, and as one message can be.
+        """
+        while self.complete < self.stop and not self.participants:
+            start = stop = self.complete
+            ends = [runs[0].stop for runs in self.runs.values()]
+            most = min(*ends, start + MAX_SLICES, self.stop) if ends else min(start + MAX_SLICES, self.stop)
+            while stop < most and stop not in self.settled:
+                stop += 1
+            given = {rank: self._part(self.runs[rank], start, stop) for rank in sorted(self.runs)}
+            self.runs = {rank: runs for rank, runs in self.runs.items() if runs}
+            self.complete = self.open_from(stop)
             self.last = last
             yield Piece(start, stop, given)
 

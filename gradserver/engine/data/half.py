@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradserver.engine.data import recovery
+from gradserver.engine.data.abandoned import end_abandoned
 from gradserver.engine.data.completion import answer, complete, refund
 from gradserver.engine.data.exchange import Exchange, Piece
 from gradserver.engine.data.failures import fail, forget_if_over, halt_all, tell_all
@@ -125,6 +126,7 @@ class Data:
                     self._break_without(group, rank, error, effects)
                 else:
                     depart(group, order, now, effects)
+                    end_abandoned(group, now, effects)
                 recovery.forget(group, rank, now, effects)
             case CloseGroup(name):
                 group = self.groups.pop(name)
@@ -148,6 +150,7 @@ class Data:
                 recovery.proceed(self.groups[name], now, effects)
             case CutRound(name):
                 close(self.groups[name], order, now, effects)
+                end_abandoned(self.groups[name], now, effects)
 
     def seat(self, name: str, rank: int, connection: int) -> None:
         """``rank`` has come to this shard."""

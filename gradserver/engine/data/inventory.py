@@ -23,23 +23,31 @@ from gradserver.protocol.messages.recovery import Holding, State, unpack_spans
 
 _MAX_LOOSE: Final = 16 * MAX_SLICES
 """Slices of collectives and transfers that one member can speak of."""
+_MAX_BEFORE: Final = 16 * MAX_SLICES
+"""Slices of buckets, of rounds before its own, that one member can speak of."""
 
 
 def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
     """A Holding, checked against the plan."""
-    number, loose = holding.round, 0
+    number, loose, before = holding.round, 0, 0
     holder = Holder(number, holding.weight, holding.before)
     own = 0 if group.recovery is None else group.recovery.own
     bounds = {part: (start, stop) for part, start, stop in shares(group)}
+    earliest, latest = number - 1, number
+    if group.order.lateness is not None and group.recovery is not None:  # others may be rounds behind, or ahead
+        earliest, latest = 0, group.recovery.latest
     for state, key, first, stop, weights, nbytes in unpack_spans(payload):
         if key.stream == Stream.BUCKET:
-            if key.number < group.planned or not number - 1 <= key.number <= number:
+            if key.number < group.planned or not earliest <= key.number <= latest:
                 continue  # of another plan, or a round that nobody lacks
             start, end = bounds.get(key.part, (0, 0))
             right = state is State.HELD and start <= first and stop <= end and key[3:] == (-1, -1)
+            before += stop - first if key.number < number - 1 else 0
         else:
             loose += stop - first
             right = seat in key[3:] if key.stream == Stream.TRANSFER else key[3:] == (-1, -1)
+        if before > _MAX_BEFORE:
+            raise LimitExceededError(f"{group.call(seat)} speaks of more than {_MAX_BEFORE} slices of earlier rounds")
         if loose > _MAX_LOOSE:
             raise LimitExceededError(f"{group.call(seat)} speaks of more than {_MAX_LOOSE} slices of collectives")
         if not right:
@@ -54,7 +62,7 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
         holder.slices[state][key].update(range(first, stop))
         if nbytes:
             holder.sizes.update(((key, index), nbytes) for index in range(first, stop))
-        if weights and key.number == number:
+        if weights and key.number >= number:
             holder.weights[key].update(dict.fromkeys(range(first, stop), weights))
     return holder
 
@@ -74,6 +82,8 @@ def places(group: Group, number: int, holders: Collection[Holder]) -> Iterable[P
     said = (one.before for one in holders if one.round == number + 1 and one.before >= 0)
     some, other = next(held, None), next(said, -1)
     section = None if plan is None else plan.section_of(some) if some is not None else plan.section(other)
+    if section is None and plan is not None and len(plan.each) > 1 and group.order.lateness is not None:
+        return  # of another section, in which this shard may have no part
     parts = None if section is None else section.parts
     for part, start, stop in shares(group):
         if parts is None or part in parts:

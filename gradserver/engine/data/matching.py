@@ -65,7 +65,7 @@ def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) 
             say_failed(group, rank, key, error, effects)
             return None
         if exchange is None:
-            exchange = _open(group, rank, key, operation, push.epoch, now)
+            exchange = open_exchange(group, rank, key, operation, push.epoch, now)
         elif exchange.failure is None and _is_outdated(group, push, operation):
             exchange.join(rank, push.weight)
             fail(group, exchange, changed(group, key, operation), effects)
@@ -175,7 +175,8 @@ def _operation(group: Group, rank: int, push: Push) -> Operation:
     return operation
 
 
-def _open(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float) -> Exchange:
+def open_exchange(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float) -> Exchange:
+    """Open an exchange that ``rank`` begins, or the one that failed in its place."""
     _check_operation(key, operation, group.world)
     is_bucket = key.stream == Stream.BUCKET
     if not is_bucket and (failed := outdated(group, rank, key, operation, epoch, now)) is not None:

@@ -15,6 +15,7 @@ given what it can when it has given everything, or has used up its credit while 
     CLOSED  a push of a late one                           CLOSED  dropped: results come to it unasked
     CLOSED  … and the group is halted                      CLOSED  it is told why
     CLOSED  a late one departs                             CLOSED  what lies in its memory does not count
+    CLOSED  a recovery, in a durable group                 OPEN    … and CutRound once more, before pushes: CLOSED
 
 Control decides, because of several data shards each sees its own slices: all cut off the same members. Those that a
 round is closed without are in it again from the next one on.

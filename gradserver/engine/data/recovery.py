@@ -12,10 +12,12 @@ they hold. It is the same whether the coordinator was lost with its tables or on
     COLLECTING  Holding of a round that cannot be         COLLECTING  its sender breaks the protocol
     COLLECTING  Holding, the last; a member departs       PREVIOUS    R: the latest round that members are in
     COLLECTING  … and reductions of before are under way  COLLECTING  when they have ended: they may write to memory
-    PREVIOUS    a member is in an earlier one than R-1    COLLECTING  it is left out
-    PREVIOUS    a member in R-1 lacks what nobody holds   COLLECTING  it is left out: the others went on without it
-    PREVIOUS    a member in R-1 lacks what others hold    PREVIOUS    Fetch, and with the answer Result
+    PREVIOUS    a member is in an earlier one than R-1    COLLECTING  it is left out, unless members can be late
+    PREVIOUS    a member lacks what nobody holds, of R-1  COLLECTING  it is left out: the others went on without it
+                or earlier
+    PREVIOUS    a member lacks what others hold of these  PREVIOUS    Fetch, and with the answer Result, round by round
     PREVIOUS    none of them lacks any more               TOLD        control is to tell them that R-1 is over
+    TOLD        CutRound of R                             TOLD        R is closed for these, as it was
     TOLD        Proceed                                   PRESENT
     PRESENT     slices of R that some hold, others lack   PRESENT     Fetch, and with the answer Result
     PRESENT     the same, of collectives and transfers    PRESENT     the same
@@ -25,6 +27,13 @@ they hold. It is the same whether the coordinator was lost with its tables or on
     any         no progress for the group's timeout       COLLECTING  who is waited for is left out
 
 Slices that are held are *settled*: members never push them, and nothing is reduced of them again.
+
+With a quorum, or with backups, members can be rounds behind. When the recovery is over, all of them hold the results of
+all rounds before R, and the same slices of R. So nobody pushes to a round before R. That R was closed for some members
+is written before anybody is told, and holds: control says it again before members go on. So the slices to which such a
+member has contributed are a prefix, and the samples in its contribution are used once. What it had given to the other
+slices it still holds, and carries over. Rounds behind R that were made before are void, at members too: no member that
+had all of R is left.
 """
 
 from __future__ import annotations
@@ -33,11 +42,14 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Final
 
+from gradserver.engine.data.abandoned import end_abandoned
 from gradserver.engine.data.collecting import FAILED, Holder, Place, Recovery, Stage, Wanted
 from gradserver.engine.data.failures import say_failed
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.inventory import adopt, places, said, shares
 from gradserver.engine.data.membership import left_out
+from gradserver.engine.data.quorum import note_what_counted
+from gradserver.engine.data.rounds import Round
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import CaughtUp, Recover, Recovered, RoundCompleted
 from gradserver.engine.policy import OnNonFinite
@@ -52,6 +64,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.exchange import ExchangeKey, Op, Stream
 from gradserver.protocol.finite import is_finite
+from gradserver.protocol.limits import MAX_SLICES
 from gradserver.protocol.messages import Result
 from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Standing, State
 
@@ -203,27 +216,28 @@ def overdue(group: Group, now: float, effects: Effects) -> None:
 
 def _previous(group: Group, recovery: Recovery, now: float, effects: Effects) -> None:
     holders = recovery.holders
-    recovery.round = present = _present_round(recovery)
+    recovery.round = present = _present_round(group, recovery)
+    group.stragglers.begin_again()  # control says what holds of that when this round is known to it
     ahead = [seat for seat, holder in holders.items() if holder.round > present]
     if ahead:
         _leave_out(group, {seat: f"it is in round {holders[seat].round}, not in {present}" for seat in ahead}, effects)
         return
-    late = [seat for seat, holder in holders.items() if holder.round < recovery.round - 1]
+    most = MAX_SLICES if group.order.lateness is not None else 1
+    late = [seat for seat, holder in holders.items() if holder.round < present - most]
     if late:
         _leave_out(group, {seat: f"it is in round {holders[seat].round} of {present}" for seat in late}, effects)
         return
-    behind = [seat for seat, holder in holders.items() if holder.round < recovery.round]
     wanted: list[Wanted] = []
-    for place in (
-        places(group, recovery.round - 1, holders.values()) if behind and recovery.round > group.planned else ()
-    ):
-        lacking = tuple(seat for seat in behind if not holders[seat].has(State.HELD, place))
-        holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
-        if lacking and not holding:
-            _leave_out(group, dict.fromkeys(lacking, f"nobody has round {present - 1} for it any more"), effects)
-            return
-        if lacking:
-            wanted.append(Wanted(place, lacking, holding))
+    for number in range(max(group.planned, min(holder.round for holder in holders.values())), present):
+        behind = [seat for seat, holder in holders.items() if holder.round <= number]
+        for place in places(group, number, holders.values()):
+            lacking = tuple(seat for seat in behind if not holders[seat].has(State.HELD, place))
+            holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
+            if lacking and not holding:
+                _leave_out(group, dict.fromkeys(lacking, f"nobody has round {number} for it any more"), effects)
+                return
+            if lacking:
+                wanted.append(Wanted(place, lacking, holding))
     recovery.stage = Stage.PREVIOUS
     recovery.wanted.extend(wanted)
     advance(group, now, effects)
@@ -234,14 +248,19 @@ def _leave_out(group: Group, why: Mapping[int, str], effects: Effects) -> None:
         effects.report(left_out(group, seat, what))
 
 
-def _present_round(recovery: Recovery) -> int:
+def _present_round(group: Group, recovery: Recovery) -> int:
     """The round that the group is in, or the latest, if some members have yet to hear that the one before is over.
 
     Where the ledger may be behind them, it is the one that most are in; among equals the nearest to what is on record.
+    Where members can be late, it is the latest that is on record, or that a quorum has come to.
     """
     rounds = Counter(holder.round for holder in recovery.holders.values())
     if recovery.latest == recovery.due:
         return max(rounds)
+    if (lateness := group.order.lateness) is not None:
+        needed = lateness.needed(len(recovery.holders))
+        known = [n for n in rounds if n <= recovery.due or rounds[n] + rounds[n - 1] >= needed]
+        return max(known or [min(rounds)])
     return max(rounds, key=lambda number: (rounds[number] + rounds[number - 1], -abs(number - recovery.due), number))
 
 
@@ -314,6 +333,7 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
     """Everybody has what anybody has: go on."""
     holders, number = recovery.holders, recovery.round
     group.resume(number)
+    group.stragglers.completed(number - 1)
     done: list[int] = []
     found: dict[int, frozenset[int]] = {}
     for part, start, stop in shares(group):
@@ -345,8 +365,22 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
         current = adopt(number, section, found, holders, now)
         group.rounds.begin(number, current)
         current.done.update(done)
+        if group.order.lateness is not None:
+            _close_again(group, number, current)
         if done and len(done) == group.full_buckets[section]:
             group.rounds.end(number)
+            group.stragglers.completed(number)
             current.last = min(holders)
             record = current.record(number, group.world, group.plan, now)
             effects.report(RoundCompleted(group.order.group, record, adopted=True))
+    end_abandoned(group, now, effects)
+
+
+def _close_again(group: Group, number: int, current: Round) -> None:
+    """Note what members have given to round ``number``, some slices of which are settled, and which give no more."""
+    key = ExchangeKey(Stream.BUCKET, number, 0)
+    for seat in group.participants(key):
+        if group.stragglers.is_closed(seat, key):
+            note_what_counted(group, number, current, seat)
+        for _ in current.done:
+            current.contributed(seat, group.full_buckets[current.section])

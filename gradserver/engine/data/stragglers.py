@@ -23,6 +23,9 @@ class Stragglers:
     quiet_until: float = -math.inf
     """Time at which people may be told again of a straggler."""
 
+    latest: int = -1
+    """The latest round that is complete here."""
+
     def close(self, seat: int, number: int) -> None:
         """Count nothing more that ``seat`` gives to rounds up to ``number``."""
         self.closed[seat] = max(number, self.closed.get(seat, -1))
@@ -30,6 +33,20 @@ class Stragglers:
     def is_closed(self, seat: int, key: ExchangeKey) -> bool:
         """Tell whether what ``seat`` gives to ``key`` does not count any more."""
         return key.stream == Stream.BUCKET and key.number <= self.closed.get(seat, -1)
+
+    @property
+    def closed_round(self) -> int | None:
+        """The round that was closed for stragglers and is not complete; None if there is none."""
+        number = max(self.closed.values(), default=-1)
+        return number if number > self.latest else None
+
+    def completed(self, number: int) -> None:
+        """Note that rounds up to ``number`` are complete here, and no later one."""
+        self.latest = number
+
+    def begin_again(self) -> None:
+        """Forget which rounds were closed, as members are about to say in which round they are."""
+        self.closed.clear()
 
     def hand_over(self, seat: int) -> None:
         """Give ``seat`` to a new member: nothing was closed without it."""

@@ -1,0 +1,43 @@
+"""How a round ends that nobody can give to any more: it is closed for all members that are left.
+
+The members that it waited for have gone. What counted until then counts. The results of the other slices are zeros of
+weight 0, at all members alike; what late members gave to these is theirs to carry over, or is dropped.
+
+    round   event                                              next  what happens
+    ──────  ─────────────────────────────────────────────────  ────  ───────────────────────────────────────────────
+    CLOSED  the last member departs that it is not closed for  OVER  each slice without a result gets zeros
+    CLOSED  CutRound for the last of these                     OVER  the same
+    CLOSED  a recovery ends, and none of these is left         OVER  the same
+"""
+
+from __future__ import annotations
+
+from gradserver.engine.data.completion import complete
+from gradserver.engine.data.group import Group
+from gradserver.engine.data.matching import open_exchange
+from gradserver.engine.effects import Effects
+from gradserver.protocol.exchange import ExchangeKey, Stream
+
+
+def end_abandoned(group: Group, now: float, effects: Effects) -> None:
+    """End the round that is closed for all members that are left, if there is one."""
+    number = group.stragglers.closed_round
+    if number is None or group.plan is None or group.recovery is not None or group.buckets_halted is not None:
+        return
+    any_bucket = ExchangeKey(Stream.BUCKET, number, 0)
+    here = group.participants(any_bucket)
+    if not here or not all(group.stragglers.is_closed(seat, any_bucket) for seat in here):
+        return
+    current, sections = group.rounds.get(number), group.plan.each
+    if current is None and len(sections) > 1:
+        return  # nobody has said which section it is of: a deadline ends it
+    section = group.plan.section(current.section) if current is not None else sections[0]
+    for part in section.parts if section is not None else ():
+        key, operation = ExchangeKey(Stream.BUCKET, number, part), group.plan.buckets[part].operation
+        _, start, stop = group.share(key, operation)
+        if start == stop or (current is not None and part in current.done):
+            continue
+        exchange = group.exchanges.get(key) or open_exchange(group, here[0], key, operation, 0, now)
+        if exchange.failure is None:
+            for piece in exchange.rest(here[0]):
+                complete(group, exchange, piece, now, effects)
