@@ -546,7 +546,7 @@ FIGURES: Final = {
             for package in ("engine", "transport", "ledger", "gradserver", "worker", "protocol", *TOOLS)
         ),
         Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 38_100, 25_000, room=500),
-        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 8, 0),
+        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 7, 0),
     ),
     "English": (
         Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 221, 0),

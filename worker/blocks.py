@@ -160,13 +160,7 @@ class GradientExchange:
             raise DisagreementError(f"the workers begin at different steps: {each}")
 
     def push_block(
-        self,
-        step: int,
-        index: int,
-        gradient: Any,
-        *,
-        component_sizes: Sizes | None = None,
-        weight: float = 1.0,
+        self, step: int, index: int, gradient: Any, *, component_sizes: Sizes | None = None, weight: float = 1.0
     ) -> Handle:
         """Contribute the gradient of block ``index``.
 

@@ -29,17 +29,7 @@ if TYPE_CHECKING:
 
 ArrayT = TypeVar("ArrayT", "npt.NDArray[Any]", "torch.Tensor")
 
-COMPONENT_NAMES: Final = (
-    "w_q",
-    "w_k",
-    "w_v",
-    "w_o",
-    "gate",
-    "up",
-    "down",
-    "input_norm",
-    "post_attn_norm",
-)
+COMPONENT_NAMES: Final = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 """The components of one transformer block, in the order in which they are flattened."""
 
 NON_BLOCK_COMPONENTS: Final = ("lm_head", "final_norm", "embedding")

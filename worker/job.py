@@ -3,58 +3,39 @@
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from gradserver.protocol.errors import GradServerError, InvalidArgumentError, StateError, UsageError, WorkerLeftError
+from gradserver.protocol.errors import InvalidArgumentError, StateError, UsageError
 from gradserver.protocol.messages import Opened
-from gradserver.protocol.version import __version__
-from gradserver.worker.alike import Newcomers, check_same_start, check_weights, digest_of, gather
-from gradserver.worker.checkpoint import Directory, Writing, read, write
+from gradserver.worker.alike import Newcomers
+from gradserver.worker.checkpoint import Directory
 from gradserver.worker.ddp import DistributedDataParallel
-from gradserver.worker.handle import Handle
-from gradserver.worker.position import Position, RangesPosition, chance, set_chance
+from gradserver.worker.job_state import JobState
+from gradserver.worker.position import position_of
 from gradserver.worker.ranges import DataRanges
 from gradserver.worker.sampler import ShardSampler
+from gradserver.worker.saving import Saving
 from gradserver.worker.stopping import stop_on_sigterm
 from gradserver.worker.trained import (
     Scheduler,
     Stateful,
     Trained,
     bits,
-    check_parts,
     check_updated,
     chosen,
     of_bits,
-    state_of,
-    states,
     together,
     trained,
 )
-from gradserver.worker.tree import Tree, pack
+from gradserver.worker.tree import Tree
 
 log = logging.getLogger("gradserver")
-
-_LOOK_SECONDS: Final = 1.0
-"""Seconds between two messages to waiting members that a checkpoint is still being written."""
-_VERSIONS: Final = {"gradserver": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-
-
-class Told(NamedTuple):
-    """The models that the others update, and those with gradients that they drop."""
-
-    updated: list[Trained]
-    dropped: list[Trained]
 
 
 class Job:
@@ -106,7 +87,6 @@ class Job:
         optimizer: the optimizer of ``model``.
         scheduler: the scheduler of ``model``.
         models: all models, by name (or place in the list).
-        round: number of updates of the weights since the job was first started.
         entered: value of ``round`` at which this worker joined, or has come to so far. 0 if it was there from the
             start.
         resumed: the checkpoint that the job continued from. None for a new job.
@@ -133,37 +113,56 @@ class Job:
         first = self._parts[0]
         self.model, self.optimizer, self.scheduler = first.model, first.optimizer, first.scheduler
         self.models = {part.name: part.model for part in self._parts}
-        self.round = self.entered = 0
+        self.entered = 0
         self.resumed: Path | None = None
-        self._worker = self._parts[0].model.worker
-        self._several = bool(self._parts[0].name)
+        self._worker, self._several = first.model.worker, bool(first.name)
         self._entering = self._worker.joins and self._several
         """True if the worker has joined, and is not at the top of its loop while the others are."""
-        self._state = dict(state or {})
-        self._position = None if data is None else _position_of(data, self._place_of(data))
-        self._directory = None if checkpoint is None else Directory(Path(checkpoint), keep)
-        self._every = every
-        self._writing: Writing | None = None
-        self._stopping = False
+        self._position = None if data is None else position_of(data, self._worker)
+        self._state = JobState(self._worker, self._parts, state or {}, self._position)
+        directory = None if checkpoint is None else Directory(Path(checkpoint), keep)
+        self._saving = Saving(self._worker, self._state, directory, every)
         self._plain_steps = False
-        self._done = 0
-        """Steps since the last round of the member that sent this worker its state."""
         self._looked_at = 0
         """The round in which the job last checked whether something is to be saved."""
-        self._told: Told | None = None
-        """The models that the others update, in a round for which this worker has no data."""
+        self._dropped: list[Trained] | None = None
+        """Models with gradients that the others drop, in a round for which this worker has no data."""
         self._newcomers = Newcomers(self._worker)
         if self._worker.joins:
             # The others wait for a worker that gets samples from the coordinator, so that these count.
-            self._check_can_enter()
+            if self._several and data is None:
+                raise UsageError(
+                    "a job of several models joins others at the top of their loop, which is known with job.batches "
+                    "only: give data=, here and at the others"
+                )
             self._worker.enter(self._take_over, waits=isinstance(data, DataRanges) or self._several)
-            self._worker._session.turns.go_on_from(self._done)
-        elif self._directory is not None:
-            self._load(self._directory.latest)
-        if self._directory is not None:
+            self._worker._session.turns.go_on_from(self._state.done)
+        elif directory is not None:
+            self._load(directory.latest)
+        if directory is not None:
             stop_on_sigterm(self)
         if not self._several or data is not None:
-            self._worker.serve_state(self._for_who_joins)
+            self._worker.serve_state(self._state.for_learner)
+
+    @property
+    def round(self) -> int:
+        """Number of updates of the weights since the job was first started."""
+        return self._state.round
+
+    def _load(self, find: Callable[[], Path | None]) -> bool:
+        """Continue from the checkpoint that ``find`` finds, if all have the same. Return whether there is one."""
+        path = self._state.load(find)
+        if path is None:
+            return False
+        self._looked_at, self.resumed = self.round, path
+        log.info("the job goes on from round %d (%s)", self.round, path)
+        return True
+
+    def _take_over(self, tree: Tree) -> None:
+        """Take the state of another member."""
+        self._state.take_over(tree)
+        self._looked_at = self.entered = self.round
+        log.info("the job joined the others after round %d", self.round)
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -192,14 +191,14 @@ class Job:
         """
         self._check_step(before, after)
         updated, before_it = chosen(self._parts, models), self.round
-        dropped = self._told.dropped if self._told is not None else together(self._parts, updated)
+        dropped = together(self._parts, updated) if self._dropped is None else self._dropped
         if self._several:
             check_updated(updated)
-            if self._told is None:
+            if self._dropped is None:
                 self._worker._session.turns.steps(bits(self._parts, updated), bits(self._parts, dropped))
-            self._told = None
+            self._dropped = None
         saves_later = self._several and self._position is not None
-        stopping = None if saves_later else self._ask_who_stops()
+        stopping = None if saves_later else self._saving.ask()
         if any(part.model.has_update for part in updated) and not any(part.model.skipped for part in updated):
             self._update(updated, before, after)
         for part in (*updated, *dropped):
@@ -208,23 +207,16 @@ class Job:
         if not self._several:
             self._catch_up(before, after)
         self._worker.boundary()
-        self._newcomers.check(self._modules, self.round)
+        self._newcomers.check(self._state.modules, self.round)
         if stopping is not None:
-            self._save_or_part(stopping, before_it)
+            self._saving.save_or_leave(stopping, before_it)
 
     def _save_if_due(self) -> None:
         """Save at the top of the loop of several models. In between some are updated and others not."""
         before, self._looked_at = self._looked_at, self.round
-        stopping = self._ask_who_stops()
+        stopping = self._saving.ask()
         if stopping is not None:
-            self._save_or_part(stopping, before)
-
-    def _save_or_part(self, stopping: Handle, before: int) -> None:
-        leaving = np.flatnonzero(stopping.wait()).tolist()
-        if leaving:
-            self._save_and_part(leaving)
-        elif self._every is not None and self.round // self._every > before // self._every:
-            self._save_beside()
+            self._saving.save_or_leave(stopping, before)
 
     def _update(
         self, updated: Sequence[Trained], before: Callable[[], object] | None, after: Callable[[], object] | None
@@ -233,7 +225,7 @@ class Job:
             before()
         for part in updated:
             part.update()
-        self.round += 1
+        self._state.round += 1
         if after is not None:
             after()
 
@@ -327,8 +319,8 @@ class Job:
         while True:
             news = self._worker._session.turns.follow()
             if news.updated:
-                self._told = Told(of_bits(self._parts, news.updated), of_bits(self._parts, news.dropped))
-                step(*(part.model for part in self._told.updated))
+                self._dropped = of_bits(self._parts, news.dropped)
+                step(*(part.model for part in of_bits(self._parts, news.updated)))
             elif news.top:
                 if to_the_top:
                     return
@@ -350,9 +342,7 @@ class Job:
 
     def stop(self) -> None:
         """Save when this round is over, and leave, as on SIGTERM. It returns at once. Any thread may call it."""
-        if self._directory is None:
-            raise UsageError("this job has no directory to save in: Job(…, checkpoint=DIRECTORY)")
-        self._stopping = True
+        self._saving.stop()
 
     # ── saving ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -367,10 +357,7 @@ class Job:
                 continue.
             DivergedError: the workers' weights differ. Nothing was written.
         """
-        if path is None and self._directory is None:
-            raise UsageError("where to? Give save(path), or Job(…, checkpoint=DIRECTORY)")
-        tree = self._agree_on_state()
-        self._await(None if tree is None else Writing(partial(self._write, tree, path)))
+        self._saving.save(path)
 
     def load(self, path: str | Path) -> None:
         """Continue from a checkpoint: a file, or the last one of a directory. All workers call it.
@@ -385,175 +372,7 @@ class Job:
         elif not self._load(Directory(path, keep=1).latest):
             raise StateError(f"there is no checkpoint in {path}")
 
-    def _write(self, tree: Tree, path: str | Path | None) -> None:
-        if self._writing is not None:
-            self._writing.join()
-        if path is not None:
-            write(Path(path), pack(tree))
-        elif self._directory is not None:
-            self._directory.write(self.round, pack(tree))
-
-    def _save_beside(self) -> None:
-        tree = self._agree_on_state()
-        if tree is None:
-            return
-        assert self._directory is not None
-        if self._writing is not None and self._writing.is_alive():
-            log.warning("round %d is not saved: the last checkpoint is still being written", self.round)
-            return
-        self._writing = Writing(partial(self._directory.write, self.round, pack(tree, copy=True)), warns=True)
-
-    def _save_and_part(self, leaving: list[int]) -> None:
-        """Save for the workers that were told to stop. Return if this worker can go on without them."""
-        assert self._directory is not None
-        leaves, names = self._worker.rank in leaving, [self._worker.names[rank] for rank in leaving]
-        self.save()
-        who = ", ".join(map(repr, names))
-        said = f"{who} was told to stop, and left after round {self.round}, which is saved in {self._directory.path}"
-        if leaves:
-            log.info("%s", said)
-            self._worker.close(f"it was told to stop; round {self.round} is saved")
-            raise SystemExit(0)
-        if self._worker._session.membership.needs_all:
-            raise WorkerLeftError(
-                f"{said}. This group needs all of its workers: start again from there", worker=names[0], rank=leaving[0]
-            )
-        log.warning("%s; the others go on", said)
-
-    def _agree_on_state(self) -> Tree | None:
-        """Compare weights, and learn every worker's position. Return the tree to save, at the writing worker only."""
-        mine = {
-            "weights": digest_of(*self._modules),
-            "chance": chance(),
-            "position": None if self._position is None else self._position.own(),
-        }
-        told = gather(self._worker, mine)
-        check_weights(self._worker, [one["weights"] for one in told], self.round)
-        position = None
-        if self._position is not None:
-            position = self._position.of_all([one["position"] for one in told])
-        return self._tree(told, position) if self._worker.rank == 0 else None
-
-    def _tree(self, told: Sequence[Tree], position: Tree) -> Tree:
-        return {
-            "round": self.round,
-            "model": states(self._parts, lambda part: part.model.state_dict(unwrapped=True)),
-            "optimizer": states(self._parts, lambda part: part.optimizer.state_dict()),
-            "scheduler": states(self._parts, lambda part: part.scheduler and part.scheduler.state_dict()),
-            "state": {name: one.state_dict() for name, one in self._state.items()},
-            "data": position,
-            "chance": [one["chance"] for one in told],
-            "weights": told[0]["weights"],
-            "group": self._worker.group,
-            "workers": list(self._worker.names),
-            "versions": _VERSIONS,
-        }
-
-    def _await(self, writing: Writing | None) -> None:
-        """Wait for the worker that writes. It says each second that it still does, so that no wait runs out."""
-        pause = min(_LOOK_SECONDS, self._worker.timeout / 4)
-        outcome: Tree = ""
-        while outcome == "":
-            mine = None if writing is None else writing.outcome(pause)
-            outcome = next((one for one in gather(self._worker, mine) if one is not None), "its writer was lost")
-        if outcome != "written":
-            raise StateError(str(outcome))
-
-    # ── loading ───────────────────────────────────────────────────────────────────────────────────────
-
-    def _load(self, find: Callable[[], Path | None]) -> bool:
-        """Continue from the checkpoint that ``find`` finds, if all have the same. Return whether there is one."""
-        loaded, failure = None, ""
-        try:
-            path = find()
-            loaded = None if path is None else read(path)
-            if loaded is not None:
-                _of_a_job(loaded.tree, str(loaded.path))
-        except StateError as error:
-            failure = error.message
-        mine = {"error": failure, "path": "", "round": 0, "digest": b""}
-        if loaded is not None:
-            mine |= {"path": str(loaded.path), "round": loaded.tree["round"], "digest": loaded.digest}
-        check_same_start(self._worker, gather(self._worker, mine))
-        if loaded is None:
-            return False
-        try:
-            self._install(loaded.tree)
-        except _DOES_NOT_FIT as error:
-            raise StateError(f"the checkpoint {loaded.path} does not fit this job: {error}") from error
-        self.resumed = loaded.path
-        log.info("the job goes on from round %d (%s)", self.round, loaded.path)
-        return True
-
-    def _for_who_joins(self) -> Tree:
-        """Return the state that a learner needs to be like this worker."""
-        position = None if self._position is None else self._position.for_who_joins()
-        tree = self._tree([{"chance": None, "weights": digest_of(*self._modules)}], position)
-        tree["unsaved"] = states(self._parts, lambda part: part.model.unsaved_buffers())
-        if self._several:
-            tree["gradients"] = states(self._parts, Trained.gradients)
-            tree["done"] = self._worker._session.turns.done
-        return tree
-
-    def _take_over(self, tree: Tree) -> None:
-        """Take the state of another member."""
-        try:
-            self._install(_of_a_job(tree, "the state that a member sent"))
-            for part in self._parts:
-                for name, buffer in state_of(part, tree["unsaved"]).items():
-                    part.model.module.get_buffer(name).copy_(buffer)
-        except _DOES_NOT_FIT as error:
-            raise StateError(f"this job is not like the one that it joins: {error}") from error
-        self.entered = self.round
-        log.info("the job joined the others after round %d", self.round)
-
-    def _install(self, tree: Tree) -> None:
-        if (tree["data"] is None) != (self._position is None):
-            raise StateError(f"it was saved {'without' if tree['data'] is None else 'with'} data=")
-        check_parts(self._parts, tree)
-        if tree["state"].keys() != self._state.keys():
-            raise StateError(f"it has state= {sorted(tree['state'])}, and this job {sorted(self._state)}")
-        if self._position is not None:
-            (self._position.join if self._worker.joins else self._position.resume)(tree["data"])
-        for part in self._parts:
-            part.model.module.load_state_dict(state_of(part, tree["model"]))
-        if digest_of(*self._modules) != tree["weights"]:
-            raise StateError("its weights are others when they are loaded: this model's are of another type, or order")
-        for part in self._parts:
-            part.optimizer.load_state_dict(state_of(part, tree["optimizer"]))
-            if part.scheduler is not None:
-                part.scheduler.load_state_dict(state_of(part, tree["scheduler"]))
-            if "gradients" in tree:
-                part.set_gradients(state_of(part, tree["gradients"]))
-        self._done = tree.get("done", 0)
-        for name, one in self._state.items():
-            one.load_state_dict(tree["state"][name])
-        if not self._worker.joins and len(tree["chance"]) == self._worker.world_size:
-            set_chance(tree["chance"][self._worker.rank])
-        if tree["versions"] != _VERSIONS:
-            log.warning("this state was made with %s, and here is %s", tree["versions"], _VERSIONS)
-        self.round = self._looked_at = tree["round"]
-
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def _modules(self) -> list[nn.Module]:
-        return [part.model.module for part in self._parts]
-
-    def _check_can_enter(self) -> None:
-        if self._several and self._position is None:
-            raise UsageError(
-                "a job of several models joins others at the top of their loop, which is known with job.batches only: "
-                "give data=, here and at the others"
-            )
-
-    def _place_of(self, data: ShardSampler | DataRanges) -> Callable[[], tuple[int, int]] | None:
-        """Return the source of rank and world size, for a sampler of the worker's own rank; None if they stay."""
-        worker = self._worker
-        if isinstance(data, DataRanges):
-            return None
-        own = (data.rank, data.world_size) == (worker.rank, worker.world_size)
-        return (lambda: (worker.rank, worker.world_size)) if own and not worker._session.membership.needs_all else None
 
     def _check_step(self, before: object, after: object) -> None:
         if self._position is None:
@@ -568,39 +387,12 @@ class Job:
                 "into a function, and give it to job.batches(loader, step=…) too"
             )
 
-    def _ask_who_stops(self) -> Handle | None:
-        """Tell the others whether this worker is to stop. It costs little, as it travels while the optimizer steps."""
-        if self._directory is None or self._worker.observes:
-            return None
-        stopping = np.zeros(self._worker.world_size, np.uint8)
-        stopping[self._worker.rank] = self._stopping
-        return self._worker.all_reduce(stopping, op="max", async_op=True)
-
-
-_DOES_NOT_FIT: Final = (GradServerError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
-"""Errors of objects that cannot be loaded."""
-
-
-def _of_a_job(tree: Tree, what: str) -> Tree:
-    """Return ``tree`` if it has the parts that `Job.save` writes."""
-    parts = ("round", "model", "optimizer", "scheduler", "state", "data", "chance", "weights", "versions")
-    if type(tree) is not dict or any(part not in tree for part in parts):
-        raise StateError(f"{what} is not the checkpoint of a job")
-    return tree
-
-
-def _position_of(
-    data: ShardSampler | DataRanges, place: Callable[[], tuple[int, int]] | None
-) -> Position | RangesPosition:
-    return RangesPosition(data) if isinstance(data, DataRanges) else Position(data, place)
-
 
 def _check(data: object, checkpoint: object, every: object) -> None:
     if data is not None and not isinstance(data, ShardSampler | DataRanges):
         raise InvalidArgumentError(
             f"data is a {type(data).__name__}, and must be a gradserver.ShardSampler or DataRanges: what has a "
-            f"state_dict can go "
-            f"into state="
+            f"state_dict can go into state="
         )
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise InvalidArgumentError(f"every is {every!r}, and must be a number of rounds, at least 1")

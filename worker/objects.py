@@ -49,13 +49,7 @@ class ObjectCollectives(Collectives):
         return self._gather_objects(Kind.ALL_GATHER, value, -1, allow_pickle, timeout)
 
     def gather_object(
-        self,
-        value: V,
-        root: int = 0,
-        *,
-        dst: int | None = None,
-        allow_pickle: bool = False,
-        timeout: Timeout = None,
+        self, value: V, root: int = 0, *, dst: int | None = None, allow_pickle: bool = False, timeout: Timeout = None
     ) -> list[V] | None:
         """Return every member's ``value``, by rank, at rank ``root`` (or ``dst``; 0), and None at the others."""
         root = self._check_rank(root_of(root, "dst", dst), "root")

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gradserver.protocol.errors import StateError, UsageError
 from gradserver.protocol.ranges import pack, unpack
+from gradserver.worker.client import Worker
 from gradserver.worker.ranges import DataRanges
 from gradserver.worker.sampler import ShardSampler
 from gradserver.worker.tree import Tree
@@ -202,3 +203,12 @@ def set_chance(state: Tree) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def position_of(data: ShardSampler | DataRanges, worker: Worker) -> Position | RangesPosition:
+    """Return the position in ``data``. Epochs are dealt by the worker's present rank, if that can change."""
+    if isinstance(data, DataRanges):
+        return RangesPosition(data)
+    own = (data.rank, data.world_size) == (worker.rank, worker.world_size)
+    changes = own and not worker._session.membership.needs_all
+    return Position(data, (lambda: (worker.rank, worker.world_size)) if changes else None)

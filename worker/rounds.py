@@ -13,14 +13,7 @@ from torch import Tensor, nn
 
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.plan_codecs import with_named_codecs
-from gradserver.worker.buckets import (
-    BufferBucket,
-    FlatBucket,
-    GradientBucket,
-    buffer_buckets,
-    sender_spec,
-    used_spec,
-)
+from gradserver.worker.buckets import BufferBucket, FlatBucket, GradientBucket, buffer_buckets, sender_spec, used_spec
 from gradserver.worker.client import Worker
 from gradserver.worker.flatten import local_mean
 from gradserver.worker.grouping import group_parameters

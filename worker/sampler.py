@@ -159,12 +159,7 @@ class ShardSampler(Sampler[int]):
     @property
     def order(self) -> dict[str, int | bool | str]:
         """Parameters that determine an epoch's order, besides its number. They are the same on every rank."""
-        return {
-            "length": self._all_samples,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-            "uneven": self.uneven,
-        }
+        return {"length": self._all_samples, "shuffle": self._shuffle, "seed": self._seed, "uneven": self.uneven}
 
     def __len__(self) -> int:
         """The number of samples that the next iteration gives."""

@@ -65,11 +65,7 @@ class _Kind(IntEnum):
 
 
 _SEQUENCES: Final[dict[type, _Kind]] = {list: _Kind.LIST, tuple: _Kind.TUPLE}
-_MAPPINGS: Final[dict[type, _Kind]] = {
-    dict: _Kind.DICT,
-    OrderedDict: _Kind.ORDERED_DICT,
-    Counter: _Kind.COUNTER,
-}
+_MAPPINGS: Final[dict[type, _Kind]] = {dict: _Kind.DICT, OrderedDict: _Kind.ORDERED_DICT, Counter: _Kind.COUNTER}
 _MADE: Final[dict[int, type]] = {kind: made for made, kind in (_SEQUENCES | _MAPPINGS).items()}
 
 
@@ -177,12 +173,7 @@ def unpack(manifest: Buffer, take: Take) -> Tree:
         raise MalformedMessageError(f"a manifest of {len(manifest):,} bytes, and {MAX_MANIFEST_BYTES:,} is the most")
     try:
         root = msgpack.unpackb(
-            manifest,
-            raw=False,
-            unicode_errors="surrogatepass",
-            max_array_len=_MAX_ITEMS,
-            max_map_len=0,
-            max_ext_len=0,
+            manifest, raw=False, unicode_errors="surrogatepass", max_array_len=_MAX_ITEMS, max_map_len=0, max_ext_len=0
         )
     except Exception as error:  # msgpack raises errors of many types, all of them about these bytes
         raise MalformedMessageError(f"a manifest that is not msgpack: {str(error)[:120]}") from None

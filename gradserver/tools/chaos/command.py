@@ -51,11 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=number(int, 2, 256), default=8, metavar="N", help="number of workers (default 8)"
     )
     parser.add_argument(
-        "--seconds",
-        type=seconds(10, 1e6),
-        default=60.0,
-        metavar="S",
-        help="length of the run (default 60)",
+        "--seconds", type=seconds(10, 1e6), default=60.0, metavar="S", help="length of the run (default 60)"
     )
     parser.add_argument(
         "--seed", type=number(int, 0, 2**63 - 1), default=7, metavar="X", help="seed of the events (default 7)"
@@ -69,10 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mean time between two events, in seconds (default 0.3)",
     )
     parser.add_argument(
-        "--coordinator-kill",
-        type=seconds(1, 1e6),
-        metavar="S",
-        help="also kill the coordinator every S seconds",
+        "--coordinator-kill", type=seconds(1, 1e6), metavar="S", help="also kill the coordinator every S seconds"
     )
     parser.add_argument(
         "--apart",

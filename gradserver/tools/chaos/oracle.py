@@ -267,14 +267,7 @@ class Oracle:
 
     # ── comparison with the ledger ────────────────────────────────────────────────────────────────────────
 
-    def _audit(
-        self,
-        number: int,
-        book: Book,
-        people: People,
-        cases: Sequence[Case],
-        found: Found | None,
-    ) -> None:
+    def _audit(self, number: int, book: Book, people: People, cases: Sequence[Case], found: Found | None) -> None:
         """Compare the ledger with the results of members."""
         record, (begun, done) = book.record, book.moments()
         if record is None:

@@ -204,12 +204,7 @@ class Program:
         if (gathered != gathered[:, :1]).any():
             self._say("fault", text=f"an all_gather behind round {number} brought {gathered.tolist()}")
         self._say(
-            "met",
-            round=number,
-            rank=worker.rank,
-            sums=sums,
-            gathered=gathered[:, 0].tolist(),
-            broadcast=broadcast,
+            "met", round=number, rank=worker.rank, sums=sums, gathered=gathered[:, 0].tolist(), broadcast=broadcast
         )
 
     def _slices(self, rows: npt.NDArray[np.int64]) -> dict[str, list[int]]:

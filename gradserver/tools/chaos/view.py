@@ -97,9 +97,7 @@ class View:
         for kind, count in sorted(result["events_by_kind"].items(), key=lambda item: -item[1]):
             following = result["next_round_after"].get(kind, {})
             back = result["back_after"].get(kind, {})
-            rows.append(
-                [kind, count, _seconds(following, "median"), _seconds(following, "max"), *_both(back)],
-            )
+            rows.append([kind, count, _seconds(following, "median"), _seconds(following, "max"), *_both(back)])
         header = ["event", "count", "next round", "maximum", "back after", "maximum"]
         for line in table(header, rows):
             self.line(line)

@@ -1,0 +1,167 @@
+"""The state of a job: what is saved, sent to a learner, and loaded as one."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from gradserver.protocol.errors import GradServerError, StateError
+from gradserver.protocol.version import __version__
+from gradserver.worker.alike import check_same_start, check_weights, digest_of, gather
+from gradserver.worker.checkpoint import read
+from gradserver.worker.client import Worker
+from gradserver.worker.position import Position, RangesPosition, chance, set_chance
+from gradserver.worker.trained import Stateful, Trained, check_parts, state_of, states
+from gradserver.worker.tree import Tree
+
+log = logging.getLogger("gradserver")
+
+_VERSIONS: Final = {"gradserver": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+_DOES_NOT_FIT: Final = (GradServerError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
+"""Errors of objects that cannot be loaded."""
+
+
+class JobState:
+    """The models, optimizers and schedulers of a job, its other objects, and its position in the data.
+
+    Args:
+        worker: the worker.
+        parts: the models, each with its optimizer and scheduler.
+        others: further objects with state, by name.
+        position: the position in the data; None if the job does not know it.
+
+    Attributes:
+        round: number of updates of the weights since the job was first started.
+        done: steps since the last round of the member that sent this worker its state.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        parts: Sequence[Trained],
+        others: Mapping[str, Stateful],
+        position: Position | RangesPosition | None,
+    ) -> None:
+        self.round = self.done = 0
+        self._worker = worker
+        self._parts = parts
+        self._several = bool(parts[0].name)
+        self._others = dict(others)
+        self._position = position
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The wrapped modules."""
+        return [part.model.module for part in self._parts]
+
+    def agree(self) -> Tree | None:
+        """Compare weights, and learn every worker's position. Return the tree to save, at the writing worker only."""
+        mine = {
+            "weights": digest_of(*self.modules),
+            "chance": chance(),
+            "position": None if self._position is None else self._position.own(),
+        }
+        told = gather(self._worker, mine)
+        check_weights(self._worker, [one["weights"] for one in told], self.round)
+        position = None
+        if self._position is not None:
+            position = self._position.of_all([one["position"] for one in told])
+        return self._tree(told, position) if self._worker.rank == 0 else None
+
+    def _tree(self, told: Sequence[Tree], position: Tree) -> Tree:
+        return {
+            "round": self.round,
+            "model": states(self._parts, lambda part: part.model.state_dict(unwrapped=True)),
+            "optimizer": states(self._parts, lambda part: part.optimizer.state_dict()),
+            "scheduler": states(self._parts, lambda part: part.scheduler and part.scheduler.state_dict()),
+            "state": {name: one.state_dict() for name, one in self._others.items()},
+            "data": position,
+            "chance": [one["chance"] for one in told],
+            "weights": told[0]["weights"],
+            "group": self._worker.group,
+            "workers": list(self._worker.names),
+            "versions": _VERSIONS,
+        }
+
+    def load(self, find: Callable[[], Path | None]) -> Path | None:
+        """Continue from the checkpoint that ``find`` finds, if all have the same. Return its path."""
+        loaded, failure = None, ""
+        try:
+            path = find()
+            loaded = None if path is None else read(path)
+            if loaded is not None:
+                _of_a_job(loaded.tree, str(loaded.path))
+        except StateError as error:
+            failure = error.message
+        mine = {"error": failure, "path": "", "round": 0, "digest": b""}
+        if loaded is not None:
+            mine |= {"path": str(loaded.path), "round": loaded.tree["round"], "digest": loaded.digest}
+        check_same_start(self._worker, gather(self._worker, mine))
+        if loaded is None:
+            return None
+        try:
+            self._install(loaded.tree)
+        except _DOES_NOT_FIT as error:
+            raise StateError(f"the checkpoint {loaded.path} does not fit this job: {error}") from error
+        return loaded.path
+
+    def for_learner(self) -> Tree:
+        """Return the state that a learner needs to be like this worker."""
+        position = None if self._position is None else self._position.for_who_joins()
+        tree = self._tree([{"chance": None, "weights": digest_of(*self.modules)}], position)
+        tree["unsaved"] = states(self._parts, lambda part: part.model.unsaved_buffers())
+        if self._several:
+            tree["gradients"] = states(self._parts, Trained.gradients)
+            tree["done"] = self._worker._session.turns.done
+        return tree
+
+    def take_over(self, tree: Tree) -> None:
+        """Take the state of another member."""
+        try:
+            self._install(_of_a_job(tree, "the state that a member sent"))
+            for part in self._parts:
+                for name, buffer in state_of(part, tree["unsaved"]).items():
+                    part.model.module.get_buffer(name).copy_(buffer)
+        except _DOES_NOT_FIT as error:
+            raise StateError(f"this job is not like the one that it joins: {error}") from error
+
+    def _install(self, tree: Tree) -> None:
+        if (tree["data"] is None) != (self._position is None):
+            raise StateError(f"it was saved {'without' if tree['data'] is None else 'with'} data=")
+        check_parts(self._parts, tree)
+        if tree["state"].keys() != self._others.keys():
+            raise StateError(f"it has state= {sorted(tree['state'])}, and this job {sorted(self._others)}")
+        if self._position is not None:
+            (self._position.join if self._worker.joins else self._position.resume)(tree["data"])
+        for part in self._parts:
+            part.model.module.load_state_dict(state_of(part, tree["model"]))
+        if digest_of(*self.modules) != tree["weights"]:
+            raise StateError("its weights are others when they are loaded: this model's are of another type, or order")
+        for part in self._parts:
+            part.optimizer.load_state_dict(state_of(part, tree["optimizer"]))
+            if part.scheduler is not None:
+                part.scheduler.load_state_dict(state_of(part, tree["scheduler"]))
+            if "gradients" in tree:
+                part.set_gradients(state_of(part, tree["gradients"]))
+        self.done = tree.get("done", 0)
+        for name, one in self._others.items():
+            one.load_state_dict(tree["state"][name])
+        if not self._worker.joins and len(tree["chance"]) == self._worker.world_size:
+            set_chance(tree["chance"][self._worker.rank])
+        if tree["versions"] != _VERSIONS:
+            log.warning("this state was made with %s, and here is %s", tree["versions"], _VERSIONS)
+        self.round = tree["round"]
+
+
+def _of_a_job(tree: Tree, what: str) -> Tree:
+    """Return ``tree`` if it has the parts that `Job.save` writes."""
+    parts = ("round", "model", "optimizer", "scheduler", "state", "data", "chance", "weights", "versions")
+    if type(tree) is not dict or any(part not in tree for part in parts):
+        raise StateError(f"{what} is not the checkpoint of a job")
+    return tree

@@ -1,0 +1,117 @@
+"""The times when a job is saved: regularly, when it is asked to, and when a worker is told to stop."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from gradserver.protocol.errors import StateError, UsageError, WorkerLeftError
+from gradserver.worker.alike import gather
+from gradserver.worker.checkpoint import Directory, Writing, write
+from gradserver.worker.client import Worker
+from gradserver.worker.handle import Handle
+from gradserver.worker.job_state import JobState
+from gradserver.worker.tree import Tree, pack
+
+log = logging.getLogger("gradserver")
+
+_LOOK_SECONDS: Final = 1.0
+"""Seconds between two messages to waiting members that a checkpoint is still being written."""
+
+
+class Saving:
+    """The saves of a job. All workers save at the same boundary; rank 0 writes.
+
+    Args:
+        worker: the worker.
+        state: what is saved.
+        directory: where; None if the job has no directory.
+        every: number of rounds between two saves; None for none.
+    """
+
+    def __init__(self, worker: Worker, state: JobState, directory: Directory | None, every: int | None) -> None:
+        self._worker = worker
+        self._state = state
+        self._directory = directory
+        self._every = every
+        self._writing: Writing | None = None
+        self._told_to_stop = False
+
+    def stop(self) -> None:
+        """Save when this round is over, and leave. It returns at once."""
+        if self._directory is None:
+            raise UsageError("this job has no directory to save in: Job(…, checkpoint=DIRECTORY)")
+        self._told_to_stop = True
+
+    def ask(self) -> Handle | None:
+        """Tell the others whether this worker is to stop. It costs little, as it travels while the optimizer steps."""
+        if self._directory is None or self._worker.observes:
+            return None
+        stopping = np.zeros(self._worker.world_size, np.uint8)
+        stopping[self._worker.rank] = self._told_to_stop
+        return self._worker.all_reduce(stopping, op="max", async_op=True)
+
+    def save_or_leave(self, stopping: Handle, before: int) -> None:
+        """Save if workers were told to stop, or if a save is due since round ``before``. ``stopping`` is of `ask`."""
+        leaving = np.flatnonzero(stopping.wait()).tolist()
+        if leaving:
+            self._save_and_leave(leaving)
+        elif self._every is not None and self._state.round // self._every > before // self._every:
+            self._save_beside()
+
+    def save(self, path: str | Path | None = None) -> None:
+        """Save to ``path`` or the directory, and return when it is written."""
+        if path is None and self._directory is None:
+            raise UsageError("where to? Give save(path), or Job(…, checkpoint=DIRECTORY)")
+        tree = self._state.agree()
+        self._await(None if tree is None else Writing(partial(self._write, tree, path)))
+
+    def _write(self, tree: Tree, path: str | Path | None) -> None:
+        if self._writing is not None:
+            self._writing.join()
+        if path is not None:
+            write(Path(path), pack(tree))
+        elif self._directory is not None:
+            self._directory.write(self._state.round, pack(tree))
+
+    def _save_beside(self) -> None:
+        tree = self._state.agree()
+        if tree is None:
+            return
+        assert self._directory is not None
+        if self._writing is not None and self._writing.is_alive():
+            log.warning("round %d is not saved: the last checkpoint is still being written", self._state.round)
+            return
+        self._writing = Writing(partial(self._directory.write, self._state.round, pack(tree, copy=True)), warns=True)
+
+    def _save_and_leave(self, leaving: list[int]) -> None:
+        """Save for the workers that were told to stop. Return if this worker can go on without them."""
+        assert self._directory is not None
+        leaves, names = self._worker.rank in leaving, [self._worker.names[rank] for rank in leaving]
+        self.save()
+        named = ", ".join(map(repr, names))
+        saved = f"which is saved in {self._directory.path}"
+        said = f"{named} was told to stop, and left after round {self._state.round}, {saved}"
+        if leaves:
+            log.info("%s", said)
+            self._worker.close(f"it was told to stop; round {self._state.round} is saved")
+            raise SystemExit(0)
+        if self._worker._session.membership.needs_all:
+            raise WorkerLeftError(
+                f"{said}. This group needs all of its workers: start again from there", worker=names[0], rank=leaving[0]
+            )
+        log.warning("%s; the others go on", said)
+
+    def _await(self, writing: Writing | None) -> None:
+        """Wait for the worker that writes. It says each second that it still does, so that no wait runs out."""
+        pause = min(_LOOK_SECONDS, self._worker.timeout / 4)
+        outcome: Tree = ""
+        while outcome == "":
+            mine = None if writing is None else writing.outcome(pause)
+            outcome = next((one for one in gather(self._worker, mine) if one is not None), "its writer was lost")
+        if outcome != "written":
+            raise StateError(str(outcome))
