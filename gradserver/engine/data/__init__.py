@@ -1,1 +1,1 @@
-"""The data half of the engine: exchanges of slices, and who has given what to them. `half` is the way in."""
+"""The data half of the engine: exchanges of slices, and what members gave to them. `half` is the way in."""

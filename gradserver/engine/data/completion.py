@@ -1,4 +1,4 @@
-"""What the data half does when all contributions are in: reduce them, and answer everybody."""
+"""Complete slices at the data half: all contributions are in, are reduced, and all members are answered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GIVEN_BY_ALL: Final = JOINED | {Kind.ALL_TO_ALL}
 
 
 def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects: Effects) -> None:
-    """All contributions to some slices are in."""
+    """Have some slices reduced, to which all contributions are in."""
     operation = exchange.operation
     contributions = [
         Contribution(rank, run.weight, run.payload if run.present else None) for rank, run in piece.given.items()
@@ -59,20 +59,20 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     where = group.order.group, group.order.epoch, key, piece.start
     what = operation, layout.span(piece.start)[0], nbytes, numel
     reduction = Reduce(*where, *what, group.state, contributions, targets, keep, digests, nonfinite, 0, (), spans)
-    if operation.kind in PORTIONED:  # everybody gets a part of it
+    if operation.kind in PORTIONED:  # each member gets a part of it
         places = [place for place, run in enumerate(piece.given.values()) if run.shared]
         reduction = reduction._replace(world=len(piece.given), places=places)
     effects.reduce(reduction)
 
 
 def portions(payload: Buffer, count: int) -> tuple[Buffer, ...]:
-    """A slice in ``count`` equal parts, one for each who takes part."""
+    """Cut a slice into ``count`` equal parts, one for each participant."""
     view, size = memoryview(payload), len(payload) // count
     return tuple(view[place * size : (place + 1) * size] for place in range(count))
 
 
 def _spans(exchange: Exchange, piece: Piece) -> Sequence[tuple[int, int]]:
-    """The elements of each slice, counted from the first one's."""
+    """Return the elements of each slice, counted from the first one's."""
     first = exchange.layout.span(piece.start)[0]
     spans = (exchange.layout.span(index) for index in range(piece.start, piece.stop))
     return [(start - first, stop - first) for start, stop in spans]
@@ -87,12 +87,11 @@ def answer(
     effects: Effects,
     findings: Sequence[Finding] = (),
 ) -> None:
-    """Send everybody the result of some slices: ``payload``, or None for zeros. To shared memory it was written.
+    """Send all members the result of some slices: ``payload``, or None for zeros. To shared memory it was written.
 
-    Of what is `PORTIONED` it is a tuple, with the result of each who takes part.
-
-    ``findings`` say of which slices what is not to count, or which have none. In a durable group it waits for those of
-    earlier slices, so that what members hold of a bucket is a prefix.
+    The payload of a `PORTIONED` operation is a tuple, with the result of each participant. ``findings`` name the
+    contributions to each slice that do not count. In a durable group a result waits for those of earlier slices. So
+    members hold a prefix of each bucket.
     """
     if group.order.durable and exchange.key.stream == Stream.BUCKET and exchange.keeps_back(piece):
         exchange.keep_back(piece, payload, findings)
@@ -153,7 +152,7 @@ def _tell(
     acknowledged: list[Command],
     effects: Effects,
 ) -> None:
-    """Say the result of some slices, in which what the seats ``nonfinite`` have given is not finite.
+    """Send the result of some slices. Contributions of the seats ``nonfinite`` to them are not finite.
 
     The round may be ``over`` with them.
     """
@@ -170,7 +169,7 @@ def _tell(
     def result(present: bool, slices: int, is_placed: bool) -> Result:
         return Result(key, start, weight, present, slices, is_placed, over, lacking, weights, nonfinite)
 
-    placed = empty = None  # made when somebody is to get them: most often all get the same one
+    placed = empty = None  # made when a member is to get them: most often all get the same one
     travels: list[tuple[Result, Sequence[Buffer]]] = []
     connections, departed = group.members.connections, group.members.departed
     whole: Any = payload  # where it is the same for all
@@ -223,7 +222,7 @@ def _send_unasked(
 
 
 def _weights(given: dict[int, Run]) -> tuple[float, ...]:
-    """Weights of those who counted, by seat up to the last who gave."""
+    """Return the weights that counted, by seat up to the last giver."""
     weights = [0.0] * (max(given, default=0) + 1)
     for seat, run in given.items():
         weights[seat] = run.weight
@@ -231,14 +230,14 @@ def _weights(given: dict[int, Run]) -> tuple[float, ...]:
 
 
 def _receivers(exchange: Exchange, piece: Piece) -> Sequence[int]:
-    """Who waits for ``piece``: also those who have given to it and were late afterwards."""
+    """Return the members that wait for ``piece``: also those that have given to it and were late afterwards."""
     if not exchange.late:
         return exchange.participants
     return sorted(exchange.late.intersection(piece.given).union(exchange.participants))
 
 
 def refund(group: Group, exchange: Exchange, piece: Piece) -> None:
-    """What was given for ``piece`` is nobody's debt any more."""
+    """Take what was given for ``piece`` off its givers' debts."""
     for rank, run in piece.given.items():
         group.traffic.refund(exchange, rank, run)
 

@@ -1,4 +1,4 @@
-"""Exchanges that have begun: what was given, up to where everybody has given, and who counts for how much."""
+"""Exchanges that have begun: what was given, up to which slice all have given, and which contributions count."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOTHING: Final[Mapping[int, Any]] = MappingProxyType({})
 
 
 Payload = Buffer | tuple[Buffer, ...] | None
-"""A result: None for zeros, and one part for each who takes part where everybody gets something else."""
+"""A result: None for zeros, and one part for each participant where each gets something else."""
 
 
 class Run(NamedTuple):
@@ -48,9 +48,9 @@ class Run(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Slices ``start`` to ``stop``, to which everybody has contributed: a part of one run of each, by rank.
+    """Slices ``start`` to ``stop``, to which all have contributed: a part of one run of each, by rank.
 
-    Also of those who have departed meanwhile.
+    Members that have departed meanwhile are in it, too.
     """
 
     start: int
@@ -70,50 +70,50 @@ class Exchange:
     stop: int
     """The one behind its last."""
     participants: tuple[int, ...]
-    """Those who have to contribute, in rank order."""
+    """Members that have to contribute, in rank order."""
     first: int
     opened: float
     touched: float
     complete: int
-    """All who have to have contributed to the slices from ``start`` up to this one."""
+    """The slice up to which all participants have contributed, from ``start`` on."""
     weights: dict[int, float] = field(default_factory=dict)
     pushed: dict[int, int] = field(default_factory=dict)
     """The slice that is due from each participant; they come in order."""
     runs: dict[int, deque[Run]] = field(default_factory=dict)
     """Contributions that wait for others, by rank."""
     cut: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
-    """Those who have departed, or are late: up to which slice their contributions count."""
+    """Slice up to which contributions count of each member that has departed or is late."""
     spoiled: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
-    """Slices of each that did not count, because they said nothing."""
+    """Slices of each that did not count, because they could not be decoded."""
     absent: tuple[int, ...] = ()
-    """Those who were to contribute when it began, and are waited for no more, in seat order."""
+    """Members that were to contribute when it began, and are waited for no more, in seat order."""
     late: frozenset[int] = frozenset()
-    """Those of them who are still there: what they gave in time counts, and its results are theirs."""
+    """Absent members that are late and present: what they gave in time counts, and they get its results."""
     settled: frozenset[int] = frozenset()
-    """Slices that everybody has the result of, from before the group's books were opened."""
+    """Slices that all members have the result of, since before the latest recovery."""
     before: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
-    """In how many of these each counted."""
+    """Number of settled slices in which each counted."""
     reducing: dict[int, Piece] = field(default_factory=dict)
     made: Mapping[int, tuple[Piece, Payload, Sequence[Finding]]] = field(default_factory=lambda: _NOTHING)
-    """What was reduced before slices in front of it: their results go first, in a durable group."""
+    """Results that came before those of slices in front of them, which go first in a durable group."""
     answered: int = 0
     last: int = -1
     failure: GradServerError | None = None
 
     def join(self, rank: int, weight: float) -> None:
-        """``rank`` begins to contribute."""
+        """Expect contributions of ``rank`` from now on."""
         self.weights[rank] = weight
         self.pushed[rank] = self.open_from(self.start) if self.settled else self.start
         self.runs[rank] = deque()
 
     def open_from(self, index: int) -> int:
-        """The first slice from ``index`` on that is not settled."""
+        """Return the first slice from ``index`` on that is not settled."""
         while index in self.settled:
             index += 1
         return index
 
     def crosses(self, start: int, stop: int) -> bool:
-        """Whether slices ``start`` to ``stop`` contain a settled one."""
+        """Tell whether slices ``start`` to ``stop`` contain a settled one."""
         return bool(self.settled) and not self.settled.isdisjoint(range(start, stop))
 
     def settle(self, slices: frozenset[int], counted: Mapping[int, int]) -> None:
@@ -172,10 +172,10 @@ class Exchange:
             yield Piece(start, stop, given)
 
     def kept_of(self, rank: int, ended: bool) -> int:
-        """Up to which slice contributions of ``rank`` count if it departs now.
+        """Return the slice up to which contributions of ``rank`` count if it departs now.
 
-        What lies in its memory and has not been reduced does not: it is its own again, and it may be alive. Unless
-        its process is known to have ``ended``.
+        Slices in its memory that have not been reduced do not count: the memory is its own again, and it may be
+        alive. They do if its process is known to have ``ended``.
         """
         kept = self.complete
         for run in self.runs.get(rank, ()):
@@ -207,21 +207,21 @@ class Exchange:
             self._keep(rank, kept)
 
     def withdraw(self, rank: int) -> None:
-        """``rank``, which was passed over, departs."""
+        """Go on without ``rank``, which was passed over and departs."""
         self.late -= {rank}
         if rank in self.runs:
             shared = (run.start for run in self.runs[rank] if run.shared)
             self._keep(rank, max(self.complete, next(shared, self.cut[rank])))
 
     def _keep(self, rank: int, kept: int) -> None:
-        """Contributions of ``rank``, which is waited for no more, count up to slice ``kept``."""
+        """Count contributions of ``rank``, which is waited for no more, up to slice ``kept``."""
         self.cut = {**self.cut, rank: kept}
         self.runs[rank] = deque(run for run in self.runs[rank] if run.stop <= kept)
         if not self.runs[rank]:
             del self.runs[rank]
 
     def _inherited(self, run: Run) -> Run:
-        """``run`` of somebody who has departed: no result is written over it, so it is a payload like any other."""
+        """Return ``run`` of a departed member as a payload like any other: no result is written over it."""
         if not run.shared:
             return run
         if run.payload is None or not run.present:
@@ -242,7 +242,7 @@ class Exchange:
         return bool(self.reducing) and min(self.reducing) < piece.start
 
     def keep_back(self, piece: Piece, payload: Payload, findings: Sequence[Finding]) -> None:
-        """Keep a result until those in front of it are there."""
+        """Keep a result until the results in front of it are there."""
         self.made = {**self.made, piece.start: (piece, payload, findings)}
 
     def release(self) -> list[tuple[Piece, Payload, Sequence[Finding]]]:
@@ -268,7 +268,7 @@ class Exchange:
         return given
 
     def spoil(self, rank: int, slices: int) -> None:
-        """So many slices of ``rank`` do not count."""
+        """Discount so many slices of ``rank``."""
         self.spoiled = {**self.spoiled, rank: self.spoiled.get(rank, 0) + slices}
 
     def counts_all(self) -> bool:
@@ -276,7 +276,7 @@ class Exchange:
         return not (self.cut or self.spoiled or self.settled)
 
     def counted(self, rank: int) -> int:
-        """How many slices contributions of ``rank`` count for, once the exchange is done."""
+        """Return the number of slices that contributions of ``rank`` count for, once the exchange is done."""
         stop = self.cut.get(rank, self.stop if rank in self.weights else self.start)
         given = stop - self.start - sum(index < stop for index in self.settled)
         return given + self.before.get(rank, 0) - self.spoiled.get(rank, 0)
@@ -295,22 +295,22 @@ class Exchange:
         return run._replace(start=start, stop=stop, payload=memoryview(run.payload)[skipped:end], target=target)
 
     def cost(self, run: Run) -> int:
-        """Credit that a contribution takes until its result, in bytes."""
+        """Return the credit that a contribution takes until its result, in bytes."""
         return self.layout.run_cost(run.start, run.stop, run.shared, self.start)
 
     def unanswered(self) -> Iterator[tuple[int, Run]]:
-        """Every contribution that is here and not answered, with its rank."""
+        """Yield every contribution that is here and not answered, with its rank."""
         for rank, runs in self.runs.items():
             yield from ((rank, run._replace(start=max(run.start, self.complete))) for run in runs)
         for piece in (*self.reducing.values(), *(piece for piece, _, _ in self.made.values())):
             yield from piece.given.items()
 
     def writes(self) -> bool:
-        """Whether something is being written to members' memory."""
+        """Tell whether a reduction writes to members' memory."""
         return any(run.shared for piece in self.reducing.values() for run in piece.given.values())
 
     def owner(self, piece: Piece) -> int:
-        """Who gets ``piece`` of a REDUCE_SCATTER: by rank of all who gave to it, departed or not."""
+        """Return the rank that gets ``piece`` of a REDUCE_SCATTER, among all that gave to it, departed or not."""
         scatters = self.operation.kind is Kind.REDUCE_SCATTER
         return list(piece.given)[self.layout.owner(piece.start)] if scatters else -1
 
@@ -319,20 +319,20 @@ class Exchange:
         return tuple(seat for seat in self.absent if seat not in piece.given) if self.absent else ()
 
     def missing(self) -> list[int]:
-        """Ranks that have yet to contribute to the earliest slice that is not complete."""
+        """Return the ranks that have yet to contribute to the earliest slice that is not complete."""
         return [rank for rank in self.participants if self.pushed.get(rank, self.start) <= self.complete < self.stop]
 
     def validate(self) -> None:
         """Raise AssertionError if an invariant of an exchange that goes on does not hold."""
         assert set(self.weights) == self.pushed.keys() | self.cut.keys(), self
         assert set(self.pushed) <= self.runs.keys() <= set(self.weights), self
-        assert not self.cut.keys() & set(self.participants), "waits for someone who was cut"
+        assert not self.cut.keys() & set(self.participants), "waits for a member that was cut"
         for rank, runs in self.runs.items():
             position = self.complete
             for run in runs:
                 assert run.start <= position < run.stop, "contributions with a gap"
                 gone = rank in self.cut and rank not in self.late
-                assert not (run.shared and gone), "memory of someone who has departed"
+                assert not (run.shared and gone), "memory of a member that has departed"
                 assert not self.crosses(run.start, run.stop), "a settled slice, given again"
                 position = self.open_from(run.stop)
             due = self.pushed[rank] if rank in self.pushed else self.cut[rank]

@@ -1,4 +1,4 @@
-"""What the data half does about an exchange that fails: who is told, and when it is forgotten."""
+"""Failures of exchanges: they are told to contributors, and forgotten when all have heard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradserver.protocol.messages import Failure, Scope
 
 
 def halt_all(group: Group, error: GradServerError, buckets_only: bool, effects: Effects) -> None:
-    """Here, or at another shard, something happened after which this group hands out nothing any more."""
+    """Hand out nothing any more in this group, because of ``error`` here or at another shard."""
     if buckets_only:
         group.halt_buckets(error)
         return
@@ -21,7 +21,7 @@ def halt_all(group: Group, error: GradServerError, buckets_only: bool, effects: 
 
 
 def fail(group: Group, exchange: Exchange, error: GradServerError, effects: Effects) -> None:
-    """Fail ``exchange``, and tell those who contributed. Others are told when they come."""
+    """Fail ``exchange``, and tell its contributors. Others are told when they come."""
     if exchange.failure is not None:
         return
     for rank, run in exchange.fail(error):
@@ -33,9 +33,9 @@ def fail(group: Group, exchange: Exchange, error: GradServerError, effects: Effe
 
 
 def tell_all(group: Group, exchange: Exchange, effects: Effects) -> None:
-    """Tell those who contributed, unless something is still being written to their memory: then later."""
+    """Tell the contributors; if a reduction writes to their memory, tell them when it has ended."""
     if not exchange.reducing:
-        for rank in (*exchange.pushed, *exchange.absent):  # those who are absent and have not departed are late
+        for rank in (*exchange.pushed, *exchange.absent):  # absent members that have not departed are late
             tell(group, exchange, rank, effects)
         forget_if_over(group, exchange)
 
@@ -52,7 +52,7 @@ def say_failed(group: Group, rank: int, key: ExchangeKey, error: GradServerError
 
 
 def forget_if_over(group: Group, exchange: Exchange) -> None:
-    """Keep nothing of a failed exchange that everybody has heard of."""
+    """Keep nothing of a failed exchange that all participants have heard of."""
     if (
         exchange.failure is not None
         and not exchange.reducing

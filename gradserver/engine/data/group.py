@@ -1,4 +1,4 @@
-"""What data knows of a group: its exchanges, who takes part in them, and what each may have in flight."""
+"""A group as the data half knows it: its plan, and the organs that it consists of."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gradserver.protocol.shards import Table, share_of
 
 @dataclass(slots=True)
 class Group:
-    """What data knows of one group."""
+    """One group. Each organ is changed by its own module alone."""
 
     order: OpenGroup
     table: Table
@@ -39,16 +39,16 @@ class Group:
     planned: int = 0
     """The first round of this plan."""
     full_buckets: Mapping[int, int] = field(default_factory=dict)
-    """How many buckets of each section this shard has to do with, by the section's number."""
+    """Number of buckets of each section that this shard has to do with, by the section's number."""
     places: tuple[int, ...] = ()
-    """Where each bucket begins in what is hashed of a round."""
+    """Beginning of each bucket in the bytes of a round that are hashed."""
     hashing: Hashing | None = None
     rounds: Rounds = field(default_factory=Rounds)
     learners: Learners = field(default_factory=Learners)
     state: dict[tuple[int, int], Any] = field(default_factory=dict)
-    """What reductions keep from one round of the plan to the next."""
+    """Memory of reductions from one round of the plan to the next."""
     recovery: Recovery | None = None
-    """While it is being found out who holds which results."""
+    """Recovery that is under way: members say which results they hold."""
     next_check: float | None = None
     """Time at which deadlines are to be looked at."""
     sequences: Sequences = field(default_factory=Sequences)
@@ -94,11 +94,11 @@ class Group:
 
     @property
     def is_steady(self) -> bool:
-        """True if a round ends with its last results, until an order changes the membership."""
+        """Tell whether a round ends with its last results, until an order changes the membership."""
         return self._is_steady
 
     def settle(self) -> None:
-        """From now on a round ends with its last results."""
+        """Let a round end with its last results from now on."""
         self._is_steady = True
 
     def disturb(self) -> None:
@@ -107,15 +107,15 @@ class Group:
 
     @property
     def world(self) -> int:
-        """Number of workers when the group was complete; in an elastic one, of seats that were ever taken."""
+        """Return the number of workers of a complete group; in an elastic one, of seats that were ever taken."""
         return len(self.members.connections)
 
     def call(self, rank: int) -> str:
-        """How to speak of a member."""
+        """Name a member for people."""
         return self.members.seats.call(rank)
 
     def describe(self, key: ExchangeKey, operation: Operation | None = None) -> str:
-        """How to speak of an exchange."""
+        """Name an exchange for people."""
         if key.stream == Stream.BUCKET and self.plan is not None and key.part < len(self.plan.buckets):
             return f"bucket {self.plan.buckets[key.part].key!r} of round {key.number}"
         if key.stream == Stream.BUCKET:
@@ -126,13 +126,13 @@ class Group:
         return f"collective {key.number} of round {key.part}" + (f", {operation}," if operation else "")
 
     def bucket_name(self, key: ExchangeKey) -> str:
-        """The bucket's name in the plan; empty for what is no bucket."""
+        """Return the bucket's name in the plan; empty for an exchange of another stream."""
         if key.stream == Stream.BUCKET and self.plan is not None:
             return self.plan.buckets[key.part].key
         return ""
 
     def begins(self, push: Push) -> bool:
-        """Whether this is the first that its sender says of an exchange at this shard."""
+        """Tell whether ``push`` is the first of its sender for an exchange at this shard."""
         first = 0
         if self.table.rates:
             if push.key.stream != Stream.BUCKET or self.plan is None or self.plan.is_vacant(push.key.part):
@@ -142,7 +142,7 @@ class Group:
         return push.slice == (first if settled is None else next(i for i in count(first) if i not in settled))
 
     def share(self, key: ExchangeKey, operation: Operation) -> tuple[Layout, int, int]:
-        """How an exchange is cut, and the slices that this shard has to do with."""
+        """Return the layout of an exchange, and the slices that this shard has to do with."""
         if self.learners.first_rounds and operation.kind in WORLD_BOUND:
             layout, bounds = share_of(operation, len(self.participants(key)), self.table.rates)
         else:
@@ -186,27 +186,27 @@ class Group:
         self.stragglers.pace.changed()
 
     def is_hashed(self, number: int) -> bool:
-        """Whether round ``number`` is; of several sections all are hashed alike if they take turns."""
+        """Tell whether round ``number`` is hashed; sections that take turns are hashed alike."""
         sections = 1 if self.plan is None else len(self.plan.each)
         return self.hashing is not None and self.hashing.is_due(number // sections)
 
     def _keep_state(self, plan: Plan) -> None:
-        """Forget what was kept for sections of the plan in force that ``plan`` has not any more."""
+        """Forget the memory for sections of the plan in force that ``plan`` has not any more."""
         here = () if self.plan is None else self.plan.each
         same = (one for one in here if plan.sections and plan.section(one.number) is not None)
         kept = {part for one in same for part in one.parts}
         self.state = {place: value for place, value in self.state.items() if place[0] in kept}
 
     def settled_of(self, key: ExchangeKey) -> dict[int, int]:
-        """In how many settled slices of a bucket each counted."""
+        """Return the number of settled slices of a bucket in which each member counted."""
         current = self.rounds.get(key.number) if key.stream == Stream.BUCKET else None
         counted = current.counted.items() if current is not None else ()
         return {seat: slices for (seat, part), slices in counted if part == key.part}
 
     def participants(self, key: ExchangeKey) -> tuple[int, ...]:
-        """Who has to contribute to an exchange that begins now, in rank order.
+        """Return the members that have to contribute to an exchange that begins now, in rank order.
 
-        Who joins contributes to buckets first, and is a member when that round is over.
+        A learner contributes to buckets first, and is a member when that round is over.
         """
         if key.stream == Stream.TRANSFER:
             return (key.source, key.target) if key.source < key.target else (key.target, key.source)
@@ -219,7 +219,7 @@ class Group:
         return tuple(seat for seat in present if first_rounds.get(seat, NOT_YET) < key.part)
 
     def snapshot(self, now: float) -> dict[str, object]:
-        """Traffic, as plain JSON values. Ages in seconds, sizes in bytes."""
+        """Return the traffic, as plain JSON values. Ages in seconds, sizes in bytes."""
         return {
             **self.traffic.snapshot(self.world),
             "open": [

@@ -11,9 +11,9 @@ An exchange lives from the first push for it to the last result:
     OPEN       push, slice complete                OPEN       Reduce, or results at once
     OPEN       last slice's results sent           (none)     a bucket counts towards its round
     OPEN       push of another operation           FAILED     every contributor is told both sides
-    OPEN       a missing participant departs       FAILED     every contributor is told who
-    OPEN       deadline; non-finite, which halts   FAILED     every contributor is told who
-    OPEN       non-finite, by another policy       OPEN       the slices' results say who (`sifting`)
+    OPEN       a missing participant departs       FAILED     every contributor is told its name
+    OPEN       deadline; non-finite, which halts   FAILED     every contributor is told the culprit
+    OPEN       non-finite, by another policy       OPEN       the slices' results name it (`sifting`)
     OPEN       a new plan, for a bucket            FAILED     every contributor is told
     OPEN       a contributor goes on without it    FAILED     every contributor is told (with several shards)
     FAILED     push of the first slice             FAILED     the sender is told
@@ -84,7 +84,7 @@ from gradserver.protocol.shards import Table
 
 
 class Data:
-    """Matches slices, and asks for their reduction. What follows goes to the effects."""
+    """Data half: it matches slices, and asks for their reduction. All output goes to the effects."""
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
@@ -94,11 +94,13 @@ class Data:
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────
 
     def obey(self, order: Order, now: float, effects: Effects) -> None:
-        """Carry out what control says."""
+        """Carry out an order of control."""
         match order:
             case OpenGroup(name, epoch, seats):
                 connections = [seat.connection for seat in seats]
-                places = Seats(seat.name for seat in seats)  # some may be nobody's: of who has gone no record is left
+                places = Seats(
+                    seat.name for seat in seats
+                )  # some may be vacant: no record is left of an earlier member
                 table = Table(len(places.present), order.rates)
                 members = Members(places, connections, list(order.tokens), epoch)
                 group = self.groups[name] = Group(order, table, members)
@@ -153,21 +155,21 @@ class Data:
                 end_abandoned(self.groups[name], now, effects)
 
     def seat(self, name: str, rank: int, connection: int) -> None:
-        """``rank`` has come to this shard."""
+        """Note that ``rank`` has come to this shard."""
         group = self.groups[name]
         group.members.connect(rank, connection)
         self._seats[connection] = (group, rank)
 
     def unseat(self, connection: int) -> None:
-        """Whoever had this connection is not here any more, whatever control will say of it."""
+        """Forget the member on this connection. It is not here any more, whatever control will say of it."""
         group, rank = self._seats.pop(connection)
         group.members.disconnect(rank)
 
     def _set_plan(self, group: Group, plan: Plan, first_round: int, effects: Effects) -> None:
-        """From ``first_round`` on, buckets are this plan's. A round that was begun by another one is given up."""
+        """Exchange the buckets of ``plan`` from ``first_round`` on. A round of another plan is given up."""
         for exchange in list(group.exchanges.values()):
             if exchange.key.stream == Stream.BUCKET and exchange.failure is None:
-                if not exchange.pushed:  # nobody but those who have departed had begun it
+                if not exchange.pushed:  # departed members alone had begun it
                     group.exchanges.end(exchange)
                     continue
                 error = OutOfStepError(f"{group.describe(exchange.key)} was open when a new plan was agreed on")
@@ -189,7 +191,7 @@ class Data:
         """Take one contribution."""
         seat = self._seats.get(connection)
         if seat is None:
-            error: GradServerError = UnexpectedMessageError("a Push from someone who is in no group: join first")
+            error: GradServerError = UnexpectedMessageError("a Push on a connection of no group: join first")
             effects.report(Violation(connection, error))
             return
         group, rank = seat
@@ -227,7 +229,7 @@ class Data:
             group.check_by(look_at)
             self._plan_next_check()
 
-    # ── who holds what ────────────────────────────────────────────────────────────────────────────────
+    # ── held results ────────────────────────────────────────────────────────────────────────────────
 
     def hold(
         self,
@@ -237,11 +239,11 @@ class Data:
         now: float,
         effects: Effects,
     ) -> None:
-        """A member of a durable group says what it holds."""
+        """Take what a member of a durable group says that it holds."""
         seat = self._seats.get(connection)
         try:
             if seat is None:
-                raise UnexpectedMessageError(f"a {type(message).__name__} from someone who is in no group")
+                raise UnexpectedMessageError(f"a {type(message).__name__} on a connection of no group")
             group, rank = seat
             if isinstance(message, Holding):
                 recovery.hold(group, rank, message, payloads[0], now, effects)
@@ -251,7 +253,7 @@ class Data:
             effects.report(Violation(connection, violation))
 
     def reduced(self, event: Reduced, now: float, effects: Effects) -> None:
-        """A reduction came back."""
+        """Go on with a reduction that came back."""
         group = self.groups.get(event.group)
         if group is None:
             return
@@ -284,7 +286,7 @@ class Data:
     def _blame(
         self, group: Group, exchange: Exchange, piece: Piece, found: Undecodable, now: float, effects: Effects
     ) -> None:
-        """A contribution to ``piece`` cannot be decoded: its giver departs, and others go on if they can."""
+        """Let the giver of a contribution to ``piece`` depart that cannot be decoded. Others go on if they can."""
         guilty, error = found.rank, undecodable(group, exchange, found)
         violation = Violation(group.members.connections[guilty], error)
         if not group.order.needs_all and len(piece.given) > 1 and exchange.operation.kind not in WORLD_BOUND:
@@ -295,14 +297,14 @@ class Data:
         effects.report(violation)
 
     def _halt(self, group: Group, exchange: Exchange, index: int, found: NonFinite, effects: Effects) -> None:
-        """A contribution to the slices from ``index`` was not finite: this group hands out nothing any more."""
+        """Hand out nothing any more in this group: a contribution to the slices from ``index`` was not finite."""
         element = exchange.layout.span(index)[0] + found.element
         error = non_finite(group, exchange, element, found)
         halt_all(group, error, False, effects)
         effects.report(Halted(group.order.group, error))
 
     def _break(self, group: Group, exchange: Exchange, piece: Piece, found: Broken, effects: Effects) -> None:
-        """``piece`` cannot be reduced: its exchange fails, and nothing else."""
+        """Fail the exchange of ``piece``, which cannot be reduced, and nothing else."""
         refund(group, exchange, piece)
         error = broken(group, exchange, found)
         fail(group, exchange, error, effects)
@@ -312,7 +314,7 @@ class Data:
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────
 
     def next_deadline(self) -> float | None:
-        """The earliest time at which an exchange could be overdue."""
+        """Return the earliest time at which an exchange could be overdue."""
         return self._next_check
 
     def _plan_next_check(self) -> None:
@@ -346,10 +348,10 @@ class Data:
         group.plan_check(min([*waiting, *([] if look_at is None else [look_at])], default=None))
 
     def inquire(self, connection: int, inquire: Inquire, effects: Effects) -> None:
-        """Say who is missing from an exchange."""
+        """Say which members are missing from an exchange."""
         seat = self._seats.get(connection)
         if seat is None:
-            effects.report(Violation(connection, UnexpectedMessageError("an Inquire from someone who is in no group")))
+            effects.report(Violation(connection, UnexpectedMessageError("an Inquire on a connection of no group")))
             return
         group, _ = seat
         exchange = group.exchanges.get(inquire.key)
@@ -357,16 +359,16 @@ class Data:
         effects.send(connection, Missing(inquire.key, names))
 
     def taken(self, connection: int, taken: Taken, effects: Effects) -> None:
-        """Somebody who listens has read on."""
+        """Note that a listener has read on."""
         seat = self._seats.get(connection)
         if seat is None:
-            effects.report(Violation(connection, UnexpectedMessageError("a Taken from someone who is in no group")))
+            effects.report(Violation(connection, UnexpectedMessageError("a Taken on a connection of no group")))
             return
         group, rank = seat
         group.listeners.read(rank, taken.nbytes)
 
     def awaited(self, name: str) -> set[int]:
-        """Connections of those in a group who have yet to begin what others have begun."""
+        """Return the connections of members that have yet to begin an exchange that others have begun."""
         group = self.groups.get(name)
         exchanges = () if group is None else group.exchanges.values()
         begun = [exchange for exchange in exchanges if exchange.failure is None and exchange.pushed]
@@ -376,13 +378,13 @@ class Data:
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
     def allowance(self) -> int:
-        """Bytes that one member may have under way, or leave unread, at most: its credits and a backlog."""
+        """Return the most bytes that one member may have under way, or leave unread: its credits and a backlog."""
         credit = max((group.order.credit for group in self.groups.values()), default=CREDIT_BYTES)
         backlog = max((group.order.backlog for group in self.groups.values()), default=0)
         return len(Pool) * (credit + SLICE_BYTES) + backlog
 
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:
-        """Traffic of each group, as plain JSON values. Ages in seconds, sizes in bytes."""
+        """Return the traffic of each group, as plain JSON values. Ages in seconds, sizes in bytes."""
         return {name: group.snapshot(now) for name, group in self.groups.items()}
 
     def validate(self) -> None:

@@ -1,6 +1,6 @@
-"""Whether a contribution may come: what it belongs to, which is opened if need be, and whether it is what is due.
+"""Match pushes with exchanges: find or open the exchange of a push, and check that this slice is due.
 
-Raised is what no correct worker says, and so is a violation of whoever did.
+An error that is raised is a violation of the sender: no correct worker says so.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from gradserver.protocol.messages import Push
 
 
 def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) -> Exchange | None:
-    """The exchange that ``push`` is for, opened if need be; None if there is nothing more to do."""
+    """Return the exchange that ``push`` is for, opened if need be; None if there is nothing more to do."""
     key = push.key
     exchange = group.exchanges.get(key)
     if group.stragglers.is_closed(rank, key):
@@ -143,7 +143,7 @@ def _abandoned(group: Group, rank: int, key: ExchangeKey, due: int) -> list[Exch
 
 
 def _is_outdated(group: Group, push: Push, operation: Operation) -> bool:
-    """Whether somebody calls a collective, which is open, in a membership that has ended: as the others do not know."""
+    """Tell whether ``push`` calls a collective, which is open, in a membership that has ended."""
     return push.key.stream == Stream.COLLECTIVE and is_outdated(group, push.key, operation, push.epoch)
 
 
@@ -156,7 +156,7 @@ def _turn_away(group: Group, rank: int, push: Push, effects: Effects) -> None:
 
 
 def _refuse_late(group: Group, rank: int, key: ExchangeKey, effects: Effects) -> None:
-    """A push for a round that was closed without ``rank``, whose results come to it unasked, if there are any."""
+    """Answer a push for a round that was closed without ``rank``, which listens to its results if there are any."""
     error = group.halted or group.buckets_halted
     if error is not None:
         say_failed(group, rank, key, error, effects)
@@ -259,7 +259,7 @@ def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: S
 
 
 def _check_operation(key: ExchangeKey, operation: Operation, world: int) -> None:
-    """Refuse what no correct client says."""
+    """Refuse an operation that no correct client asks for."""
     transfer = key.stream == Stream.TRANSFER
     if not transfer and key != (key.stream, key.number, key.part, -1, -1):
         raise UnexpectedMessageError(f"no exchange has the key {tuple(key)}")

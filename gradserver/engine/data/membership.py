@@ -13,24 +13,24 @@ An exchange has the participants that it had when it began, and a member that co
 in which it was called says which members these are.
 
 A departure is a *cut*: from here on exchanges go on without that seat. What it gave as a prefix of an exchange's slices
-counts, the rest does not; so each element is the mean of those who counted for it, and everybody gets the same one.
+counts, the rest does not. So each element is the mean of the members that counted for it, and all get the same one.
 
     exchange  event                                             next    what happens
     ────────  ────────────────────────────────────────────────  ──────  ──────────────────────────────────────────────
     OPEN      a participant departs                             OPEN    what waited for it alone is complete
     OPEN      … and its memory holds what was not reduced       OPEN    that does not count: the memory is its own
-    OPEN      … but its process is known to have ended          OPEN    it counts: nobody can change it any more
+    OPEN      … but its process is known to have ended          OPEN    it counts: it cannot change any more
     OPEN      … and a reduction holds its bytes                 OPEN    they count; no result is sent to it
-    OPEN      … from an all_gather or a reduce_scatter          FAILED  MembershipChangedError to everybody
-    OPEN      … the root of a broadcast that lacks some of it   FAILED  MembershipChangedError to everybody
-    OPEN      … one end of a transfer that lacks some of it     FAILED  the other end is told who
-    (none)    first push, of a membership that has ended        FAILED  MembershipChangedError to everybody
-    OPEN      the same, of who comes later                      FAILED  MembershipChangedError to everybody
+    OPEN      … from an all_gather or a reduce_scatter          FAILED  MembershipChangedError to all
+    OPEN      … the root of a broadcast that lacks some of it   FAILED  MembershipChangedError to all
+    OPEN      … one end of a transfer that lacks some of it     FAILED  the other end is told its name
+    (none)    first push, of a membership that has ended        FAILED  MembershipChangedError to all
+    OPEN      the same, of a member that comes later            FAILED  MembershipChangedError to all
     OPEN      bytes that say nothing in their codec             OPEN    control is to refuse their sender; done without
-    OPEN      a bucket's deadline                               OPEN    control is to leave out who is missing
-    OPEN      a deadline that none of those present waits for   OPEN    it is put off
+    OPEN      a bucket's deadline                               OPEN    control is to evict missing members
+    OPEN      a deadline that no present member waits for       OPEN    it is put off
 
-Anything else is as in `gradserver.engine.data.half`, whose table this one extends.
+Anything else is as in `gradserver.engine.data.half`, with the table that this one extends.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NOTHING = Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsi
 
 
 def admit(group: Group, order: Admit) -> None:
-    """Take a learner in, whose seat may have been another member's."""
+    """Take a learner in. Its seat may have been another member's."""
     seat = order.seat
     group.disturb()
     group.members.admit(seat, order.occupant.name, order.occupant.connection, order.token)
@@ -115,14 +115,14 @@ def depart(group: Group, order: Depart, now: float, effects: Effects) -> None:
 
 
 def cut(group: Group, exchange: Exchange, seat: int, ended: bool, now: float, effects: Effects) -> None:
-    """Go on with ``exchange`` without ``seat``, whose process ``ended``, or who knows."""
+    """Go on with ``exchange`` without ``seat``. Its process is known to have ``ended``, or may be alive."""
     exchange.leave_out(seat, ended)
     for piece in exchange.ready(seat):
         complete(group, exchange, piece, now, effects)
 
 
 def _why_not(group: Group, exchange: Exchange, order: Depart) -> GradServerError | None:
-    """Why ``exchange`` cannot go on without the seat that departs; None if it can."""
+    """Return why ``exchange`` cannot go on without the seat that departs; None if it can."""
     if exchange.complete == exchange.stop:
         return None
     kind = exchange.operation.kind
@@ -133,7 +133,7 @@ def _why_not(group: Group, exchange: Exchange, order: Depart) -> GradServerError
 
 
 def changed(group: Group, key: ExchangeKey, operation: Operation) -> MembershipChangedError:
-    """What to tell everybody of ``operation``: some have called it in a membership that has ended."""
+    """Return the error of ``operation`` for all: some have called it in a membership that has ended."""
     return MembershipChangedError(
         f"{group.describe(key, operation)} was called in a membership that has ended: {group.members.change}. "
         f"Rank and world size are new: call it again",
@@ -144,7 +144,7 @@ def changed(group: Group, key: ExchangeKey, operation: Operation) -> MembershipC
 def outdated(
     group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float
 ) -> Exchange | None:
-    """The failed exchange, if ``rank`` begins one that it sees in the membership ``epoch``, which has ended."""
+    """Return the failed exchange, if ``rank`` begins one in the membership ``epoch``, which has ended."""
     participants = group.participants(key)
     gone = operation.kind in ROOTED and operation.root not in participants
     if not gone and not is_outdated(group, key, operation, epoch):
@@ -156,7 +156,7 @@ def outdated(
 
 
 def is_outdated(group: Group, key: ExchangeKey, operation: Operation, epoch: int) -> bool:
-    """Whether somebody sees ``operation`` in the membership ``epoch``, which has ended, and it is of one membership."""
+    """Tell whether ``operation`` is of one membership, and is called in ``epoch``, which has ended."""
     return operation.kind in WORLD_BOUND and epoch != group.members.epoch_of(key.part)
 
 
@@ -169,7 +169,7 @@ def do_without(group: Group, exchange: Exchange, piece: Piece, rank: int, now: f
 
 
 def do_without_overdue(group: Group, exchange: Exchange, now: float, effects: Effects) -> bool:
-    """Have those left out for whom ``exchange`` waited too long; False if it is to fail instead."""
+    """Have members evicted for which ``exchange`` waited too long; False if it is to fail instead."""
     if not exchange.pushed:
         exchange.put_off(now)
         return True
@@ -188,6 +188,6 @@ def do_without_overdue(group: Group, exchange: Exchange, now: float, effects: Ef
 
 
 def left_out(group: Group, seat: int, why: str) -> Absent:
-    """Control is to go on without ``seat``."""
+    """Return the report by which control goes on without ``seat``."""
     name = group.order.group
     return Absent(name, seat, group.members.seats.left_out(seat, f"group {name!r}: {why}"))

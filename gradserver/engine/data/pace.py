@@ -1,4 +1,4 @@
-"""How long rounds take, and who lags behind: from what the last ones took follows when somebody is late."""
+"""Pace of a group: how long its latest rounds took says when a member is late, and how far each lags behind."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from statistics import median
 from typing import Final
 
 _ROUNDS: Final = 64
-"""What is gone by; older rounds may have been quicker."""
+"""Rounds that count; older ones may have been quicker."""
 _FEWEST: Final = 8
-"""Rounds before which nothing can be said."""
+"""Rounds before which no pace is known."""
 _UNCOUNTED: Final = 3
-"""First rounds after a change: who is new compiles, and caches are cold."""
+"""First rounds after a change: a new member compiles, and caches are cold."""
 _SIGMA: Final = 1.4826
 """Spread of a normal distribution, in median deviations."""
 _SPREADS, _LEAST_FACTOR = 6.0, 1.5
-"""Somebody is late if a round takes as many spreads longer than usual, and by this factor at least."""
+"""A member is late if a round takes as many spreads longer than usual, and by this factor at least."""
 
 
 class Pace:
-    """Of one group. A round takes as long as a quorum of its members does, so stragglers do not stretch it.
+    """Pace of one group. A round takes as long as a quorum of its members does, so stragglers do not stretch it.
 
     Members' lags are how much later than the median member each has given all it had.
     """
@@ -31,7 +31,7 @@ class Pace:
         self._uncounted = _UNCOUNTED
 
     def changed(self) -> None:
-        """Members, or what they exchange, have changed: the next rounds do not count."""
+        """Skip the next rounds: members, or what they exchange, have changed."""
         self._uncounted = _UNCOUNTED
 
     def completed(self, took: float, arrivals: Mapping[int, tuple[float, float]]) -> None:
@@ -43,18 +43,18 @@ class Pace:
         self._arrivals.append(arrivals)
 
     def forget(self, member: int) -> None:
-        """One is gone."""
+        """Forget a member that has departed."""
         left = ({one: at for one, at in arrivals.items() if one != member} for arrivals in self._arrivals)
         self._arrivals = deque(left, maxlen=_ROUNDS)
 
     @property
     def rounds(self) -> int:
-        """How many have counted, of those that still do."""
+        """Number of rounds that count."""
         return len(self._took)
 
     @property
     def known(self) -> bool:
-        """Whether there were enough."""
+        """True if there were enough rounds."""
         return self.rounds >= _FEWEST
 
     @property
@@ -64,18 +64,18 @@ class Pace:
 
     @property
     def spread(self) -> float:
-        """How much rounds differ, in seconds: robust, so that a few slow ones do not show."""
+        """Difference between rounds in seconds: robust, so that a few slow ones do not show."""
         usual = self.usual
         return _SIGMA * median(abs(took - usual) for took in self._took) if self._took else 0.0
 
     def lag(self, member: int) -> float:
-        """Seconds that one is behind the median member, usually."""
+        """Return the seconds that one is behind the median member, usually."""
         rounds = [arrivals for arrivals in self._arrivals if member in arrivals]
         lags = [arrivals[member][1] - median(last for _, last in arrivals.values()) for arrivals in rounds]
         return median(lags) if lags else 0.0
 
     def deadline(self, grace: float, timeout: float, took: float | None = None) -> float | None:
-        """Seconds from a round's beginning to when who is missing is late; None if that cannot be said.
+        """Return the seconds from a round's beginning after which a missing member is late; None if that is unknown.
 
         Before enough rounds are known it goes by ``took``: what this one has taken a quorum, if it has.
         """
@@ -89,7 +89,7 @@ class Pace:
         return min(usual + margin + grace, timeout)
 
     def explain(self, came: int, members: int) -> str:
-        """Why somebody is taken for late, as a clause."""
+        """Say why a member is taken for late, as a clause."""
         if not self.known:
             return f"{came} of {members} had come"
         how = f"rounds take {self.usual:.2g} s (median of {self.rounds}, spread {self.spread:.2g} s)"

@@ -1,4 +1,4 @@
-"""The data half's bookkeeping of a round, from which its record is made; and which rounds are hashed."""
+"""Open rounds at the data half: their records are made from these. Hashing says which rounds are hashed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _HASH_RATE: Final = 8e9
 _HASH_CALL: Final = 8e-6
 """Seconds that hashing takes however little it is."""
 _SHARE: Final = 0.02
-"""Of the time of training that hashing may take."""
+"""Share of the time of training that hashing may take."""
 _RAREST: Final = 1024
 
 
 @dataclass(slots=True)
 class Hashing:
-    """Which rounds are hashed: all, if that takes little of the time, else those of which the number is divisible.
+    """Choice of rounds that are hashed: all, if that takes little of the time, else one in ``every``.
 
-    By a power of two: several shards, each of which decides for itself, then still have rounds in common.
+    That is a power of two: several shards, each of which decides for itself, then still have rounds in common.
 
     Attributes:
         seconds: what hashing a round takes.
@@ -41,15 +41,15 @@ class Hashing:
 
     @classmethod
     def of(cls, nbytes: float, calls: float) -> Hashing:
-        """For rounds in which as many bytes are hashed in as many calls."""
+        """Make one for rounds in which as many bytes are hashed in as many calls."""
         return cls(nbytes / _HASH_RATE + calls * _HASH_CALL)
 
     def is_due(self, number: int) -> bool:
-        """Whether round ``number`` is hashed."""
+        """Tell whether round ``number`` is hashed."""
         return number % self.every == 0
 
     def completed(self, now: float) -> None:
-        """A round is done."""
+        """Note that a round is done."""
         if self._done is not None:
             took = now - self._done
             self._mean = took if not self._mean else 0.75 * self._mean + 0.25 * took
@@ -72,28 +72,28 @@ class Round:
     weights: dict[int, float] = field(default_factory=dict)
     last: int = -1
     cut: dict[tuple[int, int], int] = field(default_factory=dict)
-    """How many slices counted of those who have departed, by rank and bucket."""
+    """Number of slices of each departed member that counted, by rank and bucket."""
     counted: Counter[tuple[int, int]] = field(default_factory=Counter)
     """How many settled slices each counted in, by seat and bucket, and of buckets with such that are done, how many in
     all. What is not here either counted in full or is in no settled bucket."""
     arrivals: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """When the first slice came, and the latest one that ended a bucket, by rank."""
+    """Times when the first slice came, and the latest one that ended a bucket, by rank."""
     finished: int = 0
     """Number of ranks that have given everything to all buckets."""
     given: Counter[int] = field(default_factory=Counter)
-    """To how many buckets each has given everything, by rank."""
+    """Number of buckets to which each has given everything, by rank."""
     quorum_at: float | None = None
-    """Since when a quorum waits for the others."""
+    """Time since which a quorum waits for the others."""
     look_at: float | None = None
-    """When it has waited long enough."""
+    """Time when it has waited long enough."""
     waited: float = 0.0
-    """How long it has until the round was closed."""
+    """Seconds that it waited until the round was closed."""
     inputs: Counter[int] = field(default_factory=Counter)
     """Digests of what was summed so far, by rank."""
     results: Counter[int] = field(default_factory=Counter)
     """Digests of what came out so far, by bucket."""
     nonfinite: dict[tuple[int, int], tuple[int, int]] | None = None
-    """Of what was not finite, by rank and bucket: how many slices, and the first element, or -1."""
+    """Contributions that were not finite, by rank and bucket: number of slices, and the first element, or -1."""
 
     def end_bucket(self, exchange: Exchange) -> None:
         """Note that a bucket was exchanged, and in how many of its slices each member counted."""
@@ -121,12 +121,12 @@ class Round:
             self.finished += 1
 
     def arrived(self, rank: int, now: float) -> None:
-        """A bucket's first or last slice came from ``rank``."""
+        """Note that a bucket's first or last slice came from ``rank``."""
         first, _ = self.arrivals.get(rank, (now, now))
         self.arrivals[rank] = first, now
 
     def count(self, part: int, digests: Sequence[tuple[int, int]]) -> None:
-        """Some slices of bucket ``part`` were combined."""
+        """Add the digests of some slices of bucket ``part``, which were combined."""
         for rank, found in digests:
             if rank == RESULT:
                 self.results[part] += found
@@ -134,14 +134,14 @@ class Round:
                 self.inputs[rank] += found
 
     def not_finite(self, rank: int, part: int, element: int, slices: int = 1) -> None:
-        """``rank`` gave what is not finite to slices of bucket ``part``; ``element`` is the first, -1 if unknown."""
+        """Note that ``rank`` gave a value that is not finite to bucket ``part``; ``element`` is the first, or -1."""
         found = self.nonfinite = self.nonfinite or {}
         before, first = found.get((rank, part), (0, element))
         known = [one for one in (first, element) if one >= 0]
         found[rank, part] = before + slices, min(known, default=-1)
 
     def record(self, number: int, world: int, plan: Plan | None, now: float) -> RoundRecord:
-        """What is to be written of it. Who counted may have had a seat that only members know of."""
+        """Make its record. A member that counted may have had a seat that only members know of."""
         section = plan.section(self.section) if plan is not None else None
         parts = range(0) if section is None else section.parts
         world = max(world, 1 + max(self.weights, default=-1))

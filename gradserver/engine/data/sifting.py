@@ -1,13 +1,13 @@
-"""What the data half does about contributions that are not finite, where that does not halt the group.
+"""Contributions that are not finite, where that does not halt the group.
 
-A reduction says in which slices whose contribution is not finite (`gradserver.engine.events.Sifted`). What follows is
-decided for each slice by itself, from what was given to it alone, so it is the same in whatever order contributions
-come, over whatever channel and to however many shards:
+A reduction names the slices and the members that gave them (`gradserver.engine.events.Sifted`). The outcome is decided
+for each slice by itself, from what was given to it alone. So it is the same in every order of arrival, over every
+channel, and for every number of shards:
 
     policy      the slice's result
     ──────────  ──────────────────────────────────────────────────────────────────────────────────────────────
     leave-out   the mean over the other seats with their weights; zeros with weight 0 if there are none
-    skip        none, with weight 0. Who sees one such slice of a round applies nothing of it
+    skip        none, with weight 0. A member that sees one such slice of a round applies nothing of it
 
 Each result names the seats concerned. Every member gets one for each slice of a round, so all come to the same.
 """
@@ -27,7 +27,7 @@ from gradserver.protocol.buffer import Buffer
 def sifted(
     group: Group, exchange: Exchange, piece: Piece, payload: Payload, findings: Sequence[Finding]
 ) -> Iterator[tuple[Piece, Buffer | None, tuple[int, ...]]]:
-    """``piece`` in parts, each with its result, and with the seats of which what they gave to it is not finite."""
+    """Cut ``piece`` into parts, each with its result, and with the seats that gave values to it that are not finite."""
     key, layout = exchange.key, exchange.layout
     seats: defaultdict[int, list[int]] = defaultdict(list)
     for index, seat, element in findings:
@@ -36,25 +36,25 @@ def sifted(
     assert not isinstance(payload, tuple), "a mean is the same for all"
     start, view = piece.start, None if payload is None else memoryview(payload)
     while start < piece.stop:
-        whose, stop = tuple(sorted(seats.get(start, ()))), start + 1
-        while stop < piece.stop and tuple(sorted(seats.get(stop, ()))) == whose:
+        givers, stop = tuple(sorted(seats.get(start, ()))), start + 1
+        while stop < piece.stop and tuple(sorted(seats.get(stop, ()))) == givers:
             stop += 1
         part = Piece(start, stop, piece.given)
         at = layout.run_bytes(piece.start, start)
         own = None if view is None else view[at : at + layout.run_bytes(start, stop)]
-        yield part, own if not whose or _has_result(group, piece.given, whose) else None, whose
+        yield part, own if not givers or _has_result(group, piece.given, givers) else None, givers
         start = stop
 
 
 def counting(group: Group, given: Mapping[int, Run], nonfinite: tuple[int, ...]) -> float:
-    """The weight of a result to which what the seats ``nonfinite`` gave does not count."""
+    """Return the weight of a result without the contributions of the seats ``nonfinite``."""
     if group.order.nonfinite is OnNonFinite.SKIP:
         return 0.0
     return sum((run.weight for seat, run in given.items() if seat not in nonfinite), 0.0)
 
 
 def _has_result(group: Group, given: Mapping[int, Run], nonfinite: tuple[int, ...]) -> bool:
-    """Whether anybody else has given bytes that count."""
+    """Tell whether another seat has given bytes that count."""
     if group.order.nonfinite is OnNonFinite.SKIP:
         return False
     return any(run.present and run.weight > 0 for seat, run in given.items() if seat not in nonfinite)

@@ -1,4 +1,4 @@
-"""How the data half speaks of what goes wrong with an exchange: who, in which one, and what is known of it."""
+"""Errors of exchanges: each names the culprit, the exchange, and what is known of the cause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradserver.protocol.exchange import ExchangeKey, Op, Operation, Stream
 
 
 def abandoned(group: Group, exchange: Exchange, rank: int, key: ExchangeKey) -> AbandonedError:
-    """``rank`` went on to ``key`` without it."""
+    """Return the error of an exchange that ``rank`` left behind when it went on to ``key``."""
     return AbandonedError(
         f"{group.call(rank)} went on to {group.describe(key)} without {group.describe(exchange.key)} "
         f"({exchange.operation})"
@@ -25,7 +25,7 @@ def abandoned(group: Group, exchange: Exchange, rank: int, key: ExchangeKey) -> 
 
 
 def mismatch(group: Group, exchange: Exchange, rank: int, operation: Operation) -> CollectiveMismatchError:
-    """``rank`` called something else than those before it."""
+    """Return the error of an exchange in which ``rank`` called another operation than the members before it."""
     return CollectiveMismatchError(
         f"{group.describe(exchange.key)} is not the same everywhere: {group.call(exchange.first)} called "
         f"{exchange.operation}, {group.call(rank)} called {operation}"
@@ -33,18 +33,18 @@ def mismatch(group: Group, exchange: Exchange, rank: int, operation: Operation) 
 
 
 def non_finite(group: Group, exchange: Exchange, element: int, found: NonFinite) -> NonFiniteError:
-    """Somebody contributed NaN or Inf."""
+    """Return the error of an exchange to which a member contributed NaN or Inf."""
     key = exchange.key
     where, parameter = f"element {element}", ""
     if key.stream == Stream.BUCKET and group.plan is not None:
         parameter = group.plan.buckets[key.part].component_at(element).name
         where = f"parameter {parameter!r}" if found.exact else f"parameter {parameter!r}, or one beside it,"
     if found.rank < 0:
-        who, name = "the mean overflowed, though every contribution was finite:", ""
+        culprit, name = "the mean overflowed, though every contribution was finite:", ""
     else:
-        who, name = f"{group.call(found.rank)} contributed", group.members.seats.names[found.rank]
+        culprit, name = f"{group.call(found.rank)} contributed", group.members.seats.names[found.rank]
     return NonFiniteError(
-        f"{who} {found.value} in {where} of {group.describe(key, exchange.operation)}; the group is halted "
+        f"{culprit} {found.value} in {where} of {group.describe(key, exchange.operation)}; the group is halted "
         f"and nothing of this slice was handed out. Look at that worker's data, loss and learning rate",
         worker=name,
         rank=group.members.seats.rank(found.rank),
@@ -55,14 +55,14 @@ def non_finite(group: Group, exchange: Exchange, element: int, found: NonFinite)
 
 
 def undecodable(group: Group, exchange: Exchange, found: Undecodable) -> GradServerError:
-    """Somebody contributed bytes that say nothing."""
+    """Return the error of a member that contributed bytes which cannot be decoded."""
     what = group.describe(exchange.key, exchange.operation)
     due = "are no frames" if exchange.operation.op is Op.FRAMED else f"is no {exchange.layout.codec.name}"
     return type(found.error)(f"{group.call(found.rank)} contributed to {what} what {due}: {found.error}")
 
 
 def broken(group: Group, exchange: Exchange, found: Broken) -> CoordinatorError:
-    """The coordinator could not reduce what was given."""
+    """Return the error of an exchange that the coordinator could not reduce."""
     return CoordinatorError(
         f"{group.describe(exchange.key, exchange.operation)} failed, because the coordinator could not reduce it: "
         f"{found.cause}"
@@ -70,13 +70,13 @@ def broken(group: Group, exchange: Exchange, found: Broken) -> CoordinatorError:
 
 
 def overdue(group: Group, exchange: Exchange) -> DeadlineError:
-    """Somebody did not come."""
+    """Return the error of an exchange that waited too long for a member."""
     timeout = group.order.timeout
     missing = exchange.missing()
     have = [rank for rank in exchange.participants if rank not in missing]
-    whom = group.members.calls(missing) if missing else "the coordinator to reduce it"
+    awaited = group.members.calls(missing) if missing else "the coordinator to reduce it"
     return DeadlineError(
-        f"{group.describe(exchange.key, exchange.operation)} waited {timeout:g} s (--round-timeout) for {whom}"
+        f"{group.describe(exchange.key, exchange.operation)} waited {timeout:g} s (--round-timeout) for {awaited}"
         + (f"; {group.members.calls(have)} had come" if have else ""),
         missing=tuple(group.call(rank) for rank in missing),
         bucket=group.bucket_name(exchange.key),
