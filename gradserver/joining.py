@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from gradserver.engine.events import Reduce, Undecodable
+from gradserver.engine.commands import Reduce
+from gradserver.engine.events import Undecodable
 from gradserver.mean import Outcome
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import MalformedMessageError

@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from gradserver.engine.events import RESULT, Digests, Finding, NonFinite, Reduce, Sifted, Undecodable
+from gradserver.engine.commands import RESULT, Digests, Reduce
+from gradserver.engine.events import Finding, NonFinite, Sifted, Undecodable
 from gradserver.engine.policy import OnNonFinite
 from gradserver.mean import (
     Array,

@@ -24,8 +24,8 @@ from typing import Final
 
 import numpy as np
 
+from gradserver.engine.commands import Reduce
 from gradserver.engine.declared import Kind
-from gradserver.engine.events import Reduce
 from gradserver.engine.records import Closed, Durable, Plan
 from gradserver.lossy import Owed
 from gradserver.protocol.errors import reason_of

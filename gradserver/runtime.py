@@ -10,24 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
+from gradserver.engine.commands import Close, Command, Hire, Log, Record, Reduce, Send
 from gradserver.engine.declared import Kind
-from gradserver.engine.events import (
-    Close,
-    Command,
-    Disconnected,
-    Event,
-    Garbled,
-    Hire,
-    Log,
-    Received,
-    Record,
-    Reduce,
-    Reduced,
-    Restored,
-    Send,
-    Stop,
-    Tick,
-)
+from gradserver.engine.events import Disconnected, Event, Garbled, Received, Reduced, Restored, Stop, Tick
 from gradserver.mean import Outcome
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Outlet

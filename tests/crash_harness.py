@@ -18,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from gradserver.engine import Engine
+from gradserver.engine.commands import Close, Command, Record, Reduce, Send
 from gradserver.engine.declared import Kind as RecordKind
-from gradserver.engine.events import Close, Command, Disconnected, Event, Record, Reduce, Restored, Send
+from gradserver.engine.events import Disconnected, Event, Restored
 from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Entered, Epoch, Round, RoundRecord, Start

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from gradserver.engine.events import Seat
+from gradserver.engine.order_fields import Seat
 from gradserver.engine.policy import Lateness, OnNonFinite
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.declared import fields_of

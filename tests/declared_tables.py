@@ -9,7 +9,8 @@ from dataclasses import fields
 from typing import Any, Final, get_args, get_type_hints
 
 from gradserver.engine.declared import kind as records
-from gradserver.engine.events import order as orders, report as reports
+from gradserver.engine.orders import order as orders
+from gradserver.engine.reports import report as reports
 from gradserver.protocol import wire  # which knows all messages
 from gradserver.protocol.declared import Family, fields_of
 from gradserver.protocol.message_family import Payloads, message as messages

@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from gradserver.engine.events import Reduce
+from gradserver.engine.commands import Reduce
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.dtypes import FLOAT32, UINT8
 from gradserver.protocol.errors import MembershipChangedError

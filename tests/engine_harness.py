@@ -15,23 +15,8 @@ import numpy.typing as npt
 import pytest
 
 from gradserver.engine import Engine
-from gradserver.engine.events import (
-    Close,
-    Command,
-    Contribution,
-    Disconnected,
-    Event,
-    Finding,
-    Log,
-    NonFinite,
-    Received,
-    Reduce,
-    Reduced,
-    Send,
-    Sifted,
-    Stop,
-    Tick,
-)
+from gradserver.engine.commands import Close, Command, Contribution, Log, Reduce, Send
+from gradserver.engine.events import Disconnected, Event, Finding, NonFinite, Received, Reduced, Sifted, Stop, Tick
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.dtypes import FLOAT32

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradserver.engine import records
-from gradserver.engine.events import Command, Record, Send
-from gradserver.engine.orders import decode_order, decode_report
+from gradserver.engine.commands import Command, Record, Send
+from gradserver.engine.link import decode_order, decode_report
 from gradserver.protocol import wire
 from gradserver.protocol.messages import Ordered, Reported
 

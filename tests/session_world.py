@@ -19,7 +19,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from gradserver.engine.events import Disconnected, NonFinite, Received, Reduce, Reduced, Sifted
+from gradserver.engine.commands import Reduce
+from gradserver.engine.events import Disconnected, NonFinite, Received, Reduced, Sifted
 from gradserver.engine.policy import Policy
 from gradserver.engine.records import Round
 from gradserver.protocol import wire

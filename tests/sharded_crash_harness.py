@@ -13,20 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from gradserver.engine import Engine
-from gradserver.engine.events import (
-    Close,
-    Disconnected,
-    Event,
-    Hire,
-    NonFinite,
-    Received,
-    Record,
-    Reduce,
-    Reduced,
-    Send,
-    Sifted,
-    Tick,
-)
+from gradserver.engine.commands import Close, Hire, Record, Reduce, Send
+from gradserver.engine.events import Disconnected, Event, NonFinite, Received, Reduced, Sifted, Tick
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.shard import ShardEngine
 from gradserver.protocol.buffer import Buffer

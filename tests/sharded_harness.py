@@ -12,20 +12,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from gradserver.engine import Engine
-from gradserver.engine.events import (
-    Close,
-    Command,
-    Disconnected,
-    Event,
-    Log,
-    NonFinite,
-    Received,
-    Reduce,
-    Reduced,
-    Send,
-    Sifted,
-    Tick,
-)
+from gradserver.engine.commands import Close, Command, Log, Reduce, Send
+from gradserver.engine.events import Disconnected, Event, NonFinite, Received, Reduced, Sifted, Tick
 from gradserver.engine.shard import ShardEngine
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import ExchangeKey, Operation

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradserver.engine.events import Reduce
+from gradserver.engine.commands import Reduce
 from gradserver.engine.policy import Lateness, Policy
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Lock, Receiver

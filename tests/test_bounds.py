@@ -17,8 +17,9 @@ import pytest
 from hypothesis import Phase, given, settings, strategies as st
 
 from gradserver.engine import Engine, records
+from gradserver.engine.commands import Reduce
 from gradserver.engine.declared import Kind
-from gradserver.engine.events import Garbled, Reduce
+from gradserver.engine.events import Garbled
 from gradserver.engine.records import Closed, Epoch, Gap, Group as Founded, Round, RoundRecord
 from gradserver.ledger.files import files_of
 from gradserver.ledger.journal import Entry, scan

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from gradserver import reducer
-from gradserver.engine.events import Broken, Contribution, Reduce
+from gradserver.engine.commands import Contribution, Reduce
+from gradserver.engine.events import Broken
 from gradserver.mean import Outcome
 from gradserver.protocol.codecs import codec_of
 from gradserver.protocol.dtypes import BY_NAME, FLOAT32, UINT8, DType

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradserver.engine.events import Contribution, Reduce
+from gradserver.engine.commands import Contribution, Reduce
 from gradserver.engine.journal_state import Dated
 from gradserver.engine.records import Epoch, Gap, Group, Round, RoundRecord, Start
 from gradserver.protocol.digest import MODULUS, digest, places

@@ -9,8 +9,9 @@ import msgpack
 import pytest
 
 from gradserver.engine.declared import kind as record
-from gradserver.engine.events import order, report
+from gradserver.engine.orders import order
 from gradserver.engine.records import Round
+from gradserver.engine.reports import report
 from gradserver.protocol.checks import integer
 from gradserver.protocol.declared import Declared, Family, Field, fields_of
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError, ProtocolError

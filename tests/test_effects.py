@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from gradserver.engine.commands import Close, Log, Record, Send
 from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import Close, CloseGroup, Heeded, Log, Record, Send
+from gradserver.engine.orders import CloseGroup
 from gradserver.engine.records import Closed, Round, RoundRecord
+from gradserver.engine.reports import Heeded
 from gradserver.protocol.errors import UsageError
 from gradserver.protocol.messages import Failure, Leave, Scope
 

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from gradserver.engine import Engine
-from gradserver.engine.events import Close, Garbled, Send
+from gradserver.engine.commands import Close, Send
+from gradserver.engine.events import Garbled
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import (
     CoordinatorStoppedError,

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from gradserver.engine.events import NonFinite, Reduce, Reduced, Send
+from gradserver.engine.commands import Reduce, Send
+from gradserver.engine.events import NonFinite, Reduced
 from gradserver.protocol.dtypes import BY_NAME, FLOAT32, UINT8
 from gradserver.protocol.errors import (
     CollectiveMismatchError,

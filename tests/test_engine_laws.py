@@ -18,7 +18,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from gradserver.engine.events import Disconnected, Garbled, NonFinite, Reduce
+from gradserver.engine.commands import Reduce
+from gradserver.engine.events import Disconnected, Garbled, NonFinite
 from gradserver.engine.policy import OnNonFinite
 from gradserver.protocol.dtypes import FLOAT32, UINT8
 from gradserver.protocol.errors import (

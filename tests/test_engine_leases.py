@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gradserver.engine.commands import Command, Record, Send
 from gradserver.engine.data_records import Claim as HandedOut, Committed, Data
-from gradserver.engine.events import Command, Record, Send
 from gradserver.engine.policy import Policy
 from gradserver.engine.records import Round
 from gradserver.protocol.errors import DisagreementError, GradServerError, MalformedMessageError, UnexpectedMessageError

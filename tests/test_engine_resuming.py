@@ -6,8 +6,9 @@ from copy import deepcopy
 
 import pytest
 
+from gradserver.engine.commands import Log
 from gradserver.engine.control.shard_replacement import HIRE_SECONDS
-from gradserver.engine.events import Disconnected, Garbled, Log
+from gradserver.engine.events import Disconnected, Garbled
 from gradserver.engine.journal_state import Dated
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Epoch, Halt, Round, RoundRecord

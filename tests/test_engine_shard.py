@@ -10,37 +10,34 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from gradserver.engine.events import (
-    Absent,
-    Behind,
-    Close,
+from gradserver.engine.commands import Close, Send
+from gradserver.engine.events import Disconnected, Garbled, Received, Stop, Tick
+from gradserver.engine.link import decode_order, decode_report, encode_order, encode_report
+from gradserver.engine.order_fields import Seat
+from gradserver.engine.orders import (
     CloseGroup,
     CutRound,
     Depart,
-    Disconnected,
     Expect,
-    Garbled,
     Halt,
+    OpenGroup,
+    RemoteOrder,
+    SetPlan,
+    order as order_family,
+)
+from gradserver.engine.policy import Lateness, OnNonFinite
+from gradserver.engine.records import RoundRecord
+from gradserver.engine.reports import (
+    Absent,
+    Behind,
     Halted,
     Heeded,
     Late,
-    OpenGroup,
     Planned,
-    Received,
-    RemoteOrder,
     RemoteReport,
     RoundCompleted,
-    Seat,
-    Send,
-    SetPlan,
-    Stop,
-    Tick,
-    order as order_family,
     report as report_family,
 )
-from gradserver.engine.orders import decode_order, decode_report, encode_order, encode_report
-from gradserver.engine.policy import Lateness, OnNonFinite
-from gradserver.engine.records import RoundRecord
 from gradserver.engine.shard import ATTENDING_SECONDS, MAX_ATTENDING, ShardEngine
 from gradserver.protocol.errors import (
     CoordinatorStoppedError,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from gradserver.engine.events import Contribution, Reduce, Undecodable
+from gradserver.engine.commands import Contribution, Reduce
+from gradserver.engine.events import Undecodable
 from gradserver.protocol.dtypes import FLOAT32, UINT8
 from gradserver.protocol.errors import InvalidArgumentError, MalformedMessageError, UnsupportedOperationError
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, layout_of, operation_of

@@ -9,7 +9,7 @@ from gradserver.engine.control import machine
 from gradserver.engine.control.group import State
 from gradserver.engine.control.machine import ILLEGAL, TRANSITIONS
 from gradserver.engine.control.reactions import Broke, Lost, ShardEnlisted, ShardLost
-from gradserver.engine.events import report as reports
+from gradserver.engine.reports import report as reports
 from gradserver.protocol.errors import JoinRefusedError, UnexpectedMessageError
 from gradserver.protocol.messages import Failure, Join, Message
 from gradserver.protocol.messages.recovery import Resume

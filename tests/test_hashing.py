@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 
 from gradserver import reducer
 from gradserver.engine import Engine
+from gradserver.engine.commands import RESULT, Contribution, Digests, Record, Reduce
 from gradserver.engine.data.rounds import Hashing
-from gradserver.engine.events import RESULT, Contribution, Digests, Record, Reduce
 from gradserver.engine.records import Round
 from gradserver.protocol.codecs import codec_of, seed_of
 from gradserver.protocol.digest import MODULUS, digest

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gradserver.engine import Engine
+from gradserver.engine.commands import Command, Record
 from gradserver.engine.control.access import OPEN, Access
 from gradserver.engine.control.quota import ENDED_BUDGETS, REFILL_SECONDS, Account, counted
 from gradserver.engine.data_records import Claim as HandedOut, Data, Order
 from gradserver.engine.declared import Kind
-from gradserver.engine.events import Command, Record, Restored
+from gradserver.engine.events import Restored
 from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.policy import Policy
 from gradserver.engine.records import Round, Spent, size_of

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import gradserver
-from gradserver.engine.events import Contribution, NonFinite, Reduce, Undecodable
+from gradserver.engine.commands import Contribution, Reduce
+from gradserver.engine.events import NonFinite, Undecodable
 from gradserver.protocol.codecs import codec_of, seed_of
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import (

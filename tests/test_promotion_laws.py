@@ -15,8 +15,8 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from gradserver.engine.commands import Command, Record
 from gradserver.engine.declared import Kind as RecordKind
-from gradserver.engine.events import Command, Record
 from gradserver.engine.records import Boundary, Entered, Epoch, Round
 from gradserver.protocol.exchange import Kind
 from tests.crash_harness import Trap

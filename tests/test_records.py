@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from gradserver.engine.commands import Command, Log, Record, Send
 from gradserver.engine.data_records import Claim, Committed, Data, Holder, Order
 from gradserver.engine.declared import KINDS, Kind
-from gradserver.engine.events import Command, Log, Record, Send
 from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import (

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from gradserver import reducer
-from gradserver.engine.events import Broken, Contribution, Finding, NonFinite, Reduce, Sifted, Undecodable
+from gradserver.engine.commands import Contribution, Reduce
+from gradserver.engine.events import Broken, Finding, NonFinite, Sifted, Undecodable
 from gradserver.engine.policy import OnNonFinite
 from gradserver.mean import Outcome
 from gradserver.protocol.buffer import Buffer

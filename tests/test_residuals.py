@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gradserver.engine.commands import Contribution, Reduce
 from gradserver.engine.declared import Kind
-from gradserver.engine.events import Contribution, Reduce
 from gradserver.engine.records import Closed, Durable, Plan
 from gradserver.lossy import reduce_lossy
 from gradserver.protocol.codecs import codec_of

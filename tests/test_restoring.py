@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from gradserver.engine import Engine, declared
+from gradserver.engine.commands import Log
 from gradserver.engine.declared import Kind
-from gradserver.engine.events import Log, Restored
+from gradserver.engine.events import Restored
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Closed, Durable, Epoch, Group, Handling, Plan, Reset, Start
 from gradserver.ledger.command import Selection, show

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradserver.engine.events import NonFinite, Reduce
+from gradserver.engine.commands import Reduce
+from gradserver.engine.events import NonFinite
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import (

@@ -24,7 +24,8 @@ import numpy as np
 import pytest
 
 from gradserver.engine import Engine
-from gradserver.engine.events import Close, Command, Event, Hire, Log, Received, Record, Reduce, Send
+from gradserver.engine.commands import Close, Command, Hire, Log, Record, Reduce, Send
+from gradserver.engine.events import Event, Received
 from gradserver.engine.records import encode as encode_record
 from gradserver.engine.shard import ShardEngine
 from gradserver.protocol import wire

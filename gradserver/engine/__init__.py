@@ -19,24 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from gradserver.engine.commands import Command
 from gradserver.engine.control.access import OPEN, Access
 from gradserver.engine.control.half import Control
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.data.half import Data
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import (
-    Command,
-    Disconnected,
-    Event,
-    Garbled,
-    Received,
-    Reduced,
-    Restored,
-    Stop,
-    Tick,
-    Violation,
-)
+from gradserver.engine.events import Disconnected, Event, Garbled, Received, Reduced, Restored, Stop, Tick
 from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.reports import Violation
 from gradserver.protocol.limits import CREDIT_BYTES
 from gradserver.protocol.messages import Inquire, Push, Taken
 from gradserver.protocol.messages.recovery import Held, Holding

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from gradserver.engine.commands import Close, Command, Hire, Log, Record, Reduce, Send
 from gradserver.engine.declared import Kind
-from gradserver.engine.events import Close, Command, Hire, Log, Order, Record, Reduce, Report, Send
+from gradserver.engine.orders import Order
 from gradserver.engine.records import Round
+from gradserver.engine.reports import Report
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.messages import Failure, Message, Scope

@@ -1,70 +1,249 @@
-"""Orders and reports as bytes, between control and a data half elsewhere.
-
-One msgpack array each: [name, field, field, …]; behind a report's name is the epoch that it is about. Names and fields
-are those of the declarations in `gradserver.engine.events`. Reports come from any process that has enlisted as a data
-shard. So every value is checked before anything is built from it, and reading takes memory in proportion to the bytes
-that came. Times are durations: each side has a clock of its own.
-"""
+"""Orders of control to data halves."""
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final
 
-import msgpack
-
-from gradserver.engine.events import RemoteOrder, RemoteReport, order as orders, report as reports
-from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.checks import brief, integer, unpack
-from gradserver.protocol.declared import Family
+from gradserver.engine.order_fields import Error, Occupant, Seats, StragglerPolicy
+from gradserver.engine.policy import OnNonFinite
+from gradserver.engine.records import known_policy
+from gradserver.protocol.checks import integer
+from gradserver.protocol.declared import Declared, Family, Field
 from gradserver.protocol.errors import MalformedMessageError
-from gradserver.protocol.limits import MAX_COUNTER, MAX_LIST, MAX_ORDER_BYTES, MAX_REPORT_BYTES
-
-K = TypeVar("K")
-
-_packb: Final = msgpack.Packer(autoreset=True, unicode_errors="replace").pack
-_epoch = integer(0, MAX_COUNTER)
-
-
-def encode_order(order: RemoteOrder) -> bytes:
-    """Return ``order`` as it goes to a data shard elsewhere, where no member has taken its seat yet."""
-    packed: bytes = _packb([orders.codes[type(order)], *order.pack()])
-    return packed
-
-
-def decode_order(data: Buffer) -> RemoteOrder:
-    """Return the order in ``data``; a ProtocolError says why there is none."""
-    kind, values = _kind(orders, _unpack(data, MAX_ORDER_BYTES))
-    return kind.unpack(values)
-
-
-def encode_report(epoch: int, report: RemoteReport) -> bytes:
-    """Return ``report`` as it goes to the coordinator, about the group's membership ``epoch``."""
-    packed: bytes = _packb([reports.codes[type(report)], epoch, *report.pack()])
-    return packed
+from gradserver.protocol.fields import (
+    Count,
+    Counts,
+    EncodedPlan,
+    Flag,
+    Name,
+    Rank,
+    Ranks,
+    Rates,
+    Seconds,
+    Token,
+    Tokens,
+)
+from gradserver.protocol.limits import (
+    BACKLOG_BYTES,
+    MAX_SHARDS,
+)
 
 
-def decode_report(data: Buffer, now: float) -> tuple[int, RemoteReport]:
-    """Return the epoch that a report is about, and the report; a ProtocolError says why there is none.
+class RemoteOrder(Declared):
+    """An order that data halves elsewhere are told, too: the base of dataclasses that `order` has given a name."""
 
-    A round in a report is taken to have ended ``now``.
+    __slots__ = ()
+    if TYPE_CHECKING:
+
+        @property
+        def group(self) -> str:
+            """The name of the group."""
+
+
+order: Final = Family[str, RemoteOrder]("order")
+"""Declares an order by the name that it has on its way to a data shard."""
+
+
+@order("open")
+@dataclass(frozen=True, slots=True)
+class OpenGroup(RemoteOrder):
+    """A group is complete. ``seats`` by rank; ``credit`` in bytes for each; ``timeout`` in seconds.
+
+    ``rates`` are those of its data shards (none if there is one only), and ``shard`` is the place of this one among
+    them. Workers come to a shard elsewhere by themselves, and show ``tokens``, which are by rank too. A group
+    that ``needs_all`` ends when any member is lost. Ranks are seats here, and a seat without a name has no member yet.
+    With ``digests`` rounds are hashed for the ledger. A listener may leave as many bytes unread as its ``backlog``;
+    ``lateness`` says when a round is closed without stragglers. A ``durable`` group survives its coordinator, so its
+    members are told the facts that a later coordinator needs. ``nonfinite`` says what becomes of gradients that are
+    not finite. In a ``steady`` group of one shard a round ends with its last results, until the membership changes.
     """
-    kind, values = _kind(reports, _unpack(data, MAX_REPORT_BYTES))
-    if not values:
-        raise MalformedMessageError(f"{kind.__name__} without an epoch")
-    return _epoch(values[0]), kind.unpack(values[1:]).at(now)
+
+    group: Name
+    epoch: Count
+    seats: Seats
+    credit: Count
+    timeout: Seconds
+    rates: Rates = ()
+    shard: Annotated[int, Field(integer(1, MAX_SHARDS - 1))] = 0
+    tokens: Tokens = ()
+    needs_all: Flag = False
+    digests: Flag = False
+    backlog: Count = BACKLOG_BYTES
+    lateness: StragglerPolicy = None
+    durable: Flag = False
+    nonfinite: Annotated[OnNonFinite, Field(known_policy)] = OnNonFinite.HALT
+    steady: Flag = False
+
+    def verify(self) -> None:
+        """Raise MalformedMessageError if there are not as many tokens as seats, or no shard of this number."""
+        if not self.seats or len(self.tokens) != len(self.seats):
+            raise MalformedMessageError(f"OpenGroup has {len(self.seats)} seats and {len(self.tokens)} tokens")
+        if self.shard >= len(self.rates) or not any(self.rates):
+            raise MalformedMessageError(f"OpenGroup is for shard {self.shard}, and has the rates {self.rates}")
 
 
-def _kind(family: Family[str, K], values: list[Any]) -> tuple[type[K], list[Any]]:
-    """Return the kind of an array, by its name, and its fields."""
-    if not values or type(values[0]) is not str:
-        raise MalformedMessageError(f"expected the name of one {family.what}, got {brief(values)}")
-    name, *fields = values
-    if name not in family.kinds:
-        raise MalformedMessageError(f"there is no {family.what} {name[:32]!r}")
-    return family.kinds[name], fields
+@order("steady")
+@dataclass(frozen=True, slots=True)
+class Steady(RemoteOrder):
+    """No member comes or goes any more: a round now ends with its last results, and no RoundDone is sent for it.
+
+    Admit, Depart and Recover end that.
+    """
+
+    group: Name
 
 
-def _unpack(data: Buffer, limit: int) -> list[Any]:
-    if len(data) > limit:
-        raise MalformedMessageError(f"{len(data)} bytes between control and data, the limit is {limit}")
-    return unpack(data, "neither an order nor a report", MAX_LIST, maps=True)
+@order("plan")
+@dataclass(frozen=True, slots=True)
+class SetPlan(RemoteOrder):
+    """All members agreed; ``first_round`` is the first one to be exchanged by this plan."""
+
+    group: Name
+    plan: EncodedPlan
+    first_round: Count
+
+
+@order("depart")
+@dataclass(frozen=True, slots=True)
+class Depart(RemoteOrder):
+    """A member is gone: its contributions count, and exchanges that still need it fail with ``error``.
+
+    ``epoch`` is that of the membership without it. If its process has ``ended``, no process writes to memory that it
+    shared. If its loss ``breaks`` the group, every exchange that lacks some of it fails.
+    """
+
+    group: Name
+    rank: Rank
+    error: Error
+    epoch: Count = 0
+    ended: Flag = False
+    breaks: Flag = False
+
+
+@order("close")
+@dataclass(frozen=True, slots=True)
+class CloseGroup(RemoteOrder):
+    """The last member is gone."""
+
+    group: Name
+
+
+@order("halt")
+@dataclass(frozen=True, slots=True)
+class Halt(RemoteOrder):
+    """Another shard has reported `Halted`: here, too, the group exchanges nothing more, or no bucket any more."""
+
+    group: Name
+    error: Error
+    buckets_only: Flag
+
+
+@order("cut")
+@dataclass(frozen=True, slots=True)
+class CutRound(RemoteOrder):
+    """Round ``round`` goes on without the slices that these seats have not given to it yet. The next one has all."""
+
+    group: Name
+    round: Count
+    seats: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """A member of a durable group has this connection from now on."""
+
+    group: str
+    seat: int
+    connection: int
+
+
+@order("detach")
+@dataclass(frozen=True, slots=True)
+class Detach(RemoteOrder):
+    """The connection of a member of a durable group broke. It is waited for."""
+
+    group: Name
+    seat: Rank
+
+
+@order("recover")
+@dataclass(frozen=True, slots=True)
+class Recover(RemoteOrder):
+    """All that is open is void. The shard asks members for the results that they hold, and goes on from there.
+
+    ``version`` is a new number, by which this is told from what was before. The group is in ``round``, as far as
+    control knows, and in none behind ``latest``; or the round before, for members that have yet to hear of its end.
+    Results of rounds before ``own`` may be an earlier coordinator's, and name seats that only members know of.
+    """
+
+    group: Name
+    version: Count
+    round: Count
+    latest: Count
+    own: Count
+
+
+@order("proceed")
+@dataclass(frozen=True, slots=True)
+class Proceed(RemoteOrder):
+    """The members that had yet to hear that their round is over have been told."""
+
+    group: Name
+
+
+@order("admit")
+@dataclass(frozen=True, slots=True)
+class Admit(RemoteOrder):
+    """A learner is to join with this ``seat``. It shows ``token`` to a shard elsewhere, and may take transfers."""
+
+    group: Name
+    seat: Rank
+    occupant: Occupant
+    token: Token = ""
+
+
+@order("expect")
+@dataclass(frozen=True, slots=True)
+class Expect(RemoteOrder):
+    """Learners with these seats contribute from ``round`` on, which has not begun; or they ``listen``.
+
+    ``transfers`` has the number of the transfer in which each gets the state, in the order of ``seats``; it is empty if
+    they have it.
+    """
+
+    group: Name
+    seats: Ranks
+    round: Count
+    listen: Flag = False
+    transfers: Counts = ()
+
+    def verify(self) -> None:
+        """Raise MalformedMessageError if there are neither no transfers nor one for each seat."""
+        if len(self.transfers) not in (0, len(self.seats)):
+            raise MalformedMessageError(f"Expect has {len(self.seats)} seats and {len(self.transfers)} transfers")
+
+
+@order("excuse")
+@dataclass(frozen=True, slots=True)
+class Excuse(RemoteOrder):
+    """The learner with this seat does not contribute after all: it has not got the state."""
+
+    group: Name
+    seat: Rank
+
+
+@order("reseat")
+@dataclass(frozen=True, slots=True)
+class Reseat(RemoteOrder):
+    """From ``epoch`` on ``seats`` are the members. New ones take part in everything from the next round on."""
+
+    group: Name
+    epoch: Count
+    seats: Ranks
+
+
+HEEDED: Final = (Admit, Expect, Excuse, Reseat)
+"""Orders about the members of an elastic group: a data shard elsewhere reports `Heeded`, as of some `Depart`."""
+Order = RemoteOrder | Attach
+"""A member attaches to data halves elsewhere by itself."""

@@ -24,33 +24,13 @@ import hmac
 from collections.abc import Sequence
 from typing import Final
 
+from gradserver.engine.commands import Command, Reduce
 from gradserver.engine.data.half import Data
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import (
-    HEEDED,
-    Absent,
-    CloseGroup,
-    Command,
-    Depart,
-    Detach,
-    Disconnected,
-    Event,
-    Garbled,
-    Heeded,
-    OpenGroup,
-    Planned,
-    Received,
-    Recover,
-    Reduce,
-    Reduced,
-    RemoteOrder,
-    Report,
-    SetPlan,
-    Stop,
-    Tick,
-    Violation,
-)
-from gradserver.engine.orders import decode_order, encode_report
+from gradserver.engine.events import Disconnected, Event, Garbled, Received, Reduced, Stop, Tick
+from gradserver.engine.link import decode_order, encode_report
+from gradserver.engine.orders import HEEDED, CloseGroup, Depart, Detach, OpenGroup, Recover, RemoteOrder, SetPlan
+from gradserver.engine.reports import Absent, Heeded, Planned, Report, Violation
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
     ConnectionLostError,

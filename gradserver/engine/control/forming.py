@@ -9,8 +9,8 @@ from gradserver.engine.control.group import Applicant, Group, check_applicant, c
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.welcome import welcome_to
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import Seat
-from gradserver.engine.orders import encode_order
+from gradserver.engine.link import encode_order
+from gradserver.engine.order_fields import Seat
 from gradserver.engine.seats import Seats, in_order, numbered
 from gradserver.protocol.limits import MAX_NAME_BYTES
 from gradserver.protocol.messages import Join, Ordered

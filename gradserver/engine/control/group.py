@@ -14,12 +14,14 @@ from gradserver.engine.control.learner import Learner, Stage
 from gradserver.engine.control.quota import Account
 from gradserver.engine.control.turn import Turns
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import RemoteOrder, RoundCompleted, Seat
 from gradserver.engine.journal_state import MAX_EPOCHS
 from gradserver.engine.lease_table import Positions
-from gradserver.engine.orders import encode_order
+from gradserver.engine.link import encode_order
+from gradserver.engine.order_fields import Seat
+from gradserver.engine.orders import RemoteOrder
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import RoundRecord
+from gradserver.engine.reports import RoundCompleted
 from gradserver.engine.seats import Seats
 from gradserver.protocol.errors import (
     GradServerError,

@@ -17,12 +17,8 @@ from gradserver.engine.control.reactions import Broke, Event, Lost, Notice, Shar
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import (
-    RemoteReport,
-    Report,
-    Violation,
-)
-from gradserver.engine.orders import decode_report
+from gradserver.engine.link import decode_report
+from gradserver.engine.reports import RemoteReport, Report, Violation
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
     ConnectionLostError,

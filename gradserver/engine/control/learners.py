@@ -43,16 +43,10 @@ from gradserver.engine.control.group import MAX_REASON, Applicant, Group, Unheed
 from gradserver.engine.control.learner import Delivery, Learner, Stage
 from gradserver.engine.control.welcome import tell_agreed, token_of, welcome_to
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import (
-    Admit,
-    Depart,
-    Excuse,
-    Expect,
-    Reseat,
-    Seat,
-    StateComes,
-)
+from gradserver.engine.order_fields import Seat
+from gradserver.engine.orders import Admit, Depart, Excuse, Expect, Reseat
 from gradserver.engine.records import RoundRecord
+from gradserver.engine.reports import StateComes
 from gradserver.engine.seats import namesake, seat_for
 from gradserver.protocol.errors import (
     DeadlineError,

@@ -28,7 +28,7 @@ from gradserver.engine.control.group import Group, State
 from gradserver.engine.control.reactions import Broke, Event, Lost, ShardEnlisted, ShardLost
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import (
+from gradserver.engine.reports import (
     Absent,
     Behind,
     CaughtUp,

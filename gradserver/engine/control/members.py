@@ -12,7 +12,7 @@ from gradserver.engine.control.group import Group
 from gradserver.engine.control.plans import fail_all
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import Depart, Halt
+from gradserver.engine.orders import Depart, Halt
 from gradserver.protocol.errors import DeadlineError, GradServerError, WorkerLeftError
 from gradserver.protocol.messages import Failure, Scope
 

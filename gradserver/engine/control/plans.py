@@ -9,7 +9,7 @@ from gradserver.engine.control import journal, learners
 from gradserver.engine.control.group import Group, Proposal
 from gradserver.engine.control.welcome import tell_agreed
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import SetPlan
+from gradserver.engine.orders import SetPlan
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
     DeadlineError,

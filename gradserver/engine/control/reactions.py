@@ -25,7 +25,7 @@ from gradserver.engine.control.group import HERE, Applicant, Group, State
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.shards import count_round
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import (
+from gradserver.engine.reports import (
     Absent,
     Behind,
     CaughtUp,

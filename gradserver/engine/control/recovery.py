@@ -12,7 +12,8 @@ from gradserver.engine.control import journal, learners
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import CaughtUp, CutRound, Proceed, Recover, Recovered, RoundCompleted
+from gradserver.engine.orders import CutRound, Proceed, Recover
+from gradserver.engine.reports import CaughtUp, Recovered, RoundCompleted
 from gradserver.protocol.errors import UnexpectedMessageError
 from gradserver.protocol.messages import RoundDone
 from gradserver.protocol.messages.recovery import Resumed

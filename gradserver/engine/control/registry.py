@@ -11,7 +11,8 @@ from gradserver.engine.control.quota import Quotas
 from gradserver.engine.control.rounds import is_steady
 from gradserver.engine.control.shards import Roster
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import CloseGroup, OpenGroup, Seat
+from gradserver.engine.order_fields import Seat
+from gradserver.engine.orders import CloseGroup, OpenGroup
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError, UnexpectedMessageError
 from gradserver.protocol.limits import MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS

@@ -14,8 +14,9 @@ from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.welcome import token_of
 from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import Admit, Depart, Expect, RemoteOrder, Reseat, Seat, SetPlan
 from gradserver.engine.journal_state import Dated, GroupState, JournalState
+from gradserver.engine.order_fields import Seat
+from gradserver.engine.orders import Admit, Depart, Expect, RemoteOrder, Reseat, SetPlan
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import (
     Cut,

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from gradserver.engine.control import journal, learners, leases, turns
 from gradserver.engine.control.group import MAX_REASON, Group, announce
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import CutRound, Depart, Late, Steady
 from gradserver.engine.journal_state import MAX_CUTS
+from gradserver.engine.orders import CutRound, Depart, Steady
 from gradserver.engine.records import RoundRecord
+from gradserver.engine.reports import Late
 from gradserver.protocol.errors import LeftOutError
 from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.limits import MIB

@@ -28,12 +28,8 @@ from gradserver.engine.control.group import Group, announce, left_out
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.welcome import token_of
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import (
-    Attach,
-    Detach,
-    Reseat,
-    Seat,
-)
+from gradserver.engine.order_fields import Seat
+from gradserver.engine.orders import Attach, Detach, Reseat
 from gradserver.protocol.beacon import beacon_id
 from gradserver.protocol.errors import JoinRefusedError, LeftOutError, UnexpectedMessageError
 from gradserver.protocol.messages.recovery import Resume, Resumed

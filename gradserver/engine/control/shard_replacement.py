@@ -26,8 +26,9 @@ from gradserver.engine.control.recovery import begin_if_due
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.restore import reopen
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import Admit, RemoteOrder, Seat
-from gradserver.engine.orders import encode_order
+from gradserver.engine.link import encode_order
+from gradserver.engine.order_fields import Seat
+from gradserver.engine.orders import Admit, RemoteOrder
 from gradserver.engine.policy import Policy
 from gradserver.protocol.errors import DeadlineError
 from gradserver.protocol.messages import Ordered

@@ -10,8 +10,8 @@ from gradserver.engine.control.access import OPEN, Access
 from gradserver.engine.control.group import Group, check_name
 from gradserver.engine.control.welcome import token_of
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import RoundCompleted
 from gradserver.engine.records import RoundRecord
+from gradserver.engine.reports import RoundCompleted
 from gradserver.protocol.digest import MODULUS
 from gradserver.protocol.errors import (
     JoinRefusedError,

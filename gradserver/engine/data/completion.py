@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from gradserver.engine.commands import Command, Contribution, Digests, Reduce, Send
 from gradserver.engine.data.exchange import WEIGHED, Exchange, Payload, Piece, Run
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.sifting import counting, sifted
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import Behind, Command, Contribution, Digests, Finding, Reduce, RoundCompleted, Send
+from gradserver.engine.events import Finding
 from gradserver.engine.policy import HALT, PROPAGATE
+from gradserver.engine.reports import Behind, RoundCompleted
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import JOINED, PORTIONED, Kind, Layout, Op, Stream, gets, unasked_cost
 from gradserver.protocol.messages import Result

@@ -17,7 +17,7 @@ from gradserver.engine.data.rounds import Hashing, Rounds
 from gradserver.engine.data.sequences import Sequences
 from gradserver.engine.data.stragglers import Stragglers
 from gradserver.engine.data.traffic import Traffic
-from gradserver.engine.events import OpenGroup
+from gradserver.engine.orders import OpenGroup
 from gradserver.protocol.digest import places
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import WORLD_BOUND, ExchangeKey, Layout, Operation, Pool, Stream, pool_of

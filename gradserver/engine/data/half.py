@@ -42,10 +42,10 @@ from gradserver.engine.data.membership import admit, depart, do_without, do_with
 from gradserver.engine.data.quorum import close, contributed, look, next_look
 from gradserver.engine.data.wording import broken, non_finite, overdue, undecodable
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import (
+from gradserver.engine.events import Broken, NonFinite, Reduced, Sifted, Undecodable
+from gradserver.engine.orders import (
     Admit,
     Attach,
-    Broken,
     CloseGroup,
     CutRound,
     Depart,
@@ -53,21 +53,15 @@ from gradserver.engine.events import (
     Excuse,
     Expect,
     Halt,
-    Halted,
-    NonFinite,
     OpenGroup,
     Order,
     Proceed,
     Recover,
-    Reduced,
     Reseat,
     SetPlan,
-    Sifted,
-    StateComes,
     Steady,
-    Undecodable,
-    Violation,
 )
+from gradserver.engine.reports import Halted, StateComes, Violation
 from gradserver.engine.seats import Seats
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (

@@ -41,7 +41,8 @@ from gradserver.engine.data.failures import fail, forget_if_over
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.quorum import note_what_counted
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import Absent, Admit, Depart, Excuse, Expect, Reseat
+from gradserver.engine.orders import Admit, Depart, Excuse, Expect, Reseat
+from gradserver.engine.reports import Absent
 from gradserver.protocol.errors import GradServerError, MembershipChangedError
 from gradserver.protocol.exchange import ROOTED, WORLD_BOUND, ExchangeKey, Kind, Layout, Operation, Stream
 

@@ -31,7 +31,8 @@ from gradserver.engine.data.failures import tell
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.rounds import Round
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import CutRound, Late
+from gradserver.engine.orders import CutRound
+from gradserver.engine.reports import Late
 from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.limits import SLICE_BYTES
 

@@ -51,8 +51,9 @@ from gradserver.engine.data.membership import left_out
 from gradserver.engine.data.quorum import note_what_counted
 from gradserver.engine.data.rounds import Round
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import CaughtUp, Recover, Recovered, RoundCompleted
+from gradserver.engine.orders import Recover
 from gradserver.engine.policy import OnNonFinite
+from gradserver.engine.reports import CaughtUp, Recovered, RoundCompleted
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
     ConnectionLostError,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Final
 
+from gradserver.engine.commands import RESULT
 from gradserver.engine.data.exchange import Exchange
-from gradserver.engine.events import RESULT
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.digest import MODULUS
 from gradserver.protocol.plan import Plan

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.daemon import keep_memory
-from gradserver.engine.events import Broken, Contribution, NonFinite, Reduce, Sifted, Undecodable
+from gradserver.engine.commands import Contribution, Reduce
+from gradserver.engine.events import Broken, NonFinite, Sifted, Undecodable
 from gradserver.lossy import Owed
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.codecs import Codec, Feedback, Scratch, codec_of, seed_of

@@ -1,0 +1,117 @@
+"""Commands that come out of the engine.
+
+A class with an object for every slice is a named tuple: a frozen dataclass takes six times as long to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gradserver.engine.declared import Kind
+from gradserver.engine.policy import OnNonFinite
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.exchange import ExchangeKey, Operation
+from gradserver.protocol.messages import Message
+
+
+class Send(NamedTuple):
+    """Send a message on a connection."""
+
+    connection: int
+    message: Message
+    payloads: Sequence[Buffer] = ()
+
+
+class Contribution(NamedTuple):
+    """One worker's slices. ``payload`` None stands for zeros. Weight 0 never gets this far."""
+
+    rank: int
+    weight: float
+    payload: Buffer | None
+
+
+RESULT = -1
+"""In the place of a rank: the digest of the result."""
+
+
+class Digests(NamedTuple):
+    """Digests that are wanted of a reduction, which stands at byte ``at`` of all that its bucket's round hashes.
+
+    The reducer puts them into ``found``, in parts that add up: (rank, digest).
+    """
+
+    at: int
+    found: list[tuple[int, int]]
+
+
+class Reduce(NamedTuple):
+    """Combine contributions, given in rank order; then tell the engine with `Reduced`.
+
+    ALL_GATHER and GATHER put the contributions one behind the other, ALL_TO_ALL those portions of them that are for the
+    same rank, which are the outcome then, as a tuple; as of SCATTER, which takes one contribution apart. Op.FIRST and
+    Op.NONE copy the only one given.
+
+    Attributes:
+        slice: the first one; there may be several.
+        first: the first element.
+        nbytes: size of one contribution.
+        numel: elements of one contribution.
+        state: the memory of this group's reductions from one round to the next. The engine only keeps it.
+        targets: memory that the result is written to. Some of it may be where contributions lie.
+        keep: whether the result's bytes are wanted too, in memory of their own.
+        digests: what to hash for the ledger; None for nothing.
+        nonfinite: the policy about contributions to a mean that are not finite.
+        world: the number of members that take part.
+        places: for SCATTER and ALL_TO_ALL, the place of each target's owner among those that take part.
+        spans: if that is decided for each slice: its first element and the one behind its last, from ``first`` on.
+    """
+
+    group: str
+    epoch: int
+    key: ExchangeKey
+    slice: int
+    operation: Operation
+    first: int
+    nbytes: int
+    numel: int
+    state: dict[tuple[int, int], Any]
+    contributions: Sequence[Contribution]
+    targets: Sequence[Buffer]
+    keep: bool
+    digests: Digests | None = None
+    nonfinite: OnNonFinite = OnNonFinite.HALT
+    world: int = 0
+    places: Sequence[int] = ()
+    spans: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Forget a connection, once what was sent on it has left."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hire:
+    """Start a data shard, if that is possible: a group lacks one, and none offers itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Show one line to the person that runs the coordinator."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Write this down before the next commands are carried out."""
+
+    record: Kind
+
+
+Command = Send | Reduce | Close | Hire | Log | Record

@@ -1,0 +1,66 @@
+"""Fields of orders and reports, with their checks."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from operator import attrgetter
+from typing import Annotated, Any
+
+from gradserver.engine.policy import Lateness
+from gradserver.protocol.checks import brief, facts, flag, integer, listed, number, text
+from gradserver.protocol.declared import Field
+from gradserver.protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError
+from gradserver.protocol.limits import (
+    MAX_COUNTER,
+    MAX_NAME_BYTES,
+    MAX_TEXT,
+    MAX_TIMEOUT,
+    MAX_WORLD_SIZE,
+)
+from gradserver.protocol.messages import Failure, Scope
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A member's place: its connection (-1 where it has yet to come) and its name."""
+
+    connection: int
+    name: str
+
+
+def _seat(value: Any) -> Seat:
+    return Seat(-1, _name(value))
+
+
+def _lateness(value: Any) -> Lateness | None:
+    if value is None:
+        return None
+    if type(value) is not list or len(value) != 5:
+        raise MalformedMessageError(f"expected a policy about stragglers, got {brief(value)}")
+    quorum, percent, backup, grace, keeps = value
+    seconds = number(0.0, MAX_TIMEOUT)(grace)
+    try:
+        return Lateness(_count(quorum), number(0.0, 100.0)(percent), _count(backup), seconds, flag(keeps))
+    except InvalidArgumentError as error:
+        raise MalformedMessageError(f"no policy about stragglers: {error.message}") from error
+
+
+def _pack_error(error: GradServerError) -> list[Any]:
+    failure = Failure.of(error, Scope.EXCHANGE)
+    return [failure.error, failure.text, failure.fields]
+
+
+def _error(value: Any) -> GradServerError:
+    if type(value) is not list or len(value) != 3:
+        raise MalformedMessageError(f"expected an error, got {brief(value)}")
+    name, message, fields = value
+    return Failure(Scope.EXCHANGE, _text(name), _text(message), facts(fields)).exception()
+
+
+_name = text(MAX_NAME_BYTES)
+_text = text(MAX_TEXT)
+_count = integer(0, MAX_COUNTER)
+Seats = Annotated[tuple[Seat, ...], Field(listed(_seat, MAX_WORLD_SIZE), lambda seats: [seat.name for seat in seats])]
+StragglerPolicy = Annotated[Lateness | None, Field(_lateness, lambda late: late and astuple(late))]
+Error = Annotated[GradServerError, Field(_error, _pack_error)]
+Occupant = Annotated[Seat, Field(_seat, attrgetter("name"))]
