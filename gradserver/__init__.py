@@ -103,7 +103,7 @@ _HOME = {
     "LocalCluster": "gradserver.local",
     "Membership": "gradserver.protocol.messages",
 }
-"""Where each lazy name lives. The error classes are not listed: `gradserver.protocol.errors` says which there are."""
+"""Module of each lazy name. The error classes are not listed: `gradserver.protocol.errors` says which there are."""
 
 
 __all__ = [

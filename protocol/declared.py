@@ -29,7 +29,7 @@ T = TypeVar("T", bound=type[Any])
 
 
 class Field(NamedTuple):
-    """How a field is read and written: the metadata of its type, as in ``Annotated[int, Field(check)]``.
+    """Reading and writing of a field: the metadata of its type, as in ``Annotated[int, Field(check)]``.
 
     Attributes:
         check: gives the value of what msgpack has read, or raises a ProtocolError.

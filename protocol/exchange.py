@@ -90,7 +90,7 @@ class Kind(IntEnum):
 
 
 class Op(IntEnum):
-    """How contributions become one. MEAN is weighted: ``sum(w·g) / sum(w)``."""
+    """Reduction of contributions to one. MEAN is weighted: ``sum(w·g) / sum(w)``."""
 
     NONE = 0
     MEAN = 1
@@ -184,7 +184,7 @@ def check_codec(kind: Kind, op: Op, dtype: DType, codec: Codec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How an operation is cut, the same at every participant and over every channel.
+    """Division of an operation into slices, the same at every participant and over every channel.
 
     A tensor is cut into chunks and these into slices, which do not cross chunks. Most tensors have one chunk.
     REDUCE_SCATTER has one for each rank. What is shared among several shards has one for each of them.

@@ -84,7 +84,7 @@ class Backward:
         """The number of the present backward: an error of an earlier one may be noticed late."""
         self._lock = threading.RLock()
         self._waiting: list[int] = []
-        """For each bucket, the number of its parameters still to come."""
+        """Number of parameters that are still to come, for each bucket."""
         self._pending = 0
         """Number of backwards that accumulated gradients since the last exchange."""
         self._learned = self._warned = False

@@ -77,20 +77,6 @@ class Worker(ObjectCollectives):
     # ── membership ────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def rank(self) -> int:
-        """Place of this worker among the members, ``0 … world_size - 1``.
-
-        Rank, world size, names and epoch change when other workers join, leave or are lost. They change in
-        `finish_round` (and so in ``backward()``), in a collective that raises MembershipChangedError, and nowhere else.
-        """
-        return self._session.membership.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers in the group."""
-        return len(self._session.membership.names)
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Names of the workers, by rank."""
         return self._session.membership.names

@@ -23,7 +23,7 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in the group."""
+        """Name of the source in the group."""
 
     @property
     def epoch(self) -> int:
@@ -76,7 +76,7 @@ class Leases:
         """Messages that were sent about the last round."""
 
     def add(self, source: Source) -> None:
-        """From now on ``source`` is asked in each round what was used of it."""
+        """Ask ``source`` in each round from now on what was used of it."""
         with self._lock:
             if source.name in self._sources:
                 raise UsageError(
@@ -136,7 +136,7 @@ class Leases:
                 source.carry()
 
     def say_again(self, channel: Channel) -> None:
-        """On a new connection: what is used in the round that is open, and all that has no answer."""
+        """Repeat, on a new connection, what is used in the open round and what has no answer."""
         with self._lock:
             number, said = self._last
             again = list(said) if number >= self._session.round else []
@@ -147,7 +147,7 @@ class Leases:
             channel.send(question.message, question.payloads)
 
     def disown(self) -> None:
-        """In a forked child: a thread that the child does not have may hold the lock."""
+        """Take a new lock, in a forked child: a thread that the child does not have may hold the old one."""
         self._lock = threading.Lock()
 
     def give_up(self) -> list[Handle]:

@@ -23,7 +23,7 @@ class Owner(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """Its exchanges."""
+        """Exchanges of the session."""
 
     @property
     def donor(self) -> Donor:
@@ -62,11 +62,11 @@ class Resumption:
         self._lock = threading.RLock()
         """Held while the inventory is said. If that fails as the connection broke, the same thread interrupts."""
         self._expected: Handle | None = None
-        """Done with the Resumed that answers this member's Resume."""
+        """Handle of the Resumed that answers this member's Resume."""
         self._silent = False
-        """That was heard, and before Holding something else has to be said."""
+        """True from that Resumed until Holding, when nothing else is said."""
         self._standing: Handle | None = None
-        """Done with the last Standing."""
+        """Handle of the last Standing."""
 
     # ── what reconnecting calls ───────────────────────────────────────────────────────────────────────
 

@@ -31,7 +31,7 @@ Beside any other weight it vanishes (1 + 1e-300 is 1), and no gradient is sent w
 
 @dataclass(frozen=True)
 class Options:
-    """How gradients are exchanged; see `DistributedDataParallel`."""
+    """Options of the exchange; see `DistributedDataParallel`."""
 
     find_unused_parameters: bool = False
     static_graph: bool = False
@@ -107,7 +107,7 @@ class Rounds:
         self._foreseen = False
 
     def begin(self, count: int, foreseen: bool = False, leaves: bool = False) -> None:
-        """Before anything of a round is pushed.
+        """Begin a round, before anything of it is pushed.
 
         Args:
             count: how many local backwards the gradients are the sum of.
@@ -121,7 +121,7 @@ class Rounds:
         self._count, self._foreseen, self._leaves = count, foreseen, leaves
 
     def before_forward(self) -> None:
-        """To be called in the thread that will call ``backward()``."""
+        """Prepare for a forward, in the thread that will call ``backward()``."""
         self._staging.before_forward()
         self.adopt_buffers()
 
@@ -185,7 +185,7 @@ class Rounds:
         return handles[0].weight > 0.0 or handles[0].not_finite is not None
 
     def _open(self) -> float:
-        """This worker's weight in the round. What does not wait for gradients is pushed with the first of them."""
+        """Return this worker's weight in the round. The first call pushes what does not wait for gradients."""
         if self._round_weight is None:
             self.agreement.check()
             own = _NO_SAMPLES if self._abandoned else max(self.weight, _NO_SAMPLES)
@@ -231,7 +231,7 @@ class Rounds:
         return enumerate(self._buffers, start=len(self.gradients) + 1)
 
     def _hand_out_buffers(self, handles: dict[int, Handle]) -> None:
-        """All get what was sent. What was not sent is as it was after the last round, whatever has changed since."""
+        """Give all members the buffers that were sent. The others get the values that they had after the last round."""
         for index, bucket in self._numbered_buffers():
             handle, before = handles[index], self._saved.pop(index, None)
             if before is not None and handle.left_alone:  # what this worker sent came too late

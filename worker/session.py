@@ -70,7 +70,7 @@ class Lasting(Channel, Protocol):
 
     @property
     def resumption(self) -> Resumption:
-        """How the session is resumed on another connection."""
+        """The resuming of the session on another connection."""
 
     def region(self, nbytes: int) -> Bytes | None:
         """Memory that the coordinator may write to; None if there is none."""
@@ -82,7 +82,7 @@ class Lasting(Channel, Protocol):
         """The coordinator has said that it stops."""
 
     def prepare_to_leave(self, patience: float) -> None:
-        """From now on waits end. If there is no coordinator, give it ``patience`` seconds to be back first."""
+        """End waits from now on. If there is no coordinator, give it ``patience`` seconds to be back first."""
 
     def part(self) -> None:
         """The membership is over."""
@@ -136,7 +136,7 @@ class Session:
 
     @property
     def stage(self) -> Stage:
-        """How far this worker has come into the group."""
+        """This worker's part in the group."""
         return self.member.identity.stage
 
     @property
@@ -196,7 +196,7 @@ class Session:
         return agreement
 
     def endure(self, lifeline: Lasting) -> None:
-        """From now on ``lifeline`` is the channel, and sees to it that this membership outlives connections."""
+        """Take ``lifeline`` for the channel from now on: with it this membership outlives connections."""
         self._lifeline, self.resumption = lifeline, lifeline.resumption
         self.traffic.endure(lifeline)
         self.member.exchanges.endure(lifeline, Slots(lifeline, lifeline.region), self.resumption.inventory)
@@ -263,7 +263,7 @@ class Session:
         return self._disowned is not None
 
     def disown(self, owner: int) -> None:
-        """In a forked child, refuse any use of this: it belongs to the process ``owner``.
+        """Refuse any use of this in a forked child: it belongs to the process ``owner``.
 
         Locks may be held by threads that the child does not have, and what the parent waits for will not come here.
         """
@@ -421,7 +421,7 @@ class Session:
 
 
 class ShardReceiver:
-    """Hands what one data shard says to the session."""
+    """Receiver of one data shard's messages, for the session."""
 
     def __init__(self, session: Session, shard: int) -> None:
         self._session = session

@@ -70,7 +70,7 @@ class Traffic:
         return was_open
 
     def disown(self, error: GradServerError) -> None:
-        """In a forked child: locks may be held by threads that the child does not have."""
+        """Take new locks, in a forked child: threads that the child does not have may hold the old ones."""
         self.closed = error
         self.mutex, self.pumping = threading.Lock(), threading.Lock()
 

@@ -32,8 +32,9 @@ class Transfers:
     def rank(self) -> int:
         """Place of this worker among the members, ``0 … world_size - 1``.
 
-        Rank and world size change when other workers join, leave or are lost. They change in `Worker.finish_round`
-        (and so in ``backward()``), in a collective that raises MembershipChangedError, and nowhere else.
+        Rank, world size, names and epoch change when other workers join, leave or are lost. They change in
+        `Worker.finish_round` (and so in ``backward()``), in a collective that raises MembershipChangedError, and
+        nowhere else.
         """
         return self._session.membership.rank
 

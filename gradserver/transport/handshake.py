@@ -81,7 +81,7 @@ class Strangers:
 
     def __init__(self) -> None:
         self._known: dict[bytes, Numbers | None] = {}
-        """None for those that are past. The last one is the youngest."""
+        """Numbers of strangers; None for those that are past. The last one is the youngest."""
         self._farewells: dict[bytes, Failure] = {}
         """Last words to those that are past."""
 
@@ -143,7 +143,7 @@ class Strangers:
 
 
 class Handshake:
-    """Decides which message of a stranger is heard, and as what.
+    """First messages of strangers: which are heard, and in which role.
 
     Args:
         connections: the traffic of each connection.

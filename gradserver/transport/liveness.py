@@ -45,14 +45,14 @@ _CUT_OFF: Final = "it lost its connection, and its process is there"
 
 _SILENT: Final = 0.55
 _BACK: Final = 0.3
-"""How long a beacon may be silent, and then be closed: parts of the time after which a peer counts as frozen."""
+"""Silence after which a beacon is closed, and time that it may stay closed: parts of the time to count as frozen."""
 _FIRST: Final = 0.7
-"""How long it may take to show for the first time: the same, if the peer's role does not allow more."""
+"""Time in which it must show for the first time: the same, if the peer's role does not allow more."""
 _LOOK_SECONDS: Final = 0.05
 
 
 class Patience(NamedTuple):
-    """How long a peer may be away.
+    """Times for which a peer may be away.
 
     Attributes:
         dead_after: seconds after which the owner of a connection that broke is dead.
@@ -73,7 +73,7 @@ class Verdict(NamedTuple):
 
 
 class Liveness:
-    """Decides which peers are alive.
+    """Verdicts on a server's peers: which of them are alive.
 
     Args:
         router: the socket of the peers.

@@ -165,7 +165,7 @@ class Result(NamedTuple):
 @message(29)
 @dataclass(frozen=True, slots=True)
 class Taken(MessageKind):
-    """This worker has read so many bytes of unasked results: `gradserver.protocol.exchange.unasked_cost` of each."""
+    """The bytes of unasked results that this worker has read: `gradserver.protocol.exchange.unasked_cost` of each."""
 
     nbytes: Count
 

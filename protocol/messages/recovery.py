@@ -216,13 +216,13 @@ class State(IntEnum):
     """The state of some slices of an exchange at a member."""
 
     LACKING = 0
-    """Begun, and without a result. For collectives and transfers; what it lacks of buckets follows from the round."""
+    """The member has begun it, and has no result. For collectives and transfers only."""
     HELD = 1
-    """It has the result, and keeps it."""
+    """The member has the result, and keeps it."""
     OVER = 2
-    """Done with, and not kept: others were given the bytes, or it was too long ago. The latest `MAX_OVER` of these."""
+    """The member is done with it, and keeps nothing: others got the bytes, or it is too old. The latest `MAX_OVER`."""
     FAILED = 3
-    """Done with, as it failed. The latest of these, too."""
+    """The member is done with it, as it failed. The latest of these, too."""
     CHANGED = 4
     """The same, and with a MembershipChangedError: if any member calls again, all do."""
 

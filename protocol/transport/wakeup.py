@@ -7,7 +7,7 @@ import socket
 
 
 class Wakeup:
-    """Both ends. ``descriptor`` is readable from `wake` to `clear`."""
+    """Both ends of a pipe. ``descriptor`` is readable from `wake` to `clear`."""
 
     def __init__(self) -> None:
         self._in, self._out = socket.socketpair()

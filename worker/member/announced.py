@@ -140,7 +140,7 @@ class Announced:
 
     @property
     def rounds(self) -> int:
-        """How many rounds are over."""
+        """Number of rounds that are over."""
         return max(self._done.round, max(self._steady, default=-1)) + 1
 
     def give_up(self) -> list[Waiter]:

@@ -12,7 +12,7 @@ from gradserver.protocol.messages import Result
 
 _LEAST_BYTES: Final = 256 * MIB
 _ROUNDS: Final = 4
-"""How many a backlog holds at least, with results as large as those of float32."""
+"""Rounds that a backlog holds at least, with results as large as those of float32."""
 
 Unasked = tuple[Result, Buffer | None]
 """A result, and its payload as it came: encoded, if the bucket travels with a loss."""

@@ -23,7 +23,7 @@ class Contribution(NamedTuple):
 
 
 class CarryOver:
-    """By bucket and slice. Not safe to share: the session's lock guards it.
+    """Contributions that did not count, by bucket and slice. Not safe to share: the session's lock guards it.
 
     It holds one copy of the gradients at most, and none of a worker that is in time.
     """
@@ -64,7 +64,7 @@ class CarryOver:
         return part in self._slices
 
     def forget(self, but: Collection[int] = ()) -> None:
-        """Nothing of this will be exchanged any more, ``but`` what is there of these buckets."""
+        """Forget all, ``but`` what is there of these buckets: the rest will not be exchanged any more."""
         self._slices = {part: slices for part, slices in self._slices.items() if part in but}
 
 

@@ -11,7 +11,7 @@ from gradserver.worker.member.waiter import Waiter
 
 
 class Complete(NamedTuple):
-    """Something that a caller waits for is done, or has failed with ``error``."""
+    """The end of a caller's wait: with success, or with ``error``."""
 
     waiter: Waiter
     error: GradServerError | None = None
@@ -20,7 +20,7 @@ class Complete(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """Something is to be said to a data shard; it is of no use once the connection has ended."""
+    """A message to a data shard. It is of no use once the connection has ended."""
 
     message: Message
     shard: int = 0
@@ -33,7 +33,7 @@ class Lose(NamedTuple):
 
 
 class Warn(NamedTuple):
-    """Something is to be in the log: a text with places for ``arguments``."""
+    """A line for the log: a text with places for ``arguments``."""
 
     text: str
     arguments: tuple[object, ...]

@@ -22,14 +22,14 @@ NO_SLICES: Final[Mapping[int, float]] = MappingProxyType({})
 
 
 class Writer(Protocol):
-    """Puts the results of slices where they belong. Called for every slice, also those that others get."""
+    """Function that puts results of slices where they belong. Called for every slice, also those that others get."""
 
     def __call__(self, start: int, stop: int, payload: Buffer | None) -> None:
         """Take bytes ``start`` to ``stop`` of the exchange; None stands for zeros."""
 
 
 Destination = Bytes | Writer
-"""Where results go: into memory as long as the exchange, or wherever a function puts them."""
+"""Destination of results: memory as long as the exchange, or a function that puts them elsewhere."""
 
 
 class Parted(Protocol):
@@ -40,7 +40,7 @@ class Parted(Protocol):
 
 
 Source = Bytes | Parted
-"""Where contributions come from: memory as long as the exchange (or a slice, if there is one), or slice by slice."""
+"""Source of contributions: memory as long as the exchange (or a slice, if there is one), or a piece for each."""
 
 
 class Coding(Protocol):
@@ -180,7 +180,7 @@ class Exchange:
         self._find_place()
 
     def _find_place(self) -> None:
-        """Where in shared memory contribution and result lie, or pass through."""
+        """Find the place in shared memory in which contribution and result lie, or through which they pass."""
         self.place, self._region = None, None
         if self._memory is not None:
             self.place = self._channel.place_of(self._memory, self.shard)
@@ -265,7 +265,7 @@ class Exchange:
         return self.layout.run_cost(start, stop, self.place is not None or start in self._staged, self.start)
 
     def _run_stop(self, start: int) -> int:
-        """Where the slices end that follow ``start`` and have to be sent."""
+        """Return the end of the slices that follow ``start`` and must be sent."""
         stop = self.stop
         if self.settled:
             stop = min((index for index in self.settled if index >= start), default=stop)
@@ -303,7 +303,7 @@ class Exchange:
         return void
 
     def give_again(self, slices: Iterable[int]) -> None:
-        """These were answered, and have to be given once more all the same."""
+        """Note that answered ``slices`` must be given once more."""
         self.answered.difference_update(slices)
 
     def takes(self, start: int, stop: int) -> bool:
@@ -319,7 +319,7 @@ class Exchange:
             self._free(staged)
 
     def write_off(self) -> None:
-        """Nothing more will be answered."""
+        """Free what is staged: nothing more will be answered."""
         for staged in {staged.start: staged for staged in self._staged.values()}.values():
             self._free(staged)
 

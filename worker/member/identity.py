@@ -1,4 +1,4 @@
-"""This worker's place in its group, as the coordinator has told it."""
+"""Place of this worker in its group, as the coordinator has told it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Identity:
 
     @property
     def member_id(self) -> int:
-        """Id by which exchanges know this worker."""
+        """Number by which exchanges know this worker."""
         return self.member_of(self.membership.rank)
 
     def member_of(self, rank: int) -> int:
@@ -47,7 +47,7 @@ class Identity:
         self.stage = Stage.JOINING if welcome.joins else Stage.MEMBER
 
     def go_on_as(self, stage: Stage) -> None:
-        """Be at another stage from now on."""
+        """Go to another stage."""
         self.stage = stage
 
     def adopt(self, news: Membership, epoch: int) -> set[int]:

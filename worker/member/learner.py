@@ -1,4 +1,4 @@
-"""How a worker comes into a group that trains already.
+"""The course by which a worker comes into a group that trains already.
 
     stage     event                                       next      what happens
     ────────  ──────────────────────────────────────────  ────────  ───────────────────────────────────────────────
@@ -26,7 +26,7 @@ from gradserver.worker.member.waiter import Waiter
 
 
 class Stage(Enum):
-    """One's own part in a group."""
+    """The part that this worker has in its group."""
 
     JOINING = "joins a group that trains already"
     OBSERVING = "catches up with a group that trains already"
@@ -35,7 +35,7 @@ class Stage(Enum):
 
 
 class Arrival(NamedTuple):
-    """How a worker that joined got the state.
+    """The arrival of the state at a worker that joined.
 
     Attributes:
         donor: the name of the member that sent it.
@@ -59,11 +59,11 @@ class Learner:
         self.begins = 0
         """The round that follows its state."""
         self.behind = False
-        """More results have come than there is room for."""
+        """True if more results have come than there is room for."""
         self.ready = False
         """True if it has said that it has caught up."""
         self.arrival: Arrival | None = None
-        """How it got its state."""
+        """The arrival of its state."""
         self._waiting: Waiter | None = None
 
     def heard(self, done: RoundDone, seat: int) -> list[Waiter]:

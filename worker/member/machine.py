@@ -236,7 +236,7 @@ class Member:
             self._overrun(result.key.number)
 
     def _overrun(self, number: int) -> None:
-        """There is no room for a result of round ``number``."""
+        """Handle that there is no room for a result of round ``number``."""
         identity, rounds = self.identity, self.rounds
         if identity.stage is Stage.JOINING:
             self.learner.fall_behind()

@@ -1,4 +1,4 @@
-"""Where the coordinator of a durable group writes results: beside contributions, which stay whole if it dies meanwhile.
+"""Regions of memory in which a durable group's coordinator writes results, beside contributions: these stay whole.
 
 There is a region for each bucket that lies in shared memory. A result stays there when it was copied over, as what the
 worker keeps of it (`gradserver.worker.member.retained`), until the next round's takes its place.
@@ -35,7 +35,7 @@ class Regions:
         self._regions: dict[int, Region] = {}
 
     def take(self, key: ExchangeKey, nbytes: int) -> Region | None:
-        """Where the result of ``key`` is to be written; None if only buckets go there, or no memory can be shared."""
+        """Take the region for the result of ``key``; None if it is no bucket's, or no memory can be shared."""
         if key.stream != Stream.BUCKET:
             return None
         region = self._regions.get(key.part)

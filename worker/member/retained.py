@@ -51,14 +51,14 @@ class Retained:
 
     def __init__(self, credit: int) -> None:
         self._buckets: dict[int, dict[int, Kept]] = {}
-        """By bucket and slice; which round it is of, its key says."""
+        """Results by bucket and slice. The key names the round."""
         self._older: dict[int, dict[tuple[int, int], Kept]] = {}
-        """By round, bucket and slice: what a late member may lack."""
+        """Results that a late member may lack, by round, then by bucket and slice."""
         self._older_bytes = self._older_slices = 0
         self._older_room = 0
         self._room = credit + SLICE_BYTES
         self._past: dict[tuple[int, int], deque[_Past]] = {}
-        """By stream and shard, each of which has a credit of its own."""
+        """Results by stream and shard: each pair has a credit of its own."""
         self._cost: Counter[tuple[int, int]] = Counter()
         """Credit that the kept results of each would take."""
         self._over: dict[tuple[ExchangeKey, int], set[int]] = {}
@@ -128,7 +128,7 @@ class Retained:
             self.over(gone.kept.result.key, (gone.kept.result.slice,), gone.kept.shard)
 
     def over(self, key: ExchangeKey, slices: Iterable[int], shard: int) -> None:
-        """These slices of a collective or a transfer, which are ``shard``'s, are done with, and not kept."""
+        """Note that ``slices`` of a collective or a transfer, which are ``shard``'s, are done with and not kept."""
         found = set(slices)
         if found and key not in self._failed:
             self._over.setdefault((key, shard), set()).update(found)
@@ -155,7 +155,7 @@ class Retained:
         _keep_latest(self._failed)
 
     def forget_buckets(self, older_room: int = 0) -> None:
-        """Another plan was agreed on. Results that late members may lack may take ``older_room`` bytes."""
+        """Forget buckets, for another plan. Results that late members may lack may take ``older_room`` bytes."""
         self._buckets.clear()
         self._forget_older(MAX_COUNTER)
         self._older_room = older_room
@@ -179,7 +179,7 @@ class Retained:
         return found or self._passed.get((key, index))
 
     def spans(self, shard: int) -> Iterator[Span]:
-        """All that is kept of what is ``shard``'s, and what is over there."""
+        """Yield all that is kept of ``shard``'s slices, and what is over there."""
         for slices in self._buckets.values():
             theirs = sorted(index for index, kept in slices.items() if kept.shard == shard)
             yield from runs(_held(slices[index].result, index) for index in theirs)

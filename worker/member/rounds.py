@@ -69,7 +69,7 @@ class Rounds:
         self.number += 1
 
     def go_on_from(self, number: int) -> None:
-        """Be in round ``number`` from now on."""
+        """Go to round ``number``."""
         self.number = number
 
     def missing(self, parts: range) -> list[str]:

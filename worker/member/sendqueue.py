@@ -25,7 +25,7 @@ class SendQueue:
         self._unsent: dict[Pool, deque[Exchange]] = {pool: deque() for pool in Pool}
         self._in_flight = dict.fromkeys(Pool, 0)
         self.waiting = 0
-        """How many exchanges have slices yet to be sent."""
+        """Number of exchanges with slices that are not sent yet."""
 
     def add(self, exchange: Exchange) -> None:
         """Send ``exchange``, behind what its pool holds already."""
@@ -115,7 +115,7 @@ class ShardTraffic:
     def __init__(self, number: int) -> None:
         self.number = number
         self.held = False
-        """Nothing is pushed, until it is known again what of it counts."""
+        """True while nothing is pushed, until it is known again what counts."""
         self.exchanges: dict[ExchangeKey, Exchange] = {}
         self.queue = SendQueue()
 

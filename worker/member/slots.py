@@ -56,7 +56,7 @@ class Slots:
         self._apart: set[int] = set()
         """Shards that memory is not shared with."""
         self._generation = 0
-        """How often all slots were given up."""
+        """Number of times that all slots were given up."""
 
     def take(self, shard: int = 0) -> Slot | None:
         """A slot to be given back; None if all are taken, or nothing is shared with that shard."""

@@ -31,10 +31,10 @@ from gradserver.worker.member.learner import Stage
 from gradserver.worker.member.rounds import Rounds
 
 _TOLD_BYTES: Final = 1 * MIB
-"""So much is read before a data shard is told of it."""
+"""Bytes that are read before a data shard is told of them."""
 
 _CHRONIC_ROUNDS: Final = 8
-"""In a row, after which a worker that is late is told what that means."""
+"""Late rounds in a row after which the log says what that means."""
 
 
 class Read:
@@ -85,7 +85,7 @@ class Stragglers:
         self._over = -1
         """The round of which nothing more is sent, as it would not count."""
         self._late_rounds = 0
-        """For how many rounds in a row it was late."""
+        """Number of rounds in a row for which it was late."""
 
     def expect(self, plan: Plan, slices: Sequence[int], kept: Collection[int] = ()) -> None:
         """Take what comes unasked as ``plan``'s, with so many slices in each bucket. Buckets ``kept`` are as before."""

@@ -17,7 +17,7 @@ class NotFinite(NamedTuple):
 
 
 class Waiter(Protocol):
-    """Something that a caller waits for: `gradserver.worker.handle.Handle`.
+    """A handle, for which a caller waits: `gradserver.worker.handle.Handle`.
 
     A member fills in the outcome, and says when all of it is there. Only the session completes it, without its lock.
 

@@ -1,1 +1,1 @@
-"""How a worker reaches the coordinator and its data shards: ZeroMQ, local sockets of its host, shared memory."""
+"""Ways of a worker to the coordinator and its data shards: ZeroMQ, local sockets of its host, shared memory."""

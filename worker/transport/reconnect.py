@@ -386,7 +386,7 @@ class Lifeline:
 
 
 class Ears:
-    """Hands on the messages of one connection, and reports its end to the lifeline."""
+    """Receiver of one connection. It passes messages on, and reports the end to the lifeline."""
 
     def __init__(self, lifeline: Lifeline, channel: TcpChannel, receiver: Receiver) -> None:
         self.receive = receiver.receive
