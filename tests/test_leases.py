@@ -289,7 +289,7 @@ def test_no_member_uses_what_is_not_its_own(positions: Positions) -> None:
         positions.used("data", 0, 0, 0, ((2, 5),), 0)
     with pytest.raises(MalformedMessageError, match="epoch 3, and 0 is the present one"):
         positions.used("data", 3, 0, 0, ((2, 3),), 0)
-    with pytest.raises(MalformedMessageError, match="nobody has registered data 'other'"):
+    with pytest.raises(MalformedMessageError, match="no member has registered data 'other'"):
         positions.use("other")
 
 

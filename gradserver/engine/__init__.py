@@ -1,18 +1,18 @@
-"""The coordinator's mind: ``handle(event, now) -> commands``. No sockets, no clock, no threads.
+"""Engine of the coordinator: ``handle(event, now) -> commands``. It has no sockets, no clock, no threads.
 
 Laws that this package keeps, whatever order events come in (each has a property test):
 
 - A contribution counts once or not at all (L3). Slices of one worker come in order; a second one for
   the same place is refused.
-- Contributions are reduced in rank order (L2), when the last one is in, and everybody gets the same result (L1).
-- Everything that waits has a deadline (L5), and its error names who is missing.
+- Contributions are reduced in rank order (L2), when the last one is in, and all get the same result (L1).
+- Everything that waits has a deadline (L5), and its error names the missing members.
 - What becomes of a non-finite contribution to a bucket is the group's policy, and the same at every member (L6).
 - What a member has in flight is bounded by its credit (L7).
 - Whatever one connection sends, others lose nothing but the partner they cannot do without (L8).
 
 Control (`gradserver.engine.control.half`) knows groups, membership and plans; data (`gradserver.engine.data.half`)
 holds slices and matches them. They share nothing: orders go one way and reports the other, and so several
-data halves can run elsewhere (`gradserver.engine.shard` is the mind of one).
+data halves can run elsewhere (`gradserver.engine.shard` is the engine of one).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Engine:
     Args:
         worlds: world sizes by group, or policies of elastic ones, for groups whose size the coordinator was told.
         credit: bytes that one worker may have in flight.
-        entropy: gives text that nobody can guess; without it no data shards are taken.
-        rate: of this process's link in Gbit/s, as others state theirs; None if nobody said.
+        entropy: gives text that cannot be guessed; without it no data shards are taken.
+        rate: of this process's link in Gbit/s, as others state theirs; None if it is unknown.
         digests: whether to hash what is summed and what comes out, for the ledger.
-        incarnation: how often a coordinator has begun where this one writes its records; 0 if nobody keeps them.
-            Elastic groups are durable if somebody does.
+        incarnation: number of coordinators that have begun where this one writes its records; 0 if none are kept.
+            Elastic groups are durable if they are.
         runs: whether the process that has a beacon (`gradserver.protocol.beacon`) is known to run, whatever else
             it does.
-        access: which groups strangers may found, and whose data shards are taken.
+        access: rules for founding groups and for taking data shards.
         round_timeout: seconds that an exchange waits for a member that is alive. None: as long as the longest timeout
             that a founder of the group named.
         nonfinite: what becomes of gradients that are not finite; a group that was restored goes on as it began.
@@ -72,7 +72,7 @@ class Engine:
         self.data = Data()
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """What to do about ``event``, in this order. ``now`` in seconds, never decreasing."""
+        """Return what to do about ``event``, in this order. ``now`` in seconds, never decreasing."""
         effects = Effects()
         match event:
             case Received() if type(event.message) is Push:
@@ -108,14 +108,14 @@ class Engine:
         return effects.commands
 
     def next_deadline(self) -> float | None:
-        """When a `Tick` is due at the latest; None when nothing waits."""
+        """Return the time at which a `Tick` is due at the latest; None when nothing waits."""
         control, data = self.control.next_deadline(), self.data.next_deadline()
         if control is None or data is None:
             return data if control is None else control
         return min(control, data)
 
     def awaited(self, group: str) -> set[int]:
-        """Connections of members that others wait for, and who have not begun what it is that they wait for."""
+        """Return connections of members that others wait for, and that have not begun what these wait for."""
         return self.data.awaited(group) | self.control.awaited(group)
 
     def allowance(self) -> int:
@@ -123,7 +123,7 @@ class Engine:
         return self.data.allowance()
 
     def snapshot(self, now: float) -> dict[str, object]:
-        """What the coordinator sees, as plain JSON values."""
+        """Return what the coordinator sees, as plain JSON values."""
         groups = self.control.snapshot(now)
         for name, traffic in self.data.snapshot(now).items():
             groups[name].update(traffic)

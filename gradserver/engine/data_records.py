@@ -41,7 +41,7 @@ class Holder(NamedTuple):
 class Data(Kind):
     """All about the use of one kind of data: what is left of ``epoch``, and what each seat holds of it.
 
-    ``by`` says who used it first, and ``begun`` whether anybody has claimed anything.
+    ``by`` names the member that used it first, and ``begun`` says whether any was claimed.
     """
 
     group: Name
@@ -68,7 +68,7 @@ class Claim(Kind):
 
 
 class Committed(NamedTuple):
-    """In a round these ranges of ``epoch`` were used up by ``seat``; ``partly``: it counted in some slices only."""
+    """Ranges of ``epoch`` that ``seat`` used up in a round; ``partly``: it counted in some slices only."""
 
     name: Name
     epoch: Seed

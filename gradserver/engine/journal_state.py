@@ -1,4 +1,4 @@
-"""What many records come to: the one fold of the journal, by which it is compacted, restored and gone on from."""
+"""State of the journal: the one fold of its records, by which it is compacted, restored and continued."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _LATEST: Final = frozenset(_BEFORE + _BEHIND)
 
 
 class Dated(NamedTuple):
-    """A record, and what the clock showed when it was written."""
+    """A record, and the time when it was written."""
 
     clock: float
     record: Kind
 
 
 class GroupState:
-    """What the records of one group, which has not ended, come to.
+    """State of one group, which has not ended, after its records.
 
     Attributes:
         epochs: the memberships from that on which is in force, by epoch; of more than some the latest.
@@ -68,13 +68,13 @@ class GroupState:
         self._leased: Dated | None = None
 
     def latest(self, kind: type[K]) -> K | None:
-        """The latest record of a kind."""
+        """Return the latest record of a kind."""
         dated = self._latest.get(kind)
         return None if dated is None or not isinstance(dated.record, kind) else dated.record
 
     @property
     def is_durable(self) -> bool:
-        """Whether it survives its coordinator."""
+        """True if it survives its coordinator."""
         return Durable in self._latest
 
     @property
@@ -115,7 +115,7 @@ class GroupState:
             self.cuts.pop()
 
     def records(self, name: str) -> Iterable[Dated]:
-        """What is to be restated of it, in an order in which it can be read."""
+        """Yield the records that are to be restated of it, in an order in which they can be read."""
         yield from (self._latest[kind] for kind in _BEFORE if kind in self._latest)
         yield from self.epochs.values()
         yield from (self._latest[kind] for kind in _BEHIND if kind in self._latest)
@@ -125,17 +125,19 @@ class GroupState:
 
 
 class JournalState:
-    """What all records come to: taken one after the other, and given back to begin a file with.
+    """State of the journal after all records, which are taken one after the other.
+
+    `records` gives back those with which a new file begins.
 
     Attributes:
-        groups: those that have not ended, by name.
+        groups: groups that have not ended, by name.
     """
 
     def __init__(self) -> None:
         self.groups: dict[str, GroupState] = {}
         self._start: list[Dated] = []
         self._spent: dict[str, Dated] = {}
-        """What groups have used of their quota, also if they have ended."""
+        """Quota that groups have used, also if they have ended."""
 
     def apply(self, dated: Dated) -> None:
         """Take what was written next."""
@@ -158,6 +160,6 @@ class JournalState:
                 self.groups[group].apply(dated)
 
     def records(self) -> list[Dated]:
-        """What is to be restated, in an order in which it can be read."""
+        """Return the records that are to be restated, in an order in which they can be read."""
         groups = (dated for name, group in self.groups.items() for dated in group.records(name))
         return [*self._start, *self._spent.values(), *groups]

@@ -1,10 +1,10 @@
-"""Which positions of an epoch's order are left, whose they are, and which are used up: each exactly once.
+"""Positions of an epoch's order: each is left, held by a member or used up, exactly once.
 
 A position's life:
 
     state  event                                             next   what happens
     ─────  ────────────────────────────────────────────────  ─────  ─────────────────────────────────────────────
-    LEFT   Claim                                             HELD   the lowest go first; nobody else gets them
+    LEFT   Claim                                             HELD   the lowest go first; no other gets them
     HELD   the same Claim again                              HELD   the same answer, that may have been lost
     HELD   Used in round n, which is not over                USED
     HELD   Used in round n, which is over without the seat   HELD   it will count later … or LEFT, if it is dropped
@@ -14,7 +14,7 @@ A position's life:
     USED   round n is over without the seat                  HELD   it will count later … or LEFT, if it is dropped
     USED   its holder departs                                USED   whether it counted is known when the round is over
     USED   … and round n is over without the departed        LEFT
-    DONE   all are, and somebody claims of the next epoch    LEFT
+    DONE   all are, and a member claims of the next epoch    LEFT
 
 Nothing here knows ranks, nor how many workers there are. A *seat* stands for a worker, as everywhere in the engine.
 """
@@ -33,11 +33,11 @@ from gradserver.protocol.ranges import Ranges, both, count, lowest, minus, union
 K = TypeVar("K")
 
 _MOST_PIECES: Final = MAX_RANGES - 1
-"""So that what lies between them is no more than a message holds."""
+"""Most ranges of a state: what lies between them is then no more than a message holds."""
 
 
 class Answer(NamedTuple):
-    """What somebody got of ``epoch``, by its claim of this ``number``."""
+    """Ranges that a member got of ``epoch``, by its claim of this ``number``."""
 
     number: int
     epoch: int
@@ -51,21 +51,21 @@ class Use:
     name: str
     order: Order
     by: str
-    """Who was the first to use it."""
+    """The first member that used it."""
     epoch: int
     left: Ranges
     begun: bool = False
-    """Whether anybody has claimed anything."""
+    """True if a member has claimed any."""
     held: dict[int, Ranges] = field(default_factory=dict)
-    """What seats hold and have not said to be used."""
+    """Ranges that seats hold and have not said to be used."""
     used: dict[tuple[int, int], Ranges] = field(default_factory=dict)
-    """What is in the contributions to rounds that are not over, by round and seat."""
+    """Ranges in the contributions to rounds that are not over, by round and seat."""
     answers: dict[int, Answer] = field(default_factory=dict)
-    """To the last claim of each seat."""
+    """Answers to the last claim of each seat."""
 
     @property
     def finished(self) -> bool:
-        """Whether every position is used up."""
+        """True if every position is used up."""
         return not (self.left or self.held or self.used)
 
     @property
@@ -98,17 +98,17 @@ class Use:
 
     @property
     def pieces(self) -> int:
-        """How many ranges its state consists of, at most."""
+        """Number of ranges that its state consists of, at most."""
         parts = [self.left, *self.held.values(), *self.used.values(), *(one.ranges for one in self.answers.values())]
         return sum(map(len, parts))
 
     def claimable(self, seat: int, number: int, wanted: int) -> int:
-        """How many ranges the answer to a claim has, at most."""
+        """Return the number of ranges that the answer to a claim has, at most."""
         before = self.answers.get(seat)
         return len(before.ranges) if before is not None and before.number == number else min(len(self.left), wanted)
 
     def say_used(self, seat: int, round_number: int, ranges: Ranges) -> None:
-        """``ranges`` of the present epoch, and nothing else that ``seat`` holds, are in its contribution to a round."""
+        """Note that ``ranges``, and nothing else that ``seat`` holds, are in its contribution to a round."""
         before = self.used.get((round_number, seat), ())
         held = union(self.held.get(seat, ()), before)
         strange = minus(ranges, held)
@@ -123,15 +123,15 @@ class Use:
         _set(self.used, (round_number, seat), ranges)
 
     def give_back(self, seat: int, ranges: Ranges) -> None:
-        """What ``seat`` holds of ``ranges`` is for everybody again."""
+        """Leave to all what ``seat`` holds of ``ranges``."""
         back = both(self.held.get(seat, ()), ranges)
         _set(self.held, seat, minus(self.held.get(seat, ()), back))
         self.left = union(self.left, back)
 
     def take_up(self, seat: int, ranges: Ranges, holder: int | None) -> None:
-        """As was written down: ``ranges`` are held by ``holder`` now, or used up. Before they were left, or a seat's.
+        """Do as was written: ``ranges`` are held by ``holder`` now, or used up. Before they were left, or a seat's.
 
-        Which seat's is not written: it may have departed, or have dropped them.
+        The record does not name that seat: it may have departed, or have dropped them.
         """
         self.left = minus(self.left, ranges)
         for other in (seat, *self.held.keys() - {seat}):
@@ -148,7 +148,7 @@ class Use:
             )
 
     def state(self, group: str) -> Data:
-        """All of it, to be written down. What is used in open rounds is held, or left if its holder has departed."""
+        """Make a record of all of it. What is used in open rounds is held, or left if its holder has departed."""
         left, held = self.left, dict(self.held)
         for (_, seat), ranges in self.used.items():
             if seat in self.answers:
@@ -160,7 +160,7 @@ class Use:
 
 
 class Positions:
-    """Of all data of one group.
+    """Positions in all data of one group.
 
     Attributes:
         uses: by name.
@@ -171,16 +171,16 @@ class Positions:
         self.uses: dict[str, Use] = {}
         self.users: dict[tuple[str, int], int] = {}
         self._said: dict[tuple[str, int], int] = {}
-        """The last round that each seat has said so of."""
+        """The last round of which each seat has said so."""
         self._dropped: dict[int, int] = {}
         """The last round of each seat that does not count, and never will."""
         self._kept: dict[int, int] = {}
         """The last round of each seat that does not count, but later will."""
         self._unwritten: set[str] = set()
-        """What is to be written down anew: something was given back, and no other record says so."""
+        """Data with a state that is to be written anew: ranges were given back, and no other record says so."""
 
-    def register(self, name: str, order: Order, epoch: int, done: Ranges, who: str) -> Use:
-        """``who`` uses data, and goes on where ``epoch`` and ``done`` say, unless the group is elsewhere already.
+    def register(self, name: str, order: Order, epoch: int, done: Ranges, user: str) -> Use:
+        """Register a ``user`` of data. It goes on where ``epoch`` and ``done`` say, unless the group is elsewhere.
 
         Raises:
             DisagreementError: others use other data under this name, or go on from elsewhere; both sides are named.
@@ -189,30 +189,30 @@ class Positions:
         if use is None:
             if len(self.uses) >= MAX_DATA:
                 raise LimitExceededError(f"the group uses {MAX_DATA} kinds of data already")
-            use = Use(name, order, who, epoch, ())
+            use = Use(name, order, user, epoch, ())
             use.left = minus(use._all, done)
             use._check_pieces(1)
             self.uses[name] = use
         elif use.order != order:
             raise DisagreementError(
-                f"{who} uses data {name!r} as {order}, and {use.by} as {use.order}. All members must give DataRanges "
+                f"{user} uses data {name!r} as {order}, and {use.by} as {use.order}. All members must give DataRanges "
                 f"the same length, seed and shuffle, or another name="
             )
         elif not use.begun and (epoch or done) and (epoch, done) != (use.epoch, use.done):
             raise DisagreementError(
-                f"{who} goes on with data {name!r} in epoch {epoch}, {count(done)} samples used, and {use.by} in epoch "
-                f"{use.epoch}, {count(use.done)} samples used. All members must load the same checkpoint"
+                f"{user} goes on with data {name!r} in epoch {epoch}, {count(done)} samples used, and {use.by} in "
+                f"epoch {use.epoch}, {count(use.done)} samples used. All members must load the same checkpoint"
             )
         return use
 
     def use(self, name: str) -> Use:
-        """The use of data that somebody has registered."""
+        """Return the use of data that a member has registered."""
         if name not in self.uses:
-            raise MalformedMessageError(f"nobody has registered data {name!r}")
+            raise MalformedMessageError(f"no member has registered data {name!r}")
         return self.uses[name]
 
     def used(self, name: str, epoch: int, seat: int, round_number: int, ranges: Ranges, over: int) -> None:
-        """``seat`` says what is in its contribution to a round; those before ``over`` are over."""
+        """Note what ``seat`` says to be in its contribution to a round; rounds before ``over`` are over."""
         use = self.use(name)
         self._said[name, seat] = max(round_number, self._said.get((name, seat), -1))
         if round_number <= self._dropped.get(seat, -1):
@@ -226,7 +226,7 @@ class Positions:
                 raise MalformedMessageError(f"it used ranges of epoch {epoch}, and {use.epoch} is the present one")
 
     def awaits(self, round_number: int, counted: Collection[int]) -> bool:
-        """Whether one of those who ``counted`` in a round has yet to say what it used in it."""
+        """Tell whether a member that ``counted`` in a round has yet to say what it used in it."""
         return any(
             seat in counted and first <= round_number and self._said.get((name, seat), -1) < round_number
             for (name, seat), first in self.users.items()
@@ -234,7 +234,7 @@ class Positions:
         )
 
     def not_counted(self, seat: int, round_number: int, keep: bool) -> None:
-        """A round closes without ``seat``, which is late. ``keep``: what it gave will count later."""
+        """Close a round without ``seat``, which is late. With ``keep`` what it gave will count later."""
         (self._kept if keep else self._dropped)[seat] = round_number
         for use in self.uses.values():
             ranges = use.used.pop((round_number, seat), ())
@@ -246,13 +246,13 @@ class Positions:
     def commit(
         self, round_number: int, present: Collection[int], weights: Mapping[int, float], partly: Collection[int]
     ) -> tuple[Committed, ...]:
-        """A round is over: what those used who counted is used up.
+        """End a round: what its members used that counted is used up.
 
         Args:
             round_number: which.
-            present: seats of those who are there. They count, whatever weight they chose to have.
-            weights: of those who counted, by seat.
-            partly: seats of those who counted in some slices only.
+            present: seats of the members that are present. They count, whatever weight they chose to have.
+            weights: weights that counted, by seat.
+            partly: seats that counted in some slices only.
         """
         found = []
         for use in self.uses.values():
@@ -265,7 +265,7 @@ class Positions:
         return tuple(found)
 
     def depart(self, seat: int) -> None:
-        """``seat`` is vacant: what it held is for the others, but for what it used in rounds that are not over."""
+        """Leave what ``seat`` held to the others, but for what it used in rounds that are not over: it is vacant."""
         self._dropped.pop(seat, None)
         self._kept.pop(seat, None)
         for name, use in self.uses.items():
@@ -299,12 +299,12 @@ class Positions:
                 self.uses[name].take_up(seat, ranges, None)
 
     def unwritten(self) -> list[Use]:
-        """Of what the state is to be written down. Once."""
+        """Take the data with a state that is to be written anew."""
         names, self._unwritten = self._unwritten, set()
         return [self.uses[name] for name in sorted(names)]
 
     def keep_only(self, seats: Iterable[int]) -> None:
-        """All others have departed."""
+        """Keep what ``seats`` hold: all others have departed."""
         there = set(seats)
         for use in self.uses.values():
             for seat in use.held.keys() - there:
@@ -314,7 +314,7 @@ class Positions:
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
     def snapshot(self) -> dict[str, object]:
-        """Epochs, and how many positions are in which state, by name: plain JSON values."""
+        """Return the epoch of each data, and the number of positions in each state: plain JSON values."""
         return {
             name: {
                 "epoch": use.epoch,
@@ -336,7 +336,7 @@ class Positions:
 
 
 def _set(table: dict[K, Ranges], key: K, ranges: Ranges) -> None:
-    """Empty ranges are not kept."""
+    """Set an entry, or remove it if ``ranges`` are empty."""
     if ranges:
         table[key] = ranges
     else:

@@ -1,4 +1,4 @@
-"""What a coordinator was told about the size of a group."""
+"""Policies of groups: their size, gradients that are not finite, and stragglers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from gradserver.protocol.errors import InvalidArgumentError, InvalidWorldSizeErr
 from gradserver.protocol.limits import BACKLOG_BYTES, MAX_TIMEOUT, MAX_WORLD_SIZE, STATE_BYTES_A_SECOND, STATE_SECONDS
 
 GATHER_SECONDS = 2.0
-"""How long an elastic group that could begin waits for more, if nobody says otherwise."""
+"""Time that an elastic group that could begin waits for more workers, by default."""
 DEAD_AFTER_SECONDS = 1.0
 RECONNECT_SECONDS = 60.0
 MISSING_SECONDS = 2.0
 GRACE_SECONDS = 0.5
-"""How long those have who are not of the quorum, if nobody says otherwise."""
+"""Time that a round waits for members outside of the quorum, by default."""
 
 
 class OnNonFinite(StrEnum):
-    """What becomes of a round's gradients that are not finite."""
+    """Policy about a round's gradients that are not finite."""
 
     HALT = "halt"
-    """The group stops, and everybody gets an error that names worker, bucket and parameter."""
+    """The group stops, and all members get an error that names worker, bucket and parameter."""
     LEAVE_OUT = "leave-out"
     """A slice of a contribution does not count if anything in it is not finite: the mean is that of the others."""
     SKIP = "skip"
@@ -34,17 +34,17 @@ class OnNonFinite(StrEnum):
 
     @property
     def sifts(self) -> bool:
-        """Whether it is decided for each slice of a mean, and told with its result."""
+        """True if it is decided for each slice of a mean, and told with its result."""
         return self in (OnNonFinite.LEAVE_OUT, OnNonFinite.SKIP)
 
 
 HALT: Final = OnNonFinite.HALT
 PROPAGATE: Final = OnNonFinite.PROPAGATE
-"""For who asks with every slice: a class of enumerators takes its time to look one up."""
+"""Aliases for code that asks with every slice: a look-up in a class of enumerators takes its time."""
 
 
 def on_non_finite(name: str) -> OnNonFinite:
-    """What people call it; InvalidArgumentError if there is no such policy."""
+    """Return the policy of this name; InvalidArgumentError if there is none."""
     try:
         return OnNonFinite(name)
     except ValueError:
@@ -54,7 +54,7 @@ def on_non_finite(name: str) -> OnNonFinite:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """When a round is closed without those who are late. One of the first three says how many are waited for.
+    """Rule by which a round is closed without stragglers. One of the first three says how many are waited for.
 
     Attributes:
         quorum: so many.
@@ -83,7 +83,7 @@ class Lateness:
             raise InvalidArgumentError(f"a grace is 0 to {MAX_TIMEOUT:g} seconds, not {self.grace!r}")
 
     def needed(self, present: int) -> int:
-        """How many a round waits for."""
+        """Return the number of members that a round waits for."""
         if self.backup:
             return max(1, present - self.backup)
         if self.quorum:
@@ -94,11 +94,11 @@ class Lateness:
 def lateness_of(
     quorum: int | str | None = None, backup: int = 0, grace: float | None = None, late: str | None = None
 ) -> Lateness | None:
-    """What people say of those who are late; None if nothing.
+    """Make the rule about stragglers from what people say; None if they say nothing.
 
     Args:
         quorum: a number of workers, or a share as ``"75%"``.
-        backup: how many are not waited for.
+        backup: number of members that are not waited for.
         grace: seconds; None for the default, which is none with backups.
         late: ``keep`` or ``drop``; None for ``keep``.
     """
@@ -135,12 +135,12 @@ class Policy:
         maximum: it never has more.
         gather: seconds that it waits for more than the minimum before it begins.
         backlog: bytes of unasked results that one member may have unread.
-        dead_after: seconds in which somebody whose connection broke has departed. If the group is durable, he has half
-            of them to come back.
-        reconnect: seconds that a durable group waits for somebody to come back, when nobody is left.
-        missing: seconds that those who have come back then wait for the others.
-        lateness: when a round is closed without those who are late; None for never.
-        state_seconds: how long the others wait, at most, for a learner that gets its state.
+        dead_after: seconds after which a member without a connection has departed. In a durable group it has half of
+            them to come back.
+        reconnect: seconds that a durable group waits for a member to come back, when none is left.
+        missing: seconds that members that have come back then wait for the others.
+        lateness: rule by which a round is closed without stragglers; None for never.
+        state_seconds: seconds that the others wait, at most, for a learner that gets its state.
         state_rate: bytes of it that must come in a second meanwhile.
         rejoin: seconds that a group with fewer than the minimum waits for a worker to join, before it ends. None for
             the default: 0 if minimum and maximum are equal, else the longest timeout of its founders.

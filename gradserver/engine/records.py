@@ -1,13 +1,13 @@
-"""What is written down of a group's life, in the ledger: the kinds of records, and each as bytes.
+"""Records of the journal: their kinds, and each as bytes.
 
-A record says what was decided, or what happened, once. It is written before anybody is told of it: the command that
+A record states one decision or one happening. It is written before any member is told of it: the command that
 asks for it stands before those that tell. Bodies are msgpack arrays of fields, numbers by rank are packed columns.
 What is written stays readable: a kind with other fields gets another number, and no number is used twice.
 
 A kind of record is declared once, as a class: `kind` gives it its number, and the type of each field has its check
-(`gradserver.engine.declared`). `gradserver.engine.journal_state` is what many records come to.
+(`gradserver.engine.declared`). `gradserver.engine.journal_state` is the state that many records give.
 
-Times are those of the coordinator's own clock, in seconds. `Start` says what the time of day was then.
+Times are those of the coordinator's own clock, in seconds. `Start` gives the time of day then.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from gradserver.protocol.limits import (
 MAX_BODY_BYTES: Final = MAX_ORDER_BYTES
 """One record without its frame: a plan, at most."""
 _MAX_CUT: Final = 1024
-"""Places at which a record says that somebody was cut off, or not finite; it leaves out the others."""
+"""Places of a record that say that a member was cut off, or not finite; it leaves out the others."""
 _MAX_SECONDS: Final = 1e12
-"""Of any clock."""
+"""Limit of any clock."""
 
 
 # ── fields ────────────────────────────────────────────────────────────────────────────────────────────
@@ -91,19 +91,19 @@ class RoundRecord:
 
     Attributes:
         round: its number.
-        weights: each contribution's; 0 for who was left out.
-        opened: when the first contribution came.
-        completed: when the last result was made.
+        weights: weight of each contribution; 0 for a member that was left out.
+        opened: time of the first contribution.
+        completed: time of the last result.
         last: the rank whose contribution was the last to come, which the round waited for.
-        arrivals: when each rank's first slice came, and when its last one did.
+        arrivals: times of each rank's first slice and of its last one.
         inputs: the digest of what was summed of each rank's contribution, over all buckets; empty if none was made.
         results: the digest of each bucket's result, by its place in the section; empty if none was made.
-        cut: of those who departed in this round, (seat, bucket, number of slices that counted).
+        cut: for members that departed in this round, (seat, bucket, number of slices that counted).
         section: the number of the section of the plan that was exchanged.
-        nonfinite: of what was not finite, and did not count, (seat, bucket, number of slices, the first element that is
-            not finite). The element is -1 if it is not known any more.
+        nonfinite: for contributions that were not finite, and did not count, (seat, bucket, number of slices, the
+            first element that is not finite). The element is -1 if it is not known any more.
 
-    In elastic groups ranks are seats here, and whoever was not there has weight 0 and arrived when it was opened.
+    In elastic groups ranks are seats here, and a member that was not there has weight 0 and arrived when it was opened.
     """
 
     round: int
@@ -119,7 +119,7 @@ class RoundRecord:
     nonfinite: tuple[tuple[int, int, int, int], ...] = ()
 
     def without_digests(self) -> RoundRecord:
-        """The same, to be kept in memory. `dataclasses.replace` takes four times as long, in every round."""
+        """Return the same, to be kept in memory. `dataclasses.replace` takes four times as long, in every round."""
         before = self.round, self.weights, self.opened, self.completed, self.last, self.arrivals
         return RoundRecord(*before, (), (), self.cut, self.section, self.nonfinite)
 
@@ -416,10 +416,10 @@ _packb = msgpack.Packer(autoreset=True, unicode_errors="replace").pack
 
 
 def encode(record: Kind) -> tuple[int, bytes]:
-    """The number of its kind, and its body.
+    """Return the number of its kind, and its body.
 
     Raises:
-        MalformedMessageError: `decode` would not take it; nobody could read what stands behind it in a file.
+        MalformedMessageError: `decode` would not take it, and what stands behind it in a file could not be read.
         LimitExceededError: it is longer than a record may be.
     """
     try:
@@ -432,7 +432,7 @@ def encode(record: Kind) -> tuple[int, bytes]:
 
 
 def size_of(record: Kind) -> int:
-    """The bytes of its body; 0 if it cannot be encoded, and so is not written."""
+    """Return the size of its body; 0 if it cannot be encoded, and so is not written."""
     try:
         return len(_encode(record)[1])
     except (OverflowError, TypeError, ValueError, struct.error):
@@ -440,7 +440,7 @@ def size_of(record: Kind) -> int:
 
 
 def _is_plain(epoch: int, record: RoundRecord, body: bytes) -> bool:
-    """Whether a round's record can be read without a doubt: there is one in each round, and few need a closer look."""
+    """Tell whether a round's record is certain to be readable: there is one in each round; few need a closer look."""
     weights = record.weights
     return (
         max(epoch, record.round) <= MAX_COUNTER
@@ -455,7 +455,7 @@ def _is_plain(epoch: int, record: RoundRecord, body: bytes) -> bool:
 
 
 _SOON: Final = 3600.0
-"""Seconds. Who arrives, does so within a round."""
+"""Seconds within which a member that arrives does so."""
 
 
 def _encode(record: Kind) -> tuple[int, bytes]:

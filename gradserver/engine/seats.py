@@ -1,7 +1,7 @@
 """Seats: places that members of an elastic group keep.
 
-A seat is its occupant's for the group's life. Ranks are the places of those who are there, in the order of their
-seats: so they are dense, and who leaves never changes the order of the others. Sums run in that order.
+A seat is its occupant's for the group's life. Ranks are the places of the members that are present, in the order of
+their seats. So ranks are dense, and a departure never changes the order of the others. Sums run in that order.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gradserver.protocol.messages import Join
 
 
 class Seats:
-    """Who sits where, and who is still there. Seats are ranks while no member has left.
+    """Seats of a group, and the members in them. Seats are ranks while no member has left.
 
     Attributes:
-        names: of those who sat there last, by seat; empty where nobody ever did.
-        present: the seats of those who are there, by rank.
+        names: names of the latest members, by seat; empty where there never was one.
+        present: seats of the members that are present, by rank.
     """
 
     __slots__ = ("_ranks", "names", "present")
@@ -31,11 +31,11 @@ class Seats:
         self.reseat(self.present)
 
     def depart(self, seat: int) -> None:
-        """``seat`` is vacant from now on; its occupant goes on to be spoken of with its last rank."""
+        """Take ``seat`` as vacant from now on. Its occupant goes on to be named with its last rank."""
         self.reseat(tuple(other for other in self.present if other != seat))
 
     def admit(self, seat: int, name: str) -> None:
-        """``seat`` is that of ``name`` from now on, who is not there yet: its rank is the one that it would have."""
+        """Give ``seat`` to ``name``, which is not present yet: its rank is the one that it would have."""
         names = [*self.names, *[""] * (seat + 1 - len(self.names))]
         self._ranks += [0] * (len(names) - len(self._ranks))
         names[seat] = name
@@ -43,31 +43,31 @@ class Seats:
         self._ranks[seat] = sum(other < seat for other in self.present)
 
     def reseat(self, present: tuple[int, ...]) -> None:
-        """These seats, in order, are those of who is there."""
+        """Take these seats, in order, as those of the members that are present."""
         self.present = present
         for rank, other in enumerate(present):
             self._ranks[other] = rank
 
     def rank(self, seat: int) -> int:
-        """The rank of ``seat``, or the last that it had; of what is no seat, the number itself."""
+        """Return the rank of ``seat``, or the last that it had; of what is no seat, the number itself."""
         return self._ranks[seat] if 0 <= seat < len(self._ranks) else seat
 
     def present_names(self) -> tuple[str, ...]:
-        """The names of those who are there, by rank."""
+        """Return the names of the members that are present, by rank."""
         return tuple(self.names[seat] for seat in self.present)
 
     def call(self, seat: int) -> str:
-        """How to speak of an occupant; or of a seat that an earlier coordinator gave, and only members know of."""
+        """Name an occupant for people; or a seat that an earlier coordinator gave, and only members know of."""
         name = self.names[seat] if seat < len(self.names) else ""
         return f"{name!r} (rank {self._ranks[seat]})" if name else f"a worker that has departed (seat {seat})"
 
     def departed(self, seat: int, politely: bool, how: str) -> PeerError:
-        """What to tell the others of an occupant who left, or was lost."""
+        """Return the error that tells the others of an occupant that left, or was lost."""
         kind, verb = (WorkerLeftError, "left") if politely else (WorkerLostError, "was lost")
         return kind(f"{self.call(seat)} {verb} {how}", worker=self.names[seat], rank=self.rank(seat))
 
     def left_out(self, seat: int, where: str) -> LeftOutError:
-        """What to tell an occupant whom the others go on without: of what it was left out, and why."""
+        """Return the error for an occupant that the others go on without: of what it was left out, and why."""
         return LeftOutError(
             f"this worker, {self.call(seat)}, was left out of {where}. It has to join again",
             worker=self.names[seat],
@@ -76,9 +76,9 @@ class Seats:
 
 
 def in_order(joins: Sequence[Join], places: int) -> dict[int, int]:
-    """Which of ``joins`` gets which place, in order: the rank that it asked for.
+    """Give each of ``joins`` a place, in order: the rank that it asked for.
 
-    Those without a wish get the lowest of ``places`` that are left, in the order in which they came.
+    One without a wish gets the lowest of ``places`` that are left, in the order in which they came.
     """
     taken = {join.rank: index for index, join in enumerate(joins) if join.rank >= 0}
     free = (place for place in range(places) if place not in taken)
@@ -89,7 +89,7 @@ def in_order(joins: Sequence[Join], places: int) -> dict[int, int]:
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """``names``, of which each is there once: who has the name of another one before him gets a number behind it."""
+    """Make ``names`` unique: one that an earlier one has as well gets a number behind it."""
     taken, found = set(names), list[str]()
     for name in names:
         if name in found:
@@ -101,12 +101,12 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def _base(name: str) -> str:
-    """As much of ``name`` as leaves room for a number."""
+    """Return as much of ``name`` as leaves room for a number."""
     return name.encode(errors="replace")[: MAX_NAME_BYTES - 5].decode(errors="ignore")
 
 
 def namesake(name: str, names: Sequence[str], taken: Container[int]) -> int:
-    """A vacant seat whose occupant got a number behind ``name``, as others were called so too; -1 if there is none."""
+    """Return a vacant seat of an occupant that got a number behind ``name``, as others had it too; -1 if none."""
     for seat, other in enumerate(names):
         base, _, number = other.rpartition("-")
         if seat not in taken and base == _base(name) and number.isdecimal():
@@ -115,10 +115,10 @@ def namesake(name: str, names: Sequence[str], taken: Container[int]) -> int:
 
 
 def seat_for(join: Join, names: Sequence[str], taken: Container[int], away: Mapping[int, int], places: int) -> int:
-    """Which of ``places`` somebody gets who joins a running group; -1 if all are ``taken``.
+    """Return the seat of ``places`` for a worker that joins a running group; -1 if all are ``taken``.
 
-    Its own, if this name had one; the rank that it asks for, if that was nobody's yet; the lowest that was nobody's;
-    or that of whoever is ``away`` longest, by the epoch since which it is.
+    It is its own, if this name had one; or the rank that it asks for, if that had no occupant yet; or the lowest
+    without one; or that of the member that is ``away`` longest, by the epoch since which it is.
     """
     own = [seat for seat, name in enumerate(names) if name == join.name and seat not in taken]
     if own:

@@ -1,4 +1,4 @@
-"""The mind of a data shard: a data half by itself, whose control is elsewhere.
+"""Engine of a data shard: a data half by itself, with its control elsewhere.
 
 Orders come from the coordinator through one special connection, the link, and reports go back through it. Workers
 come by themselves, and show the token that the coordinator gave them:
@@ -59,12 +59,12 @@ from gradserver.protocol.messages import (
 from gradserver.protocol.messages.recovery import Held, Holding, Resumed
 
 ATTENDING_SECONDS: Final = 10.0
-"""How long a worker may be here before the coordinator's word of its group."""
+"""Time that a worker may be here before the coordinator's word of its group."""
 MAX_ATTENDING: Final = 4096
 
 
 class ShardEngine:
-    """As `gradserver.engine.Engine`, for a process that has the data half only.
+    """Engine of a process that has the data half only, with the interface of `gradserver.engine.Engine`.
 
     Args:
         primary: the coordinator's URL.
@@ -84,16 +84,16 @@ class ShardEngine:
         self._seats: dict[int, tuple[str, int]] = {}
         """Group and rank of workers that are here, by connection."""
         self._attending: dict[int, tuple[Attend, float]] = {}
-        """Who waits for its group, and until when."""
+        """Workers that wait for their group, each with its deadline, by connection."""
         self._latest = 0
         """The latest epoch that the coordinator has told of."""
         self._void: dict[tuple[str, int], int] = {}
-        """By group and rank, up to which version of the books connections of before are void."""
+        """Generation up to which earlier connections are void, by group and rank."""
         self._reducing = 0
         """Reductions that have not come back."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """What to do about ``event``, in this order. ``now`` in seconds, never decreasing."""
+        """Return what to do about ``event``, in this order. ``now`` in seconds, never decreasing."""
         effects = Effects()
         match event:
             case Received() if type(event.message) is Push:
@@ -131,7 +131,7 @@ class ShardEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being reduced, of whatever group."""
+        """True if no reduction is under way."""
         return not self._reducing
 
     def _report(self, report: Report, effects: Effects) -> None:
@@ -181,7 +181,7 @@ class ShardEngine:
                 effects.close(connection)
 
     def _detach(self, order: Detach, effects: Effects) -> None:
-        """A member has lost some connection, here or elsewhere: that to this shard is void, and it makes a new one."""
+        """Void a member's connection, as it has lost one here or elsewhere: it makes a new one."""
         self._void[order.group, order.seat] = self.data.groups[order.group].order.epoch
         connection = self.data.groups[order.group].members.connections[order.seat]
         if connection < 0:
@@ -191,7 +191,7 @@ class ShardEngine:
         effects.close(connection)
 
     def _admit_waiting(self, order: OpenGroup | Recover, effects: Effects) -> None:
-        """The coordinator has told of a group, or of a new version of its books."""
+        """Note that the coordinator has told of a group, or of a new recovery."""
         epoch = self.data.groups[order.group].order.epoch
         self._latest = max(self._latest, epoch)
         if isinstance(order, OpenGroup):
@@ -207,7 +207,7 @@ class ShardEngine:
                 self._seat_or_refuse(connection, attend, effects)
 
     def _forget_all(self, reason: str, effects: Effects) -> None:
-        """There is no coordinator any more, and what it does not know of is worth nothing."""
+        """Forget all groups: there is no coordinator any more, and what it does not know of is worth nothing."""
         error = ConnectionLostError(f"the data shard at {self.url} has lost its coordinator: {reason}")
         for connection in (*self._seats, *self._attending):
             effects.dismiss(connection, error)
@@ -281,7 +281,7 @@ class ShardEngine:
             effects.send(connection, Resumed(0, group.recovery.version))
 
     def _absent(self, connection: int, error: GradServerError, effects: Effects, ended: bool = False) -> None:
-        """A connection is gone, or about to go."""
+        """Forget a connection that is gone, or about to go."""
         self._attending.pop(connection, None)
         seat = self._seats.pop(connection, None)
         if seat is not None:
@@ -289,7 +289,7 @@ class ShardEngine:
             effects.report(Absent(*seat, error, ended))
 
     def _refuse(self, connection: int, error: GradServerError, effects: Effects) -> None:
-        """``error`` is this connection's own fault, and costs it the connection."""
+        """Close a connection because of ``error``, which is its own fault."""
         effects.dismiss(connection, error)
         effects.log(f"connection {connection} refused: {error.message}", warning=True)
         self._absent(connection, error, effects)
@@ -302,7 +302,7 @@ class ShardEngine:
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────
 
     def next_deadline(self) -> float | None:
-        """When a `Tick` is due at the latest; None when nothing waits."""
+        """Return the time at which a `Tick` is due at the latest; None when nothing waits."""
         deadline = self.data.next_deadline()
         if not self._attending:
             return deadline
@@ -324,7 +324,7 @@ class ShardEngine:
         return self.data.allowance()
 
     def snapshot(self, now: float) -> dict[str, object]:
-        """What the shard sees, as plain JSON values."""
+        """Return what the shard sees, as plain JSON values."""
         return {"shard": {"number": self.number, "primary": self._primary}, "groups": self.data.snapshot(now)}
 
     def validate(self) -> None:

@@ -1,4 +1,4 @@
-"""How a round ends that nobody can give to any more: it is closed for all members that are left.
+"""Abandoned rounds: a round ends that no member can give to any more, as it is closed for all that are left.
 
 The members that it waited for have gone. What counted until then counts. The results of the other slices are zeros of
 weight 0, at all members alike; what late members gave to these is theirs to carry over, or is dropped.
@@ -30,7 +30,7 @@ def end_abandoned(group: Group, now: float, effects: Effects) -> None:
         return
     current, sections = group.rounds.get(number), group.plan.each
     if current is None and len(sections) > 1:
-        return  # nobody has said which section it is of: a deadline ends it
+        return  # no member has said which section it is of: a deadline ends it
     section = group.plan.section(current.section) if current is not None else sections[0]
     for part in section.parts if section is not None else ():
         key, operation = ExchangeKey(Stream.BUCKET, number, part), group.plan.buckets[part].operation

@@ -1,6 +1,6 @@
-"""One opening of a durable group's books at a data half: who has said what he holds, and what is being fetched.
+"""State of a recovery at a data half: what each member has said that it holds, and what is being fetched.
 
-What is done with it is in `gradserver.engine.data.recovery`.
+The functions that work on it are in `gradserver.engine.data.recovery`.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ Place = tuple[ExchangeKey, int]
 
 @dataclass(slots=True)
 class Holder:
-    """What one member has said."""
+    """Inventory of one member: what it has said that it holds."""
 
     round: int
     weight: float
     before: int = -1
-    """The section of the round before; -1 if it does not know."""
+    """Section of the round before; -1 if it does not know."""
     slices: dict[State, dict[ExchangeKey, set[int]]] = field(
         default_factory=lambda: {state: defaultdict(set) for state in State}
     )
     weights: dict[ExchangeKey, dict[int, tuple[float, ...]]] = field(default_factory=lambda: defaultdict(dict))
-    """Of buckets' slices which it holds: who counted, by seat."""
+    """Weights that counted in the slices of buckets that it holds, by seat."""
 
     sizes: dict[Place, int] = field(default_factory=dict)
     """Bytes of collectives' and transfers' results, by slice, if they have any."""
 
     def has(self, state: State, place: Place) -> bool:
-        """Whether it has a slice in this state."""
+        """Tell whether it has a slice in this state."""
         return place[1] in self.slices[state].get(place[0], ())
 
     def has_failed(self, key: ExchangeKey) -> bool:
-        """Whether ``key`` has failed at it."""
+        """Tell whether ``key`` has failed at it."""
         return any(key in self.slices[state] for state in FAILED)
 
     def take(self, result: Result) -> None:
-        """It is being sent the result of a slice, and may be the only one who has it then."""
+        """Note that it is sent the result of a slice. It may be the only member that has it then."""
         key, index = result.key, result.slice
         if result.weights:
             self.weights[key][index] = result.weights
@@ -57,12 +57,12 @@ class Holder:
         self.slices[State.LACKING].get(key, set()).discard(index)
 
     def loose(self) -> Iterable[Place]:
-        """What it has begun of collectives and transfers, and has no result for."""
+        """Yield the slices of collectives and transfers that it has begun and has no result for."""
         return ((key, index) for key, found in self.slices[State.LACKING].items() for index in found)
 
 
 class Stage(Enum):
-    """How far it has come, as the table in `gradserver.engine.data.recovery` has it."""
+    """Stage of a recovery, as the table in `gradserver.engine.data.recovery` has it."""
 
     COLLECTING = auto()
     PREVIOUS = auto()
@@ -80,30 +80,30 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True)
 class Recovery:
-    """One opening of a group's books."""
+    """One recovery of a group."""
 
     version: int
     due: int
     """The round that the group is in, as far as control knows."""
     latest: int
-    """The latest that it can be in."""
+    """The latest round that it can be in."""
     touched: float
     own: int
     """The first round of which no result can be an earlier coordinator's."""
     draining: set[tuple[int, ExchangeKey, int]]
-    """Reductions of before that have not come back, with the number of the books that they are of."""
+    """Reductions from before that have not come back, each with its generation."""
     stage: Stage = Stage.COLLECTING
     round: int = 0
     holders: dict[int, Holder] = field(default_factory=dict)
-    """By seat."""
+    """Inventory of each member, by seat."""
     wanted: deque[Wanted] = field(default_factory=deque)
     asked: dict[Place, tuple[int, Wanted]] = field(default_factory=dict)
-    """Of what is being fetched, from whom, and for whom."""
+    """Results that are being fetched: the source of each, and the members that lack it."""
     came: dict[Place, tuple[Result, tuple[Buffer, ...]]] = field(default_factory=dict)
-    """What of that has come before something in front of it: it is handed on in order."""
+    """Fetched results that came before one in front of them: they are handed on in order."""
 
     def start_again(self) -> None:
-        """Somebody has gone, or has to say anew what he holds."""
+        """Collect anew: a member has gone, or has to say once more what it holds."""
         self.stage = Stage.COLLECTING
         self.wanted.clear()
         self.asked.clear()

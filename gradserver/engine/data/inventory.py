@@ -1,4 +1,4 @@
-"""What members of a durable group say that they hold, and what follows from it for the record of the open round.
+"""Inventories: what members of a durable group say that they hold, and the record of the open round that follows.
 
 Each result of a bucket names the weights of the members that counted, and members keep that with it
 (`gradserver.protocol.messages.recovery`). Some of these members may have departed, or be unknown to a coordinator that
@@ -28,7 +28,7 @@ _MAX_BEFORE: Final = 16 * MAX_SLICES
 
 
 def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
-    """A Holding, checked against the plan."""
+    """Check a Holding against the plan, and return what it says."""
     number, loose, before = holding.round, 0, 0
     holder = Holder(number, holding.weight, holding.before)
     own = 0 if group.recovery is None else group.recovery.own
@@ -39,7 +39,7 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
     for state, key, first, stop, weights, nbytes in unpack_spans(payload):
         if key.stream == Stream.BUCKET:
             if key.number < group.planned or not earliest <= key.number <= latest:
-                continue  # of another plan, or a round that nobody lacks
+                continue  # of another plan, or a round that no member lacks
             start, end = bounds.get(key.part, (0, 0))
             right = state is State.HELD and start <= first and stop <= end and key[3:] == (-1, -1)
             before += stop - first if key.number < number - 1 else 0
@@ -68,7 +68,7 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
 
 
 def shares(group: Group) -> Iterator[tuple[int, int, int]]:
-    """Each bucket that this shard has to do with, and which slices of it."""
+    """Yield each bucket that this shard has to do with, and which slices of it."""
     for part, bucket in enumerate(group.plan.buckets if group.plan is not None else ()):
         _, start, stop = group.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation)
         if start < stop:
@@ -76,7 +76,7 @@ def shares(group: Group) -> Iterator[tuple[int, int, int]]:
 
 
 def places(group: Group, number: int, holders: Collection[Holder]) -> Iterable[Place]:
-    """All slices of a round: of the section of which somebody holds something here or elsewhere, or else of all."""
+    """Yield all slices of a round: of the section of which a member holds something, or else of all."""
     plan = group.plan
     held = (key.part for one in holders for key in one.slices[State.HELD] if key[:2] == (Stream.BUCKET, number))
     said = (one.before for one in holders if one.round == number + 1 and one.before >= 0)
@@ -94,7 +94,7 @@ def places(group: Group, number: int, holders: Collection[Holder]) -> Iterable[P
 def adopt(
     number: int, section: int, settled: Mapping[int, frozenset[int]], holders: Mapping[int, Holder], now: float
 ) -> Round:
-    """The bookkeeping of round ``number``, of which each of ``holders`` has the ``settled`` slices, by bucket.
+    """Make round ``number``, of which each of ``holders`` has the ``settled`` slices, by bucket.
 
     Of slices with which nobody has told who counted, those who are here did.
     """

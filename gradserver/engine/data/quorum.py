@@ -1,16 +1,16 @@
-"""How the data half of an elastic group finds out who is late, and closes a round without them.
+"""Quorums and stragglers: the data half of an elastic group finds late members, and closes a round without them.
 
 A quorum is as many members as the group's policy says; without one, half of them, and then it only warns. A member has
-given what it can when it has given everything, or has used up its credit while the others wait for somebody.
+given what it can when it has given everything, or has used up its credit while the others wait for a member.
 
     round   event                                          next    what happens
     ──────  ─────────────────────────────────────────────  ──────  ─────────────────────────────────────────────────
     OPEN    a quorum has given what it can, with backups   OPEN    Late is reported, at once
     OPEN    a quorum has given what it can                 OPEN    a time is set: grace, and the adaptive deadline;
                                                                    without a quorum option half a second or more
-    OPEN    that time has come, nobody is missing          OPEN    nothing
-    OPEN    … somebody is, and there is no quorum option   OPEN    Late is reported, as a warning
-    OPEN    … somebody is, and there is one                OPEN    Late is reported: control decides
+    OPEN    that time has come, no member is missing       OPEN    nothing
+    OPEN    … one is, and there is no quorum option        OPEN    Late is reported, as a warning
+    OPEN    … one is, and there is a quorum option         OPEN    Late is reported: control decides
     OPEN    CutRound                                       CLOSED  what late ones have given counts, the rest does not
     CLOSED  a push of a late one                           CLOSED  dropped: results come to it unasked
     CLOSED  … and the group is halted                      CLOSED  it is told why
@@ -37,13 +37,13 @@ from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.limits import SLICE_BYTES
 
 _AGAIN_SECONDS: Final = 1.0
-"""Before the same is reported again, if control did not decide so."""
+"""Time until the same is reported again, if control did not decide so."""
 _UNREMARKABLE_SECONDS: Final = 0.5
-"""That a quorum waits for others before people are told of it, however quick rounds are."""
+"""Time that a quorum waits for others before people are told of it, however quick rounds are."""
 
 
 def contributed(group: Group, number: int, seat: int, ended: bool, now: float, effects: Effects) -> float | None:
-    """Note that ``seat`` has pushed to a bucket of round ``number``, perhaps the last of it; when to `look`, if new."""
+    """Note that ``seat`` has pushed to a bucket of a round, perhaps the last of it; return when to `look`, if new."""
     current = group.rounds.get(number)
     if current is None:
         return None
@@ -73,7 +73,7 @@ def contributed(group: Group, number: int, seat: int, ended: bool, now: float, e
 
 
 def look(group: Group, now: float, effects: Effects) -> None:
-    """Time has passed: who is late?"""
+    """Report members that are late, as time has passed."""
     for number, current in list(group.rounds.items()):
         if current.look_at is None or current.look_at > now:
             continue
@@ -86,7 +86,7 @@ def look(group: Group, now: float, effects: Effects) -> None:
 
 
 def next_look(group: Group) -> float | None:
-    """When `look` is due."""
+    """Return the time at which `look` is due."""
     return min((current.look_at for current in group.rounds.values() if current.look_at is not None), default=None)
 
 
@@ -110,7 +110,7 @@ def _report(group: Group, number: int, current: Round, now: float, effects: Effe
 
 
 def _late(group: Group, number: int, current: Round) -> list[int]:
-    """Who keeps a quorum waiting."""
+    """Return the members that keep a quorum waiting."""
     present = _present(group, number)
     full = group.full_buckets[current.section]
     if sum(current.given[seat] >= full for seat in present) >= _needed(group, number):
@@ -125,7 +125,7 @@ def _late(group: Group, number: int, current: Round) -> list[int]:
 
 
 def _present(group: Group, number: int) -> list[int]:
-    """Those who are waited for in round ``number``, with those who join in it."""
+    """Return the members that round ``number`` waits for, with learners that contribute to it."""
     return [seat for seat in group.participants(_any_bucket(number)) if group.stragglers.closed.get(seat, -1) < number]
 
 
@@ -146,7 +146,7 @@ def _has_given(group: Group, current: Round, seat: int) -> bool:
 
 
 def close(group: Group, order: CutRound, now: float, effects: Effects) -> None:
-    """Go on with a round without those who are late for it."""
+    """Go on with a round without its stragglers."""
     current = group.rounds.get(order.round)
     if current is not None:
         current.waited += now - (current.quorum_at or now)
@@ -173,7 +173,7 @@ def _without(group: Group, exchange: Exchange, seat: int, now: float, effects: E
 
 
 def note_what_counted(group: Group, number: int, current: Round, seat: int) -> None:
-    """Of the buckets of a round that are done, all that ``seat`` gave counted."""
+    """Note that all that ``seat`` gave to the finished buckets of a round counted."""
     if group.plan is None or seat not in current.weights:
         return
     for part in current.done:

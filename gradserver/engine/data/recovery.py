@@ -1,4 +1,4 @@
-"""How the data half of a durable group finds out, after somebody has come back, who holds which results.
+"""Recovery of a durable group at its data half: after a connection was lost, members say which results they hold.
 
 All that was open is void: members hold what they give until they have its result, and results until nobody present can
 lack them (`gradserver.protocol.messages.recovery`). When a member returns on a new connection, all members say what
@@ -70,21 +70,21 @@ from gradserver.protocol.messages import Result
 from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Standing, State
 
 _MAX_ASKED: Final = 16
-"""Results that are on their way from who holds them: so many are in memory at most."""
+"""Results that are on their way from their holders: so many are in memory at most."""
 
 
 # ── what happens ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def begin(group: Group, order: Recover, now: float) -> None:
-    """Forget all that is open. Reductions of before come back with an earlier number than the order's version."""
+    """Forget all that is open. Reductions from before come back with an earlier generation than the order's."""
     draining = group.recovery.draining if group.recovery is not None else set()
     draining |= {(group.order.epoch, key, start) for key, one in group.exchanges.items() for start in one.reducing}
     group.start_over(Recovery(order.version, order.round, order.latest, now, order.own, draining))
 
 
 def forget(group: Group, seat: int, now: float, effects: Effects) -> None:
-    """``seat`` has departed, or lost its connection."""
+    """Forget what ``seat`` has said, which has departed or lost its connection."""
     recovery = group.recovery
     if recovery is None:
         return
@@ -94,12 +94,12 @@ def forget(group: Group, seat: int, now: float, effects: Effects) -> None:
 
 
 def hold(group: Group, seat: int, holding: Holding, payload: Buffer, now: float, effects: Effects) -> None:
-    """A member says what it holds."""
+    """Take what a member says that it holds."""
     recovery = group.recovery
     if recovery is None or holding.version != recovery.version:
         if holding.version > group.order.epoch:
             raise UnexpectedMessageError(f"a Holding of version {holding.version}, which nobody has asked for")
-        return  # the books were opened once more meanwhile
+        return  # another recovery has begun meanwhile
     if seat in recovery.holders:
         raise UnexpectedMessageError(f"a second Holding of version {holding.version} from {group.call(seat)}")
     if holding.round > recovery.latest:
@@ -113,14 +113,14 @@ def hold(group: Group, seat: int, holding: Holding, payload: Buffer, now: float,
 
 
 def held(group: Group, seat: int, message: Held, payload: Buffer | None, effects: Effects) -> bool:
-    """A result that was fetched: hand it on, behind what was asked for before. Whether anything came of it."""
+    """Hand a fetched result on, behind what was asked for before; return False if it was not asked for."""
     recovery = group.recovery
     if recovery is None or message.version != recovery.version:
         return False
     place = message.key, message.slice
     source, wanted = recovery.asked.get(place, (-1, None))
     if wanted is None or source != seat or place in recovery.came:
-        return False  # asked for before somebody else was lost
+        return False  # asked for before another member was lost
     if payload is not None:
         _check_held(group, recovery.holders[seat], seat, place, payload)
     nonfinite = tuple(seat for seat, weight in enumerate(message.weights) if weight < 0)
@@ -133,7 +133,7 @@ def held(group: Group, seat: int, message: Held, payload: Buffer | None, effects
 
 
 def _check_held(group: Group, holder: Holder, seat: int, place: Place, payload: Buffer) -> None:
-    """Raise what is wrong with a result that ``seat`` says once more: it is its fault, and not that of who lacks it."""
+    """Check a result that ``seat`` says once more: an error is its fault, and not that of the member that lacks it."""
     key, index = place
     what = f"{group.describe(key)} as {group.call(seat)} holds it: slice {index}"
     if key.stream != Stream.BUCKET or group.plan is None:
@@ -163,7 +163,7 @@ def _hand_on(group: Group, recovery: Recovery, effects: Effects) -> None:
 
 
 def drained(group: Group, epoch: int, key: ExchangeKey, start: int) -> bool:
-    """A reduction of before has come back; whether it was the last."""
+    """Note that a reduction from before has come back, and tell whether it was the last."""
     recovery = group.recovery
     if recovery is None or (epoch, key, start) not in recovery.draining:
         return False
@@ -172,7 +172,7 @@ def drained(group: Group, epoch: int, key: ExchangeKey, start: int) -> bool:
 
 
 def proceed(group: Group, now: float, effects: Effects) -> None:
-    """Who lacked the end of a round has heard of it."""
+    """Go on: the members that lacked the end of a round have heard of it."""
     recovery = group.recovery
     if recovery is None or recovery.stage is not Stage.TOLD:
         return
@@ -202,7 +202,7 @@ def advance(group: Group, now: float, effects: Effects) -> None:
 
 
 def overdue(group: Group, now: float, effects: Effects) -> None:
-    """Leave out who says nothing."""
+    """Evict members that say nothing."""
     recovery = group.recovery
     if recovery is None or recovery.touched + group.order.timeout > now:
         return
@@ -250,7 +250,7 @@ def _leave_out(group: Group, why: Mapping[int, str], effects: Effects) -> None:
 
 
 def _present_round(group: Group, recovery: Recovery) -> int:
-    """The round that the group is in, or the latest, if some members have yet to hear that the one before is over.
+    """Return the round that the group is in: the latest, if members have yet to hear that the one before is over.
 
     Where the ledger may be behind them, it is the one that most are in; among equals the nearest to what is on record.
     Where members can be late, it is the latest that is on record, or that a quorum has come to.
@@ -285,7 +285,7 @@ def _present(group: Group, recovery: Recovery, now: float, effects: Effects) -> 
         holding = tuple(seat for seat, holder in holders.items() if holder.has(State.HELD, place))
         failed = any(holder.has_failed(place[0]) for holder in holders.values())
         sizes = {holders[seat].sizes.get(place, 0) for seat in (*lacking, *holding)} - {0}
-        if len(sizes) > 1:  # not all of them speak the truth: nobody is given what another one makes up
+        if len(sizes) > 1:  # not all of them speak the truth: no member is given what another one makes up
             lost.add(place[0])
         elif holding and not failed:
             recovery.wanted.append(Wanted(place, lacking, holding))
@@ -298,7 +298,7 @@ def _present(group: Group, recovery: Recovery, now: float, effects: Effects) -> 
 
 
 def _fail(group: Group, recovery: Recovery, key: ExchangeKey, effects: Effects) -> None:
-    """Nobody can do any more what ``key`` takes."""
+    """Fail ``key``: the members that could take part in it are not there any more."""
     error = _why_not(group, recovery, key)
     for seat, holder in recovery.holders.items():
         if holder.slices[State.LACKING].pop(key, None) is not None:
@@ -306,7 +306,7 @@ def _fail(group: Group, recovery: Recovery, key: ExchangeKey, effects: Effects) 
 
 
 def _why_not(group: Group, recovery: Recovery, key: ExchangeKey) -> GradServerError:
-    """Why ``key`` fails: it is called again by all members, or by none."""
+    """Return why ``key`` fails: it is called again by all members, or by none."""
     holders = recovery.holders.values()
     ended = any(key in holder.slices[state] for holder in holders for state in (State.OVER, State.FAILED))
     if not ended and any(key in holder.slices[State.CHANGED] for holder in holders):
@@ -331,7 +331,7 @@ def _ask(group: Group, recovery: Recovery, effects: Effects) -> None:
 
 
 def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> None:
-    """Everybody has what anybody has: go on."""
+    """Go on: each member has what any member has."""
     holders, number = recovery.holders, recovery.round
     group.resume(number)
     group.stragglers.completed(number - 1)
