@@ -168,7 +168,7 @@ def built(kind: type[Any], **given: Strategy) -> Strategy:
 
 
 def _fitting(message: Message) -> Message:
-    """Return a message like this whose fields fit together."""
+    """Return a message like this with fields that fit together."""
     if isinstance(message, Push) and message.place is None:
         return message._replace(target=None, slices=1 if message.present else message.slices)
     if isinstance(message, Result) and message.present and not message.placed:

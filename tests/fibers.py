@@ -20,7 +20,7 @@ TIMEOUT_MAX: Final = threading.TIMEOUT_MAX
 
 
 class Killed(BaseException):
-    """The end of a fiber whose process has died."""
+    """The end of a fiber of a process that has died."""
 
 
 class Fiber:
@@ -175,7 +175,7 @@ class Lock:
 
     def release(self) -> None:
         """Release it."""
-        assert self.is_held, "a lock is released that nobody holds"
+        assert self.is_held, "a lock is released that no fiber holds"
         self.is_held = False
 
     def locked(self) -> bool:
@@ -234,7 +234,7 @@ class Event:
 
 
 class Condition(Lock):
-    """A condition of fibers. Nobody has to be notified: a fiber that waits looks by itself."""
+    """A condition of fibers. No fiber has to be notified: a fiber that waits looks by itself."""
 
     def wait_for(self, true: Callable[[], bool], timeout: float) -> bool:
         """Wait until ``true()``."""

@@ -56,7 +56,7 @@ class Child:
 
     def __init__(self, fate: Fate, ends: Sequence[int]) -> None:
         self.pid = fate.pid
-        self.stdin: IO[str] = open(ends[0], "w", buffering=1)  # noqa: SIM115 (whoever has it closes it)
+        self.stdin: IO[str] = open(ends[0], "w", buffering=1)  # noqa: SIM115 (its owner closes it)
         self.stdout: IO[str] = open(ends[1])  # noqa: SIM115
         self.stderr: IO[str] = open(ends[2])  # noqa: SIM115
         self._fate = fate

@@ -122,7 +122,7 @@ class Sessions:
         self.harness = Fused({"default": self.policy}, lazy=True)
         self.crashes, self.is_lost = 0, False
         self.breaks: dict[int, int] = {}
-        """Members whose connection breaks, by step."""
+        """Members that lose their connection, by step."""
         self.deaths: dict[int, int] = {}
         """Members that die, by step."""
         self._fuses = list(fuses)

@@ -435,7 +435,7 @@ class Group:
             assert node.finished or not node.waits or node.left < 4, f"{node.name} never came in"
 
     def _witnesses(self) -> list[Node]:
-        """Return the nodes whose results count. With a coordinator some that nobody else has may be lost."""
+        """Return the nodes whose results count. With a coordinator some that no other node has may be lost."""
         return self.nodes if self.world.crashes or self.world.harness.rates[1:] else [*self.nodes, *self.dead]
 
     def _records(self) -> dict[int, RoundRecord]:
@@ -538,7 +538,7 @@ def _subsets(members: list[int]) -> list[tuple[int, ...]]:
 
 
 def check_collective(act: Act, place: int, me: int, outcome: Outcome) -> None:
-    """Check that a collective's result has each participant in it, once, and nobody else."""
+    """Check that a collective's result has each participant in it, once, and nothing else."""
     ids, value = outcome.ids, outcome.value
     rank, root = ids.index(me), ids[act.root % len(ids)]
     own = [tally(one, place, act.numel).tolist() for one in ids]

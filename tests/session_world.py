@@ -402,7 +402,7 @@ class World:
                 what()
             self.steps += 1
             assert self.steps < STEPS, "it goes on and on"
-            assert self.now < LIMIT, "somebody waits"
+            assert self.now < LIMIT, "a member waits"
             self.scheduler.now += TICK
             try:
                 self._step()

@@ -556,7 +556,7 @@ def test_socket_that_takes_no_worker_is_told_from_a_coordinator_at_once(
 def test_socket_that_may_take_workers_is_not_told_from_a_coordinator_by_its_kind(kind: int) -> None:
     with impostor(kind) as url:
         assert not takes_no_workers(url, PATIENCE)
-    assert not takes_no_workers(url, PATIENCE), "nobody is there any more"
+    assert not takes_no_workers(url, PATIENCE), "no process is there any more"
 
 
 @pytest.mark.usefixtures("punctual")

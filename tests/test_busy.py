@@ -16,7 +16,7 @@ from tests.cluster import Daemon, Task, joined
 TIMEOUT = 2.0
 """The timeout that the workers were told at joining."""
 VERDICT = 0.2
-"""The seconds that a worker leaves the coordinator, whose error says more."""
+"""Seconds that a worker leaves the coordinator: its error says more."""
 
 
 def mean_of(worker: Worker) -> float:

@@ -86,7 +86,7 @@ def test_the_other_side_learns_once_that_this_one_closed(ends: Ends) -> None:
     assert len(at_coordinator.received) == 1, "what was sent before is delivered"
     assert [type(error) for error in at_coordinator.errors] == [ClosedError]
     assert "channel of 'w0' (worker) closed" in str(at_coordinator.errors[0])
-    assert at_worker.errors == [], "who closes knows"
+    assert at_worker.errors == [], "the side that closes knows"
 
 
 @pytest.mark.parametrize("closer", [0, 2])

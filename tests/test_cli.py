@@ -53,7 +53,7 @@ def test_daemon_says_where_it_listens_and_nothing_else_until_a_signal_ends_it(nu
     with Daemon(loaded="") as daemon:
         with joined(daemon.url, 2) as workers:
             together(workers, lambda worker: worker.barrier())
-        wait_until(lambda: not daemon.group(), "everybody has left")
+        wait_until(lambda: not daemon.group(), "all have left")
         daemon.send_signal(number)
 
         assert daemon.end() == 0
@@ -76,7 +76,7 @@ def test_quiet_daemon_logs_only_what_went_wrong() -> None:
             zero.abort("out of memory")
             with pytest.raises(WorkerLostError):
                 one.barrier()
-        wait_until(lambda: not daemon.group(), "everybody has left")
+        wait_until(lambda: not daemon.group(), "all have left")
         daemon.send_signal(signal.SIGTERM)
 
         assert daemon.end() == 0

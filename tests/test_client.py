@@ -528,7 +528,7 @@ def test_collective_carries_what_is_not_finite_as_any_number(gather: Gather, op:
         np.testing.assert_array_equal(gathered, given)
 
 
-# ── whose memory it is ────────────────────────────────────────────────────────────────────────────────
+# ── the memory of results ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
@@ -812,7 +812,7 @@ def test_the_last_push_of_a_round_is_done_without_a_wait(gather: Gather) -> None
             bucket[:] = number + worker.rank
         handles = [worker.push(0, bucket) for worker, bucket in zip(workers, buckets, strict=True)]
         for handle in handles:
-            wait_until(handle.done, "its result is there, though nobody waits for it")
+            wait_until(handle.done, "its result is there, though no thread waits for it")
         assert [float(bucket[0]) for bucket in buckets] == [number + 0.5] * 2
         together(workers, lambda worker: worker.finish_round())
 

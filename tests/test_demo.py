@@ -40,7 +40,7 @@ TINY = Settings.quick(workers=2, batch=3, steps=6, seed=1)
 TEXT = b"".join(b"line %d: %d bottles of beer\n" % (n, n * n % 97) for n in range(2000))
 
 
-# ── the whole, as a user runs it ──────────────────────────────────────────────────────────────────────────
+# ── the whole, as a user runs it ──────────────────────────────────────────────────────────────────────
 
 
 def command(out: Path, *options: str) -> list[str]:
@@ -231,7 +231,7 @@ def test_demo_ends_its_processes_when_it_is_interrupted(tmp_path: Path, number: 
         assert_gone(children)
 
 
-# ── the command line ──────────────────────────────────────────────────────────────────────────────────────
+# ── the command line ──────────────────────────────────────────────────────────────────────────────────
 
 
 def parse(*options: str) -> argparse.Namespace:
@@ -293,7 +293,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.startswith("gradserver demo: [Errno 20] Not a directory")
 
 
-# ── the verdict ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the verdict ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def result(losses: list[float], *hashes: str, norm: float = 2.0) -> Result:
@@ -399,7 +399,7 @@ def test_global_step_is_the_mean_over_replicas() -> None:
     assert step.exchange_share == pytest.approx(0.25)
 
 
-# ── workers that come and go ──────────────────────────────────────────────────────────────────────────────
+# ── workers that come and go ──────────────────────────────────────────────────────────────────────────
 
 
 def told(number: int, samples: list[int], used: int, workers: int = 2, wait: float = 0.1) -> Round:
@@ -438,7 +438,7 @@ def test_samples_of_lives_add_up() -> None:
     ("change", "what"),
     [
         (lambda found: found[0].rounds[5].samples.append(8), "a sample that was used twice"),
-        (lambda found: found[0].rounds[3].samples.pop(), "a sample that counted and nobody used"),
+        (lambda found: found[0].rounds[3].samples.pop(), "a sample that counted and no worker used"),
         (lambda found: found[0].rounds[4].samples.append(99), "a sample that was used and did not count"),
         (lambda found: found[0].rounds.pop() and found[2].rounds.pop(), "samples that are left"),
     ],
@@ -482,7 +482,7 @@ def test_a_killed_process_is_no_error_and_one_that_waits_can_be_told_to_go(tmp_p
         assert processes.next_line(30) == (waiting, "go")
 
 
-# ── the samples ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the samples ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def library(root: Path) -> Path:
@@ -549,7 +549,7 @@ def test_samples_are_these_for_ever() -> None:
     assert starts == [22279, 5373, 52576]
 
 
-# ── the model ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── the model ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_settings_know_the_size_of_the_model() -> None:
@@ -627,7 +627,7 @@ def test_learning_rate_rises_falls_and_never_vanishes_within_a_run() -> None:
     assert replace(TINY, steps=1).learning_rate_at(0) > 0
 
 
-# ── processes, reports, screen ────────────────────────────────────────────────────────────────────────────
+# ── processes, reports, screen ────────────────────────────────────────────────────────────────────────
 
 
 def test_a_crash_is_reported_with_its_last_words_and_ends_the_others(tmp_path: Path) -> None:

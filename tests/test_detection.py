@@ -135,7 +135,9 @@ def test_a_frozen_worker_is_left_out_and_told_so_when_it_is_back(channel: str) -
 
 
 @channels
-def test_whose_connection_breaks_in_a_group_that_goes_on_hears_that_from_a_coordinator_that_lives(channel: str) -> None:
+def test_a_member_that_loses_its_connection_hears_from_a_living_coordinator_that_the_group_goes_on(
+    channel: str,
+) -> None:
     with Daemon("--workers", "1:3", "--gather", "60") as daemon, ExitStack() as stack:
         wires = stack.enter_context(Between("wires", daemon.url.removeprefix("tcp://")))
 

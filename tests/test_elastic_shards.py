@@ -51,7 +51,7 @@ class ElasticCluster(Cluster):
                     assert shard is not None
                     assert shard.data.groups["default"].members.epoch >= news.epoch, "told before all shards know"
             for done in self.harness.told(rank, RoundDone):
-                assert done.epoch in (1, *self.told[rank]), "an epoch that nobody was told of"
+                assert done.epoch in (1, *self.told[rank]), "an epoch that no member was told of"
                 self.over[rank].append(done)
                 client.over = done.round
         super().deliver()

@@ -131,7 +131,7 @@ def test_the_timeout_of_a_group_is_the_longest_that_a_member_asked_for() -> None
     assert harness.engine.control.groups["default"].timeout == 9.0
 
 
-# ── who is refused, and why ───────────────────────────────────────────────────────────────────────────
+# ── refusals and their reasons ────────────────────────────────────────────────────────────────────────
 
 
 def test_a_rank_that_is_taken_is_refused_with_the_name_of_its_owner() -> None:
@@ -492,7 +492,7 @@ def test_proposers_hear_which_member_is_gone(leave: Leave | None, kind: type[Wor
     assert type(error) is kind
     assert str(error) == says
     assert error.fields == {"worker": "w1", "rank": 1}
-    assert harness.silent(2), "who waits for nothing is told when it wants something"
+    assert harness.silent(2), "a member that waits for nothing is told when it wants something"
 
     harness.propose(2, plan_of(4))
     assert str(harness.failure(2, Scope.PROPOSAL)) == says

@@ -99,8 +99,8 @@ def test_a_coordinator_that_is_lost_at_any_point_costs_no_member_anything(
 
 def nothing_was_lost(cluster: Crashing, world: int) -> None:
     """Check that all have the bits of an undisturbed run, and that each round was written."""
-    assert len(cluster.members) == world, "somebody was left out"
-    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    assert len(cluster.members) == world, "a member was left out"
+    assert all(member.finished for member in cluster.members.values()), "a member waits"
     for member in cluster.members.values():
         assert not any(task.error for task in member.history)
     for (key, index), got in answers(cluster).items():
@@ -135,7 +135,7 @@ def those_left_agree(cluster: Crashing) -> None:
     """Check that all present members have finished, with equal results, and that each round was written."""
     if not cluster.members:
         return  # the last one had been left out, and heard of it when the others were dead
-    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    assert all(member.finished for member in cluster.members.values()), "a member waits"
     count = sum(step.kind is None for step in cluster.program)
     found = answers(cluster)
     for number in range(count):
@@ -188,7 +188,7 @@ def test_collectives_end_the_same_for_all_or_say_why_not(
 ) -> None:
     cluster = run(world, buckets, program, crashes, seed, happens, along)
 
-    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    assert all(member.finished for member in cluster.members.values()), "a member waits"
     for (key, index), got in answers(cluster).items():
         payloads = {seat: payload for seat, (_, payload) in got.items() if payload is not None}
         operation = next(iter(cluster.pushed[key, index].values())).operation
@@ -217,8 +217,8 @@ def test_connections_that_break_cost_no_member_anything(
     cluster = run(world, buckets, program, [], seed, {step: (seat, what) for step, seat in breaks.items()})
 
     assert cluster.crashes == 0
-    assert len(cluster.members) == world, "somebody was left out"
-    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    assert len(cluster.members) == world, "a member was left out"
+    assert all(member.finished for member in cluster.members.values()), "a member waits"
     for (key, index), got in answers(cluster).items():
         operation = next(task.operation for task in cluster.members[0].history if task.key == key)
         assert set(got.values()) == {cluster.expected(key, index, operation)}

@@ -333,7 +333,7 @@ def test_different_collectives_fail_with_both_sides_and_the_group_goes_on(one: O
         assert isinstance(error, CollectiveMismatchError)
         assert str(error) == says
     harness.push(0, collective(0), bytes(8), operation=other)
-    assert str(harness.failure(0, key=collective(0))) == says, "who comes later hears of it too"
+    assert str(harness.failure(0, key=collective(0))) == says, "a member that comes later hears of it too"
     assert harness.open_exchanges() == 0
 
     for rank in range(3):
@@ -568,7 +568,7 @@ def test_an_absent_payload_costs_credit_as_its_result_does() -> None:
     assert isinstance(harness.refusal(SEATS), LimitExceededError)
 
 
-# ── someone goes ──────────────────────────────────────────────────────────────────────────────────────
+# ── a member goes ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -582,7 +582,7 @@ def test_what_needs_a_member_that_goes_fails_and_what_it_completed_counts(lost: 
     error = harness.failure(0, key=bucket(0, 1))
     assert isinstance(error, WorkerLostError if lost else WorkerLeftError)
     assert (error.worker, error.rank) == ("w2", 2)
-    assert harness.silent(1), "who has not contributed is told when it does"
+    assert harness.silent(1), "a member that has not contributed is told when it does"
 
     harness.push(1, bucket(0, 1), floats(0))
     assert str(harness.failure(1, key=bucket(0, 1))) == str(error)
@@ -867,7 +867,7 @@ def test_every_slice_gives_an_exchange_more_time() -> None:
     harness.wait(TIMEOUT)
     error = harness.failure(0, key=bucket(0))
     assert isinstance(error, DeadlineError)
-    assert error.missing == ("'w1' (rank 1)",), "who stopped in the middle is missing"
+    assert error.missing == ("'w1' (rank 1)",), "a member that stopped in the middle is missing"
 
 
 def test_the_error_says_so_when_it_is_not_a_worker_that_is_late() -> None:
@@ -921,7 +921,7 @@ def test_the_deadline_of_an_exchange_that_ended_leads_to_nothing() -> None:
     assert harness.engine.next_deadline() is None
 
 
-# ── asking who is missing ─────────────────────────────────────────────────────────────────────────────
+# ── asking for missing members ────────────────────────────────────────────────────────────────────────
 
 
 def test_missing_members_are_named_on_request() -> None:

@@ -218,7 +218,7 @@ def test_memory_of_a_process_that_has_ended_counts() -> None:
     shared(harness, 2, bucket(0), others, 3)
 
     assert others.tolist() == values(harness, 0, bucket(0)) == [5, 5, 5, 5, 3, 3]
-    assert theirs.tolist() == [9] * 6, "nobody is there to read a result"
+    assert theirs.tolist() == [9] * 6, "no member is there to read a result"
     (record,) = harness.engine.control.groups["default"].ledger
     assert (record.weights, record.cut) == ((1.0, 1.0, 1.0), ((1, 0, 2),))
 

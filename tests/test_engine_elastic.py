@@ -355,7 +355,7 @@ def test_a_report_that_comes_when_its_group_has_ended_is_of_no_use() -> None:
     driven.assemble(2)
 
 
-def test_who_waits_for_a_seat_and_freezes_is_told_that_it_was_given_up() -> None:
+def test_a_worker_that_waits_for_a_place_and_freezes_is_told_that_it_was_given_up() -> None:
     driven = Harness({"default": Policy(1, 1, rejoin=10.0)})
     driven.join(SEATS, "a")
     driven.join(SEATS + 1, "b")

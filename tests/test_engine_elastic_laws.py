@@ -61,7 +61,7 @@ def test_all_remaining_members_end_with_equal_bytes_the_exact_mean_of_those_that
 ) -> None:
     cluster = run(world, buckets, program, goes, seed)
 
-    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    assert all(member.finished for member in cluster.members.values()), "a member waits"
     for (key, index), got in answers(cluster).items():
         for seat, (outcome, operation) in got.items():
             weight, payload = cluster.expected(key, index, operation, seat)
@@ -148,7 +148,7 @@ def test_nothing_is_left_behind(
     cluster = run(world, buckets, program, goes, seed)
 
     group = cluster.harness.engine.data.groups["default"]
-    assert all(not exchange.pushed for exchange in group.exchanges.values()), "but what only those who went began"
+    assert all(not exchange.pushed for exchange in group.exchanges.values()), "but what only departed members began"
     assert not any(owed for (seat, _), owed in group.traffic.outstanding.items() if seat in cluster.members)
     for seat in list(cluster.members):
         cluster.harness.leave(seat)

@@ -74,7 +74,7 @@ def test_after_joins_and_departures_all_get_equal_bytes_the_exact_mean_of_those_
 ) -> None:
     cluster = run(world, buckets, program, happens, seed)
 
-    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    assert all(member.finished for member in cluster.members.values()), "a member waits"
     for member in (*cluster.members.values(), *cluster.past):
         for task in member.history:
             for index, (total, payload) in task.answers.items():
@@ -101,7 +101,7 @@ def test_only_departures_make_anything_fail(
                 assert isinstance(task.error, WorkerLostError | WorkerLeftError)
             else:
                 assert isinstance(task.error, MembershipChangedError)
-            assert cluster.gone, "nobody departed"
+            assert cluster.gone, "no member departed"
 
 
 @given(st.integers(1, 4), sizes, programs, events, seeds)

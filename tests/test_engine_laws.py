@@ -158,7 +158,7 @@ def scenarios(draw: st.DrawFn, least_world: int = 1) -> Scenario:
 
 seeds = st.integers(0, 2**20)
 
-# ── who exchanges it ──────────────────────────────────────────────────────────────────────────────────
+# ── its participants ──────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
@@ -360,7 +360,7 @@ def check_answers(cluster: Cluster) -> None:
         if operation.kind in PORTIONED:
             continue
         others = {answers[key, index, r][1] for r in ranks if (key, index, r) in answers}
-        assert others - {None} == {payload}, "the same bytes for everybody"
+        assert others - {None} == {payload}, "the same bytes for all"
 
 
 Exact = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]

@@ -75,7 +75,7 @@ def test_what_is_handed_out_is_written_down_before_it_is_told(harness: Harness) 
     assert records(harness.receive(SEATS, Claim("data", 2, 0, 0, 0))) == [], "nothing was handed out"
 
 
-def test_whose_data_it_is_is_written_down_once() -> None:
+def test_data_is_written_down_once() -> None:
     harness = Harness({"default": 2})
     harness.assemble(2)
     assert [type(record) for record in records(harness.receive(SEATS, REGISTER, b""))] == [Data]
@@ -115,7 +115,7 @@ def test_what_the_dead_held_is_claimed_by_the_others_and_what_it_used_counts_as_
     (written,) = records(give(harness, 0, 0))
     assert isinstance(written, Round)
     assert written.used_up == (Committed("data", 0, 0, False, ((0, 2),)), Committed("data", 0, 1, True, ((3, 5),)))
-    assert claim(harness, 0, 3, 9) == ((6, 8),), "who gave nothing used nothing"
+    assert claim(harness, 0, 3, 9) == ((6, 8),), "a member that gave nothing used nothing"
 
 
 def test_a_claim_waits_for_the_rounds_before_it(harness: Harness) -> None:

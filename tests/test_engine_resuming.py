@@ -613,7 +613,7 @@ def test_a_departure_that_was_never_written_down_is_found_out_and_epochs_do_not_
     for rank in (0, 1):
         group.resume(rank, epoch=2)
         group.hold(rank, 1, held(0, 0))
-    assert group.state() == "recovering", "somebody may be alive who was never told that he is out"
+    assert group.state() == "recovering", "a member may be alive that was never told that it is out"
     group.harness.wait(POLICY.missing)
 
     for rank in (0, 1):

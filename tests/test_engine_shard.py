@@ -172,7 +172,7 @@ def test_a_worker_that_never_attends_is_found_by_the_deadline() -> None:
     assert "waited 10 s (--round-timeout) for 'w1' (rank 1); 'w0' (rank 0) had come" in failure.text
 
 
-# ── who is gone ───────────────────────────────────────────────────────────────────────────────────────
+# ── lost members ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_broken_connection_to_a_shard_costs_the_membership() -> None:

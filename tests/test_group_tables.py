@@ -67,7 +67,7 @@ def test_an_applicant_that_speaks_as_a_member_is_refused(said: tuple[Message, li
     assert list(harness.engine.control.groups) == ["others"], "one that broke the protocol is forgotten"
 
 
-def test_nobody_comes_back_to_a_group_that_forms() -> None:
+def test_no_worker_comes_back_to_a_group_that_forms() -> None:
     harness = Harness()
     harness.join(SEATS, "early", world=2)
 

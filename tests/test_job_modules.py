@@ -135,7 +135,7 @@ def test_a_learner_comes_to_the_top_of_the_loop_first(at: int) -> None:
 
     with LocalCluster(2, elastic=(1, 3), timeout=20.0) as cluster:
         runs = [run for run in cluster.run(train, epochs=6, after=after) if run is not None]
-    assert len(entered) > 1, "nobody joined"
+    assert len(entered) > 1, "no worker joined"
     assert len(runs) >= 2
     assert all(same(run[0], runs[0][0]) and run[1] == runs[0][1] for run in runs)
 

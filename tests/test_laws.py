@@ -252,7 +252,7 @@ def run(network: Network, given: list[list[list[Array]]], chance: random.Random)
             results[rank] = end.value
             del running[rank]
         idle += 1
-        assert idle < 1000, "everybody waits for everybody"
+        assert idle < 1000, "all wait for all"
     return [results[rank] for rank in range(len(network.workers))]
 
 

@@ -97,7 +97,7 @@ class Model:
         assert use.claim(seat, self.numbers[seat], self.epoch, wanted) == answer, "the same again"
         assert count(answer.ranges) <= wanted
         for held in self.held.values():
-            assert not both(held, answer.ranges), "it is somebody else's"
+            assert not both(held, answer.ranges), "it is another worker's"
         self.held[seat] = union(self.held[seat], answer.ranges)
         if answer.ranges:
             self.written.append(Claim("g", "data", seat, *answer))

@@ -82,7 +82,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Daemon("--state-dir", str(path)) as daemon:
         with joined(daemon.url, 3) as workers:
             together(workers, train, 0.2)
-        wait_until(lambda: not daemon.group(), "everybody has left")
+        wait_until(lambda: not daemon.group(), "all have left")
         stopped(daemon)
     return path
 
@@ -98,7 +98,7 @@ def test_digests_are_those_of_the_gradients_and_of_the_results(
     with Daemon("--state-dir", str(tmp_path), *options) as daemon:
         with joined(daemon.url, 3, channel=channel) as workers:
             results = together(workers, train)
-        wait_until(lambda: not daemon.group(), "everybody has left")
+        wait_until(lambda: not daemon.group(), "all have left")
         stopped(daemon)
     assert results[0] == results[1] == results[2]
     at = places(PLAN)
@@ -167,7 +167,7 @@ def test_what_is_lost_or_halts_is_in_the_ledger_with_its_reason(tmp_path: Path) 
                     worker.finish_round()
 
             together(workers, step)
-        wait_until(lambda: not daemon.group(), "everybody has left")
+        wait_until(lambda: not daemon.group(), "all have left")
     kinds = [type(record).__name__ for record in written(tmp_path) if not isinstance(record, Epoch)]
     assert kinds == [
         "Snapshot",

@@ -30,7 +30,7 @@ CREDIT = 2 * SLICE_BYTES
 
 
 class NoMemory:
-    """Memory that is shared with nobody."""
+    """Memory that is not shared."""
 
     def empty(self, _nbytes: int, /) -> Bytes | None:
         return None

@@ -97,8 +97,8 @@ def test_coordinators_memory_does_not_grow_with_groups_that_come_and_go() -> Non
             for number in range(count):
                 with joined(daemon.url, 2, group=f"group {number}") as workers:
                     together(workers, lambda worker: worker.all_reduce(np.ones(1000, np.float32)))
-            wait_until(lambda: not daemon.snapshot()["groups"], "everybody has left")
-            wait_until(lambda: descriptors() <= at_first + 2, "what belonged to those who have left is closed")
+            wait_until(lambda: not daemon.snapshot()["groups"], "all have left")
+            wait_until(lambda: descriptors() <= at_first + 2, "what belonged to those that have left is closed")
             return daemon.memory()
 
         at_first = descriptors()

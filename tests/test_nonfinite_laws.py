@@ -106,7 +106,7 @@ def matches(payload: bytes | None, due: Verdict) -> None:
     np.testing.assert_array_equal(np.isnan(got), np.isnan(due.mean))
     np.testing.assert_array_equal(got[~finite], due.mean[~finite])
     assert np.all(np.abs(got[finite] - due.mean[finite]) <= 1e-6 * due.magnitude[finite]), (
-        "the exact mean of those who count"
+        "the exact mean of those that count"
     )
 
 
@@ -121,7 +121,7 @@ def counts(scenario: Scenario, number: int) -> dict[tuple[int, int], int]:
     return found
 
 
-# ── L1, L3: identical, and exact over those who count ─────────────────────────────────────────────────
+# ── L1, L3: identical, and exact over those that count ────────────────────────────────────────────────
 
 
 @given(scenarios(), seeds, policies)
@@ -231,7 +231,7 @@ def test_a_death_changes_nothing_for_the_remaining_members(
         for task in member.history:
             for index, outcome in task.answers.items():
                 found.setdefault((task.key, index), set()).add(outcome)
-    assert all(len(outcomes) == 1 for outcomes in found.values()), "the same bytes at everybody"
+    assert all(len(outcomes) == 1 for outcomes in found.values()), "the same bytes at all"
 
 
 @given(worlds, sizes, programs, fuses, seeds, st.sampled_from(SIFTING))

@@ -208,7 +208,7 @@ def test_a_message_that_was_lost_costs_its_connection_and_soon(upwards: bool, be
         tasks = [Task(worker.all_reduce, np.ones(numel, np.float32)) for worker in two.workers]
 
         assert "was lost on the way" in str(tasks[0].error(ConnectionLostError))
-        assert time.monotonic() - since < NOTICED_WITHIN + 5.0, "nobody asked whether something is missing"
+        assert time.monotonic() - since < NOTICED_WITHIN + 5.0, "no side asked whether something is missing"
         Task(two.workers[1].barrier).error(WorkerLostError)
 
 

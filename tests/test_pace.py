@@ -71,7 +71,7 @@ def test_a_deadline_is_never_below_what_is_usual_nor_beyond_the_timeout(
         assert deadline <= timeout
 
 
-# ── who is waited for ─────────────────────────────────────────────────────────────────────────────────
+# ── members that are waited for ───────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def warnings(harness: Harness) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [Policy(1, 8), 4], ids=["elastic", "of a fixed size"])
-def test_who_is_late_is_named_once_a_round_and_not_every_round(world: Policy | int) -> None:
+def test_a_late_member_is_named_once_a_round_and_not_every_round(world: Policy | int) -> None:
     harness = Harness({"default": world})
     harness.assemble(4, plan_of(1))
     rounds(harness, 0, 12)
@@ -156,7 +156,7 @@ def test_who_is_late_is_named_once_a_round_and_not_every_round(world: Policy | i
     assert harness.only([0], Result)[-1].over
 
 
-def test_before_half_a_second_nobody_is_late_however_quick_rounds_are() -> None:
+def test_before_half_a_second_no_member_is_late_however_quick_rounds_are() -> None:
     harness = Harness({"default": 4})
     harness.assemble(4, plan_of(1))
     rounds(harness, 0, 12)

@@ -178,7 +178,7 @@ def test_members_that_die_meanwhile_cost_the_others_no_round_and_all_get_the_sam
 
 def those_left_have_the_same(cluster: Joinable) -> None:
     """Check that all remaining members have finished, with the exact mean of their gradients and some others'."""
-    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    assert all(member.finished for member in cluster.members.values()), "a member waits"
     for (key, index), got in answers(cluster).items():
         (outcome,) = set(got.values())
         pushed = cluster.pushed[key, index]
@@ -235,7 +235,7 @@ FAULTS: dict[str, Plant] = {
     "the boundary is written before its round": _boundary_before_round,
     "all is told before it is written": _written_behind,
     "no boundary is written": _never_written(Boundary),
-    "nobody is written down as entered": _never_written(Entered),
+    "no member is written down as entered": _never_written(Entered),
 }
 
 

@@ -224,7 +224,7 @@ def test_what_has_ended_is_not_restated() -> None:
     assert books.records() == [(22.0, START)]
 
 
-# ── who is told when ──────────────────────────────────────────────────────────────────────────────────
+# ── what is told when ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_group_is_written_down_before_its_members_are_told() -> None:

@@ -445,7 +445,7 @@ def test_its_presence_outlives_connections_and_ends_when_it_is_out(scene: Scene)
 
     scene.now.die()
     scene.now = scene._stack.enter_context(Scripted(scene.now.url))
-    wait_until(lambda: scene.now.knows(name), "it is there again, and nobody has asked for it")
+    wait_until(lambda: scene.now.knows(name), "it is there again, unasked")
     scene.reopen(0)
     scene.now.say(BePresent(name, 1.65))
     scene.now.say(Standing(0, 0))

@@ -1,6 +1,6 @@
 """Tests of fp16 with a GradScaler: gradients that overflow are passed on, and every worker skips and rescales alike.
 
-The models and data are the same for gradserver and for torch's DDP over gloo, whose processes run this file.
+The models and data are the same for gradserver and for torch's DDP over gloo: its processes run this file.
 """
 
 from __future__ import annotations

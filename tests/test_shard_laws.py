@@ -377,7 +377,7 @@ def check_outcomes(cluster: Cluster) -> None:
                 if part.key == key and index in part.answers
             }
             own = operation.kind in PORTIONED
-            assert own or len(payloads - {None}) <= 1, "the same bytes for everybody"
+            assert own or len(payloads - {None}) <= 1, "the same bytes for all"
 
 
 # ── L1, L2: the same, with however many shards ────────────────────────────────────────────────────────
@@ -417,7 +417,7 @@ def test_with_next_to_no_credit_all_is_exchanged_all_the_same(
     assert cluster.errors() == []
 
 
-# ── somebody goes ─────────────────────────────────────────────────────────────────────────────────────
+# ── a member goes ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @given(scenarios(least_world=2), seeds, many_rates, st.integers(0, 120), st.booleans(), st.data())

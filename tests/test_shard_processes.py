@@ -231,7 +231,7 @@ def test_slices_go_where_the_rates_say() -> None:
     assert sum(before) == 2 * 16_000_000
 
 
-# ── somebody ends ─────────────────────────────────────────────────────────────────────────────────────
+# ── a process ends ────────────────────────────────────────────────────────────────────────────────────
 
 
 def exchanging(stack: ExitStack, url: str, world_size: int, numel: int = LARGE) -> list[Program]:
@@ -493,7 +493,7 @@ def test_a_url_that_is_taken_is_refused(pair: tuple[Daemon, Shard]) -> None:
         assert f"there is a data shard at {pair[1].url} already" in str(stranger.error())
 
 
-# ── errors of whoever starts them ─────────────────────────────────────────────────────────────────────
+# ── errors of the caller ──────────────────────────────────────────────────────────────────────────────
 
 
 def complaint(*arguments: str) -> str:

@@ -74,7 +74,7 @@ def test_a_shard_of_another_host_comes_back_to_a_coordinator_that_was_killed(tmp
         group.kill()
         group.start()
         group.workers[0].expect("round 20 ")
-        assert children_of(group.daemon.pid) == [], "nobody had to take its place"
+        assert children_of(group.daemon.pid) == [], "no process had to take its place"
         group.check()
 
 
@@ -153,7 +153,7 @@ def test_a_worker_that_joins_while_the_books_are_open_comes_in(tmp_path: Path) -
         daemon = stack.enter_context(Daemon(*options))
 
         joiner = stack.enter_context(Program(str(MEMBER), daemon.url, "newcomer"))
-        wait_until(lambda: daemon.group()["joining"], "somebody joins")
+        wait_until(lambda: daemon.group()["joining"], "a worker joins")
         assert daemon.group()["state"] == "recovering", "one of the members is not back"
         first.tell("100")
         joiner.expect("entered ")

@@ -188,8 +188,8 @@ def one_then_other(one: Callable[[], object], other: Callable[[], object]) -> No
 
 def nobody_was_left_out(cluster: Joinable) -> None:
     """Check that each member has finished, with the exact results of those that counted; each round was written."""
-    assert cluster.gone == {}, "somebody was left out"
-    assert all(member.finished for member in cluster.members.values()), "somebody waits"
+    assert cluster.gone == {}, "a member was left out"
+    assert all(member.finished for member in cluster.members.values()), "a member waits"
     for member in cluster.members.values():
         assert not any(task.error for task in member.history)
     for (key, index), got in answers(cluster).items():

@@ -58,7 +58,7 @@ def said(log: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in log.records if record.levelno >= logging.WARNING]
 
 
-# ── who is alone ──────────────────────────────────────────────────────────────────────────────────────
+# ── a single worker ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.usefixtures("no_port")

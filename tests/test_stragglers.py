@@ -111,7 +111,7 @@ def comes_to_its_end_in_run(seed: int) -> LateCluster:
     deaths = {chance.randint(5, 39): chance.randint(0, 2)} if seed % 4 == 3 else {}
     sizes = [chance.randint(1, 3) for _ in range(chance.randint(1, 3))]
     cluster = run(Course(sizes, lateness, steps, deaths, ((), (1.0, 1.0), (2.0, 1.0, 1.0))[seed // 3 % 3], seed))
-    assert cluster.finished, "somebody waits"
+    assert cluster.finished, "a member waits"
     return cluster
 
 
@@ -136,7 +136,7 @@ def test_all_end_with_the_same_bytes_which_are_the_exact_mean_of_what_counted(
 ) -> None:
     cluster = run(course)
 
-    assert cluster.finished, "somebody waits"
+    assert cluster.finished, "a member waits"
     everybody = [*cluster.members.values(), *cluster.gone.values()]
     results: dict[tuple[int, int], bytes] = {}
     for member in everybody:
