@@ -13,7 +13,7 @@ from gradserver.engine.journal_state import Dated
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Epoch, Halt, Round, RoundRecord
 from gradserver.protocol.beacon import beacon_id
-from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.dtypes import FLOAT32, UINT8
 from gradserver.protocol.errors import (
     ConnectionLostError,
     GradServerError,
@@ -24,9 +24,21 @@ from gradserver.protocol.errors import (
     NonFiniteError,
     ProtocolError,
 )
-from gradserver.protocol.exchange import Kind, Op, Operation
-from gradserver.protocol.limits import MAX_COUNTER
-from gradserver.protocol.messages import Agreed, Enlist, Failure, Membership, Propose, Push, Result, RoundDone, Welcome
+from gradserver.protocol.exchange import STATE_TAG, ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.limits import MAX_COUNTER, SLICE_BYTES
+from gradserver.protocol.messages import (
+    Agreed,
+    Enlist,
+    Enter,
+    Failure,
+    Membership,
+    Propose,
+    Push,
+    Result,
+    RoundDone,
+    Serve,
+    Welcome,
+)
 from gradserver.protocol.messages.leases import Claim, Register, Used
 from gradserver.protocol.messages.recovery import (
     Fetch,
@@ -794,3 +806,30 @@ def test_a_data_shard_that_is_given_up_for_what_it_sent_is_waited_for_from_then_
     assert harness.wait(0.0) == []
     assert harness.engine.next_deadline() == harness.now + HIRE_SECONDS
     assert harness.group()["broken"] is None
+
+
+def test_a_donor_may_send_the_rest_of_a_state_when_two_learners_have_gone() -> None:
+    """Test a worker that is lost, joins anew, and is lost again while the state for the first one is on its way."""
+    group = Group(1)
+    harness, late = group.harness, SEATS + 5
+    harness.receive(SEATS, Serve())
+    harness.join(late, "late")
+    harness.receive(late, Propose(PLAN.hash), PLAN.encoded)
+    harness.receive(late, Enter(0, False))
+    for part in (0, 1):
+        harness.push(0, bucket(0, part), ONE)
+    while harness.reduces:
+        harness.answer(harness.reduces.pop(0))
+    (done,) = harness.told(0, RoundDone)
+    key = ExchangeKey(Stream.TRANSFER, 0, STATE_TAG + done.transfers[0].number, 0, done.transfers[0].joiner)
+    operation = Operation(Kind.TRANSFER, Op.NONE, UINT8, 3 * SLICE_BYTES)
+    harness.push(0, key, bytes(SLICE_BYTES), operation=operation)
+
+    harness.feed(Disconnected(late, "it died"))
+    harness.join(late + 1, "late")
+    harness.feed(Disconnected(late + 1, "it died, too"))
+    for index in (1, 2):
+        harness.push(0, key, bytes(SLICE_BYTES), index=index)
+
+    assert group.state() == "active"
+    assert SEATS not in harness.closed

@@ -77,7 +77,8 @@ def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) 
             return None
         exchange.join(rank, push.weight)
     elif exchange is None:
-        if group.sequences.is_past(rank, key) or (group.learners.first_rounds and key.stream == Stream.TRANSFER):
+        to_learner = is_state(key) or (group.learners.first_rounds and key.stream == Stream.TRANSFER)
+        if to_learner or group.sequences.is_past(rank, key):
             return None  # the tail of an exchange that failed meanwhile, or of one that never began
         raise UnexpectedMessageError(f"slice {push.slice} of an exchange that did not begin with its first slice")
     if exchange.failure is not None:
