@@ -27,6 +27,7 @@ Happenings = dict[int, list[int]]
 ROUND = Act()
 worlds = st.integers(1, 4)
 buckets = st.lists(st.integers(1, 40), min_size=1, max_size=3)
+modules = st.lists(buckets, min_size=1, max_size=2)
 rounds = st.lists(st.just(ROUND), min_size=1, max_size=5)
 collectives = st.builds(Act, st.sampled_from(sorted(COLLECTIVES)), st.integers(1, 20), st.integers(0, 3))
 programs = st.lists(st.one_of(st.just(ROUND), collectives), min_size=1, max_size=8)
@@ -35,7 +36,13 @@ many_rates = st.sampled_from([(1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (
 sharded = many_rates.filter(lambda rates: len(rates) > 1)
 seeds = st.integers(0, 2**20)
 preemptions = st.sampled_from([0.0, 0.0, 0.05])
+joins = st.dictionaries(st.integers(0, 400), st.lists(st.integers(0, 3), min_size=1, max_size=1), max_size=3)
 happenings = st.dictionaries(st.integers(0, 600), st.lists(st.integers(0, 3), min_size=1, max_size=1), max_size=4)
+
+
+def rounds_of(count: int) -> st.SearchStrategy[Act]:
+    """Return a strategy of rounds of one of so many modules."""
+    return st.builds(Act, st.just("round"), section=st.integers(0, count - 1))
 
 
 def plan(group: Group, happens: Happenings, what: Callable[[int], object]) -> None:
@@ -76,7 +83,7 @@ def test_lost_data_shards_cost_no_member_anything(
     group.check()
 
 
-@given(worlds, buckets, rounds, fuses, happenings, happenings, seeds)
+@given(worlds, buckets, rounds, fuses, happenings, happenings, many_rates, seeds)
 @settings(max_examples=examples(25))
 def test_members_that_are_left_lose_no_round_and_hold_the_same(
     world: int,
@@ -85,16 +92,17 @@ def test_members_that_are_left_lose_no_round_and_hold_the_same(
     crashes: list[int],
     breaks: Happenings,
     deaths: Happenings,
+    rates: tuple[float, ...],
     seed: int,
 ) -> None:
-    group = Group(world, [sizes], program, seed, (1.0,), crashes)
+    group = Group(world, [sizes], program, seed, rates, crashes)
     plan(group, breaks, group.break_line)
     plan(group, deaths, group.kill)
     group.run()
     group.check()
 
 
-@given(worlds, buckets, programs, fuses, happenings, happenings, seeds)
+@given(worlds, buckets, programs, fuses, happenings, happenings, many_rates, seeds)
 @settings(max_examples=examples(30))
 def test_collectives_end_the_same_for_all_or_say_why_not(
     world: int,
@@ -103,13 +111,57 @@ def test_collectives_end_the_same_for_all_or_say_why_not(
     crashes: list[int],
     breaks: Happenings,
     deaths: Happenings,
+    rates: tuple[float, ...],
     seed: int,
 ) -> None:
-    group = Group(world, [sizes], program, seed, (1.0,), crashes)
+    group = Group(world, [sizes], program, seed, rates, crashes)
     plan(group, breaks, group.break_line)
     plan(group, deaths, group.kill)
     group.run()
     group.check()
+
+
+@given(worlds, modules, st.data(), fuses, happenings, happenings, many_rates, seeds)
+@settings(max_examples=examples(15))
+def test_groups_of_several_modules_lose_no_round(
+    world: int,
+    sizes: list[list[int]],
+    data: st.DataObject,
+    crashes: list[int],
+    breaks: Happenings,
+    deaths: Happenings,
+    rates: tuple[float, ...],
+    seed: int,
+) -> None:
+    program = data.draw(st.lists(rounds_of(len(sizes)), min_size=1, max_size=6))
+    group = Group(world, sizes, program, seed, rates, crashes)
+    plan(group, breaks, group.break_line)
+    plan(group, deaths, group.kill)
+    group.run()
+    group.check()
+
+
+@given(worlds, modules, st.data(), fuses, happenings, happenings, joins, many_rates, seeds)
+@settings(max_examples=examples(20))
+def test_workers_that_join_while_all_else_is_lost_hold_what_members_hold(
+    world: int,
+    sizes: list[list[int]],
+    data: st.DataObject,
+    crashes: list[int],
+    breaks: Happenings,
+    deaths: Happenings,
+    learners: Happenings,
+    rates: tuple[float, ...],
+    seed: int,
+) -> None:
+    program = data.draw(st.lists(st.one_of(rounds_of(len(sizes)), collectives), min_size=1, max_size=4))
+    group = Group(world, sizes, program + [ROUND] * 5, seed, rates, crashes)
+    plan(group, breaks, group.break_line)
+    plan(group, deaths, group.kill)
+    plan(group, learners, group.join)
+    group.run()
+    group.check()
+    group.check_entered()
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "uneven"])
