@@ -221,8 +221,8 @@ def _add_ledger_options(parser: argparse._ArgumentGroup) -> None:
         "--state-dir",
         metavar="DIR",
         help="write the ledger to DIR: the contributions to each round, with times and digests (see "
-        "`gradserver ledger`). A coordinator that was killed and is started again with the same DIR continues its "
-        "groups; those with --quorum or --backup end",
+        "`gradserver ledger`). A coordinator that was killed and is started again with the same DIR, and the same "
+        "options, continues its groups",
     )
     parser.add_argument(
         "--ledger-hashes",
