@@ -31,7 +31,6 @@ from gradserver.mean import (
 from gradserver.protocol.codecs import Codec, Scratch, seed_of
 from gradserver.protocol.digest import digest
 from gradserver.protocol.errors import ProtocolError
-from gradserver.protocol.exchange import Stream
 
 EXACT_PLACE: Final = ("bf16", "fp16")
 """Codecs in which an element that is not finite stays in its place, and does not spread."""
@@ -191,13 +190,12 @@ class Owed:
 
 def _owed(command: Reduce) -> Owed | None:
     """Find the residuals of this slice of a bucket; None for collectives, which have no next round."""
-    key = command.key
-    if key.stream != Stream.BUCKET:
+    memory = command.memory
+    if memory is None:
         return None
-    owed: Owed | None = command.state.get((key.part, command.slice))
-    if owed is None:
-        owed = Owed(np.zeros((2, command.numel), np.float32), np.zeros(2, np.uint64))
-        command.state[key.part, command.slice] = owed
+    if memory.content is None:
+        memory.content = Owed(np.zeros((2, command.numel), np.float32), np.zeros(2, np.uint64))
+    owed: Owed = memory.content
     return owed
 
 

@@ -29,7 +29,7 @@ from gradserver.engine.declared import Kind
 from gradserver.engine.records import Closed, Durable, Plan
 from gradserver.lossy import Owed
 from gradserver.protocol.errors import reason_of
-from gradserver.protocol.exchange import Stream, layout_of
+from gradserver.protocol.exchange import layout_of
 from gradserver.protocol.plan import Plan as PlanTable
 
 log = logging.getLogger("gradserver")
@@ -73,10 +73,10 @@ class Residuals:
 
     def provide(self, command: Reduce) -> None:
         """Give a reduction its residuals, if they are kept here."""
-        place = command.key.part, command.slice
-        if command.key.stream == Stream.BUCKET and place not in command.state and command.group in self._groups:
+        memory, place = command.memory, (command.key.part, command.slice)
+        if memory is not None and memory.content is None and command.group in self._groups:
             files = self._groups[command.group].values()
-            command.state[place] = next(found[place] for found in files if place in found)
+            memory.content = next(found[place] for found in files if place in found)
 
     def _open(self, group: str, number: int, plan: PlanTable) -> None:
         """Open the files of ``plan``. Sections that existed before keep their residuals."""

@@ -134,7 +134,7 @@ class Recount:
             self._carry[rank].put(key.part, index, Late(weights[rank], given[rank][key.part][where].copy()))
         operation = self._plan.buckets[key.part].operation
         nbytes = layout.nbytes(index)
-        mean = reduce(Reduce("", 1, key, index, operation, start, nbytes, stop - start, {}, rows, (), keep=True))
+        mean = reduce(Reduce("", 1, key, index, operation, start, nbytes, stop - start, None, rows, (), keep=True))
         assert isinstance(mean, Buffer)
         given[0][key.part][where] = np.frombuffer(mean, np.uint8)
 

@@ -86,7 +86,7 @@ def broken(reduction: Reducer, op: Op, dtype: DType, nbytes: int, codec: str = "
         outcomes.append(outcome)
         there.set()
 
-    outcome = reduction.start(Reduce("group", 1, key, 0, operation, 0, nbytes, numel, {}, given, (), True), later)
+    outcome = reduction.start(Reduce("group", 1, key, 0, operation, 0, nbytes, numel, None, given, (), True), later)
     if outcome is not PENDING:
         return outcome
     assert there.wait(PATIENCE)

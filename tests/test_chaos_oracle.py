@@ -420,7 +420,7 @@ def test_the_rule_of_means_is_the_reducers(seed: int) -> None:
     key = ExchangeKey(Stream.BUCKET, 0, 2)
     nbytes = rows[0].nbytes
     command = Reduce(
-        "g", 1, key, 0, bucket.operation, 0, nbytes, rows[0].size, {}, contributions, [], True, None
+        "g", 1, key, 0, bucket.operation, 0, nbytes, rows[0].size, None, contributions, [], True, None
     )  # fmt: skip
     made = reduce(command)
     assert isinstance(made, np.ndarray | memoryview | bytes)

@@ -52,7 +52,7 @@ def test_a_contribution_that_is_no_frames_names_its_giver(kind: Kind, bad: bytes
     if kind is Kind.SCATTER:
         del contributions[0]
     where = "group", 1, ExchangeKey(Stream.COLLECTIVE, 0), 0
-    command = Reduce(*where, operation, 0, layout.nbytes(0), 40, {}, contributions, (), True, world=2)
+    command = Reduce(*where, operation, 0, layout.nbytes(0), 40, None, contributions, (), True, world=2)
 
     outcome = reduce(command)
 

@@ -42,7 +42,7 @@ def asked(
     """Return a reduction of contributions of ranks 0, 2, 4, …, with digests."""
     size = next(len(payload) for payload in payloads if payload is not None)
     given = [Contribution(2 * place, 1.0 + place, payload) for place, payload in enumerate(payloads)]
-    command = Reduce("g", 1, KEY, 0, operation, first, size, numel, {}, given, (), True, Digests(AT, []))
+    command = Reduce("g", 1, KEY, 0, operation, first, size, numel, None, given, (), True, Digests(AT, []))
     return command._replace(**fields)
 
 

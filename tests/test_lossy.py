@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gradserver
-from gradserver.engine.commands import Contribution, Reduce
+from gradserver.engine.commands import Contribution, Memory, Reduce
 from gradserver.engine.events import NonFinite, Undecodable
 from gradserver.protocol.codecs import codec_of, seed_of
 from gradserver.protocol.dtypes import FLOAT32
@@ -195,7 +195,7 @@ def test_bytes_that_say_nothing_are_their_senders_fault() -> None:
     contributions = [Contribution(0, 1.0, good), Contribution(3, 1.0, bad)]
     key = ExchangeKey(Stream.BUCKET, 0, 0)
 
-    outcome = reduce(Reduce("group", 1, key, 0, operation, 0, len(good), 1000, {}, contributions, (), True))
+    outcome = reduce(Reduce("group", 1, key, 0, operation, 0, len(good), 1000, Memory(), contributions, (), True))
 
     assert isinstance(outcome, Undecodable)
     assert outcome.rank == 3
@@ -209,7 +209,7 @@ def test_mean_that_overflows_blames_no_worker() -> None:
     contributions = [Contribution(rank, 1.0, payload) for rank in range(2)]
     key = ExchangeKey(Stream.COLLECTIVE, 0)
 
-    outcome = reduce(Reduce("group", 1, key, 0, operation, 0, len(payload), 4, {}, contributions, (), True))
+    outcome = reduce(Reduce("group", 1, key, 0, operation, 0, len(payload), 4, Memory(), contributions, (), True))
 
     assert isinstance(outcome, NonFinite)
     assert outcome.rank == -1

@@ -42,7 +42,7 @@ def command(
     dtype = BY_NAME[name]
     operation = Operation(kind, op, dtype, size // dtype.itemsize)
     return Reduce(
-        "group", 1, ExchangeKey(Stream.BUCKET, 0), 0, operation, 0, size, operation.numel, {}, given, (), True
+        "group", 1, ExchangeKey(Stream.BUCKET, 0), 0, operation, 0, size, operation.numel, None, given, (), True
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradserver.engine.commands import Contribution, Reduce
+from gradserver.engine.commands import Contribution, Memory, Reduce
 from gradserver.engine.declared import Kind
 from gradserver.engine.records import Closed, Durable, Plan
 from gradserver.lossy import reduce_lossy
@@ -40,7 +40,7 @@ def result(residuals: Residuals, number: int) -> bytes:
         given.append(Contribution(rank, 1.0, operation.codec.encode(values)))
     nbytes = operation.codec.nbytes(NUMEL)
     key = ExchangeKey(Stream.BUCKET, number, 0)
-    command = Reduce("g", 1, key, 0, operation, 0, nbytes, NUMEL, {}, given, [], True)
+    command = Reduce("g", 1, key, 0, operation, 0, nbytes, NUMEL, Memory(), given, [], True)
     residuals.provide(command)
     outcome = reduce_lossy(command)
     assert isinstance(outcome, memoryview)

@@ -46,6 +46,21 @@ class Digests(NamedTuple):
     found: list[tuple[int, int]]
 
 
+class Memory:
+    """Memory of the reductions of one slice of a bucket, from one round to the next.
+
+    One reduction at a time has it. The engine keeps it, and never looks into it.
+
+    Attributes:
+        content: what the latest reduction has left; None before the first one.
+    """
+
+    __slots__ = ("content",)
+
+    def __init__(self) -> None:
+        self.content: Any = None
+
+
 class Reduce(NamedTuple):
     """Combine contributions, given in rank order; then tell the engine with `Reduced`.
 
@@ -58,7 +73,7 @@ class Reduce(NamedTuple):
         first: the first element.
         nbytes: size of one contribution.
         numel: elements of one contribution.
-        state: the memory of this group's reductions from one round to the next. The engine only keeps it.
+        memory: memory of the reductions of this slice; None if there is nothing to remember.
         targets: memory that the result is written to. Some of it may be where contributions lie.
         keep: whether the result's bytes are wanted too, in memory of their own.
         digests: what to hash for the ledger; None for nothing.
@@ -76,7 +91,7 @@ class Reduce(NamedTuple):
     first: int
     nbytes: int
     numel: int
-    state: dict[tuple[int, int], Any]
+    memory: Memory | None
     contributions: Sequence[Contribution]
     targets: Sequence[Buffer]
     keep: bool

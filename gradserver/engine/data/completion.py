@@ -50,17 +50,19 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     nbytes, numel = layout.run_bytes(piece.start, piece.stop), layout.run_numel(piece.start, piece.stop)
     keep = len(targets) < len(getters) or bool(group.listeners.of(exchange, piece))
     key = exchange.key
-    digests, nonfinite = None, PROPAGATE  # a collective carries any number
+    digests, nonfinite, memory = None, PROPAGATE, None  # a collective carries any number, and has no next round
     spans: Sequence[tuple[int, int]] = ()
     if key.stream == Stream.BUCKET:
         nonfinite = group.order.nonfinite
         if nonfinite is not HALT and nonfinite is not PROPAGATE and operation.op is Op.MEAN:
             spans = _spans(exchange, piece)
+        if operation.is_lossy:
+            memory = group.memory(key.part, piece.start)
         if group.rounds[key.number].hashed:
             digests = Digests(group.places[key.part], [])
     where = group.order.group, group.order.epoch, key, piece.start
     what = operation, layout.span(piece.start)[0], nbytes, numel
-    reduction = Reduce(*where, *what, group.state, contributions, targets, keep, digests, nonfinite, 0, (), spans)
+    reduction = Reduce(*where, *what, memory, contributions, targets, keep, digests, nonfinite, 0, (), spans)
     if operation.kind in PORTIONED:  # each member gets a part of it
         places = [place for place, run in enumerate(piece.given.values()) if run.shared]
         reduction = reduction._replace(world=len(piece.given), places=places)

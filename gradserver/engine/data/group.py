@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
 
+from gradserver.engine.commands import Memory
 from gradserver.engine.data.collecting import Recovery
 from gradserver.engine.data.exchanges import Exchanges
 from gradserver.engine.data.learners import NOT_YET, Learners
@@ -45,8 +45,8 @@ class Group:
     hashing: Hashing | None = None
     rounds: Rounds = field(default_factory=Rounds)
     learners: Learners = field(default_factory=Learners)
-    state: dict[tuple[int, int], Any] = field(default_factory=dict)
-    """Memory of reductions from one round of the plan to the next."""
+    memories: dict[tuple[int, int], Memory] = field(default_factory=dict)
+    """Memory of reductions from one round of the plan to the next, by bucket and slice."""
     recovery: Recovery | None = None
     """Recovery that is under way: members say which results they hold."""
     next_check: float | None = None
@@ -161,7 +161,7 @@ class Group:
 
     def agree(self, plan: Plan, first_round: int) -> None:
         """Exchange the buckets of ``plan`` from ``first_round`` on."""
-        self._keep_state(plan)
+        self._keep_memories(plan)
         self.plan, self.planned = plan, first_round
         self.table.set_plan(plan)
         self.full_buckets = self.table.buckets_of(plan, self.order.shard)
@@ -190,12 +190,16 @@ class Group:
         sections = 1 if self.plan is None else len(self.plan.each)
         return self.hashing is not None and self.hashing.is_due(number // sections)
 
-    def _keep_state(self, plan: Plan) -> None:
+    def memory(self, part: int, index: int) -> Memory:
+        """Return the memory of the reductions of slice ``index`` of a lossy bucket."""
+        return self.memories.setdefault((part, index), Memory())
+
+    def _keep_memories(self, plan: Plan) -> None:
         """Forget the memory for sections of the plan in force that ``plan`` has not any more."""
         here = () if self.plan is None else self.plan.each
         same = (one for one in here if plan.sections and plan.section(one.number) is not None)
         kept = {part for one in same for part in one.parts}
-        self.state = {place: value for place, value in self.state.items() if place[0] in kept}
+        self.memories = {place: memory for place, memory in self.memories.items() if place[0] in kept}
 
     def settled_of(self, key: ExchangeKey) -> dict[int, int]:
         """Return the number of settled slices of a bucket in which each member counted."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.daemon import keep_memory
-from gradserver.engine.commands import Contribution, Reduce
+from gradserver.engine.commands import Contribution, Memory, Reduce
 from gradserver.engine.events import Broken, NonFinite, Sifted, Undecodable
 from gradserver.lossy import Owed
 from gradserver.protocol.buffer import Buffer
@@ -57,7 +57,7 @@ class Exchange:
         self._operation = operation_of(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, numel, codec=self.codec)
         layout = layout_of(self._operation, workers)
         self._spans = [layout.span(index) for index in range(layout.count)]
-        self._owed: dict[tuple[int, int], Owed] = {}
+        self._memories = [Memory() for _ in self._spans]
         self._scratch = Scratch()
 
     def rooms(self) -> list[npt.NDArray[np.uint8]]:
@@ -84,7 +84,18 @@ class Exchange:
             given = [Contribution(rank, 1.0, payloads[index]) for rank, payloads in enumerate(contributions)]
             nbytes, numel = self.codec.nbytes(stop - start), stop - start
             command = Reduce(
-                "bench", 1, key, index, self._operation, start, nbytes, numel, self._owed, given, (), keep=True
+                "bench",
+                1,
+                key,
+                index,
+                self._operation,
+                start,
+                nbytes,
+                numel,
+                self._memories[index],
+                given,
+                (),
+                keep=True,
             )
             outcome = reduce(command)
             if outcome is None or isinstance(outcome, NonFinite | Sifted | Undecodable | Broken | tuple):
@@ -100,7 +111,7 @@ class Exchange:
 
     def owed(self) -> Floats:
         """Return the coordinator's residual, one value for each element."""
-        owed = [self._owed.get((0, index)) for index in range(len(self._spans))]
+        owed: list[Owed | None] = [memory.content for memory in self._memories]
         return np.concatenate(
             [
                 np.zeros(stop - start, np.float32) if left is None else left.latest
